@@ -82,6 +82,15 @@ def test_the_end_of_the_context_frees_the_folder(tmp_path):
         assert pool.apply(take, (tmp_path,)) is None
 
 
+def test_a_link_in_place_of_the_lock_file_is_refused(tmp_path):
+    (tmp_path / "precious").write_text("as it was")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.lock").symlink_to(tmp_path / "precious")
+    with RunLock(tmp_path / "run") as lock, pytest.raises(OSError, match=r"run\.lock"):
+        lock.acquire()
+    assert (tmp_path / "precious").read_text() == "as it was"
+
+
 def test_a_deleted_lock_file_lets_nobody_in_and_comes_back(tmp_path, holder, caplog):
     (tmp_path / "run" / LOCK_FILE).unlink()
     with RunLock(tmp_path / "run") as lock, pytest.raises(ConfigError, match=f"process {holder.pid}"):
@@ -174,7 +183,7 @@ class FullFile:
 
 
 def test_a_full_disk_names_the_lock_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("vqclip.process.lock.open", FullFile, raising=False)
+    monkeypatch.setattr("vqclip.process.lock.open_lock", lambda path: FullFile(path, "a+", encoding="utf-8"))
     with pytest.raises(OSError, match=rf"{LOCK_FILE}"), RunLock(tmp_path) as lock:
         lock.acquire()
 

@@ -247,3 +247,19 @@ def test_weights_of_the_configuration() -> None:
     assert learned.build().loss_weights == {"commitment": 0.25, "codebook": 1.0, "diversity": 0.5}
     assert VQ(3, 8, learning="gradient", loss_weights={"commitment": 0.5}).loss_weights["codebook"] == 1
     assert SimVQConfig(dim=3).build().loss_weights == {"commitment": 0.25, "codebook": 1.0}
+
+
+def test_a_functional_call_takes_the_state_dict() -> None:
+    quantizer, x = VQ(4, 8, kmeans=False), torch.randn(5, 4)
+    state = {name: each.clone() for name, each in quantizer.state_dict().items()}
+    expected = quantizer(x).ids
+    quantizer.codebook.zero_()
+    assert torch.equal(torch.func.functional_call(quantizer, state, x).ids, expected)
+
+
+def test_frozen_codes_need_no_update(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vqclip.quantizers.base.MAX_FORWARDS_WITHOUT_UPDATE", 2)
+    quantizer = VQ(4, 8, learning="gradient", kmeans=False, dead_below=0).requires_grad_(False)
+    for _ in range(4):
+        quantizer(torch.randn(5, 4))
+    assert not caplog.records

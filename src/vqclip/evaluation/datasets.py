@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 from pydantic import AfterValidator
 
 from vqclip.data import ScenesSourceConfig, Source, SourceConfig, SourceConfigBase, mask_credentials
-from vqclip.errors import DataError
+from vqclip.errors import DataError, printable
 from vqclip.evaluation.partition import RankPartition
 
 __all__ = ["AnyData", "CaptionedData", "LabelledData", "TrainingData", "open_captioned", "open_labelled"]
@@ -20,7 +20,7 @@ def _prepare(data: SourceConfigBase, labelled: bool, split: str = "test") -> Sou
         split = "val" if isinstance(data, ScenesSourceConfig) and not labelled else split
         data = data.model_copy(update={"split": split})
     if data.has_classes is (not labelled) or (getattr(data, "split", "") == "train" and data.kind == "scenes"):
-        raise ValueError(_problem(data, labelled))
+        raise ValueError(printable(_problem(data, labelled)))  # pydantic refuses bytes that are not UTF-8
     return data
 
 

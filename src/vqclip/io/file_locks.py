@@ -12,9 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["ProcessLock", "hold_lock", "is_at", "remove_unlocked", "take_lock", "try_lock"]
+__all__ = ["ProcessLock", "hold_lock", "is_at", "open_lock", "remove_unlocked", "take_lock", "try_lock"]
 
 logger = logging.getLogger(__name__)
+
+
+def open_lock(path: Path) -> TextIO:
+    """Open a file to lock it; make it if it is missing.
+
+    Raises:
+        OSError: it cannot be opened, or is a symbolic link: the file it points at would be overwritten.
+    """
+    return open(path, "a+", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
 def try_lock(file: int) -> bool:
@@ -100,7 +109,7 @@ class ProcessLock:
 
     def try_acquire(self) -> str | None:
         """Take the lock; return its holder if another process has it, else None."""
-        file = self._file = self._file or open(self._path, "a+", encoding="utf-8")  # noqa: SIM115
+        file = self._file = self._file or open_lock(self._path)
         return take_lock(file, self._path)
 
     def release(self) -> None:

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from vqclip import dist
 from vqclip.errors import ConfigError
-from vqclip.io.file_locks import is_at, take_lock
+from vqclip.io.file_locks import is_at, open_lock, take_lock
 from vqclip.io.files import name_file_in_errors
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class RunLock:
                 return None
             logger.warning("%s was deleted or replaced while this job held it", path)
             held.close()
-        self._held[path.name] = file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+        self._held[path.name] = file = open_lock(path)
         with name_file_in_errors(path):
             return take_lock(file, self._folder)
 

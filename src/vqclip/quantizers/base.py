@@ -36,7 +36,7 @@ from vqclip.seeds import derive_seed
 
 log = logging.getLogger(__name__)
 
-MAX_FORWARDS_WITHOUT_UPDATE = 1024
+MAX_FORWARDS_WITHOUT_UPDATE = 128
 """Maximum number of forwards with gradients in training mode without an `update`; one more is reported."""
 
 
@@ -400,7 +400,8 @@ class Quantizer(nn.Module, ABC):
 def _warn_missing_update(name: str) -> None:
     log.warning(
         "%s: more than %d forwards in training mode without an update, so codebooks and the draws of dropout do not "
-        "change; call quantizer.update(stats) after each step of the optimizer, or quantizer.eval() to train around it",
+        "change; call quantizer.update(stats) after each step of the optimizer, or quantizer.eval() to train around it "
+        "(harmless where a step has more microbatches)",
         name,
         MAX_FORWARDS_WITHOUT_UPDATE,
     )

@@ -129,7 +129,7 @@ class VQ(TableQuantizer):
         self._skipped_before: Tensor | None = self.skipped
         # The host's part of `has_started`, which forward reads without waiting for the device.
         self._is_started = not kmeans
-        self._needs_update = True
+        self._needs_update = learning == "ema" or kmeans or dead_below > 0
         self._is_next = True
         self._refresh_draws()
         self.register_load_state_dict_post_hook(_refresh_started)
@@ -146,6 +146,10 @@ class VQ(TableQuantizer):
     def has_started(self) -> Tensor:
         """() bool: True if the codebook is initialised. Stored, but not as a buffer: programs average all buffers."""
         return (self.sizes.sum() > 0) | self._is_started
+
+    @has_started.setter
+    def has_started(self, value: Tensor) -> None:
+        self._is_started = bool(value)  # `torch.func.functional_call` with a state dict sets its entries
 
     def codes(self) -> Tensor:
         """Return the codes ``(G, K, D)``."""
@@ -375,7 +379,8 @@ def _refresh_started(module: nn.Module, keys: object = None) -> None:
 def _warn_skipped() -> None:
     log.warning(
         "VQ: the tokens of an update contained NaN or infinity, so that it moved no code; VQ.skipped counts such "
-        "updates; mask these tokens, or find their cause, such as an overflow in fp16"
+        "updates; mask these tokens, or find their cause, such as an overflow in fp16 (with learning: gradient, skip "
+        "the optimizer's step too, which moves the codes)"
     )
 
 

@@ -297,8 +297,8 @@ class TokenizerDecoder(nn.Module):
         if (stored := self.stored_dtype) is not None and wanted.itemsize < 4 and wanted != stored:
             raise ConfigError(
                 f"{type(self).__name__}: got a conversion to {wanted} of weights that were stored as {stored}: ids "
-                f"would change. Expected {stored} or float32; convert other parts of your model, and the vectors of "
-                'decode, instead, or pass precision="bf16" to encode and embed'
+                f"would change. Expected {stored} or a wider one; convert other parts of your model, and the vectors "
+                'of decode, instead, or pass precision="bf16" to encode and embed'
             )
         return super()._apply(fn, recurse)
 

@@ -123,6 +123,7 @@ def test_splits_and_weights_of_training_and_evaluation(tmp_path: Path) -> None:
     ("schema", "section", "message"),
     [
         (LabelledData, {"kind": "shards", "path": "a"}, "kind shards has captions, not classes"),
+        (LabelledData, {"kind": "shards", "path": "caf\udce9"}, r"caf\\udce9: kind shards has captions, not classes"),
         (CaptionedData, {"kind": "classes", "path": "a"}, "kind classes with split test has classes, not captions"),
         (LabelledData, {"kind": "classes", "path": "a", "weight": 2.0}, "weight: got 2 in evaluation"),
     ],
