@@ -39,7 +39,7 @@ export OMP_NUM_THREADS ?= 1
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' | column -t -s '|'
-	@echo '  variables: PYTHON=$(PYTHON) CONFIG=$(CONFIG) PROCS=$(PROCS) ARGS=$(ARGS) TESTS=$(TESTS) JOBS=$(JOBS)'
+	@echo '  variables: PYTHON=$(PYTHON) CONFIG=$(CONFIG) PROCS=$(PROCS) ARGS=$(ARGS) TESTS=$(TESTS) JOBS=$(JOBS) VENV=$(VENV) SYSTEM=1 (the environment of PYTHON as it is)'
 
 train: $(STAMP) ## train, evaluate and export: CONFIG=file PROCS=processes ARGS='section.key=value ...'
 	@sed -n '/^#/!q; s/^# \([^ ]\)/\1/p' $(CONFIG)    # what it trains, in which stages, and how long that takes
@@ -65,14 +65,14 @@ check: $(DEV_STAMP) ## check format, style and types
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 
-format: $(DEV_STAMP) ## put the code into the project's format, mend what can be mended
+format: $(DEV_STAMP) ## format the code, and fix what ruff can fix
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
 docs: $(DEV_STAMP) ## build the documentation: site/index.html
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-readme-images: $(STAMP) ## draw the images of the README from runs/base, which `make train` makes: 15 seconds
+readme-images: $(TEST_STAMP) ## draw the images of the README from runs/base, which `make train` makes: 15 seconds
 	$(PY) scripts/readme_images.py runs/base --out docs/images
 
 clean: ## remove the environment and all caches; runs are kept
