@@ -36,7 +36,6 @@ PIXELS = {"decoder": DECODER, "losses": LOSSES}
 """With discriminators from step 1 on."""
 TWO_STAGES = BUSY_RESIDUAL | {"depth": 2}
 CASES = {
-    "FSQ and LFQ, microbatches": (FSQ, LFQ, {"train__micro_batches": 3, "steps": 1}),
     "VQ and residual, a pixel decoder, bf16": (BUSY_VQ, TWO_STAGES, {"pixels": PIXELS, "train__precision": "bf16"}),
 }
 SLOW = {
@@ -51,6 +50,7 @@ SLOW = {
     )
     for micro_batches, precision, steps in ((1, "fp32", 3), (1, "fp16", 4), (3, "bf16", 3))  # fp16 skips one
 } | {
+    "FSQ and LFQ, microbatches": (FSQ, LFQ, {"train__micro_batches": 3, "steps": 1}),
     "pixel decoder, microbatches": (FSQ, FSQ, {"pixels": PIXELS, "train__micro_batches": 3}),
     "recomputed activations": (FSQ, FSQ, {"train__activation_checkpointing": True}),
     "sigmoid loss": (FSQ, FSQ, {"loss": {"kind": "sigmoid"}, "temperature": {"init": 10.0, "bias": -10.0}}),
