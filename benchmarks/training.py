@@ -194,7 +194,7 @@ def run_ours(row: str, shards: Path, folder: Path, report_every: int) -> None:
         config["guards"] = {"spikes": None, "collapse": None}
         config["run"]["step_timeout_s"] = None
         remove_checks()
-    train(TrainConfig.model_validate(config))
+    train(TrainConfig.model_validate(config), owns_process=True)  # as the command: it keeps freed memory
 
 
 def remove_checks() -> None:
