@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vqclip.data.table_file import Table, Texts, find_table, open_table, save_table
+from vqclip.errors import DataError
+
+FACTS = {"version": 1, "notes": ["a"]}
+ARRAYS = {
+    "begins": np.arange(5, dtype=np.uint32),
+    "digests": np.arange(48, dtype=np.uint8).reshape(3, 16)[::-1],
+    "none": np.zeros((0, 4), np.int64),
+    **Texts.join(["é", "", "caf\udce9"])._asdict(),
+}
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.table"
+    save_table(path, FACTS, ARRAYS, "x")
+    table = open_table(path, {"version": 1})
+    assert table.facts == FACTS
+    assert table.arrays.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        np.testing.assert_array_equal(table.arrays[name], array)
+        assert table.arrays[name].dtype == array.dtype
+    texts = Texts(table.arrays["content"], table.arrays["ends"])
+    assert texts.are_consistent
+    assert [texts.read(number) for number in range(3)] == ["é", "", "caf\udce9"]
+    with pytest.raises(ValueError, match="read-only"):
+        table.arrays["begins"][0] = 1
+    before = path.read_bytes()
+    save_table(path, FACTS, ARRAYS, "x")
+    assert path.read_bytes() == before
+    assert find_table(path, {"version": 2}, "x", lambda table: table) is None
+    with pytest.raises(DataError, match="version is 1; expected 2"):
+        open_table(path, {"version": 2})
+
+
+def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.table"
+    save_table(path, FACTS, ARRAYS, "x")
+    data = path.read_bytes()
+    for at in range(0, len(data), 7):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+        with pytest.raises(DataError):
+            open_table(path, {})
+    for size in (0, 7, 100, len(data) - 1):
+        path.write_bytes(data[:size])
+        with pytest.raises(DataError):
+            open_table(path, {})
+    assert find_table(path, {}, "the data", lambda table: table) is None
+    assert "damaged index of the data is made again" in caplog.text
+    path.write_bytes(data)
+    assert isinstance(find_table(path, {}, "x", lambda table: table), Table)
+    assert find_table(tmp_path / "missing", {}, "x", lambda table: table) is None
+
+
+def test_a_disk_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="the index of the data cannot be written"):
+        save_table(tmp_path / "file" / "a.table", {}, ARRAYS, "the data")
