@@ -8,7 +8,7 @@ import pytest
 from tests.data.making import caption_members, caption_shards, write_tar
 from tests.ranks import RankPool
 from vqclip import dist
-from vqclip.data import CaptionShardsConfig, ScenesSourceConfig, index, prepare
+from vqclip.data import CaptionShardsConfig, FolderConfig, ScenesSourceConfig, index, prepare
 from vqclip.errors import DataError
 from vqclip.scenes import ScenesConfig, make
 
@@ -115,3 +115,14 @@ def prepare_where_nothing_can_be_left(folder: Path) -> int:
         monkeypatch.setattr(Path, "mkdir", refuse)
         prepare.prepare_sources([source])
         return len(source.build())
+
+
+def test_notes_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("cat/0.png", "dog/0.png", "dog/1.psd"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"an image")
+    caplog.set_level("INFO", "vqclip.data")
+    for _ in range(2):
+        source = prepare.open_source(FolderConfig(path=str(tmp_path)))
+    assert len(source.notes) == 1
+    assert [text for text in caplog.messages if ".psd" in text] == [f"{tmp_path}: {source.notes[0]}"]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from vqclip.cli import arguments as types
 from vqclip.cli.data_pack import OVERRIDES_HELP, SOURCE_HELP
-from vqclip.data import Source, parse_source
+from vqclip.data import Source, open_source, parse_source
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.prepare import prepare_shard
 from vqclip.data.remote import RemoteShard
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--json: got {options.json}, but there is no folder {options.json.absolute().parent}")
     limits = _limits(options)
     source, damaged = _open(options.source, options.overrides)
-    against = None if options.against is None else parse_source(options.against[0], options.against[1:]).build()
+    against = None if options.against is None else open_source(parse_source(options.against[0], options.against[1:]))
     report = check_source(source, limits, against)
     if damaged:
         report.bad = {"damaged shard": damaged, **report.bad}
@@ -149,8 +149,8 @@ def _open(path: str, overrides: Sequence[str]) -> tuple[Source, list[Finding]]:
             logger.warning("%s", error)
             damaged.append(Finding(str(shard), str(error).removeprefix(f"{shard}: ")))
     if not damaged:
-        return config.build(), []
+        return open_source(config), []
     if not whole or config.kind not in _OF_FILES:
         lines = "".join(f"\n  {shard}: {detail}" for shard, detail in damaged)
         raise DataError(f"{path}: {len(damaged)} damaged shards, without which it cannot be read:{lines}")
-    return config.model_copy(update={"path": tuple(whole)}).build(), damaged
+    return open_source(config.model_copy(update={"path": tuple(whole)})), damaged

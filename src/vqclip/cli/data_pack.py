@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from vqclip.cli import arguments as types
-from vqclip.data import FolderConfig, parse_source
+from vqclip.data import FolderConfig, open_source, parse_source
 from vqclip.data_tools.pack import Options, PackManifest, pack
 from vqclip.errors import ConfigError
 from vqclip.io.files import expand_home
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
     config, out = parse_source(options.source, options.overrides), expand_home(options.out).absolute()
     if isinstance(config, FolderConfig) and out.resolve().is_relative_to(config.listing.resolve()):
         raise ConfigError(f"OUT: {out} is inside SOURCE, whose folders are data; expected a folder elsewhere")
-    source = config.build()
+    source = open_source(config)
     fields = {name: getattr(options, name) for name in ("split", "part", *_FIELDS)}
     done = pack(source, Options(out=out, **fields))
     print(done.describe(out, "other parts"), flush=True)

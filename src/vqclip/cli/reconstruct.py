@@ -21,7 +21,7 @@ from pathlib import Path
 
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
-from vqclip.data import SourceConfigBase, mask_credentials, parse_source
+from vqclip.data import SourceConfigBase, mask_credentials, open_source, parse_source
 from vqclip.data.sources.class_folder import CLASSNAMES, SPLIT_HELP
 from vqclip.data.sources.detect import find_kind
 from vqclip.data.sources.kinds import KINDS
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{options.tokenizer}: has no pixel decoder; expected the tokenizer folder of a run that has trained one, "
             "with `task: pixels` or with model.image.pixels"
         )
-    drawn = DrawnSource(_data(options).build(), options.images, options.seed)
+    drawn = DrawnSource(open_source(_data(options)), options.images, options.seed)
     reading = {"batch_size": options.batch_size, "workers": options.workers, "max_bad_fraction": options.bad_fraction}
     with explain_worker_deaths("reconstruct") if options.workers else contextlib.nullcontext():
         found = reconstruct(tokenizer, drawn, options.show, options.side, **reading)

@@ -7,7 +7,7 @@ from vqclip.data.eval_set import EvalSet
 from vqclip.data.index import ShardIndex, load_index
 from vqclip.data.loader import Coverage, LoaderOptions, TrainData
 from vqclip.data.order import GlobalOrder
-from vqclip.data.prepare import HasShards, prepare_sources
+from vqclip.data.prepare import HasShards, open_source, prepare_sources
 from vqclip.data.remote import mask_credentials
 from vqclip.data.sources.base import FolderContent, RawSample, ShardedSource, Source, SourceConfigBase
 from vqclip.data.sources.classes import ClassShards, ClassShardsConfig
@@ -69,6 +69,7 @@ __all__ = [
     "decode_image",
     "load_index",
     "mask_credentials",
+    "open_source",
     "parse_source",
     "pil_to_uint8",
     "prepare_sources",

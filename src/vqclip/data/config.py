@@ -14,7 +14,7 @@ from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.features import FeatureCacheConfig
 from vqclip.data.loader import LoaderOptions, TrainData
 from vqclip.data.order import FullOrder, OrderConfig, WindowedOrder
-from vqclip.data.prepare import prepare_sources
+from vqclip.data.prepare import open_source, prepare_sources
 from vqclip.data.sources.base import OpensSource, Source, SourceConfigBase
 from vqclip.data.sources.kinds import SourceConfig
 from vqclip.data.transforms import TrainTransformConfig
@@ -30,7 +30,7 @@ def _use_train_split(source: SourceConfigBase) -> SourceConfigBase:
 
 def _open(key: str, source: OpensSource) -> Source:
     with name_section(key):
-        return source.build()
+        return open_source(source)
 
 
 class DataConfig(Config):

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Protocol, cast
 
+from vqclip.data.prepare import open_source
 from vqclip.data.remote import is_tar, protocol_of
 from vqclip.data.sources.base import Source, SourceConfigBase
 from vqclip.data.sources.class_folder import CLASSNAMES
@@ -52,7 +53,7 @@ def open_images(path: str, split: str | None = None) -> ImageSource:
         config = parse_source(folder, kind="folder", captions="names")
     else:
         config = parse_source(path, kind=None if folder.is_file() else "shards")  # also a pattern or URL
-    source = config.build()
+    source = open_source(config)
     if not hasattr(source, "place"):
         raise ConfigError(f"{path}: its images have no names; write them as shards first (vqclip data pack)")
     return cast(ImageSource, source)

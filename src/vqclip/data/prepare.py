@@ -8,20 +8,26 @@ until no rank has shards left
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from vqclip import dist
 from vqclip.data.index import load_index
+from vqclip.data.remote import display_url
 from vqclip.data.shard import Part, Shard
+from vqclip.data.sources.base import OpensSource, Source
 from vqclip.data.sources.file_parts import skip_next_check
-from vqclip.errors import DataError, name_section
+from vqclip.errors import DataError, name_section, printable
 from vqclip.io.atomic import remove_leftovers
 from vqclip.io.cache import cache_folder
 from vqclip.process import progress
 
-__all__ = ["HasShards", "SharesOpened", "prepare_shard", "prepare_sources"]
+__all__ = ["HasShards", "SharesOpened", "open_source", "prepare_shard", "prepare_sources"]
+
+logger = logging.getLogger("vqclip.data")
 
 _ROUND_S = 10.0
 """Seconds of work after which a rank finishes its current shard and meets the others."""
@@ -105,6 +111,26 @@ def _index_for_a_while(left: list[tuple[str, Shard | Part]]) -> None:
             prepare_shard(shard)
         if time.monotonic() >= end:
             break
+
+
+def open_source(config: OpensSource) -> Source:
+    """Open a source, and log its notes on rank 0: what is left out, grouped or ambiguous. Each is logged once.
+
+    Raises:
+        DataError: the data are missing or damaged.
+    """
+    source = config.build()
+    if dist.is_main():
+        path = getattr(config, "path", "data")
+        shown = " ".join(map(display_url, path[:3] if isinstance(path, tuple) else [str(path)]))
+        for note in getattr(source, "notes", ()):  # sources of other packages may have none
+            _log_once(f"{shown}: {note}")
+    return source
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    logger.info("%s", printable(text, one_line=True))
 
 
 def prepare_shard(shard: Shard | Part) -> None:

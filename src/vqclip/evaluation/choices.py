@@ -43,6 +43,7 @@ class Choices(ABC):
 
     classnames: tuple[str, ...] = ()
     templates: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     choices: Sequence[Choice]
 
     @abstractmethod

@@ -152,7 +152,8 @@ def encode_images(
     if len(reasons) > images.allowed:  # no single rank has too many
         shown = "\n".join(f"  {reason}" for reason in reasons[:5])
         raise DataError(f"{len(reasons)} of {images.size} evaluation samples cannot be used:\n{shown}")
-    notes = [f"{len(reasons)} of {images.size} images cannot be used and are left out"] if reasons else []
+    notes = [*getattr(source, "notes", ())]
+    notes += [f"{len(reasons)} of {images.size} images cannot be used and are left out"] if reasons else []
     # Where images are left out, the ranks' rows are not in the order of the set.
     order = sorted(range(len(found)), key=lambda row: found[row][0])
     indices = torch.tensor([found[row][0] for row in order], dtype=torch.int64)

@@ -96,8 +96,7 @@ def encode_labelled(
         settings = config.model_copy(update={"limit": limit})
         reader = dataclasses.replace(encoder, features=features)
         images = encode_images(settings, source, model.image, reader, name, lambda batch: batch.labels.tolist())
-        notes = [*getattr(source, "notes", ()), *images.notes]
-        return LabelledImages(source, images.encoded, images.annotations, images.indices, notes)
+        return LabelledImages(source, images.encoded, images.annotations, images.indices, images.notes)
 
     memo = (repr(data), limit, config.batch_size, config.max_bad_fraction, features)
     return encoder.memo.get(memo, encode)

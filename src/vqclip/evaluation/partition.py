@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vqclip import dist
-from vqclip.data import Source, SourceConfigBase, prepare_sources
+from vqclip.data import Source, SourceConfigBase, open_source, prepare_sources
 from vqclip.errors import DistributedError, StopRequested, name_section
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class RankPartition:
         if self.world_size > 1:
             prepare_sources([data], [key])
         with self.raise_on_all_ranks(), name_section(key):
-            return data.build()
+            return open_source(data)
 
     @contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:

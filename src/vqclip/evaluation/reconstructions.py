@@ -138,7 +138,7 @@ class DrawnSource:
 
     def __init__(self, source: Source, count: int, seed: int):
         self._source = source
-        self.classnames, self.templates = source.classnames, source.templates
+        self.classnames, self.templates, self.notes = source.classnames, source.templates, source.notes
         size, key = len(source), hash_integers(derive_seed(seed, "reconstruct"))
         self.indices: list[int] = sorted(permute(np.arange(min(count, size)), size, key).tolist()) if size else []
         """Their numbers in the source."""

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from vqclip import dist
-from vqclip.data import ShardedSource, prepare_sources
+from vqclip.data import ShardedSource, open_source, prepare_sources
 from vqclip.data.libraries import require_pyarrow
 from vqclip.data.shard_folder import WorkResult
 from vqclip.data.tokens import Manifest
@@ -41,7 +41,7 @@ def tokenize(options: Options) -> WorkResult[Manifest]:
         dist.shutdown()
     if device.type == "cpu":
         keep_freed_memory()
-    built = options.data.build()
+    built = open_source(options.data)
     if not hasattr(built, "key"):
         raise ConfigError(f"--data: kind {options.data.kind} has no shards; write some first (vqclip data pack)")
     source = cast(ShardedSource, built)

@@ -53,6 +53,8 @@ class Source(Protocol):
     """Names of the classes that labels refer to; empty without labels."""
     templates: tuple[str, ...]
     """Prompts with ``{c}`` for the class name, which are the captions; empty if images have captions of their own."""
+    notes: tuple[str, ...]
+    """Short sentences on what is left out, grouped or ambiguous; `vqclip.data.open_source` logs them."""
 
     def __len__(self) -> int:
         """Return the number of samples, unusable ones included."""
@@ -106,6 +108,8 @@ class NumberedSource:
 
     shards: list[dict[str, str | int]]
     """See `ShardedSource.shards`."""
+    notes: tuple[str, ...] = ()
+    """See `Source.notes`."""
 
     def key(self, index: int) -> str:
         """Return the number of the sample; see `ShardedSource.key`."""

@@ -155,8 +155,7 @@ class FileSource(NumberedSource):
         self._listing, self._root = config.listing, config.root  # once: a listing may look for files
         self._captions = config.caption_files(table)
         self.classnames, self.templates = table.classnames, table.templates
-        self.notes: list[str] = list(table.facts.get("notes", ()))
-        """Remarks on files that are left out."""
+        self.notes = tuple(table.facts.get("notes", ()))
         self._prompts = Prompts(self.templates, self.classnames)
         sizes, times = [], []
         self.shards = []

@@ -84,6 +84,7 @@ class TarSource:
     """Base of sources that read tars: their names, keys and shards come from `_reader`."""
 
     _reader: ShardReader | ChunkReader
+    notes: tuple[str, ...] = ()
 
     @property
     def chunks(self) -> ChunkReader | None:
