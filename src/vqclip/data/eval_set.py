@@ -10,10 +10,11 @@ from torch import Tensor
 
 from vqclip.data.batch import BadSample, EvalBatch
 from vqclip.data.decode import MAX_PIXELS
+from vqclip.data.in_order import read_in_order
 from vqclip.data.samples import read_decoded
-from vqclip.data.sources.base import Source
+from vqclip.data.sources.base import RawSample, Source
 from vqclip.data.workers import ordered_map
-from vqclip.errors import DataError, StorageError
+from vqclip.errors import DataError
 
 __all__ = ["EvalSet"]
 
@@ -87,24 +88,17 @@ class EvalSet:
 
     def _make(self, number: int) -> EvalBatch:
         places = self._mine[number * self._batch_size : (number + 1) * self._batch_size]
-        images, labels, ids, captions, bad = [], [], [], [], []
-        for place in places:
-            index = place * len(self.source) // self.size
-            try:
-                sample, image = read_decoded(self.source, index, self._max_pixels)
-            except StorageError:
-                raise
-            except DataError as error:
-                bad.append(BadSample(index, str(error), error.kind, -1))
-                continue
-            images.append(self._transform(image))
-            labels.append(sample.label)
-            ids.append(index)
-            captions.append(sample.captions)
+        read = read_in_order(self._read, [place * len(self.source) // self.size for place in places])
+        images = [image for image, _ in read.found.values()]
+        samples = [sample for _, sample in read.found.values()]
         return EvalBatch(
             images=torch.stack(images) if images else torch.empty(0, 3, 0, 0, dtype=torch.uint8),
-            labels=torch.tensor(labels, dtype=torch.int64),
-            sample_ids=torch.tensor(ids, dtype=torch.int64),
-            captions=tuple(captions),
-            bad=tuple(bad),
+            labels=torch.tensor([sample.label for sample in samples], dtype=torch.int64),
+            sample_ids=torch.tensor(list(read.found), dtype=torch.int64),
+            captions=tuple(sample.captions for sample in samples),
+            bad=read.bad,
         )
+
+    def _read(self, index: int) -> tuple[Tensor, RawSample]:
+        sample, image = read_decoded(self.source, index, self._max_pixels)
+        return self._transform(image), sample

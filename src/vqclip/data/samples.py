@@ -11,7 +11,7 @@ The view is the epoch, or with `data.views` n one of n, each in every n-th epoch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from vqclip.data.transforms import TrainTransform
 from vqclip.errors import DataError, StorageError
 from vqclip.seeds import derive_seed
 
-__all__ = ["Sample", "SampleMaker", "read_decoded"]
+__all__ = ["ReadsSamples", "Sample", "SampleMaker", "read_decoded"]
 
 _TRIES = 32
 
@@ -45,7 +45,21 @@ class Sample(NamedTuple):
     """Draws of the augmentation that is left to the device."""
 
 
-def read_decoded(source: Source, index: int, max_pixels: int, min_side: int | None = None) -> tuple[RawSample, Tensor]:
+class ReadsSamples(Protocol):
+    """The part of a `Source` that reads samples."""
+
+    def name(self, index: int) -> str:
+        """See `Source.name`."""
+        ...
+
+    def read(self, index: int) -> RawSample:
+        """See `Source.read`."""
+        ...
+
+
+def read_decoded(
+    source: ReadsSamples, index: int, max_pixels: int, min_side: int | None = None
+) -> tuple[RawSample, Tensor]:
     """Read one sample of a source and decode its image to ``(3, H, W)`` uint8; see `decode_image`.
 
     Raises:

@@ -12,7 +12,6 @@ manifest. It is a function of the records, so two processes that do so at once w
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -22,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Generic, TypeVar
 
-import numpy as np
 from pydantic import Field
 
 from vqclip.config import Config
+from vqclip.data.in_order import require_few_bad
 from vqclip.data.tokens.manifest import BAD_FILE, MANIFEST_FILE, RECORDS, SETTINGS_FILE, ShardInfo, ShardManifest
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.io import atomic
@@ -33,7 +32,7 @@ from vqclip.io.differences import describe_differences
 from vqclip.io.digest import FileDigest, verify_file
 from vqclip.io.json_files import add_checksum, read_versioned
 
-__all__ = ["BadRecord", "ShardFolder", "ShardRecord", "ShardSlices", "WorkResult", "require_few_bad"]
+__all__ = ["BadRecord", "ShardFolder", "ShardRecord", "WorkResult"]
 
 logger = logging.getLogger(__name__)
 
@@ -278,40 +277,3 @@ class ShardFolder(ABC, Generic[RecordT, ManifestT]):
                 f"{self.out_option}: {self.folder} was begun with other settings; name another folder, or give the "
                 "same ones:\n" + "\n".join(lines[:_SHOWN]) + more
             )
-
-
-def require_few_bad(reasons: Iterable[str], count: int, allowed: int, option: str) -> None:
-    """Check the number of samples left out; raise DataError if it is larger than allowed."""
-    if count > allowed:
-        shown = "\n".join(f"  {reason}" for reason in itertools.islice(reasons, 5))
-        raise DataError(
-            f"{count} samples cannot be used; {option} allows {allowed} of these data. Repair them, or raise it and "
-            f"run the command again. Some of them:\n{shown}"
-        )
-
-
-class ShardSlices:
-    """Batches of consecutive samples, each of one shard.
-
-    Args:
-        sizes: number of samples of every shard.
-        shards: numbers of the shards wanted.
-        batch_size: samples in a batch; the last batch of a shard may be smaller.
-    """
-
-    def __init__(self, sizes: Sequence[int], shards: Sequence[int], batch_size: int):
-        self._starts = np.cumsum([0, *sizes])
-        self._shards, self._batch_size = tuple(shards), batch_size
-        # An empty shard is one batch without samples, so that it is written like the others.
-        self._ends = np.cumsum([max(1, -(-sizes[shard] // batch_size)) for shard in shards], dtype=np.int64)
-
-    def __len__(self) -> int:
-        """Return the number of batches in all shards."""
-        return int(self._ends[-1]) if len(self._ends) else 0
-
-    def __getitem__(self, number: int) -> tuple[int, range]:
-        """Return the shard of batch `number`, counted over the shards, and the indices of its samples."""
-        place = int(np.searchsorted(self._ends, number, side="right"))
-        shard, batch = self._shards[place], number - (int(self._ends[place - 1]) if place else 0)
-        first = int(self._starts[shard]) + batch * self._batch_size
-        return shard, range(first, min(first + self._batch_size, int(self._starts[shard + 1])))

@@ -17,7 +17,7 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,12 +27,13 @@ from pydantic import Field
 from vqclip.config import Config
 from vqclip.data import Source, load_index
 from vqclip.data.decode import MAX_PIXELS
-from vqclip.data.shard_folder import ShardFolder, ShardRecord, ShardSlices, WorkResult, require_few_bad
+from vqclip.data.in_order import InOrderReader, SamplesRead, ShardSlices, require_few_bad
+from vqclip.data.shard_folder import ShardFolder, ShardRecord, WorkResult
 from vqclip.data.sources.class_folder import CLASSNAMES, MAX_LINE, TEMPLATES
 from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
 from vqclip.data.tokens.manifest import ShardInfo, ShardManifest
 from vqclip.data.workers import explain_worker_deaths, ordered_map
-from vqclip.data_tools.samples import PackedBatch, PackedSample, SamplePacker
+from vqclip.data_tools.samples import PackedSample, SamplePacker
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.atomic import write_file
 from vqclip.io.tars import write_tar
@@ -138,9 +139,9 @@ class PackFolder(ShardFolder[PackRecord, PackManifest]):
         """Return the file name of a shard: 00003.tar, or 3.tar as clip_benchmark wants it."""
         return f"{shard}.tar" if self.settings.layout == "classes" else f"{shard:05d}.tar"
 
-    def write(self, shard: int, batches: Iterable[PackedBatch]) -> None:
+    def write(self, shard: int, batches: Iterable[SamplesRead[PackedSample]], key: Callable[[int], str]) -> None:
         """Write a shard with its statistics and its index, and then its record."""
-        tally = _Tally()
+        tally = _Tally(key)
         file = self.write_file(
             shard, lambda file: write_tar(file, ((each.key, each.members) for each in tally.count(batches)))
         )
@@ -159,18 +160,24 @@ class PackFolder(ShardFolder[PackRecord, PackManifest]):
 
 
 class _Tally:
-    """Counts of the samples of a shard."""
+    """Counts of the samples of a shard.
 
-    def __init__(self) -> None:
+    Args:
+        key: sample → its key.
+    """
+
+    def __init__(self, key: Callable[[int], str]):
+        self._key = key
         self.samples = self.captions = 0
         self.bad: list[dict[str, str | int]] = []
 
-    def count(self, batches: Iterable[PackedBatch]) -> Iterable[PackedSample]:
+    def count(self, batches: Iterable[SamplesRead[PackedSample]]) -> Iterable[PackedSample]:
         """Yield the samples of batches and count them."""
         for batch in batches:
-            for key, bad in batch.bad:
+            for bad in batch.bad:
+                key = self._key(bad.sample_id)
                 self.bad.append({"sample_id": bad.sample_id, "key": key, "kind": bad.kind, "reason": bad.reason})
-            for sample in batch.found:
+            for sample in batch.found.values():
                 self.samples += 1
                 self.captions += sample.captions
                 yield sample
@@ -207,7 +214,7 @@ def _pack(
     total, size = folder.settings.samples, options.shard_size
     sizes = [min(size, total - shard * size) for shard in range(folder.shards)]
     slices = ShardSlices(sizes, wanted, _BATCH)
-    packer = SamplePacker(source, slices, size, options.max_pixels)
+    packer = SamplePacker(source, size, options.max_pixels)
     _require_room(source, folder.folder, [range(shard * size, shard * size + sizes[shard]) for shard in wanted])
     allowed = int(options.bad_fraction * total)
     reasons: list[str] = []
@@ -219,19 +226,20 @@ def _pack(
         ProgressBar(done + sum(sizes[shard] for shard in wanted), done, True, "pack", "sample") as bar,
     ):
 
-        def watch(batches: Iterable[PackedBatch]) -> Iterable[PackedBatch]:
+        def watch(batches: Iterable[SamplesRead[PackedSample]]) -> Iterable[SamplesRead[PackedSample]]:
             nonlocal seen, written
             for batch in batches:
-                reasons.extend(each.reason for _, each in batch.bad)
+                reasons.extend(each.reason for each in batch.bad)
                 require_few_bad(reasons, bad + len(reasons), allowed, folder.bad_option)
                 yield batch
-                seen, written = seen + batch.size, written + sum(sample.size for sample in batch.found)
-                bar.advance(batch.size)
+                seen, written = seen + len(batch.ids), written + sum(sample.size for sample in batch.found.values())
+                bar.advance(len(batch.ids))
                 bar.show({"bytes": written})
 
-        batches = ordered_map(packer, range(len(slices)), options.workers, timeout_s=options.timeout_s, section="pack")
+        reader = InOrderReader(packer, slices)
+        batches = ordered_map(reader, range(len(reader)), options.workers, timeout_s=options.timeout_s, section="pack")
         for shard, some in itertools.groupby(batches, key=lambda batch: batch.shard):
-            folder.write(shard, watch(some))
+            folder.write(shard, watch(some), packer.key)
     return seen
 
 

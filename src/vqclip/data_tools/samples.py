@@ -6,13 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from vqclip.data import BadSample, RawSample, Source
+from vqclip.data import RawSample, Source
 from vqclip.data.decode import decode_image, image_format
-from vqclip.data.shard_folder import ShardSlices
 from vqclip.data.sources.reader import MAX_BYTES
-from vqclip.errors import DataError, StorageError
+from vqclip.errors import DataError
 
-__all__ = ["PackedBatch", "PackedSample", "SamplePacker"]
+__all__ = ["PackedSample", "SamplePacker"]
 
 
 class PackedSample(NamedTuple):
@@ -30,59 +29,32 @@ class PackedSample(NamedTuple):
         return sum(512 + -(-len(data) // 512) * 512 for data in self.members.values())
 
 
-class PackedBatch(NamedTuple):
-    """Samples of one shard."""
-
-    shard: int
-    """Number of the shard."""
-    size: int
-    """Samples read, usable or not."""
-    found: tuple[PackedSample, ...]
-    """The usable samples, in order."""
-    bad: tuple[tuple[str, BadSample], ...]
-    """The unusable samples, each with its key."""
-
-
 class SamplePacker:
-    """Reads batches of a source, checks that each sample can be used, and names its members; runs in the workers.
+    """Reads samples of a source, checks that each can be used, and names its members; runs in the workers.
 
     Keys are those of img2dataset: number of the shard, then number of the sample in it.
 
     Args:
         source: the samples.
-        slices: shards and samples of every batch.
         shard_size: samples in a shard, unusable ones included.
         max_pixels: larger images are bad samples.
     """
 
-    def __init__(self, source: Source, slices: ShardSlices, shard_size: int, max_pixels: int):
-        self._source, self._slices, self._max_pixels = source, slices, max_pixels
+    def __init__(self, source: Source, shard_size: int, max_pixels: int):
+        self._source, self._max_pixels = source, max_pixels
         self._shard_size, self._digits = shard_size, max(4, len(str(shard_size - 1)))
 
-    def __call__(self, number: int) -> PackedBatch:
-        """Return batch ``number``.
+    def key(self, index: int) -> str:
+        """Return the key of a sample."""
+        return f"{index // self._shard_size:05d}{index % self._shard_size:0{self._digits}d}"
 
-        Raises:
-            StorageError: a shard at a URL cannot be fetched.
-        """
-        shard, indices = self._slices[number]
-        found, bad = [], []
-        for index in indices:
-            key = f"{shard:05d}{index % self._shard_size:0{self._digits}d}"
-            try:
-                found.append(self.pack(index, key))
-            except StorageError:
-                raise  # not the fault of a sample
-            except DataError as error:
-                bad.append((key, BadSample(index, str(error), error.kind, -1)))
-        return PackedBatch(shard, len(indices), tuple(found), tuple(bad))
-
-    def pack(self, index: int, key: str) -> PackedSample:
+    def __call__(self, index: int) -> PackedSample:
         """Return the members of one sample.
 
         Raises:
             DataError: it cannot be read or decoded; the message names it.
         """
+        key = self.key(index)
         sample = self._source.read(index)
         try:
             decode_image(sample.image, self._max_pixels)

@@ -13,7 +13,7 @@ from torch import Tensor
 from vqclip.data import Source
 from vqclip.data.batch_maker import Tokenize
 from vqclip.data.decode import MAX_PIXELS, decode_image, image_format
-from vqclip.data.shard_folder import ShardSlices
+from vqclip.data.in_order import InOrderReader, ShardSlices
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import DataError
 from vqclip.runlog.bar import ProgressBar
@@ -65,43 +65,40 @@ class ScannedSample:
 
 
 class _Scanner:
-    """Scans batches of a source; runs in the workers.
+    """Scans samples of a source; runs in the workers.
 
     Args:
         source: the samples.
-        slices: samples of every batch.
         options: the limits.
     """
 
-    def __init__(self, source: Source, slices: ShardSlices, options: CheckOptions):
-        self._source, self._slices, self._options = source, slices, options
+    def __init__(self, source: Source, options: CheckOptions):
+        self._source, self._options = source, options
 
-    def __call__(self, number: int) -> list[ScannedSample]:
-        _, indices = self._slices[number]
-        return [self.scan(index) for index in indices]
+    def __call__(self, index: int) -> ScannedSample:
+        """Return the properties of a sample; of a bad one those that could be read.
 
-    def scan(self, index: int) -> ScannedSample:
-        found, data = ScannedSample(index), b""
+        Raises:
+            DataError: the sample cannot be read at all.
+        """
+        sample = self._source.read(index)
+        found = ScannedSample(index, label=sample.label, size=len(sample.image), file_digest=_digest(sample.image))
         try:
-            sample = self._source.read(index)
-            data = sample.image
-            found.label, found.size, found.file_digest = sample.label, len(data), _digest(data)
             found.captions = [_digest(caption.encode()) for caption in sample.captions]
             if self._options.tokenize is not None:
                 found.lengths = [*self._options.tokenize([*sample.captions])[1]]
-            image = decode_image(data, self._options.max_pixels)
+            image = decode_image(sample.image, self._options.max_pixels)
             found.pixel_digest = _pixel_digest(image)
-            found.remarks = [*self._remarks(data, image)]
+            found.remarks = [*self._remarks(sample.image, image)]
             if self._source.classnames and not 0 <= found.label < len(self._source.classnames):
                 last = len(self._source.classnames) - 1
                 raise DataError(f"class {found.label}; expected a class number, 0 to {last}", "class number")
         except UnicodeEncodeError as error:
             found.problem = "not UTF-8", f"caption with a lone surrogate at character {error.start}"
         except DataError as error:
-            kind, detail = error.kind, str(error).removeprefix(f"{self._source.name(index)}: ")
-            if kind == "damaged image" and _is_truncated(data):
-                kind, detail = "truncated image", f"{detail}; the file ends early"
-            found.problem = kind, detail
+            found.problem = error.kind, str(error)
+            if error.kind == "damaged image" and _is_truncated(sample.image):
+                found.problem = "truncated image", f"{error}; the file ends early"
         return found
 
     def _remarks(self, data: bytes, image: Tensor) -> Iterator[tuple[str, str]]:
@@ -125,14 +122,23 @@ class _Scanner:
 
 
 def scan(source: Source, options: CheckOptions, name: str = "check") -> Iterator[ScannedSample]:
-    """Yield every sample of a source in order, and show progress in a bar of this name."""
-    slices = ShardSlices([len(source)], [0], _BATCH)
-    scanner = _Scanner(source, slices, options)
+    """Yield every sample of a source in order, and show progress in a bar of this name.
+
+    Raises:
+        StorageError: the storage cannot be read, which says nothing of the samples.
+    """
+    reader = InOrderReader(_Scanner(source, options), ShardSlices([len(source)], [0], _BATCH))
     with explain_worker_deaths("check"), ProgressBar(len(source), 0, True, name, "sample") as bar:
-        batches = ordered_map(scanner, range(len(slices)), options.workers, timeout_s=240.0, section="check")
+        batches = ordered_map(reader, range(len(reader)), options.workers, timeout_s=240.0, section="check")
         for batch in batches:
-            yield from batch
-            bar.advance(len(batch))
+            bad = {each.sample_id: (each.kind, each.reason) for each in batch.bad}
+            for index in batch.ids:
+                if index in batch.found:
+                    yield batch.found[index]
+                else:
+                    kind, reason = bad[index]
+                    yield ScannedSample(index, (kind, reason.removeprefix(f"{source.name(index)}: ")))
+            bar.advance(len(batch.ids))
             bar.show()
 
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from vqclip.data import BadSample, RawSample
-from vqclip.data.decode import decode_image
-from vqclip.data.shard_folder import ShardSlices
+from vqclip.data.in_order import ShardSlices, read_in_order
+from vqclip.data.samples import ReadsSamples, read_decoded
 from vqclip.data.tokens.layout import require_key
-from vqclip.errors import DataError, StorageError
 
 __all__ = ["DecodedBatch", "DecodedSample", "ShardBatches", "ShardSamples"]
 
@@ -47,19 +46,11 @@ class DecodedBatch(NamedTuple):
     """The unusable samples, each with its key."""
 
 
-class ShardSamples(Protocol):
+class ShardSamples(ReadsSamples, Protocol):
     """The part of a `ShardedSource` that reads samples."""
 
     def key(self, index: int) -> str:
         """See `ShardedSource.key`."""
-        ...
-
-    def name(self, index: int) -> str:
-        """See `Source.name`."""
-        ...
-
-    def read(self, index: int) -> RawSample:
-        """See `Source.read`."""
         ...
 
 
@@ -101,29 +92,24 @@ class ShardBatches:
             StorageError: the shard cannot be fetched.
         """
         shard, indices = self._slices[number]
+        read = read_in_order(self._read, indices, shard)
         images = None
         if self._transform is not None:
             images = torch.zeros(self._batch_size, 3, self._image_size, self._image_size, dtype=torch.uint8)
-        found, bad = [], []
-        for row, index in enumerate(indices):
-            key = self._source.key(index)
-            try:
-                label, captions = self._read(index, images, row)
-            except StorageError:
-                raise  # not the fault of a sample
-            except DataError as error:
-                bad.append((key, BadSample(index, str(error), error.kind, -1)))
-            else:
-                found.append(DecodedSample(row, key, index, label, captions))
-        return DecodedBatch(shard, len(indices), images, tuple(found), tuple(bad))
+            for index, (_, image) in read.found.items():
+                assert image is not None
+                images[index - indices.start] = image
+        found = tuple(
+            DecodedSample(index - indices.start, self._source.key(index), index, sample.label, sample.captions)
+            for index, (sample, _) in read.found.items()
+        )
+        bad = tuple((self._source.key(each.sample_id), each) for each in read.bad)
+        return DecodedBatch(shard, len(indices), images, found, bad)
 
-    def _read(self, index: int, images: Tensor | None, row: int) -> tuple[int, tuple[str, ...]]:
-        """Return label and captions, and write the image into its row."""
+    def _read(self, index: int) -> tuple[RawSample, Tensor | None]:
+        """Return a sample, and its transformed image if images are wanted."""
         require_key(self._source.key(index), self._source.name(index))
-        sample = self._source.read(index)
-        if images is not None and self._transform is not None:
-            try:
-                images[row] = self._transform(decode_image(sample.image, self._max_pixels))
-            except DataError as error:
-                raise DataError(f"{self._source.name(index)}: {error}", error.kind) from error
-        return sample.label, sample.captions
+        if self._transform is None:
+            return self._source.read(index), None
+        sample, image = read_decoded(self._source, index, self._max_pixels)
+        return sample, self._transform(image)

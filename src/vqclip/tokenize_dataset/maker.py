@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import ValidationError
 
-from vqclip.data.shard_folder import require_few_bad
+from vqclip.data.in_order import require_few_bad
 from vqclip.data.tokens import IdLayout
 from vqclip.data.tokens.manifest import Settings, ShardInfo, SourceShard, TokenizerInfo
 from vqclip.data.workers import explain_worker_deaths, ordered_map

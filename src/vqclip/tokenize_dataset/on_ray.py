@@ -18,10 +18,11 @@ import torch
 
 from vqclip import dist
 from vqclip.data import RawSample, ShardedSource
+from vqclip.data.in_order import require_few_bad
 from vqclip.data.libraries import require_pyarrow
 from vqclip.data.on_ray import RayCluster, RayOptions, ShareMark, connect_to_ray
 from vqclip.data.shard import Shard
-from vqclip.data.shard_folder import WorkResult, require_few_bad
+from vqclip.data.shard_folder import WorkResult
 from vqclip.data.sources.classes import ClassShardsConfig
 from vqclip.data.sources.shards import CaptionShardsConfig
 from vqclip.data.tokens import Manifest

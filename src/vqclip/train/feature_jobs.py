@@ -7,64 +7,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from vqclip.data.features import FeatureFolder, FeatureSettings, ShardContent
+from vqclip.data.features import FeatureFolder, ShardContent
 from vqclip.data.features.folder import BadFeatures
+from vqclip.data.in_order import InOrderReader, SamplesRead, ShardSlices
 from vqclip.data.loader import LoaderOptions
 from vqclip.data.samples import SampleMaker
-from vqclip.data.shard_folder import ShardSlices
 from vqclip.data.workers import ordered_map
-from vqclip.errors import ConfigError, DataError, NonFiniteError, StorageError
+from vqclip.errors import ConfigError, NonFiniteError
 from vqclip.nn.precision import Precision, autocast
 from vqclip.towers.frozen import chunk_size
 from vqclip.train.feature_makers import FeatureMaker
 
 _CAPTION_CHUNKS = 16
 """Chunks of captions between two heartbeats."""
-
-
-@dataclass
-class _Block:
-    """Some consecutive samples of one shard."""
-
-    shard: int
-    size: int
-    """Samples, bad ones included."""
-    is_last: bool
-    """True for the last block of its shard."""
-    inputs: list[Tensor | tuple[str, ...]] = field(default_factory=list)
-    """Views ``(n, 3, S, S)`` uint8 or captions of each sample; empty for a bad one."""
-    bad: list[BadFeatures] = field(default_factory=list)
-
-
-class _Blocks:
-    """Blocks of some shards, by number; workers get a copy of it."""
-
-    def __init__(self, samples: SampleMaker, settings: FeatureSettings, shards: Sequence[int], size: int):
-        self._samples, self._settings = samples, settings
-        self._slices = ShardSlices([len(settings.shard_range(n)) for n in range(settings.shards)], shards, size)
-
-    def __len__(self) -> int:
-        return len(self._slices)
-
-    def __call__(self, number: int) -> _Block:
-        """Return a block; a bad sample is part of it, and storage that cannot be read an error."""
-        shard, ids = self._slices[number]
-        block = _Block(shard, len(ids), ids.stop == self._settings.shard_range(shard).stop)
-        read = self._samples.make_views if self._settings.modality == "image" else self._samples.read_captions
-        for sample_id in ids:
-            try:
-                block.inputs.append(read(sample_id))
-            except StorageError:
-                raise  # it may be gone in the next run
-            except DataError as error:
-                block.inputs.append(())
-                block.bad.append(BadFeatures(sample_id=sample_id, kind=error.kind, reason=str(error)))
-        return block
 
 
 class FeatureJob:
@@ -98,10 +57,13 @@ class FeatureJob:
             DataError: the samples cannot be read.
         """
         size, options = chunk_size(self.maker.device), self._options
-        blocks = _Blocks(self.samples, self.folder.settings, shards, size)
-        made = ordered_map(
-            blocks,
-            range(len(blocks)),
+        settings = self.folder.settings
+        sizes = [len(settings.shard_range(number)) for number in range(settings.shards)]
+        read = self.samples.make_views if settings.modality == "image" else self.samples.read_captions
+        reader = InOrderReader[Tensor | tuple[str, ...]](read, ShardSlices(sizes, shards, size))
+        blocks = ordered_map(
+            reader,
+            range(len(reader)),
             options.workers,
             options.prefetch,
             timeout_s=options.timeout_s,
@@ -111,16 +73,17 @@ class FeatureJob:
         prepare: Callable[[list[Tensor | str]], Tensor] = torch.stack if tokenize is None else tokenize  # type: ignore[assignment]
         rows_at_once = size if tokenize is None else _CAPTION_CHUNKS * size
         shard: _ShardInWork | None = None
-        with contextlib.closing(made):
-            for block in made:
+        with contextlib.closing(blocks):
+            for block in blocks:
+                is_last = block.ids[-1] + 1 == settings.shard_range(block.shard).stop
                 shard = shard or _ShardInWork(lambda rows: self._compute(prepare(rows)), rows_at_once)
                 shard.add(block)
-                for _ in shard.compute(all_rows=block.is_last):
+                for _ in shard.compute(all_rows=is_last):
                     yield 0
-                if block.is_last:
+                if is_last:
                     self._write(block.shard, shard)
                     shard = None
-                yield block.size
+                yield len(block.ids)
 
     @torch.no_grad()
     def _compute(self, inputs: Tensor) -> Tensor:
@@ -165,10 +128,10 @@ class _ShardInWork:
         self._count = 0
         self._row_of: dict[str, int] = {}
 
-    def add(self, block: _Block) -> None:
+    def add(self, block: SamplesRead[Tensor | tuple[str, ...]]) -> None:
         """Add a block of samples."""
-        self.bad += block.bad
-        self.entries += [[self._row(each) for each in inputs] for inputs in block.inputs]
+        self.bad += [BadFeatures(sample_id=bad.sample_id, kind=bad.kind, reason=bad.reason) for bad in block.bad]
+        self.entries += [[self._row(each) for each in block.found.get(sample_id, ())] for sample_id in block.ids]
 
     def compute(self, all_rows: bool) -> Iterator[None]:
         """Compute the rows that wait, at least those that fill a part, with a pause after each part."""
