@@ -1,0 +1,102 @@
+"""Items are made once by the processes of a folder, whatever ends them, and what is damaged is made again."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+
+from tests.ranks import start_process
+from vqclip.data import work_folder
+from vqclip.data.work_folder import FolderLayout, WorkFolder, require_few_bad
+from vqclip.errors import ConfigError, DataError
+
+LAYOUT = FolderLayout({"format": "made", "format_version": 1}, ".txt", "make", "OUT")
+
+
+def open_folder(path, items=6, **settings):
+    return WorkFolder(path, {"colour": "red", **settings}, items, LAYOUT)
+
+
+def make(path, dies_at=None, pause=0.0):
+    """Make all items of a folder; a process for tests."""
+    folder = open_folder(path)
+    for item in folder.claim(wait=True):
+        if item == dies_at:
+            (path / "dying").touch()
+            time.sleep(60)
+        time.sleep(pause)
+        folder.add_record(item, folder.write(item, f"{item} by {os.getpid()}".encode()), item)
+
+
+def test_processes_share_items_and_take_over_those_of_a_killed_one(tmp_path):
+    dying = start_process(make, tmp_path, 2)
+    while not (tmp_path / "dying").exists():
+        assert dying.is_alive()
+        time.sleep(0.05)
+    others = [start_process(make, tmp_path, None, 0.1) for _ in range(2)]
+    time.sleep(0.5)
+    assert open_folder(tmp_path).record(2) is None
+    dying.kill()
+    for process in (dying, *others):
+        process.join(60)
+    folder = open_folder(tmp_path)
+    records = folder.records()
+    assert records is not None and [record.samples for record in records] == [*range(6)]
+    makers = [folder.file(item).read_text().split()[-1] for item in range(6)]
+    assert makers[:2] == [str(dying.pid)] * 2 and str(dying.pid) not in makers[2:]
+    folder.finish(records, {"samples": 15})
+    assert json.loads((tmp_path / "manifest.json").read_text())["samples"] == 15
+    assert not [*(tmp_path / "claims").iterdir()] and not list(folder.claim())
+
+
+def test_a_claim_of_another_machine_holds_while_it_is_renewed(tmp_path, monkeypatch):
+    folder = open_folder(tmp_path)
+    claim = tmp_path / "claims" / "00000"
+    claim.write_text("process 1 on elsewhere\n")
+    assert list(folder.claim(range(2))) == [1]
+    os.utime(claim, (time.time() - 301,) * 2)
+    assert list(folder.claim(range(2))) == [0, 1]
+    monkeypatch.setattr(work_folder, "_RENEW_S", 0)
+    for item in folder.claim([3]):
+        path = tmp_path / "claims" / f"{item:05d}"
+        os.utime(path, (0, 0))
+        folder.renew()
+        assert path.stat().st_mtime > time.time() - 60
+
+
+@pytest.mark.parametrize("damage", ["short", "flipped", "missing", "record", "moved"])
+def test_what_is_damaged_is_made_again(tmp_path, damage):
+    folder = open_folder(tmp_path)
+    for item in folder.claim():
+        bad = [{"sample_id": 7, "kind": "no image", "reason": "why"}]
+        folder.add_record(item, folder.write(item, b"abc"), 1, bad, more=[1])
+    record = folder.record(1, verify=True)
+    assert record is not None and record.bad[0].sample_id == 7 and record.facts == {"more": [1]}
+    file, path = folder.file(1), tmp_path / "records" / "00001.json"
+    changes = {"short": (file, b"ab"), "flipped": (file, b"abd"), "record": (path, path.read_bytes()[:-9])}
+    if damage in changes:
+        changes[damage][0].write_bytes(changes[damage][1])
+    elif damage == "moved":
+        path.write_bytes((tmp_path / "records" / "00002.json").read_bytes())
+    else:
+        file.unlink()
+    assert folder.record(1, verify=True) is None
+    assert (folder.record(1) is None) == (damage != "flipped")  # only reading the file finds it
+    assert folder.forget(1) and list(folder.claim()) == [1] and folder.records() is None
+
+
+def test_other_settings_and_foreign_files_are_refused(tmp_path):
+    open_folder(tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"(?s)OUT: .*other settings.*colour: 'red' there, 'blue' now"):
+        open_folder(tmp_path / "a", colour="blue")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "0.txt").touch()
+    with pytest.raises(ConfigError, match=r"contains 0\.txt; expected an empty folder or one that `make` began"):
+        open_folder(tmp_path / "b")
+    with pytest.raises(ConfigError, match="OUT: .*cannot be made"):
+        open_folder(tmp_path / "b" / "0.txt")
+    with pytest.raises(DataError, match=r"2 samples cannot be used; --bad allows 1 of these data.*\n  one\n  two"):
+        require_few_bad(["one", "two"], 2, 1, "--bad")
