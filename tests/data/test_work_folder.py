@@ -28,7 +28,8 @@ def make(path, dies_at=None, pause=0.0):
             (path / "dying").touch()
             time.sleep(60)
         time.sleep(pause)
-        folder.add_record(item, folder.write(item, f"{item} by {os.getpid()}".encode()), item)
+        file = folder.write(item, f"{item} by {os.getpid()}".encode())
+        folder.add_record(item, file, item)
 
 
 def test_processes_share_items_and_take_over_those_of_a_killed_one(tmp_path):
@@ -44,12 +45,15 @@ def test_processes_share_items_and_take_over_those_of_a_killed_one(tmp_path):
         process.join(60)
     folder = open_folder(tmp_path)
     records = folder.records()
-    assert records is not None and [record.samples for record in records] == [*range(6)]
+    assert records is not None
+    assert [record.samples for record in records] == [*range(6)]
     makers = [folder.file(item).read_text().split()[-1] for item in range(6)]
-    assert makers[:2] == [str(dying.pid)] * 2 and str(dying.pid) not in makers[2:]
+    assert makers[:2] == [str(dying.pid)] * 2
+    assert str(dying.pid) not in makers[2:]
     folder.finish(records, {"samples": 15})
     assert json.loads((tmp_path / "manifest.json").read_text())["samples"] == 15
-    assert not [*(tmp_path / "claims").iterdir()] and not list(folder.claim())
+    assert not [*(tmp_path / "claims").iterdir()]
+    assert not list(folder.claim())
 
 
 def test_a_claim_of_another_machine_holds_while_it_is_renewed(tmp_path, monkeypatch):
@@ -74,7 +78,9 @@ def test_what_is_damaged_is_made_again(tmp_path, damage):
         bad = [{"sample_id": 7, "kind": "no image", "reason": "why"}]
         folder.add_record(item, folder.write(item, b"abc"), 1, bad, more=[1])
     record = folder.record(1, verify=True)
-    assert record is not None and record.bad[0].sample_id == 7 and record.facts == {"more": [1]}
+    assert record is not None
+    assert record.bad[0].sample_id == 7
+    assert record.facts == {"more": [1]}
     file, path = folder.file(1), tmp_path / "records" / "00001.json"
     changes = {"short": (file, b"ab"), "flipped": (file, b"abd"), "record": (path, path.read_bytes()[:-9])}
     if damage in changes:
@@ -85,7 +91,9 @@ def test_what_is_damaged_is_made_again(tmp_path, damage):
         file.unlink()
     assert folder.record(1, verify=True) is None
     assert (folder.record(1) is None) == (damage != "flipped")  # only reading the file finds it
-    assert folder.forget(1) and list(folder.claim()) == [1] and folder.records() is None
+    assert folder.forget(1)
+    assert list(folder.claim()) == [1]
+    assert folder.records() is None
 
 
 def test_other_settings_and_foreign_files_are_refused(tmp_path):
