@@ -147,7 +147,7 @@ def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
         (
             "shard",
             write_tar(root / "pickle.tar", members),
-            r"sample bad: not a JPEG, PNG or WebP image: begins with b'\\x80\\x04",
+            r"sample bad: not a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF image: begins with b'\\x80\\x04",
         ),
         (
             "shard",

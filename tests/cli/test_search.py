@@ -105,7 +105,9 @@ def test_one_unreadable_picture_does_not_hide_the_others(tmp_path, shown, capsys
     assert main(["query", "--index", str(tmp_path / "index"), "x", *given]) == 0
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1
-    assert told[0].startswith(f"vqclip search: left out of the page: {path}: not a JPEG, PNG or WebP image")
+    assert told[0].startswith(
+        f"vqclip search: left out of the page: {path}: not a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF image"
+    )
     text = (tmp_path / "other.html").read_text()
     assert text.count("data:image/png;base64,") == 11
     assert text.count('<span class="none">cannot be shown</span>04.png') == 1

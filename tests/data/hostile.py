@@ -78,10 +78,23 @@ def two_sizes(kind: str, side: int) -> bytes:
 
 def exif_bomb(kind: str, fields: int = 100) -> bytes:
     """A turned image whose EXIF fields all name the same megabyte."""
+    if kind == "TIFF":
+        data = encode(pixels(0, 8, 16), kind)
+        (at,) = struct.unpack_from("<I", data, 4)
+        directory = data[at + 2 : at + 2 + 12 * data[at]]
+        directory += b"".join(struct.pack("<HHII", 0x9000 + field, 1, 1 << 20, len(data)) for field in range(fields))
+        names = struct.pack("<H", len(directory) // 12) + directory + bytes(4)
+        return data[:4] + struct.pack("<I", len(data) + (1 << 20)) + data[8:] + bytes(1 << 20) + names
     whole = fields * 12 + (1 << 20)
     names = b"".join(struct.pack("<HHII", 0x200 + field, 1, 1 << 20, 14 + fields * 12) for field in range(fields - 1))
     turned = struct.pack("<HHII", 0x0112, 3, 1, 6)
     exif = b"II*\0" + struct.pack("<IH", 8, fields) + turned + names + bytes(whole - fields * 12 + 4)
+    if kind == "AVIF":  # whose encoder reads the fields too
+        place = Image.Exif()
+        place[0x9286] = bytes(len(exif))
+        data = encode(pixels(0, 8, 16), kind, exif=place.tobytes())
+        at = data.index(place.tobytes()[6:10])
+        return data[:at] + exif + data[at + len(exif) :]
     return encode(pixels(0, 8, 16), kind, exif=exif)
 
 

@@ -61,15 +61,15 @@ def foreign(kind: str) -> bytes:
     return encode(pixels(0), kind)
 
 
-NOT_AN_IMAGE = r"not a JPEG, PNG or WebP image: begins with b'{}.*' \(\d+ bytes\)"
+NOT_AN_IMAGE = r"not a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF image: begins with b'{}.*' \(\d+ bytes\)"
 TOO_LARGE = "{0} image of {1}x{1} pixels; at most 50000000 pixels are decoded"
 BOMB = r"png image cannot be decoded: Decompressed [Dd]ata [Tt]oo [Ll]arge.*"  # Pillow 10 has no more
 
 CASES = {
     "no caption": Case({"jpg": JPEG}, "missing member", r"has no \.txt"),
-    "no image": Case({"txt": TXT}, "missing member", r"has no image \(\.jpg, \.jpeg, \.png or \.webp\)"),
+    "no image": Case({"txt": TXT}, "missing member", r"has no image \(\.jpg, \.png, \.webp, \.\.\.\)"),
     "an image by another extension": Case(
-        {"gif": foreign("GIF"), "txt": TXT}, "missing member", r"has no image \(\.jpg, \.jpeg, \.png or \.webp\)"
+        {"ico": foreign("ICO"), "txt": TXT}, "missing member", r"has no image \(\.jpg, \.png, \.webp, \.\.\.\)"
     ),
     "empty caption": text(b"", "no caption", r"the caption \(\.txt\) is empty"),
     "blank caption": text(b" \n\t\r\n ", "no caption", r"the caption \(\.txt\) is empty"),
@@ -103,12 +103,9 @@ CASES = {
         "caption too long",
         "caption of 65537 characters; at most 65536 are read",
     ),
-    "empty image": image(b"", "image format", re.escape("not a JPEG, PNG or WebP image: begins with b'' (0 bytes)")),
+    "empty image": image(b"", "image format", NOT_AN_IMAGE.format("")),
     "garbage": image(bytes(range(1, 200)), "image format", NOT_AN_IMAGE.format(r"\\x01")),
     "zeros": image(bytes(500), "image format", NOT_AN_IMAGE.format(r"\\x00")),
-    "GIF": image(hostile.animated("GIF"), "image format", NOT_AN_IMAGE.format("GIF8")),
-    "BMP": image(foreign("BMP"), "image format", NOT_AN_IMAGE.format("BM")),
-    "TIFF": image(foreign("TIFF"), "image format", NOT_AN_IMAGE.format("II")),
     "EPS": image(foreign("EPS"), "image format", NOT_AN_IMAGE.format("%!PS")),
     "SVG": image(b'<svg onload="run()"/>', "image format", NOT_AN_IMAGE.format("<svg")),
     "PDF": image(b"%PDF-1.7\n", "image format", NOT_AN_IMAGE.format("%PDF")),
@@ -126,19 +123,13 @@ CASES = {
         PNG[:300] + bytes(512) + PNG[812:], "damaged image", "png image cannot be decoded: .*", "png"
     ),
     "truncated WebP": image(foreign("WEBP")[:60], "damaged image", "webp image cannot be decoded: .*", "webp"),
-    "animated WebP": image(
-        hostile.animated("WEBP"), "animated image", "animated webp image; expected a still one", "webp"
-    ),
-    "animated PNG": image(hostile.animated("PNG"), "animated image", "animated png image; expected a still one", "png"),
     "PNG of 20000²": image(hostile.huge_png(20_000), "image size", TOO_LARGE.format("png", 20000), "png"),
     "JPEG of 20000²": image(hostile.huge_jpeg(20_000), "image size", TOO_LARGE.format("jpeg", 20000)),
     "JPEG of 5,000 scans": image(hostile.scans_jpeg(5000), "too many scans", "jpeg image of more than 100 scans or .*"),
     "WebP that lies about its size": image(
         hostile.lying_webp(2000), "damaged image", "webp image cannot be decoded: .*", "webp"
     ),
-    "PNG of no pixels": image(
-        hostile.png(0, 5, 8, 2, b""), "image size", "png image of 0x5 pixels; expected at least 1x1", "png"
-    ),
+    "PNG of no pixels": image(hostile.png(0, 5, 8, 2, b""), "damaged image", "png image cannot be decoded: .*", "png"),
     "text bomb": image(hostile.text_bomb_png(), "damaged image", BOMB, "png"),
     "profile bomb": image(hostile.profile_bomb_png(), "damaged image", BOMB, "png"),
     "16 bits with a transparent colour": image(
@@ -283,7 +274,7 @@ def rotated(orientation: int) -> bytes:
 
 
 def test_unusual_images_are_no_bad_samples(tmp_path: Path) -> None:
-    """P, LA, CMYK, 16 bits, rotated, 1 x 1, long and thin: read like any other (their pixels: test_decode.py)."""
+    """Any format and mode, animated, rotated, 1 x 1, long and thin: read like others (their pixels: test_decode.py)."""
     wide = np.random.default_rng(0).integers(0, 65536, (20, 24), dtype=np.uint16)
     images = {
         "palette.png": encode(Image.fromarray(pixels(1)).quantize(8), "PNG"),
@@ -297,6 +288,11 @@ def test_unusual_images_are_no_bad_samples(tmp_path: Path) -> None:
         "dot.jpg": encode(pixels(4, 1, 1), "JPEG"),
         "dot.webp": encode(pixels(4, 1, 1), "WEBP"),
         "thin.png": encode(pixels(4, 1, 3000), "PNG"),
+        "scan.tif": foreign("TIFF"),
+        "bitmap.bmp": foreign("BMP"),
+        "animation.gif": hostile.animated("GIF"),
+        "animation.webp": hostile.animated("WEBP"),
+        "animation.png": hostile.animated("PNG"),
         "data_bomb.png": hostile.data_bomb_png(),  # the pixel is read, the rest is not
     }
     members: dict[str, bytes] = {}
@@ -353,6 +349,8 @@ def test_pickles_in_a_shard_are_bytes(tmp_path: Path) -> None:
         11: "missing member",
     }
     reasons = {bad.sample_id: bad.reason for bad in data.last_replaced}
-    assert reasons[9].startswith(f"{shard}: sample bad: not a JPEG, PNG or WebP image: begins with b'\\x80\\x04\\x95")
+    assert reasons[9].startswith(
+        f"{shard}: sample bad: not a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF image: begins with b'\\x80\\x04\\x95"
+    )
     assert reasons[10].startswith(f"{shard}: sample worse: .txt is not UTF-8: invalid start byte at byte 0")
     assert not marker.exists()

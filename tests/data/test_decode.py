@@ -1,20 +1,27 @@
 from __future__ import annotations
 
 import io
+import itertools
+import struct
 import time
 import tracemalloc
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, features
 
 from tests.data import hostile
 from tests.data.hostile import scans_jpeg
-from tests.data.making import encode, pixels
-from vqclip.data.decode import MAX_SCANS, decode_image, pil_to_uint8
+from tests.data.making import caption_shards, encode, pixels
+from vqclip.data import CaptionShardsConfig, TrainTransformConfig
+from vqclip.data.decode import MAX_SCANS, decode_image, pil_to_uint8, read_image
+from vqclip.data.samples import SampleMaker
 from vqclip.errors import DataError
 
 HEIGHT, WIDTH = 20, 24
@@ -36,12 +43,46 @@ def on_white(rgba: np.ndarray) -> np.ndarray:
 
 
 LOSSLESS = {"PNG": {}, "WEBP": {"lossless": True, "exact": True}}
+EXACT = [
+    *((kind, {}) for kind in ("PNG", "BMP", "PPM", "TIFF")),
+    *(("TIFF", {"compression": name}) for name in ("tiff_lzw", "tiff_adobe_deflate", "packbits")),
+    ("WEBP", LOSSLESS["WEBP"]),
+]
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+needs_avif = pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
 
 
-@pytest.mark.parametrize("kind", LOSSLESS)
-def test_lossless_rgb_is_exact(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "options"), EXACT)
+def test_lossless_rgb_is_exact(kind: str, options: dict) -> None:
     image = pixels(0, HEIGHT, WIDTH)
-    assert np.array_equal(rgb(encode(image, kind, **LOSSLESS[kind])), image)
+    assert np.array_equal(rgb(encode(image, kind, **options)), image)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF", pytest.param("AVIF", marks=needs_avif), "MPO"])
+def test_the_first_of_several_frames_is_read(kind: str) -> None:
+    """Fails for a GIF where its second frame, or what disposes of the first one, counts."""
+    first, second = Image.fromarray(pixels(0, 40, 48)), Image.fromarray(pixels(1, 40, 48))
+    if kind == "GIF":
+        first, second = first.quantize(64), second.quantize(64)
+    options = {"quality": 100, "subsampling": 0 if kind == "MPO" else "4:4:4"} if kind in ("MPO", "AVIF") else {}
+    data = encode(first, kind, save_all=True, append_images=[second], **LOSSLESS.get(kind, options))
+    assert np.abs(rgb(data).astype(int) - np.asarray(first.convert("RGB"))).max() <= (6 if options else 0)
+
+
+def test_transparent_gif() -> None:
+    image = Image.fromarray(pixels(3, HEIGHT, WIDTH)).quantize(8)
+    clear = np.asarray(image) == np.asarray(image)[0, 0]
+    data = encode(image, "GIF", transparency=int(np.asarray(image)[0, 0]), disposal=2, comment=b"a" * 1000)
+    assert (rgb(data)[clear] == 255).all()
+    assert np.array_equal(rgb(data)[~clear], np.asarray(image.convert("RGB"))[~clear])
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}])
@@ -89,9 +130,12 @@ def test_one_transparent_colour() -> None:
     assert np.array_equal(result[10], image[10])
 
 
-def test_sixteen_bits_are_scaled() -> None:
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bits_are_scaled(kind: str) -> None:
     values = np.random.default_rng(0).integers(0, 65536, (HEIGHT, WIDTH), dtype=np.uint16)
-    assert np.array_equal(rgb(encode(Image.fromarray(values), "PNG")), np.stack([values >> 8] * 3, -1))
+    data = encode(Image.fromarray(values), kind)
+    assert np.array_equal(rgb(data), np.stack([values >> 8] * 3, -1))
+    assert read_image(data).largest == values.max()
 
 
 def test_cmyk_jpeg() -> None:
@@ -100,26 +144,18 @@ def test_cmyk_jpeg() -> None:
     assert np.abs(rgb(data) - theirs).max() <= 3
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", pytest.param("AVIF", marks=needs_avif)])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(kind: str, orientation: int) -> None:
     image = Image.fromarray(pixels(6, 16, 32))
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data = encode(image, kind, exif=exif.tobytes(), **LOSSLESS.get(kind, {"quality": 100, "subsampling": 0}))
-    turned = {
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_270,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_90,
-    }
-    expected = np.asarray(image.transpose(turned[orientation]) if orientation in turned else image).astype(int)
+    lossy = {"JPEG": {"quality": 100, "subsampling": 0}, "AVIF": {"quality": 100, "subsampling": "4:4:4"}}
+    data = encode(image, kind, exif=exif.tobytes(), **LOSSLESS.get(kind, lossy.get(kind, {})))
+    expected = np.asarray(image.transpose(TURNS[orientation]) if orientation in TURNS else image).astype(int)
     result = rgb(data)
     assert result.shape == expected.shape
-    assert np.abs(result - expected).max() <= (6 if kind == "JPEG" else 0)
+    assert np.abs(result - expected).max() <= (6 if kind in lossy else 0)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
@@ -153,8 +189,6 @@ def test_too_many_pixels_are_refused_by_the_header() -> None:
     data = hostile.huge_png(20_000)
     with pytest.raises(DataError, match="20000x20000.*at most 50000000 pixels"):
         decode_image(data)
-    with pytest.raises(DataError, match="20000x20000"):
-        decode_image(data[:40])  # nothing but the header is needed
     assert rgb(hostile.huge_png(800)).shape == (800, 800, 3)
     with pytest.raises(DataError, match="at most 100 pixels"):
         decode_image(encode(pixels(0)), max_pixels=100)
@@ -168,12 +202,13 @@ def test_the_size_that_counts_is_the_decoders(kind: str) -> None:
     assert error.value.kind == "image size"
 
 
-@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF", pytest.param("AVIF", marks=needs_avif)])
 def test_fields_of_exif_are_not_multiplied(kind: str) -> None:
     data = hostile.exif_bomb(kind)
+    decode_image(encode(pixels(0), kind))  # imports the plugin
     tracemalloc.start()
     try:
-        assert decode_image(data).shape == (3, 16, 8)
+        assert set(decode_image(data).shape[1:]) == {8, 16}
         assert tracemalloc.get_traced_memory()[1] < 8 * len(data)
     finally:
         tracemalloc.stop()
@@ -191,20 +226,21 @@ def test_parts_are_counted(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"GIF89a" + bytes(50), b"BM" + bytes(50), b"<svg>", b"\x80\x04\x95pickle", b"RIFF\0\0\0\0WAVE" + bytes(9)],
+    [
+        b"",
+        b"BM" + bytes(50),
+        b"<svg>",
+        b"\x80\x04\x95pickle",
+        b"RIFF\0\0\0\0WAVE" + bytes(9),
+        b"\0\0\0\x18ftypheic" + bytes(9),
+    ],
 )
 def test_other_formats_are_refused(data: bytes) -> None:
-    with pytest.raises(DataError, match=r"not a JPEG, PNG or WebP image: begins with b'"):
+    with pytest.raises(DataError, match=r"not a JPEG, .* or AVIF image: begins with b'"):
         decode_image(data)
 
 
-def test_animated_webp_is_refused() -> None:
-    first, second = Image.fromarray(pixels(0)), Image.fromarray(pixels(1))
-    with pytest.raises(DataError, match="animated"):
-        decode_image(encode(first, "WEBP", save_all=True, append_images=[second]))
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF"])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_truncated_files_are_refused(kind: str, share: float) -> None:
     data = encode(pixels(9, 90, 90), kind)
@@ -237,13 +273,85 @@ def test_sixteen_bits_of_several_channels_are_scaled() -> None:
         assert image.tolist() == [[expected, expected]]
 
 
-def test_animated_png_is_refused() -> None:
-    with pytest.raises(DataError, match="animated png image"):
-        decode_image(hostile.animated("PNG"))
+@pytest.mark.parametrize(
+    ("tag", "values", "message"),
+    [
+        (278, [1 << 20, 1], "values of type 4 in field 278"),
+        (273, [8] * 40, "more parts or values"),
+        (320, [0] * 70_000, "more parts or values"),
+        (322, [1 << 14], "parts of 16384x0"),
+        (259, [34925], "compression 34925"),
+    ],
+)
+def test_tiffs_that_would_take_long_are_refused(tag: int, values: list[int], message: str) -> None:
+    """Fails where Pillow decodes the same strip again and again, or a tile of gigabytes."""
+    data = bytearray(encode(pixels(0), "TIFF"))
+    (at,) = struct.unpack_from("<I", data, 4)
+    (count,) = struct.unpack_from("<H", data, at)
+    places = [at + 2 + 12 * number for number in range(count)]
+    place = next((place for place in places if struct.unpack_from("<H", data, place)[0] == tag), places[-1])
+    content = struct.pack("<I", values[0] if len(values) == 1 else len(data))
+    data[place : place + 12] = struct.pack("<HHI", tag, 4, len(values)) + content
+    data += struct.pack(f"<{len(values)}I", *values)
+    with pytest.raises(DataError, match=message):
+        decode_image(bytes(data))
+
+
+def made_jpegs(shapes: list[tuple[int, int]], qualities: list[int]) -> list[bytes]:
+    files = []
+    for (height, width), quality, progressive in itertools.product(shapes, qualities, (False, True)):
+        image, options = (
+            Image.fromarray(pixels(height, height, width)),
+            {"quality": quality, "progressive": progressive},
+        )
+        files += [encode(image, subsampling=subsampling, **options) for subsampling in (0, 1, 2)]
+        files += [encode(image.convert("L"), **options), encode(image, keep_rgb=True, **options)]
+    return files
+
+
+@pytest.mark.parametrize("min_side", [None, 30])
+def test_simplejpeg_and_pillow_give_equal_pixels(min_side: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So results do not depend on which of them can read a file; fails where one upsamples in another way."""
+    files = made_jpegs([(17, 33), (120, 250)], [20, 90])
+    ours = [decode_image(data, min_side=min_side) for data in files]
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *args, **options: np.zeros(0))
+    assert all(torch.equal(a, decode_image(b, min_side=min_side)) for a, b in zip(ours, files, strict=True))
+
+
+def test_jpegs_that_libjpeg_warns_of_are_read() -> None:
+    data = encode(pixels(1, 90, 110))
+    garbled = data.replace(b"\xff\xda", b"\0\0\0\xff\xda", 1)  # "extraneous bytes before marker"
+    with pytest.raises(ValueError, match="extraneous"):
+        simplejpeg.decode_jpeg(garbled, "RGB")
+    assert torch.equal(decode_image(garbled), decode_image(data))
+
+
+@pytest.mark.parametrize(("side", "divisor"), [(104, 1), (53, 1), (52, 2), (26, 4), (14, 4), (13, 8), (1, 8)])
+def test_the_shorter_side_decides_the_fraction(side: int, divisor: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = Image.fromarray(pixels(2, 104, 152))
+    for options in ({}, {"exif": exif.tobytes()}):
+        shape = decode_image(encode(image, **options), min_side=side).shape[1:]
+        assert sorted(shape) == [104 // divisor, 152 // divisor]
+    assert decode_image(encode(image.convert("CMYK")), min_side=side).shape[1] == 104 // divisor
+
+
+def test_scaling_belongs_to_the_run_and_enlarges_no_crop(tmp_path: Path) -> None:
+    config = TrainTransformConfig(scale=(0.25, 1.0))
+    scaling = config.model_copy(update={"dct_scaling": True})
+    assert [each.build(30).min_side for each in (config, scaling)] == [None, 70]  # 30 / sqrt(0.25 * 3 / 4)
+    source = CaptionShardsConfig(path=str(caption_shards(tmp_path, (1,)))).build()
+    file = encode(pixels(0, 150, 200))
+    source.read = lambda index: types.SimpleNamespace(image=file, captions=("a",), label=-1)
+    images = [SampleMaker([source], each.build(30), 0, 10**6).make(0, 0, 0)[0].image for each in (config, scaling)]
+    assert not torch.equal(*images)
+    assert (images[0].float() - images[1].float()).abs().mean() < 12
 
 
 SAMPLES = [
-    *(encode(pixels(10, 30, 30), kind) for kind in ("JPEG", "PNG", "WEBP")),
+    *(encode(pixels(10, 30, 30), kind) for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")),
+    encode(pixels(10, 30, 30), "TIFF", compression="tiff_lzw"),
     encode(pixels(11, 30, 30, channels=4), "PNG"),
     encode(pixels(11, 30, 30, channels=4), "WEBP", lossless=True),
     encode(Image.fromarray(pixels(12, 30, 30)).quantize(), "PNG"),

@@ -53,7 +53,7 @@ def test_bad_samples_are_replaced_counted_and_named(spoilt: Path, caplog: pytest
     shard = spoilt / "00000.tar"
     assert reasons[3].startswith(f"{shard}: sample 000000003: jpeg image cannot be decoded")
     assert reasons[4] == f"{shard}: sample 000000004: has no .txt"
-    assert reasons[5].startswith(f"{shard}: sample 000000005: not a JPEG, PNG or WebP image")
+    assert reasons[5].startswith(f"{shard}: sample 000000005: not a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF image")
     for bad in data.last_replaced:
         assert f"sample {bad.sample_id} replaced by {bad.substitute_id}: {bad.reason}" in caplog.text
 

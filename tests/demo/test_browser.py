@@ -114,7 +114,7 @@ def test_files_of_no_use_are_refused_in_words(demo, browser):
     page.wait_for_selector("#image-codes .vq-notice", state="detached")
     drop(page, "paper.png", b"%PDF-1.7")
     page.wait_for_selector("#image-codes .vq-notice")
-    assert "not a JPEG, PNG or WebP image" in page.inner_text("#image-codes")
+    assert "not a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF image" in page.inner_text("#image-codes")
     page.fill("#classes textarea", ",".join(map(str, range(10_000))))
     page.click("#classes button")
     page.wait_for_selector("#probabilities .vq-notice")

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, features
 
 from tests.data import hostile
 from tests.data.making import encode, pixels
@@ -36,10 +36,12 @@ def seeds() -> list[bytes]:
         images += [encode(alpha, "PNG", **options), encode(small.quantize(8), "PNG", transparency=1, **options)]
         images += [encode(alpha, "WEBP", **options), encode(alpha, "WEBP", lossless=True, **options)]
         images += [encode(Image.new(mode, (1000, 1000)), kind, **options) for mode, kind in _LARGE]
+        images += [encode(small, kind, **options) for kind in _OTHERS]
     return images
 
 
-_LARGE = (("CMYK", "JPEG"), ("LA", "PNG"), ("RGBA", "WEBP"))
+_OTHERS = ("GIF", "BMP", "PPM", "TIFF", *(["AVIF"] if features.check("avif") else []))
+_LARGE = (("RGB", "BMP"), ("P", "GIF"), ("I;16", "TIFF"), ("CMYK", "JPEG"), ("LA", "PNG"), ("RGBA", "WEBP"))
 
 
 def case(draw: random.Random, known: list[bytes]) -> bytes:

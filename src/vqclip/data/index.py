@@ -30,7 +30,7 @@ __all__ = ["KINDS", "ShardIndex", "load_index", "remove_index"]
 
 logger = logging.getLogger("vqclip.data")
 
-_VERSION = 1
+_VERSION = 2
 _FACTS = ("length", "modified_ns", "sha256")
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.shard import Shard
 from vqclip.data.tar import Member
 from vqclip.errors import DataError
@@ -17,7 +18,7 @@ __all__ = ["KINDS", "MemberTable", "SampleTable"]
 KINDS = ("image", "txt", "json", "cls")
 """Members of a sample; the columns of `SampleTable.offsets` and `.sizes`."""
 
-_COLUMNS = {"jpg": 0, "jpeg": 0, "png": 0, "webp": 0, "txt": 1, "json": 2, "cls": 3}
+_COLUMNS = {ending[1:]: 0 for ending in IMAGE_ENDINGS} | {"txt": 1, "json": 2, "cls": 3}
 """Extension → column. Members with other extensions are never read."""
 _KEY = re.compile(r"^((?:.*/)?[^./]+)\.([^/]*)$", re.DOTALL)
 

@@ -115,7 +115,7 @@ class Answers:
         """Encode an image file.
 
         Raises:
-            DataError: it is too large, damaged, or no JPEG, PNG or WebP; there is no image tokenizer.
+            DataError: it is too large, damaged, or of a format that is not read; there is no image tokenizer.
         """
         if len(data) > MAX_FILE_BYTES:
             raise DataError(f"got a file of {len(data):,} bytes; expected at most {MAX_FILE_BYTES:,}")

@@ -46,7 +46,7 @@ def build_page(folder: str, answers: Answers, uploads: Path) -> gr.Blocks:
                     label="Image",
                     height=260,
                     buttons=["fullscreen"],
-                    placeholder=f"# Drop an image\nor click to pick one\nJPEG, PNG or WebP, {MAX_FILE_BYTES >> 20} MB",
+                    placeholder=f"# Drop an image\nor click to pick one\nJPEG, PNG, ..., {MAX_FILE_BYTES >> 20} MB",
                     elem_id="image",
                 )
                 # Gradio's own would decode the file without our limits.

@@ -69,7 +69,7 @@ def respond(answers: Answers, folder: str, request: Request) -> Response:
 def _show_image(answers: Answers, path: Path | None) -> tuple[ImageAnswer | None, str]:
     if path is None:
         return None, fragments.draw_hint("Its ids appear here as code maps: one panel a codebook, one colour a code.")
-    advice = "Drop another image: a JPEG, PNG or WebP file."
+    advice = "Drop another image, such as a JPEG, PNG or WebP file."
     return _attempt(lambda: answers.read_image(_read_upload(path)), fragments.draw_image, advice)
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from vqclip.data.sources.folder import IMAGE_ENDINGS
+from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.data.sources.row_groups import ParquetPart, RowGroups, read_schema
 from vqclip.data.sources.table_files import read_json_lines

@@ -11,6 +11,7 @@ import pytest
 from tests.data.making import NOT_UTF8
 from tests.evaluation.made import image_folder, png
 from vqclip.data import FileSource, FolderConfig, parse_source
+from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.errors import DataError
 from vqclip.io.walk import walk_files
 
@@ -67,8 +68,8 @@ def test_errors_name_the_folder(tmp_path):
     with pytest.raises(DataError, match="no subfolder; .*got: nothing"):
         images_of(tmp_path)
     (tmp_path / "cat").mkdir()
-    (tmp_path / "cat" / "a.bmp").touch()
-    with pytest.raises(DataError, match=r"cat: no image .* got: a\.bmp; .* if it contains the classes, name it"):
+    (tmp_path / "cat" / "a.psd").touch()
+    with pytest.raises(DataError, match=r"cat: no image .* got: a\.psd; .* if it contains the classes, name it"):
         images_of(tmp_path)
 
 
@@ -92,8 +93,8 @@ def test_links_that_multiply(tmp_path):
 
 def test_what_is_left_out_is_counted(tmp_path):
     assert images_of(image_folder(tmp_path)).notes == []
-    (tmp_path / "green" / "a.gif").touch()
-    (tmp_path / "dark_red" / "b.BMP").touch()
+    (tmp_path / "green" / "a.psd").touch()
+    (tmp_path / "dark_red" / "b.SVG").touch()
     (tmp_path / "green" / ".DS_Store").touch()
     (tmp_path / "green" / "more" / "still").mkdir(parents=True)
     (tmp_path / "green" / "more" / "still" / "c.jpg").touch()
@@ -101,8 +102,9 @@ def test_what_is_left_out_is_counted(tmp_path):
     (tmp_path / "README.md").touch()
     source = images_of(tmp_path)
     assert len(source) == 4
+    endings = ", ".join(IMAGE_ENDINGS)
     assert source.notes == [
-        "left out: 2 files without an image's ending (.jpg, .jpeg, .png, .webp) in the folders of classes: .bmp, .gif",
+        f"left out: 2 files without an image's ending ({endings}) in the folders of classes: .psd, .svg",
         "left out: 1 file with an image's ending in folders below those of classes",
         "left out: 1 file with an image's ending beside the folders of classes",
     ]

@@ -59,7 +59,7 @@ def test_captions_from_json_and_lines(tmp_path: Path) -> None:
     ("members", "message"),
     [
         ({"bad.jpg": b"x"}, "has no .txt"),
-        ({"bad.txt": b"x"}, "has no image (.jpg, .jpeg, .png or .webp)"),
+        ({"bad.txt": b"x"}, "has no image (.jpg, .png, .webp, ...)"),
         ({"bad.jpg": b"x", "bad.txt": b" \n"}, "the caption (.txt) is empty"),
         ({"bad.jpg": b"x", "bad.txt": b"ab\xff"}, ".txt is not UTF-8: invalid start byte at byte 2"),
         ({"bad.jpg": b"x", "bad.txt": bytes(2 << 20)}, "txt of 2097152 bytes; at most 1048576"),

@@ -29,7 +29,7 @@ __all__ = ["LocalParts", "PartFolder", "RemoteParts", "ShardFacts", "dump_part",
 
 logger = logging.getLogger("vqclip.data")
 
-_VERSION = 1
+_VERSION = 2
 _BLOCK = 512
 MAX_PART = 1 << 28
 """Bytes of a part at most; a sample takes 20."""

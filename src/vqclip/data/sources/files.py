@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.remote import display_url, local_path, protocol_of
 from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.base import NumberedSource, Place, RawSample, SourceConfigBase
@@ -33,7 +34,6 @@ __all__ = ["IMAGE_ENDINGS", "FileSource", "FileSourceConfig", "ListConfig", "loc
 
 logger = logging.getLogger("vqclip.data")
 
-IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 PART_SIZE = 5000
 """Files of a part: one part is indexed by one rank, and becomes one token shard."""
 

@@ -82,7 +82,7 @@ class TarReader(ABC):
     def _require_readable(self, index: int, kind: str, size: int | None) -> None:
         """Raise DataError for a member that is missing (size None) or too large."""
         if size is None:
-            what = "image (.jpg, .jpeg, .png or .webp)" if kind == "image" else f".{kind}"
+            what = "image (.jpg, .png, .webp, ...)" if kind == "image" else f".{kind}"
             raise DataError(f"{self.name(index)}: has no {what}", "missing member")
         if size > MAX_BYTES[kind]:
             raise DataError(

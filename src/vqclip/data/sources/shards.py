@@ -153,7 +153,7 @@ def require_members(reader: ShardReader | ChunkReader, first: str, second: str, 
         raise DataError(f"{path}: every tar is empty; expected samples, such as 000000000.jpg and 000000000.txt")
     for kind in (first, second):
         if not reader.count(kind):
-            what = "image (.jpg, .jpeg, .png, .webp)" if kind == "image" else f".{kind}"
+            what = "image (.jpg, .png, .webp, ...)" if kind == "image" else f".{kind}"
             hint = " Captions in the .json? Set captions: json and json_keys." if kind == "txt" else ""
             if kind == "txt" and reader.count("cls"):
                 hint = " The samples have a .cls: is it a source of kind: classes?"
