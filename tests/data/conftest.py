@@ -29,7 +29,6 @@ def real_data() -> Path:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     """An HTTP server on this machine, reached without a proxy."""
-    pytest.importorskip("aiohttp", reason="http needs aiohttp: pip install 'vqclip[remote]'")
     monkeypatch.setenv("no_proxy", "*")
     with serving() as running:
         yield running

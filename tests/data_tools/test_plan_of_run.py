@@ -40,7 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    pytest.importorskip("aiohttp", reason="http needs aiohttp: pip install 'vqclip[remote]'")
     monkeypatch.setenv("no_proxy", "*")
     with serving() as running:
         yield running

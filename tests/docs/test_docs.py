@@ -140,7 +140,7 @@ def test_good_blocks_pass(place):
         fence("python", "y = 1")
         + fence("python", "assert y == 1")
         + fence("bash", "for seed in 0 1; do\n  make train ARGS=\"run.seed=$seed\"\ndone")
-        + fence("bash", "pip install -e '.[test]' 'vqclip[remote]'  # a comment")
+        + fence("bash", "pip install -e '.[test]' 'vqclip[s3]'  # a comment")
         + fence("yaml", "model: {text: {quantizer: {kind: lfq, bits: 4}}}")
         + fence("json", "{}")
         + fence("text", "what it prints")

@@ -15,7 +15,7 @@ import pytest
 
 from vqclip.data.chunks import cache as module
 from vqclip.data.chunks.cache import ChunkCache
-from vqclip.data.remote.deadline import Deadline
+from vqclip.data.remote.retry import Deadline
 from vqclip.errors import StorageError
 
 SIZE = 4000

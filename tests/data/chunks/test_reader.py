@@ -19,7 +19,7 @@ from vqclip.data.chunks.reader import ChunkReader
 from vqclip.data.chunks.store import ChunkStore
 from vqclip.data.chunks.table import ROW
 from vqclip.data.remote import RemoteConfig, RemoteShard
-from vqclip.data.remote.deadline import Deadline
+from vqclip.data.remote.retry import Deadline
 from vqclip.data.shard import Shard
 from vqclip.data.sources.reader import ShardReader
 from vqclip.errors import DataError, StorageError

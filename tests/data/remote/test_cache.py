@@ -17,7 +17,7 @@ import pytest
 
 from vqclip.data.remote import cache as cache_module
 from vqclip.data.remote.cache import CachedShard, PartialShard, ShardCache
-from vqclip.data.remote.deadline import Deadline
+from vqclip.data.remote.retry import Deadline
 from vqclip.errors import StorageError
 
 SIZE = 1000

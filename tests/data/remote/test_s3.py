@@ -18,7 +18,7 @@ from vqclip.data.chunks import cache as chunk_cache
 from vqclip.data.chunks.location import cached_index
 from vqclip.data.chunks.make import make_index
 from vqclip.data.remote import RemoteConfig, RemoteShard, transfer
-from vqclip.data.remote.deadline import Deadline
+from vqclip.data.remote.retry import Deadline
 from vqclip.data.sources.paths import find_shards
 from vqclip.errors import DataError, StorageError
 

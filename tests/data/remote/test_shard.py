@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from email.utils import formatdate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ from vqclip.cli.train import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, EvalSet, EvalTransformConfig
 from vqclip.data.index import load_index
 from vqclip.data.prepare import prepare_sources
-from vqclip.data.remote import RemoteConfig, RemoteShard, deadline, display_url, transfer
+from vqclip.data.remote import RemoteConfig, RemoteShard, display_url, retry, transfer
 from vqclip.data.remote import cache as cache_module
 from vqclip.data.remote.retry import FetchError
 from vqclip.errors import DataError, StorageError
@@ -81,6 +82,16 @@ def test_the_full_url_keys_the_cache(server: FaultyServer, shard: str, cache: Pa
     assert len(kept(cache)) == 3
 
 
+def test_proxies_are_those_of_the_environment(
+    server: FaultyServer, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+) -> None:
+    server.files["http://far.example/0.tar"] = b"through a proxy"
+    monkeypatch.setenv("http_proxy", server.url.removeprefix("http://"))
+    assert "resolve" in refusal("http://far.example/0.tar")  # no_proxy is *
+    monkeypatch.setenv("no_proxy", "near.example")
+    assert fetched("http://far.example/0.tar") == b"through a proxy"
+
+
 def test_a_url_is_sent_as_it_is_written(server: FaultyServer) -> None:
     query = "X-Signature=a%2Fb%2B%3D&q=a+b%20c"
     server.files[f"/a%2Fb%20.tar?{query}"] = b"x"
@@ -91,9 +102,9 @@ MENDED = {
     "503, then 500": ([status(503), status(500)], ["HTTP 503", "HTTP 500"]),
     "429": ([status(429)], ["HTTP 429"]),
     "408": ([status(408)], ["HTTP 408"]),
-    "reset in the body": ([serving.reset], ["ClientPayloadError|ClientOSError|ConnectionResetError"]),
-    "truncated": ([serving.truncated] * 3, ["ClientPayloadError"] * 3),
-    "wrong length": ([serving.too_long], ["ClientPayloadError"]),
+    "reset in the body": ([serving.reset], ["ProtocolError"]),
+    "truncated": ([serving.truncated] * 3, ["IncompleteRead"] * 3),
+    "wrong length": ([serving.too_long], ["IncompleteRead"]),
 }
 
 
@@ -114,10 +125,10 @@ def test_what_passes_is_tried_again(
 
 
 def test_a_connection_that_breaks_before_any_answer(server: FaultyServer, shard: str, pauses: list[float]) -> None:
-    server.faults["/0.tar"] = [serving.reset_at_once] * 3  # some of which aiohttp itself gets over
+    server.faults["/0.tar"] = [serving.reset_at_once] * 3
     assert fetched(shard) == server.files["/0.tar"]
     assert len(server.requests) == 4
-    assert 1 <= len(pauses) <= 3
+    assert len(pauses) == 3
     server.for_ever["/0.tar"] = serving.reset_at_once
     assert "Tries: 4 of remote.tries=4" in refusal(f"{shard}?")
 
@@ -128,11 +139,11 @@ LOST = {
     "401": (status(401), "HTTP 401", 1),
     "410": (status(410), "HTTP 410", 1),
     "204": (status(204), "HTTP 204", 1),
-    "truncated for ever": (serving.truncated, "ClientPayloadError", 4),
+    "truncated for ever": (serving.truncated, "IncompleteRead", 4),
     "compressed on the way": (serving.compressed, "sent with Content-Encoding 'gzip'", 1),
     "redirect to a file": (status(302, Location="file:///etc/passwd"), "edirect", 1),
     "redirect to another protocol": (status(302, Location="ftp://host/0.tar"), "edirect", 1),
-    "redirect in a circle": (status(302, Location="/0.tar"), "TooManyRedirects", 1),
+    "redirect in a circle": (status(302, Location="/0.tar"), "more than 10 redirects", 1),
 }
 
 
@@ -161,9 +172,12 @@ def test_pauses_double_and_obey_the_server(server: FaultyServer, shard: str, pau
     assert len(set(first[-2:])) == 2  # both half a minute, less a part of their own
     refusal(shard, tries=9, total_s=3600.0)
     assert pauses == first * 2
-    server.faults["/0.tar"] = [status(503, Retry_After="77"), status(429, Retry_After="99999")]
-    refusal(shard, tries=3, total_s=3600.0)
-    assert pauses[-2:] == [77.0, 120.0]
+    date = formatdate(time.time() + 100, usegmt=True)
+    server.faults["/0.tar"] = [status(503, Retry_After=after) for after in ("77", "99999", date, "soon")]
+    refusal(shard, tries=5, total_s=3600.0)
+    assert pauses[-4:-2] == [77.0, 120.0]
+    assert 90 < pauses[-2] <= 100
+    assert pauses[-1] <= 4
 
 
 def test_the_time_is_bounded(server: FaultyServer, shard: str, pauses: list[float], cache: Path) -> None:
@@ -181,7 +195,7 @@ def test_all_waits_have_one_deadline(
 ) -> None:
     """For another process that fetches, for room, and for the server: total_s in all, not each."""
     moment = 0.0
-    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: moment))
+    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: moment))
 
     def later(pause: float) -> None:
         nonlocal moment
@@ -316,7 +330,7 @@ def test_only_the_server_can_be_slow(monkeypatch: pytest.MonkeyPatch, waits: str
 
     def take() -> bytes:
         taken = b""
-        for block in transfer._check_speed(read, "https://host/0.tar", 5.0, deadline.Deadline(30.0)):
+        for block in transfer._check_speed(read, "https://host/0.tar", 5.0, retry.Deadline(30.0)):
             now[0] += 10.0 * (waits == "consumer")
             taken += block
         return taken
@@ -529,9 +543,7 @@ def test_a_redirect_from_https_to_http_is_refused(server: FaultyServer, tmp_path
             refused = "redirected from https to http, where anybody on the way can change the content; this is not "
             assert line.startswith(f"{url}: cannot be fetched: {refused}tried again. Tries: 1 of")
         assert told[4:] == ["from https"]
-        assert "ClientConnectorCertificateError" in (
-            text := refusal(f"{urls[0]}?again")
-        )  # whom this process does not know
+        assert "CERTIFICATE_VERIFY_FAILED" in (text := refusal(f"{urls[0]}?again"))  # whom this process does not know
         assert "; this is not tried again" in text
 
 

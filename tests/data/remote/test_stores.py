@@ -16,8 +16,7 @@ import pytest
 from tests.data import serving
 from tests.data.serving import FaultyServer, status
 from vqclip.data.remote import RemoteConfig, RemoteShard, display_url, remote_shards, transfer
-from vqclip.data.remote.deadline import Deadline
-from vqclip.data.remote.retry import FetchError
+from vqclip.data.remote.retry import Deadline, FetchError
 from vqclip.errors import DataError, StorageError
 
 OPTIONS = RemoteConfig(tries=3, timeout_s=5.0, total_s=30.0)

@@ -183,8 +183,6 @@ def test_queries_stay_at_the_end() -> None:
 @pytest.mark.parametrize(
     ("url", "package", "extra"),
     [
-        ("https://host/0.tar", "aiohttp", "remote"),
-        ("hf://datasets/me/data/0.tar", "aiohttp", "remote"),
         ("s3://bucket/0.tar", "s3fs", "s3"),
         ("gs://b/0.tar", "gcsfs", "gs"),
         ("az://b/0.tar", "adlfs", "az"),
@@ -195,6 +193,5 @@ def test_a_missing_package_is_named(url: str, package: str, extra: str, monkeypa
     with pytest.raises(StorageError) as error:
         CaptionShardsConfig(path=url).build()
     assert f"needs the package {package}: pip install 'vqclip[{extra}]'" in str(error.value)
-    if extra != "remote":
-        with pytest.raises(StorageError, match=f"pip install 'vqclip\\[{extra}\\]'"):
-            remote_shards(url.replace("0.tar", "folder"), RemoteConfig())
+    with pytest.raises(StorageError, match=f"pip install 'vqclip\\[{extra}\\]'"):
+        remote_shards(url.replace("0.tar", "folder"), RemoteConfig())

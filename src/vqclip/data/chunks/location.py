@@ -15,8 +15,7 @@ from pathlib import Path
 
 from vqclip.data.chunks.index_file import ChunkIndex, open_index
 from vqclip.data.remote import RemoteShard, display_url, protocol_of
-from vqclip.data.remote.deadline import Deadline
-from vqclip.data.remote.retry import FetchError, retry
+from vqclip.data.remote.retry import Deadline, FetchError, retry
 from vqclip.data.remote.transfer import open_url
 from vqclip.data.remote.urls import beneath, path_in_url, split_query
 from vqclip.data.shard import Shard

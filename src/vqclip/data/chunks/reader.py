@@ -22,7 +22,7 @@ from vqclip.data.chunks.scan import scan_chunk
 from vqclip.data.chunks.store import ChunkStore
 from vqclip.data.chunks.table import ROW, Extent, Row, make_table, parse_row
 from vqclip.data.members import KINDS, SampleTable
-from vqclip.data.remote.deadline import Deadline
+from vqclip.data.remote.retry import Deadline
 from vqclip.data.shard import Shard
 from vqclip.data.sources.reader import TarReader
 from vqclip.errors import DataError, StorageError

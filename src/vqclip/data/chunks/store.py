@@ -10,7 +10,7 @@ from pathlib import Path
 from vqclip.data.chunks.index_file import ByteRange, ChunkIndex
 from vqclip.data.open_files import OpenFiles
 from vqclip.data.remote import RemoteShard
-from vqclip.data.remote.deadline import Deadline
+from vqclip.data.remote.retry import Deadline
 from vqclip.data.remote.transfer import NoRangesError
 from vqclip.data.shard import Shard
 from vqclip.errors import StorageError

@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from vqclip.data.chunks.location import local_tag
 from vqclip.data.remote import RemoteShard, is_gzip
-from vqclip.data.remote.deadline import Deadline
-from vqclip.data.remote.retry import FetchError, retry
+from vqclip.data.remote.retry import Deadline, FetchError, retry
 from vqclip.data.remote.transfer import list_facts, open_url, url_facts
 from vqclip.data.remote.urls import path_in_url, protocol_of
 from vqclip.data.shard import Shard

@@ -1,10 +1,9 @@
 """Shards at URLs, and compressed ones: whole in a bounded cache on this machine, then read like local shards."""
 
-from vqclip.data.remote.config import RemoteConfig, TransferConfig
 from vqclip.data.remote.gunzip import TAR_ENDINGS, GzipShard, is_gzip, is_tar
 from vqclip.data.remote.image import fetch_image
-from vqclip.data.remote.listing import remote_shards
-from vqclip.data.remote.shard import RemoteShard, fetch_text
+from vqclip.data.remote.retry import RemoteConfig, TransferConfig
+from vqclip.data.remote.shard import RemoteShard, fetch_text, remote_shards
 from vqclip.data.remote.urls import beneath, display_url, local_path, mask_credentials, protocol_of
 
 __all__ = [

@@ -19,8 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from vqclip.data.remote.config import RemoteConfig
-from vqclip.data.remote.deadline import Deadline
+from vqclip.data.remote.retry import Deadline, RemoteConfig
 from vqclip.errors import StorageError
 from vqclip.io.cache import cache_folder, order_of_use
 from vqclip.io.file_locks import hold_lock, is_at, remove_unlocked, try_lock

@@ -8,8 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from vqclip.data.remote import TransferConfig, display_url, local_path, protocol_of
-from vqclip.data.remote.deadline import Deadline
-from vqclip.data.remote.retry import FetchError, retry
+from vqclip.data.remote.retry import Deadline, FetchError, retry
 from vqclip.data.remote.transfer import object_store, translate_errors
 from vqclip.errors import ConfigError, StorageError
 

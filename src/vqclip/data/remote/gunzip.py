@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vqclip.data.remote.cache import PartialShard, ShardInCache
-from vqclip.data.remote.config import RemoteConfig
-from vqclip.data.remote.deadline import Deadline
+from vqclip.data.remote.retry import Deadline, RemoteConfig
 from vqclip.data.remote.urls import digest
 from vqclip.errors import DataError, StorageError
 from vqclip.io.files import open_regular

@@ -11,7 +11,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from vqclip.data.remote.config import RemoteConfig
+from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.shard import fetch_bytes
 from vqclip.data.remote.urls import digest
 from vqclip.errors import StorageError

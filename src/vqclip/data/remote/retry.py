@@ -1,4 +1,4 @@
-"""Retry with growing pauses, within a number of tries and a deadline."""
+"""Retries with growing pauses, within a number of tries and a deadline, and the options that set them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from vqclip.data.remote.config import TransferConfig
-from vqclip.data.remote.deadline import Deadline
+from pydantic import Field
+
+from vqclip.config import Config
 from vqclip.data.remote.urls import display_url
 from vqclip.errors import StorageError
 
-__all__ = ["FetchError", "retry"]
+__all__ = ["Deadline", "FetchError", "RemoteConfig", "TransferConfig", "retry"]
 
 T = TypeVar("T")
 
@@ -26,18 +27,70 @@ _sleep = time.sleep
 """Replaced by tests."""
 
 
+class TransferConfig(Config):
+    """Retries and time limits of transfers."""
+
+    tries: Annotated[int, Field(ge=1, le=100)] = 8
+    """Number of tries for a file when the connection breaks, stalls or ends early, or the server answers 408, 425, 429
+    or 5xx; the pauses double, from half a second to half a minute."""
+    timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    """Longest wait for a connection and for the next bytes, in seconds. A download of less than 16 KiB a second over
+    that time counts as stalled."""
+    total_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
+    """Longest time for one file, or a part of a shard, in seconds: all tries and pauses, and waiting for space and for
+    another process that downloads it. For shards, keep it well below `data.timeout_s` and `run.step_timeout_s`, which
+    would otherwise end the run before the failure is reported; raise all three for shards that take longer."""
+
+
+class RemoteConfig(TransferConfig):
+    """Download and caching of shards at URLs. No option changes which samples are read."""
+
+    cache_gib: Annotated[float, Field(gt=0, le=1e6)] = 100.0
+    """Largest size in GiB of the downloaded shards of all runs on this machine, in `shards` of the cache folder, and
+    likewise of the parts of shards that the windowed order reads, in `chunks`. The least recently used are removed
+    first. In the order `full`, shards that do not fit are downloaded again and again."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """`cache_gib` in bytes."""
+        return int(self.cache_gib * 2**30)
+
+
+class Deadline:
+    """Time limit of everything that one shard waits for.
+
+    Args:
+        total_s: seconds from now.
+    """
+
+    def __init__(self, total_s: float):
+        self.total_s = total_s
+        self._start = time.monotonic()
+
+    @property
+    def spent(self) -> float:
+        """Elapsed seconds."""
+        return time.monotonic() - self._start
+
+    @property
+    def left(self) -> float:
+        """Remaining seconds; at most 0 once the time is over."""
+        return self.total_s - self.spent
+
+
 class FetchError(Exception):
-    """FetchError of one try.
+    """Failure of one try.
 
     Args:
         message: what happened, without credentials.
         again: whether another try may succeed.
         after_s: pause that the server asks for, in seconds.
+        status: of the server's answer; None without one.
     """
 
-    def __init__(self, message: str, again: bool, after_s: float = 0.0):
+    def __init__(self, message: str, again: bool, after_s: float = 0.0, status: int | None = None):
         super().__init__(message)
-        self.again, self.after_s = again, after_s
+        self.again, self.after_s, self.status = again, after_s, status
 
 
 def retry(

@@ -1,8 +1,9 @@
-"""One try to download a file or a part of it, through fsspec; retries are left to `retry`."""
+"""One try to download a file or a part of it: by urllib3, from object stores by fsspec. `retry` makes more of one."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import re
@@ -10,8 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from vqclip.data.remote.deadline import Deadline
-from vqclip.data.remote.retry import FetchError
+import urllib3
+
+from vqclip.data.remote.http import is_permanent, open_http, status_error
+from vqclip.data.remote.retry import Deadline, FetchError
 from vqclip.data.remote.urls import protocol_of, redact_message
 from vqclip.errors import StorageError
 
@@ -32,24 +35,15 @@ _SLOWEST = 16 << 10
 """Bytes a second; a slower download over `timeout_s` counts as stalled."""
 _BLOCK = 16 << 20
 """Bytes of one request to an object store."""
-_PACKAGES = {
-    "http": ("aiohttp", "remote"),
-    "https": ("aiohttp", "remote"),
-    "hf": ("aiohttp", "remote"),
-    "s3": ("s3fs", "s3"),
-    "gs": ("gcsfs", "gs"),
-    "az": ("adlfs", "az"),
-}
+_PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "az": ("adlfs", "az")}
+"""Package that fsspec needs for a protocol, and our extra that installs it; the hub's is always there."""
 _OVER_HTTP = ("http", "https", "hf")
 _PERMANENT = (ValueError, TypeError, LookupError, PermissionError, IsADirectoryError, NotADirectoryError)
-_PERMANENT_NAMES = {
-    "InvalidURL",
-    "NonHttpUrlClientError",
-    "TooManyRedirects",
-    "ClientConnectorCertificateError",
+_PERMANENT_NAMES = (
     "ClientAuthenticationError",
-} | {f"{whose}CredentialsError" for whose in ("No", "Partial", "Default")}
-"""Errors of aiohttp, botocore, google.auth and azure by name, since the packages may not be installed."""
+    *(f"{whose}CredentialsError" for whose in ("No", "Partial", "Default")),
+)
+"""Errors of botocore, google.auth and azure by name, since the packages may not be installed."""
 _HINTS = {  # what to do about an error, by its name
     "NoCredentialsError": "; give AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in ~/.aws/credentials"
 }
@@ -98,19 +92,16 @@ def open_url(url: str, timeout_s: float, deadline: Deadline, span: Span | None =
 
     Raises:
         FetchError: here or while the blocks are read.
-        StorageError: the protocol's package is not installed.
+        StorageError: the package of an object store is not installed.
         NoRangesError: the server answers a request for a part with the whole file.
         ChangedError: the file does not have the size in `span`; here or while the blocks are read.
     """
     if protocol_of(url) in _OVER_HTTP:
         with translate_errors(url):
-            file, length = _open_http(url, timeout_s, deadline, span)
-            tag = _tag(file.r.headers)
-        try:
-            yield Body(length, _check_speed(lambda: file.read(1 << 20), url, timeout_s, deadline), tag)
-        finally:
-            with contextlib.suppress(Exception):
-                file.close()
+            response, length = _open_file(url, timeout_s, deadline, span)
+        with response:
+            read = functools.partial(response.read1, 1 << 20, decode_content=False)
+            yield Body(length, _check_speed(read, url, timeout_s, deadline), _tag(response.headers))
     else:
         with translate_errors(url):
             store = _ObjectStore(url, timeout_s, deadline)
@@ -152,13 +143,11 @@ def url_facts(url: str, timeout_s: float, deadline: Deadline) -> tuple[int, str]
         if protocol_of(url) not in _OVER_HTTP:
             info = _ObjectStore(url, timeout_s, deadline).info()
             return int(info["size"]), _tag(info)
-        file, length = _open_first_byte(url, timeout_s, deadline)
-        headers = file.r.headers
-        with contextlib.suppress(Exception):
-            file.close()
+        response, length = _open_first_byte(url, timeout_s, deadline)
+        response.close()
     if length is None:
         raise FetchError("the server announces no size (Content-Length), so it cannot be indexed", again=False)
-    return length, _tag(headers)
+    return length, _tag(response.headers)
 
 
 class _ObjectStore:
@@ -275,67 +264,44 @@ def translate_errors(url: str) -> Iterator[None]:
         raise _fetch_error(error, url) from None
 
 
-def _open_http(url: str, timeout_s: float, deadline: Deadline, span: Span | None) -> tuple[Any, int | None]:
-    system = _file_system(
-        "http",
-        encoded=True,  # signed URLs break when they are quoted again
-        client_kwargs={"auto_decompress": False},
-        get_client=_make_client,
-    )
-    import aiohttp
-
-    headers = {"Accept-Encoding": "identity"}
-    if span is not None:
-        headers["Range"] = f"bytes={span.first}-{span.end - 1}"
+def _open_file(
+    url: str, timeout_s: float, deadline: Deadline, span: Span | None
+) -> tuple[urllib3.BaseHTTPResponse, int | None]:
+    """Return the response to a request for a file or a part of it, and the length of its body if it is announced."""
+    headers = {} if span is None else {"Range": f"bytes={span.first}-{span.end - 1}"}
     if protocol_of(url) == "hf":
-        url, headers = _at_hub(url, headers)
-    timeout = aiohttp.ClientTimeout(total=max(deadline.left, 0.001), connect=timeout_s, sock_read=timeout_s)
+        url, more = _at_hub(url)
+        headers |= more
     try:
-        # Without a block size it streams in one request; with any size it sends no HEAD request to ask for one.
-        file = system.open(url, "rb", block_size=0, size=1, headers=headers, timeout=timeout)
-    except Exception as error:
-        if span is not None and _status(error) == 416:  # the part is beyond the end
+        response = open_http(url, headers, timeout_s, deadline)
+    except FetchError as error:
+        if span is not None and error.status == 416:
             raise ChangedError(f"at most {span.first} bytes") from None
         raise
-    response = file.r
     try:
-        if url.lower().startswith("https:") and any(hop.url.scheme != "https" for hop in (*response.history, response)):
-            raise FetchError(
-                "redirected from https to http, where anybody on the way can change the content", again=False
-            )
-        encoding = response.headers.get("Content-Encoding", "identity")
-        if encoding.lower() != "identity":
-            raise FetchError(f"sent with Content-Encoding {encoding[:40]!r}; expected identity", again=False)
         if span is not None:
             _check_part(response, span)
-            return file, span.end - span.first
+            return response, span.end - span.first
         if response.status != 200:
             raise FetchError(f"HTTP {response.status} {response.reason}; expected 200", again=False)
         stated = response.headers.get("Content-Length", "")
-        return file, int(stated) if stated.isascii() and stated.isdigit() else None
+        return response, int(stated) if stated.isascii() and stated.isdigit() else None
     except BaseException:
-        file.close()
+        response.close()
         raise
 
 
-async def _make_client(**options: Any) -> Any:
-    """Return a session that keeps no cookies."""
-    import aiohttp
-
-    return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), **options)
-
-
-def _open_first_byte(url: str, timeout_s: float, deadline: Deadline) -> tuple[Any, int | None]:
+def _open_first_byte(url: str, timeout_s: float, deadline: Deadline) -> tuple[urllib3.BaseHTTPResponse, int | None]:
     """Open a file to read its first byte, or all of it if the server sends whole files; return its size too."""
     try:
-        file, _ = _open_http(url, timeout_s, deadline, Span(0, 1, None))
+        response, _ = _open_file(url, timeout_s, deadline, Span(0, 1, None))
     except (NoRangesError, ChangedError):  # or the file is empty
-        return _open_http(url, timeout_s, deadline, None)
-    total = file.r.headers["Content-Range"].partition("/")[2]
-    return file, int(total) if total.isdigit() else None
+        return _open_file(url, timeout_s, deadline, None)
+    total = response.headers["Content-Range"].partition("/")[2]
+    return response, int(total) if total.isdigit() else None
 
 
-def _check_part(response: Any, span: Span) -> None:
+def _check_part(response: urllib3.BaseHTTPResponse, span: Span) -> None:
     if response.status == 200:
         whole = response.headers.get("Content-Length", str(span.total))
         if whole != str(span.total):  # such as the page of a proxy, after which parts may come again
@@ -346,30 +312,27 @@ def _check_part(response: Any, span: Span) -> None:
         raise NoRangesError
     stated = response.headers.get("Content-Range", "")
     match = _CONTENT_RANGE.fullmatch(stated)
-    if response.status != 206 or match is None:
-        raise FetchError(
-            f"HTTP {response.status} {response.reason} with Content-Range {stated[:60]!r}; expected 206 and a part",
-            again=False,
-        )
+    if match is None:
+        raise FetchError(f"HTTP 206 with Content-Range {stated[:60]!r}; expected that of a part", again=False)
     if span.total is not None and match[3] not in ("*", str(span.total)):
         raise ChangedError(f"{match[3]} bytes")
     if (int(match[1]), int(match[2]) + 1) != span[:2]:
         raise FetchError(f"sent {stated}; asked for bytes {span.first}-{span.end - 1}", again=True)
 
 
-def _at_hub(url: str, headers: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """Return the https URL of a file at the Hugging Face hub, and the headers with the token."""
+def _at_hub(url: str) -> tuple[str, dict[str, str]]:
+    """Return the https URL of a file at the Hugging Face hub, and a header with the token."""
     from huggingface_hub import get_token, hf_hub_url
 
     system = _file_system("hf")
     file = system.resolve_path(url.partition("://")[2])  # asks the hub once for each repository
     if not hasattr(file, "repo_id"):
         raise FetchError("is in a bucket; expected hf://datasets/OWNER/NAME/PATH", again=False)
-    token = get_token()  # aiohttp does not send it on to the hosts that the hub redirects to
+    token = get_token()
     where = hf_hub_url(
         file.repo_id, file.path_in_repo, repo_type=file.repo_type, revision=file.revision, endpoint=system.endpoint
     )
-    return where, headers | ({"Authorization": f"Bearer {token}"} if token else {})
+    return where, {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _file_system(protocol: str, **options: Any) -> Any:
@@ -408,24 +371,19 @@ def _check_speed(read: Callable[[], bytes], url: str, timeout_s: float, deadline
 
 
 def _fetch_error(error: Exception, url: str) -> FetchError:
-    if isinstance(error, FileNotFoundError):
-        return FetchError("not found (404)", again=False)
-    status = _status(error)
-    if isinstance(status, int) and 300 <= status < 600:
+    status = 404 if isinstance(error, FileNotFoundError) else _status(error)
+    if isinstance(status, int) and 400 <= status < 600:
         reason = redact_message(str(getattr(error, "message", "")), url)
-        after = str((getattr(error, "headers", None) or {}).get("Retry-After", ""))
-        return FetchError(
-            f"HTTP {status} {reason}".rstrip(),
-            again=status >= 500 or status in (408, 425, 429),
-            after_s=float(after) if after.isascii() and after.isdigit() and len(after) < 9 else 0.0,
-        )
+        return status_error(status, reason, str((getattr(error, "headers", None) or {}).get("Retry-After", "")))
     text = redact_message(str(error), url) + _HINTS.get(type(error).__name__, "")
     permanent = isinstance(error, _PERMANENT) or any(kind.__name__ in _PERMANENT_NAMES for kind in type(error).__mro__)
-    return FetchError(f"{type(error).__name__}{': ' if text else ''}{text}", again=not permanent)
+    return FetchError(
+        f"{type(error).__name__}{': ' if text else ''}{text}", again=not permanent and not is_permanent(error)
+    )
 
 
 def _status(error: Exception) -> object:
-    """Return the HTTP status in an error of aiohttp, gcsfs, azure or huggingface_hub."""
+    """Return the HTTP status in an error of gcsfs, azure or huggingface_hub."""
     for where in (error, getattr(error, "response", None)):
         for name in ("status", "code", "status_code"):
             if isinstance(status := getattr(where, name, None), int):
@@ -434,9 +392,10 @@ def _status(error: Exception) -> object:
 
 
 def _fsspec(protocol: str) -> Any:
-    package, extra = _PACKAGES[protocol]
-    try:
-        importlib.import_module(package)
-    except ImportError:
-        raise StorageError(f"{protocol}:// needs the package {package}: pip install 'vqclip[{extra}]'") from None
+    if protocol in _PACKAGES:
+        package, extra = _PACKAGES[protocol]
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            raise StorageError(f"{protocol}:// needs the package {package}: pip install 'vqclip[{extra}]'") from None
     return importlib.import_module("fsspec")
