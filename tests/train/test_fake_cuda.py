@@ -31,7 +31,6 @@ pytestmark = [
 ]
 
 B = 12
-DRAWS = ("angle", "right", "down", "flip", "vertical_flip", "turns", "brightness", "contrast", "saturation", "hue")
 PIXELS = {"decoder": DECODER, "losses": LOSSES}
 """With discriminators from step 1 on."""
 TWO_STAGES = BUSY_RESIDUAL | {"depth": 2}
@@ -77,8 +76,7 @@ def make_batch(number, model):
     images = torch.randint(0, 256, (B, 3, 16, 16), dtype=torch.uint8, generator=generator)
     texts = model.text.preprocess([f"a {word} {number}" for word in ("red", "blue", "small", "large") * 3])
     places, labels = torch.arange(B), torch.full((B,), -1)
-    draws = torch.rand(B, len(DRAWS), generator=generator)
-    return Batch(number, 0, images, texts, places, labels, places, B, draws=draws, draw_names=DRAWS)
+    return Batch(number, 0, images, texts, places, labels, places, B)
 
 
 def train(config, device, gpu=None):

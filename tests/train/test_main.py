@@ -44,7 +44,7 @@ from vqclip.train.compilation import CompiledRegions
 from vqclip.train.resume import Resumed
 from vqclip.train.step import TrainStep
 from vqclip.train.summary import render
-from vqclip.train.tasks.kinds import TASKS, load_task_config
+from vqclip.train.tasks.kinds import TASKS
 
 ROOT = Path(__file__).parents[2]
 
@@ -490,26 +490,6 @@ def overflowing(steps):
                 assert all(torch.equal(before[name], value) for name, value in self.model.state_dict().items())
 
     return call
-
-
-def test_augmentation_on_the_device_draws_the_same(tmp_path, shards, ranks):
-    """Flips and turns are exact, so the weights are equal to the bit; two ranks draw the same as one process."""
-    transform, cache = {"flip": 0.5, "vertical_flip": 0.5, "quarter_turns": True}, str(tmp_path / "cache")
-    trees = {
-        name: run_tree(
-            tmp_path / name, shards, train__steps=4, data__workers=workers, data__transform={**transform, **changes}
-        )
-        for name, workers, changes in (
-            ("workers", 0, {}), ("device", 2, {"on_device": True}), ("ranks", 0, {"on_device": True})
-        )
-    }  # fmt: skip
-    for name in ("workers", "device"):
-        run(trees[name], cache)
-    ranks(2, run, trees["ranks"], cache, init=False)
-    assert all_equal(weights(tmp_path / "workers", 4), weights(tmp_path / "device", 4))
-    assert largest_difference(weights(tmp_path / "workers", 4), weights(tmp_path / "ranks", 4)) < 1e-9
-    with pytest.raises(ConfigError, match="transform.on_device true with a feature_cache"):
-        load_task_config(run_tree(tmp_path, shards, data__transform={"on_device": True}, data__feature_cache={}))
 
 
 def test_fp16_skips_and_counts_a_step_that_overflows(tmp_path, shards, monkeypatch):

@@ -70,7 +70,6 @@ CASES = {
     "vq": (BUSY_VQ, {"train__ema": {}, "train__precision": "bf16"}),
     "residual": (BUSY_RESIDUAL | {"least": 3}, {"train__micro_batches": 3}),
     "fsdp": (BUSY_VQ, {"train__parallel": "fsdp"}),
-    "augment": (FSQ, {"data__transform": {"on_device": True, "rotation": 9, "flip": 0.5, "contrast": 0.2, "hue": 0.1}}),
 }
 REPORT = {"all_gather": 2, "reduce_": 1}
 """Further exchanges of a report: the counts of replaced samples, and those of codes."""

@@ -56,10 +56,6 @@ class Batch:
     teachers compute."""
     captions: tuple[str, ...] = ()
     """B captions, for models with another vocabulary."""
-    draws: Tensor | None = None
-    """``(B, len(draw_names))`` float32: draws of the augmentation that is left to the device; None without any."""
-    draw_names: tuple[str, ...] = ()
-    """Names of the draws, as `vqclip.data.augment` has them."""
 
     def __len__(self) -> int:
         return len(self.images)
@@ -74,7 +70,6 @@ class Batch:
             labels=self.labels.pin_memory(),
             places=self.places.pin_memory(),
             features={name: each.pin_memory() for name, each in self.features.items()},
-            draws=None if self.draws is None else self.draws.pin_memory(),
         )
 
 

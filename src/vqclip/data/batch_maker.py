@@ -71,8 +71,6 @@ class BatchMaker:
         self._batch_size = batch_size
         self._rank = rank
         self._nodes = nodes
-        on_device = samples.transform.config.on_device and "image" not in samples.features
-        self._draw_names = tuple(samples.transform.draw_names) if on_device else ()
         needs = find_needs(samples.sources, order, batch_size, rank, nodes)
         self.supply = None if needs is None else ChunkSupply(needs, steps, workers, lead)
         """Fetches chunks ahead."""
@@ -84,10 +82,8 @@ class BatchMaker:
         side = 0 if "image" in stored else self._image_size
         images = ((rows, 3, side, side), torch.uint8)
         empty = {name: reader.empty(0) for name, reader in stored.items()}
-        draws = {"draws": ((rows, len(self._draw_names)), torch.float32)} if self._draw_names else {}
         return {
             "image": images,
-            **draws,
             **{_feature(name): ((rows, *e.shape[1:]), e.dtype) for name, e in empty.items()},
         }
 
@@ -103,8 +99,6 @@ class BatchMaker:
             sample, replaced = self._samples.make(*slot)
             if sample.image is not None:
                 tensors["image"][row] = sample.image
-            if sample.draws:
-                tensors["draws"][row] = torch.tensor(sample.draws)
             for name, each in sample.features.items():
                 tensors[_feature(name)][row] = each
             captions.append(sample.caption)
@@ -140,8 +134,6 @@ class BatchMaker:
             lengths=tuple(each for rest in rests for each in rest.lengths),
             captions=tuple(each for rest in rests for each in rest.captions),
             features={name: tensors[_feature(name)][: len(ids)] for name in self._samples.features},
-            draws=tensors["draws"][: len(ids)] if self._draw_names else None,
-            draw_names=self._draw_names,
         )
 
 

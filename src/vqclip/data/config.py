@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from vqclip import dist
 from vqclip.config import Config
@@ -64,15 +64,6 @@ class DataConfig(Config):
     run and all its processes at every report and checkpoint."""
     max_pixels: Annotated[int, Field(ge=1)] = MAX_PIXELS
     """Images with more pixels are bad samples; they are not decoded."""
-
-    @model_validator(mode="after")
-    def _stored_features_are_of_whole_views(self) -> DataConfig:
-        if self.transform.on_device and self.feature_cache is not None:
-            raise ValueError(
-                "got transform.on_device true with a feature_cache, whose features are computed before the training; "
-                "expected on_device false, or feature_cache null"
-            )
-        return self
 
     def build(self, image_size: int, tokenize: Tokenize, batch_size: int, seed: int) -> TrainData:
         """Open the data, after drawing and indexing missing ones. A collective: every rank must call it.

@@ -41,8 +41,6 @@ class Sample(NamedTuple):
     label: int
     features: Mapping[str, Tensor]
     """Name → ``(N, D)`` from the feature cache."""
-    draws: Sequence[float] = ()
-    """Draws of the augmentation that is left to the device."""
 
 
 class ReadsSamples(Protocol):
@@ -162,15 +160,11 @@ class SampleMaker:
         return int(self.first_ids[source]) + index
 
     def _make(self, source: int, index: int, epoch: int) -> Sample:
-        sample_id, image, draws, stored = self._id(source, index), None, dict[str, float](), self.features
+        sample_id, image, stored = self._id(source, index), None, self.features
         view = epoch if self.views is None else (epoch + sample_id) % self.views
         if "image" not in stored:
             raw, decoded = read_decoded(self.sources[source], index, self._max_pixels, self.transform.min_side)
-            rng = self._augmentation.at(view, sample_id)
-            if self.transform.config.on_device:
-                image, draws = self.transform.crop(decoded, rng), self.transform.draw(rng)
-            else:
-                image = self.transform(decoded, rng)
+            image = self.transform(decoded, self._augmentation.at(view, sample_id))
         else:
             raw = self.sources[source].read(index)
         choice = 0
@@ -178,4 +172,4 @@ class SampleMaker:
             choice = int(hash_integers(self._caption_seed, epoch, sample_id) % np.uint64(len(raw.captions)))
         entries = {"image": (view, self.views or 1), "text": (choice, len(raw.captions))}
         features = {name: each.read(sample_id, *entries[each.settings.modality]) for name, each in stored.items()}
-        return Sample(image, raw.captions[choice], sample_id, raw.label, features, [*draws.values()])
+        return Sample(image, raw.captions[choice], sample_id, raw.label, features)

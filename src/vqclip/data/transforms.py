@@ -8,13 +8,12 @@ on the worker nor on the rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 import torchvision.transforms.v2.functional as F
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
 
@@ -59,17 +58,7 @@ class TrainTransformConfig(Config):
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     """Hue is shifted by up to ± this fraction of the colour circle. Wrong for captions that mention colours."""
     dct_scaling: bool = False
-    """Decode large JPEGs at 1/2, 1/4 or 1/8 of their size, where no crop is enlarged by it: less time, other pixels.
-    Files with EXIF, or in CMYK, are decoded in full."""
-
-    on_device: bool = False
-    """Crop in the data workers, and do all else for the whole batch on the device of the training: same draws, and
-    pixels that differ by rounding."""
-
-    @model_serializer(mode="wrap")
-    def _omit_what_is_off(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is off, so that runs and features from before these settings are continued."""
-        return {name: value for name, value in dump(self).items() if value or name not in ("dct_scaling", "on_device")}
+    """Decode large JPEGs at 1/2, 1/4 or 1/8 of their size, where no crop is enlarged by it: less time, other pixels."""
 
     @model_validator(mode="after")
     def _check_ranges(self) -> TrainTransformConfig:
@@ -116,65 +105,37 @@ class TrainTransform:
 
     def __call__(self, image: Tensor, rng: np.random.Generator) -> Tensor:
         """Transform ``(3, H, W)`` uint8 → ``(3, image_size, image_size)`` uint8; all draws come from `rng`."""
-        return self._change(self.crop(image, rng), self.draw(rng))
-
-    def crop(self, image: Tensor, rng: np.random.Generator) -> Tensor:
-        """Crop at random and resize: ``(3, H, W)`` uint8 → ``(3, image_size, image_size)`` uint8."""
         _check_image(image)
         config, size = self.config, (self.image_size, self.image_size)
         top, left, height, width = _random_box(image.shape[1], image.shape[2], config.scale, config.ratio, rng)
-        return _resize(image[:, top : top + height, left : left + width], size, self._interpolation)
-
-    def draw(self, rng: np.random.Generator) -> dict[str, float]:
-        """Draw what comes after the crop, by name; `draw_names` are those of this configuration, in this order.
-
-        They are ``angle`` in degrees clockwise, ``right`` and ``down`` in pixels, ``flip`` and ``vertical_flip`` (0 or
-        1), quarter ``turns`` counterclockwise (0 to 3), factors of ``brightness``, ``contrast`` and ``saturation``, and
-        the shift of the ``hue`` as a fraction of the colour circle.
-        """
-        config, draws = self.config, dict[str, float]()
+        image = _resize(image[:, top : top + height, left : left + width], size, self._interpolation)
         if config.rotation > 0 or config.translation > 0:
-            turn, right, down = rng.uniform(-1, 1, 3)
-            reach = config.translation * self.image_size
-            draws |= {"angle": turn * config.rotation, "right": round(right * reach), "down": round(down * reach)}
-        for name in ("flip", "vertical_flip"):
-            if probability := getattr(config, name):
-                draws[name] = float(rng.random() < probability)
+            image = self._move(image, *rng.uniform(-1, 1, 3).tolist())
+        if config.flip and rng.random() < config.flip:
+            image = image.flip(2)
+        if config.vertical_flip and rng.random() < config.vertical_flip:
+            image = image.flip(1)
         if config.quarter_turns:
-            draws["turns"] = int(rng.integers(4))
+            image = image.rot90(int(rng.integers(4)), (1, 2))
         strengths = {name: getattr(config, name) for name in ("brightness", "contrast", "saturation", "hue")}
         if any(strengths.values()):
-            changes = dict(zip(strengths, rng.uniform(-1, 1, 4), strict=True))
-            draws |= {name: changes[name] * each + (name != "hue") for name, each in strengths.items() if each}
-        return draws
-
-    @property
-    def draw_names(self) -> list[str]:
-        """Names of the draws."""
-        return [*self.draw(np.random.default_rng(0))]
-
-    @staticmethod
-    def _change(image: Tensor, draws: Mapping[str, float]) -> Tensor:
-        if "angle" in draws:
-            image = F.affine(
-                image,
-                angle=float(draws["angle"]),
-                translate=[draws["right"], draws["down"]],
-                scale=1.0,
-                shear=[0.0, 0.0],
-                interpolation=InterpolationMode.BILINEAR,
-                fill=[255.0, 255.0, 255.0],
-            )
-        if draws.get("flip"):
-            image = image.flip(2)
-        if draws.get("vertical_flip"):
-            image = image.flip(1)
-        if "turns" in draws:
-            image = image.rot90(int(draws["turns"]), (1, 2))
-        for name in ("brightness", "contrast", "saturation", "hue"):
-            if name in draws:
-                image = getattr(F, f"adjust_{name}")(image, draws[name])
+            for (name, strength), change in zip(strengths.items(), rng.uniform(-1, 1, 4).tolist(), strict=True):
+                if strength:
+                    image = getattr(F, f"adjust_{name}")(image, change * strength + (name != "hue"))
         return image
+
+    def _move(self, image: Tensor, turn: float, right: float, down: float) -> Tensor:
+        """Rotate and shift by fractions, -1 to 1, of the largest rotation and translation; gaps are white."""
+        reach = self.config.translation * self.image_size
+        return F.affine(
+            image,
+            angle=turn * self.config.rotation,
+            translate=[round(right * reach), round(down * reach)],
+            scale=1.0,
+            shear=[0.0, 0.0],
+            interpolation=InterpolationMode.BILINEAR,
+            fill=[255.0, 255.0, 255.0],
+        )
 
 
 class EvalTransform:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from vqclip.data import Batch
-from vqclip.data.augment import augment
 from vqclip.losses import Positives, pair_keys
 from vqclip.model import CLIP
 from vqclip.nn.precision import Precision, autocast
@@ -79,18 +78,13 @@ def _copy_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict
 
 
 def copy_images(batch: Batch, others: Mapping[str, Tensor], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-    """Copy the images of a batch and other tensors to a device, and augment the images there if that is left to it.
+    """Copy the images of a batch and other tensors to a device.
 
     Returns:
         ``(B, 3, H, W)`` uint8, and the other tensors.
     """
-    draws = {} if batch.draws is None else {"draws": batch.draws}
-    copies = _copy_to_device({**others, **draws, "images": batch.images}, device)
-    images = copies.pop("images")
-    if draws:
-        columns = copies.pop("draws").unbind(1)
-        images = augment(images, dict(zip(batch.draw_names, columns, strict=True)))
-    return images, copies
+    copies = _copy_to_device({**others, "images": batch.images}, device)
+    return copies.pop("images"), copies
 
 
 def make_rank_batch(batch: Batch, model: CLIP, positives: Positives | None, precision: Precision) -> RankBatch:
