@@ -51,14 +51,12 @@ def killing_a_worker(out: Path) -> Iterator[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", ["wds", "parquet"])
 def test_the_bytes_of_the_local_engine_with_a_worker_killed(
-    tmp_path: Path, tokenizer: str, ray: None, storage: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, tokenizer: str, ray: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data, out = shards(tmp_path / "in", COUNTS, damaged=(5, 13)), tmp_path / "ray"
-    changes = {"format": storage, "tolerance": 0.1}
-    run(tokenizer, data, tmp_path / "local", **changes)
-    given = arguments(tokenizer, data, out, "--format", storage, "--tolerance", "0.1")
+    run(tokenizer, data, tmp_path / "local", tolerance=0.1)
+    given = arguments(tokenizer, data, out, "--tolerance", "0.1")
     with killing_a_worker(out) as killed:
         assert main(given) == 0
     assert killed[0] > 0
@@ -67,7 +65,7 @@ def test_the_bytes_of_the_local_engine_with_a_worker_killed(
     assert f"{out}: {sum(COUNTS) - 2} samples in 10 shards" in shown.out
     assert "2 left out (2 damaged image" in shown.out
     assert "Traceback" not in shown.err + shown.out
-    (out / "00002.tar" if storage == "wds" else out / "00002.parquet").write_bytes(b"damaged")
+    (out / "00002.parquet").write_bytes(b"damaged")
     assert main(given) == 0
     assert "shards: 1 written, 9 already finished" in capfd.readouterr().out
     assert hashes(out) == hashes(tmp_path / "local")

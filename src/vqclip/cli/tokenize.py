@@ -19,7 +19,7 @@ from vqclip.tokenize_dataset.on_ray import tokenize_on_ray
 
 __all__ = ["main"]
 
-_FIELDS = ("modality", "format", "batch_size", "workers", "precision", "device", "threads", "tolerance")
+_FIELDS = ("modality", "batch_size", "workers", "precision", "device", "threads", "tolerance")
 _EXAMPLES = """\
 examples:
   vqclip tokenize --tokenizer runs/base/tokenizer --data '/datasets/mine/{00000..00999}.tar' --out tokens/mine

@@ -12,11 +12,8 @@ from vqclip.errors import DataError, VqclipError
 __all__ = ["name_errors", "require_pyarrow"]
 
 
-def require_pyarrow(otherwise: str = "") -> Any:
+def require_pyarrow() -> Any:
     """Return the modules ``(pyarrow, pyarrow.parquet)``.
-
-    Args:
-        otherwise: added to the message: how to do without.
 
     Raises:
         DataError: pyarrow is not installed.
@@ -25,7 +22,7 @@ def require_pyarrow(otherwise: str = "") -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise DataError(f"Parquet needs pyarrow: pip install 'vqclip[parquet]'{otherwise}") from None
+        raise DataError("Parquet needs pyarrow: pip install 'vqclip[parquet]'") from None
     return pyarrow, pyarrow.parquet
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from vqclip.data import BadSample, RawSample
 from vqclip.data.in_order import ShardSlices, read_in_order
 from vqclip.data.samples import ReadsSamples, read_decoded
-from vqclip.data.tokens.layout import require_key
 
 __all__ = ["DecodedBatch", "DecodedSample", "ShardBatches", "ShardSamples"]
 
@@ -108,7 +107,6 @@ class ShardBatches:
 
     def _read(self, index: int) -> tuple[RawSample, Tensor | None]:
         """Return a sample, and its transformed image if images are wanted."""
-        require_key(self._source.key(index), self._source.name(index))
         if self._transform is None:
             return self._source.read(index), None
         sample, image = read_decoded(self._source, index, self._max_pixels)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vqclip.data.shard_folder import ShardFolder, ShardRecord
-from vqclip.data.tokens import SUFFIXES, Manifest, TokenRecord, write_shard
+from vqclip.data.tokens import SUFFIX, Manifest, TokenRecord, write_shard
 from vqclip.data.tokens.manifest import VERSIONS, Settings, ShardInfo
 
 __all__ = ["TokenFolder"]
@@ -26,7 +26,7 @@ class TokenFolder(ShardFolder[ShardRecord, Manifest]):
 
     command = "vqclip tokenize"
     versions = VERSIONS
-    suffixes = tuple(SUFFIXES.values())
+    suffixes = (SUFFIX,)
     bad_option = "--tolerance"
     record_type = ShardRecord
 
@@ -36,11 +36,11 @@ class TokenFolder(ShardFolder[ShardRecord, Manifest]):
 
     def name(self, shard: int) -> str:
         """Return the file name of a token shard."""
-        return f"{shard:05d}{SUFFIXES[self.settings.storage]}"
+        return f"{shard:05d}{SUFFIX}"
 
     def write(self, shard: int, records: Iterable[TokenRecord], count: int, bad: Iterable[Any]) -> ShardInfo:
         """Write a token shard of ``count`` samples, and then its record; arguments and result as of `add_record`."""
-        file = self.write_file(shard, lambda file: write_shard(file, records, self.settings))
+        file = self.write_file(shard, lambda file: write_shard(file, records, self.settings.image, self.settings.text))
         return self.add_record(shard, file, count, bad)
 
     def make_manifest(self, records: Sequence[ShardRecord], samples: int, bad: dict[str, int]) -> Manifest:

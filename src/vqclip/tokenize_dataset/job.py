@@ -29,8 +29,7 @@ def tokenize(options: Options) -> WorkResult[Manifest]:
     Raises:
         VqclipError: for anything a user can correct; the message says how.
     """
-    if options.format == "parquet":
-        require_pyarrow("; tars (wds) need nothing more")  # now, not after the first shard
+    require_pyarrow()  # now, not after the first shard
     device = dist.choose_device(options.device, "--device")
     torch.set_num_threads(options.threads)
     dist.init(device)

@@ -172,7 +172,6 @@ def _settings(
 ) -> Settings:
     image, text = encoders.image, encoders.text
     return Settings(
-        storage=options.format,
         tokenizer=tokenizer,
         image=None if image is None else _layout(image),
         text=None if text is None else _layout(text),

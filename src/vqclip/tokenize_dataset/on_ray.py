@@ -54,8 +54,7 @@ def tokenize_on_ray(options: Options, ray: RayOptions) -> WorkResult[Manifest]:
             f"--engine ray: got data of kind {data.kind}; expected tars (kind shards or classes): pack them first "
             "(vqclip data pack), or use --engine local"
         )
-    if options.format == "parquet":
-        require_pyarrow("; tars (wds) need nothing more")
+    require_pyarrow()
     mark = ShareMark(options.out, "--out")
     with connect_to_ray(ray) as cluster, mark.shown():
         cpus, gpus = cluster.cpus(options.threads + options.workers), cluster.gpus(options.device)

@@ -26,8 +26,6 @@ class Options(Config):
     """Folder of the token shards."""
     modality: Literal["image", "text", "both"] = "both"
     """Data to tokenize."""
-    format: Literal["wds", "parquet"] = "wds"
-    """Format of the token shards: WebDataset tars or Parquet."""
     batch_size: Annotated[int, Field(ge=1, le=2**16)] = 64
     """Samples in a batch; the last batch of a shard is padded."""
     workers: Annotated[int, Field(ge=0, le=512)] = 0

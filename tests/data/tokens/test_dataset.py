@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import re
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.data.making import write_tar
 from vqclip.data.tokens import (
     IdLayout,
     Manifest,
     TokenDataset,
     TokenRecord,
+    TokenShard,
     collate_tokens,
     id_type,
-    open_shard,
     write_shard,
 )
 from vqclip.data.tokens.layout import strip_padding
@@ -32,15 +30,13 @@ from vqclip.io.json_files import add_checksum
 
 IMAGE = IdLayout(num_tokens=4, codebook_sizes=(1000, 7), padded=False)
 TEXT = IdLayout(num_tokens=6, codebook_sizes=(2**20,), padded=True)
-STORAGES = ("wds", "parquet")
 
 
-def settings(storage: Any = "wds", image: IdLayout | None = IMAGE, text: IdLayout | None = TEXT) -> Settings:
+def settings() -> Settings:
     return Settings(
-        storage=storage,
         tokenizer=TokenizerInfo(image="1" * 64, text="2" * 64, weights="a" * 64, config="b" * 64, id_layout=1),
-        image=image,
-        text=text,
+        image=IMAGE,
+        text=TEXT,
         batch_size=8,
         precision="fp32",
         device="cpu",
@@ -63,14 +59,19 @@ def records(first: int, count: int) -> list[TokenRecord]:
     return made
 
 
-def token_folder(folder: Path, storage: str = "wds", counts: tuple[int, ...] = (5, 0, 300, 2)) -> Path:
+def write(path: Path, samples: list[TokenRecord], text: IdLayout | None = TEXT) -> Path:
+    """A token shard."""
+    with path.open("wb") as file:
+        write_shard(file, samples, IMAGE, text)
+    return path
+
+
+def token_folder(folder: Path, counts: tuple[int, ...] = (5, 0, 300, 2)) -> Path:
     """A folder as `vqclip tokenize` writes it."""
     folder.mkdir()
-    facts, first, chosen = [], 0, settings(storage)
+    facts, first, chosen = [], 0, settings()
     for shard, count in enumerate(counts):
-        path = folder / f"{shard:05d}.{'tar' if storage == 'wds' else 'parquet'}"
-        with path.open("wb") as file:
-            write_shard(file, records(first, count), chosen)
+        path = write(folder / f"{shard:05d}.parquet", records(first, count))
         found = digest_file(path)
         facts.append(ShardInfo(name=path.name, size=found.size, sha256=found.sha256, samples=count, bad={}))
         first += count
@@ -96,9 +97,9 @@ def same(one: TokenRecord, other: TokenRecord) -> bool:
         ((256, 3), np.uint8),
         ((257,), np.uint16),
         ((3, 65536), np.uint16),
-        ((65537,), np.int32),
-        ((2**31,), np.int32),
-        ((2**31 + 1,), np.int64),
+        ((65537,), np.uint32),
+        ((2**32,), np.uint32),
+        ((2**32 + 1,), np.int64),
         ((2**63,), np.int64),
     ],
 )
@@ -108,7 +109,8 @@ def test_smallest_type_holds_every_id(sizes: tuple[int, ...], expected: type) ->
     layout = IdLayout(num_tokens=3, codebook_sizes=sizes, padded=True)
     ids = np.full((3, len(sizes)), -1, dtype=np.int64)
     ids[0], ids[1] = [size - 1 for size in sizes], 0
-    kept = layout.require(strip_padding(ids, sizes), "here")
+    kept = strip_padding(ids, sizes)
+    assert layout.is_inside(kept).all()
     assert kept.dtype == kind
     assert len(kept) == 2
     assert np.array_equal(layout.pad(kept), ids)
@@ -120,11 +122,15 @@ def test_ids_that_lengths_cannot_tell_are_refused(ids: list[list[int]]) -> None:
         strip_padding(np.array(ids), (4, 4))
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_records_come_back(tmp_path: Path, storage: str) -> None:
-    data = TokenDataset(token_folder(tmp_path / "tokens", storage))
+def test_records_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = TokenDataset(token_folder(tmp_path / "tokens"))
     assert len(data) == 307
-    assert all(same(data.record(n), expected) for n, expected in enumerate(records(0, 307)))
+    for cached in (None, 1):  # in order, and at random with one group at a time
+        if cached:
+            monkeypatch.setattr("vqclip.data.tokens.dataset._CACHED_BYTES", cached)
+        places = range(307) if cached is None else np.random.default_rng(0).permutation(307).tolist()
+        assert all(same(data.record(n), records(n, 1)[0]) for n in places)
+        assert len(data._groups) == (7 if cached is None else 1)
     item, expected = data[5, 4], data.record(5)
     assert item.caption == expected.captions[4 % 3]
     assert item.image_ids.dtype == item.text_ids.dtype == torch.int64
@@ -138,47 +144,29 @@ def test_records_come_back(tmp_path: Path, storage: str) -> None:
 
 
 def test_bytes_do_not_depend_on_when(tmp_path: Path) -> None:
-    """Nor on who: nothing of it is in the headers."""
-    for storage in STORAGES:
-        first, second = (token_folder(tmp_path / f"{storage}{n}", storage) for n in range(2))
-        for path in first.iterdir():
-            assert path.read_bytes() == (second / path.name).read_bytes()
-    with tarfile.open(tmp_path / "wds0" / "00000.tar") as tar:
-        assert {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode) for m in tar} == {(0, 0, 0, "", "", 0o644)}
+    first, second = (token_folder(tmp_path / str(n)) for n in range(2))
+    for path in first.iterdir():
+        assert path.read_bytes() == (second / path.name).read_bytes()
 
 
-def test_plain_webdataset_reads_tars(tmp_path: Path) -> None:
-    webdataset = pytest.importorskip("webdataset")
+def test_other_programs_read_the_files(tmp_path: Path) -> None:
+    datasets, pandas = pytest.importorskip("datasets"), pytest.importorskip("pandas")
     folder = token_folder(tmp_path / "tokens")
-    for shard, first, count in (("00000.tar", 0, 5), ("00002.tar", 5, 300)):
-        samples = list(webdataset.WebDataset(str(folder / shard), shardshuffle=False).decode())
-        assert len(samples) == count
-        for sample, expected in zip(samples, records(first, count), strict=True):
-            assert sample["__key__"] == expected.key == sample["json"]["key"]
-            assert sample["txt"] == expected.captions[0]
-            assert tuple(sample["json"]["captions"]) == expected.captions
-            assert sample["json"]["sample_id"] == expected.sample_id
-            assert sample["json"].get("label", -1) == expected.label
-            assert np.array_equal(sample["image.npy"], expected.image)
-            texts = np.split(sample["text.npy"], np.cumsum(sample["json"]["text_lengths"])[:-1])
-            assert all(np.array_equal(a, b) for a, b in zip(texts, expected.texts, strict=True))
-            assert (sample["image.npy"].dtype, sample["text.npy"].dtype) == (np.uint16, np.int32)
-
-
-def test_plain_pyarrow_reads_parquet(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = parquet.read_table(token_folder(tmp_path / "tokens", "parquet") / "00002.parquet").to_pylist()
-    for row, expected in zip(rows, records(5, 300), strict=True):
+    files = [str(folder / f"{shard:05d}.parquet") for shard in (0, 2)]
+    rows = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    assert rows.features["image_ids"] == datasets.List(datasets.Value("uint16"), length=8)
+    assert rows.features["text_ids"] == datasets.List(datasets.List(datasets.Value("uint32")))
+    table = pandas.concat(map(pandas.read_parquet, files))
+    for row, (_, line), expected in zip(rows, table.iterrows(), records(0, 305), strict=False):
         assert (row["key"], row["sample_id"], tuple(row["captions"])) == (*expected[:2], expected.captions)
         assert row["label"] == (None if expected.label < 0 else expected.label)
-        assert row["image_ids"] == expected.image.flatten().tolist()
-        assert row["text_ids"] == np.concatenate(expected.texts).flatten().tolist()
-        assert row["text_lengths"] == [len(ids) for ids in expected.texts]
+        assert row["image_ids"] == line.image_ids.tolist() == expected.image.flatten().tolist()
+        texts = [ids.flatten().tolist() for ids in expected.texts]
+        assert row["text_ids"] == [ids.tolist() for ids in line.text_ids] == texts
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_order_depends_on_seed_and_epoch_alone(tmp_path: Path, storage: str) -> None:
-    data = TokenDataset(token_folder(tmp_path / "tokens", storage))
+def test_order_depends_on_seed_and_epoch_alone(tmp_path: Path) -> None:
+    data = TokenDataset(token_folder(tmp_path / "tokens"))
 
     def epoch(seed: int, number: int, workers: int = 0, world_size: int = 1) -> list[tuple[int, str]]:
         shares = []
@@ -207,16 +195,14 @@ def test_order_depends_on_seed_and_epoch_alone(tmp_path: Path, storage: str) -> 
         data.sampler(rank=3, world_size=3)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_a_pickled_data_set_reads_on(tmp_path: Path, storage: str) -> None:
-    data = TokenDataset(token_folder(tmp_path / "tokens", storage))
+def test_a_pickled_data_set_reads_on(tmp_path: Path) -> None:
+    data = TokenDataset(token_folder(tmp_path / "tokens"))
     data[0]
     assert pickle.loads(pickle.dumps(data))[0].key == data[0].key
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_damaged_shards_are_errors(tmp_path: Path, storage: str) -> None:
-    folder = token_folder(tmp_path / "tokens", storage)
+def test_damaged_shards_are_errors(tmp_path: Path) -> None:
+    folder = token_folder(tmp_path / "tokens")
     path = next(folder.glob("00002.*"))
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
@@ -246,146 +232,101 @@ def test_a_manifest_that_was_edited_is_refused(tmp_path: Path) -> None:
         TokenDataset(folder)
 
 
-def bad_records() -> dict[str, TokenRecord]:
-    good = records(0, 1)[0]
-    outside = good.image.copy()
-    outside[1, 1] = 7
-    return {
-        "outside of its codebook": good._replace(image=outside),
-        r"ids \(3, 2\) uint16; expected \(4, 2\)": good._replace(image=good.image[:3]),
-        "int64; expected": good._replace(image=good.image.astype(np.int64)),
-        "expected a key": good._replace(sample_id=None),
-        "ids of 2 captions; it has 1|does not fit": good._replace(texts=good.texts * 2),
-    }
-
-
-@pytest.mark.parametrize(
-    ("message", "storage"),
-    [
-        (message, storage)
-        for message in bad_records()
-        for storage in STORAGES
-        if (message, storage) != ("int64; expected", "parquet")  # a column's: test_parquet_of_other_types_is_an_error
-    ],
-)
-def test_samples_that_do_not_fit_are_errors(tmp_path: Path, message: str, storage: str) -> None:
-    path = tmp_path / "0"
-    with path.open("wb") as file:
-        write_shard(file, [bad_records()[message]], settings(storage))
-    with pytest.raises(DataError, match=message):
-        open_shard(path, settings(storage)).read(0)
-
-
-def parquet_file(path: Path, **columns: Any) -> Path:
+def with_columns(path: Path, **columns: Any) -> Path:
     """A token shard of one sample, with these columns in place of its own."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    with path.open("wb") as file:
-        write_shard(file, records(0, 1), settings("parquet"))
-    table = parquet.read_table(path)
+    table = parquet.read_table(write(path, records(0, 1)))
     for name, (values, kind) in columns.items():
-        column = arrow.array(values, arrow.type_for_alias(kind) if isinstance(kind, str) else kind)
-        table = table.set_column(table.column_names.index(name), name, column)
+        place = table.column_names.index(name)
+        kind = arrow.type_for_alias(kind) if isinstance(kind, str) else kind or table.schema.field(name).type
+        table = table.set_column(place, name, arrow.array(values, kind))
     parquet.write_table(table, path, use_dictionary=False)
     return path
 
 
-def test_parquet_of_other_types_is_an_error(tmp_path: Path) -> None:
-    for name, values, kind in (
-        ("image_ids", ["abc"], "string"),
-        ("captions", [3], "int64"),
-        ("sample_id", ["0"], "string"),
-        ("text_lengths", [1.5], "float64"),
+def read(path: Path) -> TokenRecord:
+    return TokenShard(path, IMAGE, TEXT).read_group(0).record(0)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("key", None, "has no key"),
+        ("sample_id", None, "has no sample id"),
+        ("label", -2, "has a negative label"),
+        ("captions", [], "has no captions"),
+        ("captions", None, "has no captions"),
+        ("captions", ["a", None], "has a caption that is null"),
+        ("captions", ["a", "b"], "has another number of captions than of texts with ids"),
+        ("image_ids", None, "has no image ids"),
+        ("image_ids", [1, 1, 1, 7, 1, 1, 1, 1], "has an id outside of its codebook, 4 tokens of .* 1000, 7"),
+        ("image_ids", [1, None, 1, 1, 1, 1, 1, 1], "an id is null"),
+        ("text_ids", [None], "has a text of another length than 1 to 6 tokens"),
+        ("text_ids", [[]], "has a text of another length than 1 to 6 tokens"),
+        ("text_ids", [[5, 2**20]], "has an id outside of its codebook"),
+    ],
+)
+def test_samples_that_do_not_fit_are_named(tmp_path: Path, column: str, value: Any, message: str) -> None:
+    path = with_columns(tmp_path / "0.parquet", **{column: ([value], None)})
+    with pytest.raises(DataError, match=rf"0.parquet: (sample .*)?{message}"):
+        read(path)
+
+
+def test_columns_of_other_types_are_errors(tmp_path: Path) -> None:
+    for name, value, kind in (
+        ("image_ids", "abc", "string"),
+        ("captions", 3, "int64"),
+        ("sample_id", "0", "string"),
     ):
-        path = parquet_file(tmp_path / "0.parquet", **{name: (values, kind)})
         with pytest.raises(DataError, match=rf"0.parquet: {name} .*; expected "):
-            open_shard(path, settings("parquet"))
+            read(with_columns(tmp_path / "0.parquet", **{name: ([value], kind)}))
+    path = write(tmp_path / "0.parquet", records(0, 1))
     other = IdLayout(num_tokens=4, codebook_sizes=(2**40, 7), padded=False)
-    with pytest.raises(DataError, match=r"image_ids list<element: uint16>; expected list<item: int64>"):
-        open_shard(parquet_file(tmp_path / "1.parquet"), settings("parquet", image=other))
+    with pytest.raises(DataError, match=r"image_ids fixed.*<\w+: uint16>\[8\]; expected fixed.*<\w+: int64>\[8\]"):
+        TokenShard(path, other, TEXT)
+    with pytest.raises(DataError, match=r"image_ids .*\[8\]; expected .*\[10\]"):
+        TokenShard(path, IMAGE.model_copy(update={"num_tokens": 5}), TEXT)
+    with pytest.raises(DataError, match="lacks text_ids"):
+        read(write(path, records(0, 2), text=None))
+    path.write_bytes(b"a tar, perhaps" * 100)
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        read(path)
 
 
 def test_parquet_that_boasts_is_refused_unread(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    ids = arrow.ListArray.from_arrays([0, 3_000_000], arrow.array(np.zeros(3_000_000, np.uint16)))
-    many = parquet_file(tmp_path / "0.parquet", image_ids=(ids, ids.type))
-    with pytest.raises(DataError, match="image_ids: 3000000 values in 1 rows"):
-        open_shard(many, settings("parquet"))
-    with (tmp_path / "1.parquet").open("wb") as file:
-        write_shard(file, records(0, 1), settings("parquet"))
-    table = parquet.read_table(tmp_path / "1.parquet")
-    parquet.write_table(table, tmp_path / "1.parquet", use_dictionary=True)
+    path = with_columns(tmp_path / "0.parquet", text_ids=([[[1] * 100]], None))
+    with pytest.raises(DataError, match="text_ids: 100 values in 1 rows"):
+        read(path)
+    table = parquet.read_table(write(path, records(0, 1)))
+    parquet.write_table(table, path, use_dictionary=True)
     with pytest.raises(DataError, match="encoded as .*DICTIONARY"):
-        open_shard(tmp_path / "1.parquet", settings("parquet"))
-    parquet.write_table(arrow.concat_tables([table] * 300), tmp_path / "1.parquet", use_dictionary=False)
-    with pytest.raises(DataError, match="a group of 300 rows"):
-        open_shard(tmp_path / "1.parquet", settings("parquet"))
+        read(path)
+    parquet.write_table(arrow.concat_tables([table] * 65), path, use_dictionary=False)
+    with pytest.raises(DataError, match="a group of 65 rows"):
+        read(path)
 
 
 def test_a_footer_of_parquet_that_lies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "0.parquet"
-    with path.open("wb") as file:
-        write_shard(file, records(0, 300), settings("parquet"))
+    path = write(tmp_path / "0.parquet", records(0, 64))
     whole = path.read_bytes()
     footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
     places = [match.start() for match in re.finditer(b"key|label|image_ids", whole) if match.start() > footer]
-    assert len(places) > 6
+    assert len(places) > 5
     for place in places:  # names of columns that are no UTF-8, in the schema and in the groups
         path.write_bytes(whole[:place] + b"\xff" + whole[place + 1 :])
         with pytest.raises(DataError, match=r"0\.parquet"):
-            open_shard(path, settings("parquet"))
+            read(path)
     for end in (footer - 1, footer + 100, len(whole) - 9):
         path.write_bytes(whole[:end] + whole[-8:])
         with pytest.raises(DataError, match=r"0\.parquet"):
-            open_shard(path, settings("parquet"))
+            read(path)
     path.write_bytes(whole)
-    read = parquet.ParquetFile.read_row_group
-    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", lambda *args, **how: read(*args, **how).slice(0, 9))
-    with pytest.raises(DataError, match=r"0\.parquet: \w+: 9 rows; its footer says 256"):
-        open_shard(path, settings("parquet")).read(10)
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("key", ["/a", "../a", "..", "a/../b", "a/..", "a\\..\\b", "\\\\host\\a", "C:a", "a\0b"])
-def test_names_that_lead_out_of_the_folder_are_not_written(tmp_path: Path, storage: str, key: str) -> None:
-    with (tmp_path / "0").open("wb") as file, pytest.raises(DataError, match="would leave the folder") as raised:
-        write_shard(file, [records(0, 1)[0]._replace(key=key)], settings(storage))
-    assert raised.value.kind == "unsafe name"
-
-
-def test_names_with_dots_are_written(tmp_path: Path) -> None:
-    for key in ("./a", "a/b", "..a/b", "a../b", "ab:c"):
-        with (tmp_path / "0").open("wb") as file:
-            write_shard(file, [records(0, 1)[0]._replace(key=key)], settings())
-
-
-def test_groups_of_parquet_are_kept_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = TokenDataset(token_folder(tmp_path / "tokens", "parquet", (600,)))
-    shard = data._shard(0)
-    for bound, kept in ((1 << 30, 3), (1, 1)):
-        monkeypatch.setattr("vqclip.data.tokens.parquet._KEPT_BYTES", bound)
-        for row in (0, 300, 599):
-            shard.read(row)
-        assert len(shard._groups) == kept
-
-
-@pytest.mark.parametrize("captions", ['"abc"', "{}", "[1]", "[]", "null"])
-def test_captions_of_a_tar_are_a_list_of_strings(tmp_path: Path, captions: str) -> None:
-    path = tmp_path / "0.tar"
-    facts = json.dumps({"captions": json.loads(captions), "key": "a", "sample_id": 0})
-    write_tar(path, {"a.txt": b"abc", "a.json": facts.encode()})
-    with pytest.raises(DataError, match="expected a list of strings|expected a key, captions"):
-        open_shard(path, settings(image=None, text=None)).read(0)
-
-
-def test_json_of_a_tar_has_a_bound(tmp_path: Path) -> None:
-    path = tmp_path / "0.tar"
-    write_tar(path, {"a.txt": b"abc", "a.json": b" " * (5 << 20)})
-    with pytest.raises(DataError, match="JSON of more than 4194304 bytes"):
-        open_shard(path, settings(image=None, text=None))
-    sample = records(0, 1)[0]._replace(captions=("x" * (5 << 20),))
-    with path.open("wb") as file, pytest.raises(DataError, match=r"sample folder.*; expected at most 4194304"):
-        write_shard(file, [sample], settings())
+    original = parquet.ParquetFile.read_row_group
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", lambda *args, **how: original(*args, **how).slice(0, 9))
+    with pytest.raises(DataError, match=r"0\.parquet: 9 rows in a group; its footer says 64"):
+        read(path)
 
 
 @pytest.mark.parametrize(
@@ -422,21 +363,6 @@ def test_numbers_of_a_shard_have_bounds(tmp_path: Path, change: dict[str, Any], 
         TokenDataset(edited(token_folder(tmp_path / "a"), **change))
 
 
-def test_foreign_tars_are_errors(tmp_path: Path) -> None:
-    path = tmp_path / "0.tar"
-    with path.open("wb") as file:
-        write_shard(file, records(0, 2), settings())
-    with pytest.raises(DataError, match=r"expected KEY.image.npy|expected .*\.txt"):
-        open_shard(path, settings(text=None))
-    (tmp_path / "1.parquet").write_bytes(path.read_bytes())
-    with pytest.raises(DataError, match="cannot be read as Parquet"):
-        open_shard(tmp_path / "1.parquet", settings("parquet"))
-    with (tmp_path / "2.parquet").open("wb") as file:
-        write_shard(file, records(0, 2), settings("parquet", text=None))
-    with pytest.raises(DataError, match="lacks text_ids, text_lengths"):
-        open_shard(tmp_path / "2.parquet", settings("parquet"))
-
-
 def edited(folder: Path, **changes: Any) -> Path:
     """The folder, whose manifest says something else of the first shard, under a hash that fits."""
     path = folder / "manifest.json"
@@ -447,7 +373,7 @@ def edited(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["../b/00000.tar", "/dev/zero", "b/00000.tar", "..", "", "00000.tar\n", "settings.json", "00000.parquet"]
+    "name", ["../b/0.parquet", "/dev/zero", "b/0.parquet", "..", "", "0.parquet\n", "settings.json", "00000.tar"]
 )
 def test_a_manifest_names_shards_of_its_folder_alone(tmp_path: Path, name: str) -> None:
     token_folder(tmp_path / "b")
@@ -457,7 +383,7 @@ def test_a_manifest_names_shards_of_its_folder_alone(tmp_path: Path, name: str) 
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_pipes_and_devices_are_no_shards(tmp_path: Path, verify: bool) -> None:
-    path = edited(token_folder(tmp_path / "a"), size=0) / "00000.tar"
+    path = edited(token_folder(tmp_path / "a"), size=0) / "00000.parquet"
     path.unlink()
     path.symlink_to("/dev/zero")
     with pytest.raises(DataError, match="not a regular file"):
@@ -466,7 +392,7 @@ def test_pipes_and_devices_are_no_shards(tmp_path: Path, verify: bool) -> None:
     os.mkfifo(path)
     with pytest.raises(DataError, match="not a regular file"):
         TokenDataset(path.parent, verify)
-    for read in (digest_file, lambda path: open_shard(path, settings())):
+    for read in (digest_file, lambda path: TokenShard(path, IMAGE, TEXT)):
         with pytest.raises((OSError, DataError), match="not a regular file"):
             read(path)
 
@@ -475,6 +401,6 @@ def test_large_samples_have_small_groups(tmp_path: Path, monkeypatch: pytest.Mon
     """What is written can be read again, whatever its size."""
     parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr("vqclip.data.tokens.parquet._GROUP_BYTES", 8000)
-    data = TokenDataset(token_folder(tmp_path / "tokens", "parquet", (100,)))
+    data = TokenDataset(token_folder(tmp_path / "tokens", (100,)))
     assert all(same(data.record(n), expected) for n, expected in enumerate(records(0, 100)))
     assert parquet.ParquetFile(tmp_path / "tokens" / "00000.parquet").metadata.num_row_groups > 5

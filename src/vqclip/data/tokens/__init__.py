@@ -1,15 +1,15 @@
-"""Token shards: ids instead of pixels and text, as WebDataset tars or Parquet, and the data set that reads them.
+"""Token shards: Parquet files of ids instead of pixels and text, and the data set that reads them.
 
-`vqclip.tokenize_dataset` writes them. docs/adr/0019 describes the folder.
+`vqclip.tokenize_dataset` writes them. docs/adr/0019 and 0047 describe the folder.
 """
 
 from vqclip.data.tokens.dataset import TokenBatch, TokenDataset, TokenItem, TokenSampler, collate_tokens
 from vqclip.data.tokens.layout import IdLayout, TokenRecord, id_type
-from vqclip.data.tokens.manifest import Manifest, read_manifest
-from vqclip.data.tokens.storage import SUFFIXES, open_shard, write_shard
+from vqclip.data.tokens.manifest import SUFFIX, Manifest, read_manifest
+from vqclip.data.tokens.parquet import TokenShard, write_shard
 
 __all__ = [
-    "SUFFIXES",
+    "SUFFIX",
     "IdLayout",
     "Manifest",
     "TokenBatch",
@@ -17,9 +17,9 @@ __all__ = [
     "TokenItem",
     "TokenRecord",
     "TokenSampler",
+    "TokenShard",
     "collate_tokens",
     "id_type",
-    "open_shard",
     "read_manifest",
     "write_shard",
 ]

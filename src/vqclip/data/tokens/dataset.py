@@ -26,7 +26,7 @@ from vqclip.data.draws import hash_integers
 from vqclip.data.order import GlobalOrder
 from vqclip.data.tokens.layout import IdLayout, TokenRecord
 from vqclip.data.tokens.manifest import read_manifest
-from vqclip.data.tokens.storage import TokenShard, open_shard
+from vqclip.data.tokens.parquet import TokenGroup, TokenShard
 from vqclip.errors import CheckpointError, DataError
 from vqclip.io.digest import FileDigest, verify_file
 from vqclip.io.files import open_regular
@@ -35,6 +35,9 @@ from vqclip.seeds import derive_seed
 __all__ = ["TokenBatch", "TokenDataset", "TokenItem", "TokenSampler", "collate_tokens"]
 
 _OPEN_SHARDS = 64
+"""Largest number of open files of a process."""
+_CACHED_BYTES = 64 << 20
+"""Largest size of the decoded groups that a process caches; the last one always stays."""
 
 
 class TokenItem(NamedTuple):
@@ -72,7 +75,7 @@ class TokenBatch(NamedTuple):
 
 
 class TokenDataset(Dataset[TokenItem]):
-    """A folder from `vqclip tokenize`, tars or Parquet. Any process can read any sample.
+    """A folder from `vqclip tokenize`. Any process can read any sample; needs ``pip install 'vqclip[parquet]'``.
 
     Args:
         folder: the folder with `manifest.json`.
@@ -100,8 +103,7 @@ class TokenDataset(Dataset[TokenItem]):
         }
         self._verify = verify
         self._ends = np.cumsum([0, *(shard.samples for shard in self.manifest.shards)], dtype=np.int64)
-        self._open: OrderedDict[int, TokenShard] = OrderedDict()
-        self._process = os.getpid()
+        self._forget()
         for shard in self.manifest.shards:
             self._require_size(shard.name, shard.size)
 
@@ -135,8 +137,10 @@ class TokenDataset(Dataset[TokenItem]):
         """Return a stored sample with all its captions."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        shard = int(np.searchsorted(self._ends, index, side="right")) - 1
-        return self._shard(shard).read(index - int(self._ends[shard]))
+        shard, row = _locate(self._ends, index)
+        groups = self._shard(shard).ends
+        group, row = _locate(groups, row)
+        return self._group(shard, group).record(row)
 
     def sampler(
         self, seed: int = 0, shuffle: bool = True, rank: int = 0, world_size: int = 1, even: bool = False
@@ -144,14 +148,31 @@ class TokenDataset(Dataset[TokenItem]):
         """Return the order of an epoch for torch's `DataLoader`; see `TokenSampler`."""
         return TokenSampler(len(self), seed, shuffle, rank, world_size, even)
 
+    def _forget(self) -> None:
+        """Forget open files and decoded groups: another process opens its own."""
+        self._open: OrderedDict[int, TokenShard] = OrderedDict()
+        self._groups: OrderedDict[tuple[int, int], TokenGroup] = OrderedDict()
+        self._cached_bytes = 0
+        self._process = os.getpid()
+
     def _shard(self, number: int) -> TokenShard:
-        if self._process != os.getpid():  # a forked worker opens its own files
-            self._open, self._process = OrderedDict(), os.getpid()
+        if self._process != os.getpid():
+            self._forget()
         shard = self._open.pop(number, None) or self._open_shard(number)
         self._open[number] = shard  # the last one used
         if len(self._open) > _OPEN_SHARDS:
             self._open.popitem(last=False)[1].close()
         return shard
+
+    def _group(self, shard: int, number: int) -> TokenGroup:
+        group = self._groups.pop((shard, number), None)
+        if group is None:
+            group = self._shard(shard).read_group(number)
+            self._cached_bytes += group.nbytes
+        self._groups[shard, number] = group  # the last one used
+        while self._cached_bytes > _CACHED_BYTES and len(self._groups) > 1:
+            self._cached_bytes -= self._groups.popitem(last=False)[1].nbytes
+        return group
 
     def _open_shard(self, number: int) -> TokenShard:
         facts = self.manifest.shards[number]
@@ -161,7 +182,7 @@ class TokenDataset(Dataset[TokenItem]):
                 verify_file(path, FileDigest(size=facts.size, sha256=facts.sha256), "manifest.json")
             except CheckpointError as error:
                 raise DataError(f"{error}; {_REMEDY}", "damaged shard") from None
-        shard = open_shard(path, self.manifest.settings)
+        shard = TokenShard(path, self.image, self.text)
         if len(shard) != facts.samples:
             raise DataError(
                 f"{path}: contains {len(shard)} samples; manifest.json says {facts.samples}", "damaged shard"
@@ -179,8 +200,14 @@ class TokenDataset(Dataset[TokenItem]):
             raise DataError(f"{path}: {found} bytes; manifest.json says {size}; {_REMEDY}", "damaged shard")
 
     def __getstate__(self) -> dict[str, object]:
-        # Open files are not valid in a spawned worker.
-        return {**self.__dict__, "_open": OrderedDict()}
+        # Open files are not valid in a spawned worker, which forgets them since its process is another.
+        return {**self.__dict__, "_open": OrderedDict(), "_groups": OrderedDict(), "_cached_bytes": 0}
+
+
+def _locate(ends: np.ndarray, index: int) -> tuple[int, int]:
+    """Return the part that contains a row, and the row's number in it; ``ends`` begins with 0."""
+    part = int(np.searchsorted(ends, index, side="right")) - 1
+    return part, index - int(ends[part])
 
 
 def _to_tensor(ids: np.ndarray | None, layout: IdLayout | None) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -18,7 +18,7 @@ __all__ = [
     "MANIFEST_FILE",
     "RECORDS",
     "SETTINGS_FILE",
-    "SUFFIXES",
+    "SUFFIX",
     "VERSIONS",
     "Manifest",
     "Settings",
@@ -35,9 +35,9 @@ SETTINGS_FILE = "settings.json"
 BAD_FILE = "bad_samples.jsonl"
 RECORDS = "records"
 """Subfolder with a file for every finished shard."""
-SUFFIXES = {"wds": ".tar", "parquet": ".parquet"}
-"""Format → ending of its shards' names."""
-VERSIONS = {"format": "vqclip tokens", "format_version": 2}
+SUFFIX = ".parquet"
+"""Ending of the names of token shards."""
+VERSIONS = {"format": "vqclip tokens", "format_version": 3}
 """Format and version of the JSON files."""
 _SHARD_NAME = r"^[0-9]{1,9}\.(tar|parquet)$"
 
@@ -76,8 +76,6 @@ class SourceShard(Config):
 class Settings(Config):
     """Everything that determines the bytes of token shards."""
 
-    storage: Literal["wds", "parquet"]
-    """Format of the token shards."""
     tokenizer: TokenizerInfo
     """The tokenizer."""
     image: IdLayout | None
@@ -136,10 +134,9 @@ class Manifest(ShardManifest):
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
-        suffix = SUFFIXES[self.settings.storage]
         for shard in self.shards:
-            if not shard.name.endswith(suffix):
-                raise ValueError(f"shards: got the name {shard.name}, expected one that ends in {suffix}")
+            if not shard.name.endswith(SUFFIX):
+                raise ValueError(f"shards: got the name {shard.name}, expected one that ends in {SUFFIX}")
         total = sum(shard.samples for shard in self.shards)
         if self.samples != total:
             raise ValueError(f"samples: got {self.samples}, expected {total}, the sum over its shards")

@@ -1,14 +1,20 @@
-"""Token shards as Parquet: one row a sample. Needs pyarrow, ``pip install 'vqclip[parquet]'``.
+"""Token shards: Parquet files with one row a sample. Needs pyarrow, ``pip install 'vqclip[parquet]'``.
 
-Columns: ``key``, ``sample_id``, ``label`` (null without one), ``captions`` (list), ``image_ids`` (list, N·C numbers,
-token after token), ``text_ids`` (list, the captions' ids one after the other), ``text_lengths`` (list, tokens of each
-caption). The files hold no times: equal samples make equal bytes, with one version of pyarrow.
+    key        string                      name in the original shard
+    sample_id  int64                       number over all original shards
+    label      int64                       class number, null without one
+    captions   list of string
+    image_ids  fixed-size list of N·C ids  token after token; absent without an image tokenizer
+    text_ids   list of lists of n·C ids    those of each caption, without padding; absent without a text tokenizer
+
+Ids have the smallest type that holds them (`id_type`). They are delta-encoded, which packs them into the bits that they
+need (plain Parquet spends 4 bytes on each), and the pages are compressed. Groups of 64 rows keep a random read cheap.
+The files contain no times: equal samples make equal bytes with one version of pyarrow.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,67 +22,189 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from vqclip.data.libraries import name_errors, require_pyarrow
-from vqclip.data.tokens.layout import IdLayout, TokenRecord, require_valid
+from vqclip.data.tokens.layout import IdLayout, TokenRecord
 from vqclip.errors import DataError, printable
 from vqclip.io.files import open_regular
 
-__all__ = ["ParquetShard", "write_parquet"]
+__all__ = ["TokenGroup", "TokenShard", "write_shard"]
 
-_ROWS = 256
+_ROWS = 64
 """Largest number of rows of a group; a group is read as a whole."""
 _GROUP_BYTES = 128 << 20
 """Largest size of a decompressed group."""
-_KEPT_BYTES = 16 << 20
-"""Largest size of the groups that an open file caches; the last one always stays."""
 _MAX_CAPTIONS = 1 << 16
 """Largest mean number of captions of a sample in a group."""
 _PLAIN = {"PLAIN", "RLE", "BIT_PACKED"}
 """Allowed encodings, RLE for lengths only: others can decompress to many times their size."""
+_PACKED = "DELTA_BINARY_PACKED"
+"""Encoding of ids, allowed for them alone: their number bounds what they decompress to."""
+_ID_COLUMNS = {"image_ids": "image_ids.list.element", "text_ids": "text_ids.list.element.list.element"}
+"""Columns of ids, and their paths in a file."""
 
 
-def write_parquet(
-    file: BinaryIO, records: Iterable[TokenRecord], image: IdLayout | None, text: IdLayout | None
-) -> None:
-    """Write samples in their order."""
+def write_shard(file: BinaryIO, records: Iterable[TokenRecord], image: IdLayout | None, text: IdLayout | None) -> None:
+    """Write samples in their order.
+
+    Args:
+        file: where to.
+        records: the samples, with ids of these layouts.
+        image: layout of image ids; None without them.
+        text: layout of text ids; None without them.
+
+    Raises:
+        DataError: pyarrow is not installed.
+    """
     arrow, parquet = require_pyarrow()
     rows = list(records)
+    schema = _schema(image, text)
     columns: dict[str, Any] = {
-        "key": arrow.array([row.key for row in rows], arrow.string()),
-        "sample_id": arrow.array([row.sample_id for row in rows], arrow.int64()),
-        "label": arrow.array([row.label if row.label >= 0 else None for row in rows], arrow.int64()),
-        "captions": arrow.array([list(row.captions) for row in rows], arrow.list_(arrow.string())),
+        "key": [row.key for row in rows],
+        "sample_id": [row.sample_id for row in rows],
+        "label": [row.label if row.label >= 0 else None for row in rows],
+        "captions": [list(row.captions) for row in rows],
     }
     if image is not None:
-        columns["image_ids"] = _lists([row.image for row in rows], image.type)
+        flat = _concatenate([row.image for row in rows if row.image is not None], image)
+        columns["image_ids"] = arrow.FixedSizeListArray.from_arrays(arrow.array(flat), image.size)
     if text is not None:
-        columns["text_ids"] = _lists([np.concatenate(row.texts or ()) for row in rows], text.type)
-        lengths = [[len(ids) for ids in row.texts or ()] for row in rows]
-        columns["text_lengths"] = arrow.array(lengths, arrow.list_(arrow.int32()))
-    table = arrow.table(columns)
+        texts = [row.texts or () for row in rows]
+        each = [ids for some in texts for ids in some]
+        inner = arrow.ListArray.from_arrays(_ends(ids.size for ids in each), arrow.array(_concatenate(each, text)))
+        columns["text_ids"] = arrow.ListArray.from_arrays(_ends(map(len, texts)), inner)
+    table = arrow.table(columns, schema=arrow.schema(list(schema.items())))
     # Fewer rows for large samples, so that every group is within the reader's limits. Plain encoding takes 4 bytes for
     # a one-byte id.
-    largest = max((4 * _bytes(row) for row in rows), default=1)
-    size = max(1, min(_ROWS, _GROUP_BYTES // largest))
-    parquet.write_table(table, file, row_group_size=size, compression="zstd", use_dictionary=False)
+    largest = max((4 * _size(row) for row in rows), default=1)
+    encodings = {path: _PACKED for name, path in _ID_COLUMNS.items() if name in columns}
+    parquet.write_table(
+        table,
+        file,
+        row_group_size=max(1, min(_ROWS, _GROUP_BYTES // largest)),
+        compression="zstd",
+        use_dictionary=False,
+        write_statistics=False,
+        column_encoding=encodings or None,
+    )
 
 
-def _bytes(row: TokenRecord) -> int:
-    """Estimate the size of a sample in memory."""
+def _size(row: TokenRecord) -> int:
+    """Estimate the size of a sample in memory, in bytes."""
     ids = (*(row.texts or ()), *(() if row.image is None else (row.image,)))
     return (
         len(row.key.encode()) + sum(each.nbytes for each in ids) + sum(len(each.encode()) + 8 for each in row.captions)
     )
 
 
-def _lists(arrays: list[Any], kind: np.dtype) -> Any:
+def _concatenate(arrays: list[np.ndarray], layout: IdLayout) -> np.ndarray:
+    return np.concatenate([np.empty(0, layout.type), *(array.reshape(-1) for array in arrays)], dtype=layout.type)
+
+
+def _ends(sizes: Iterable[int]) -> Any:
+    """Return the offsets of lists of these sizes."""
     arrow, _ = require_pyarrow()
-    ends = np.cumsum([0, *(array.size for array in arrays)])
-    values = np.concatenate([np.empty(0, kind), *(array.reshape(-1) for array in arrays)]).astype(kind)
-    return arrow.ListArray.from_arrays(arrow.array(ends, arrow.int32()), arrow.array(values))
+    return arrow.array(np.cumsum([0, *sizes]), arrow.int32())
 
 
-class ParquetShard:
-    """Reads the samples of a Parquet file in any order, one group of rows at a time; the last groups are cached.
+class TokenGroup:
+    """Decoded and checked rows of a token shard.
+
+    Args:
+        table: all columns of some rows.
+        image: layout of image ids; None without them.
+        text: layout of text ids; None without them.
+        place: name of the shard, for messages.
+
+    Raises:
+        DataError: a row lacks something, or an id is outside of its codebook; the message names the sample.
+    """
+
+    def __init__(self, table: Any, image: IdLayout | None, text: IdLayout | None, place: str):
+        columns = {name: table.column(name).combine_chunks() for name in table.column_names}
+        self._place, self._keys = place, columns["key"]
+        self.nbytes = int(table.nbytes)
+        """Size in memory."""
+        self._require_no_null(columns["key"], "has no key")
+        captions = columns["captions"]
+        self._captions, self._caption_ends = captions.values, captions.offsets.to_numpy()
+        counts = np.diff(self._caption_ends)
+        self._require(counts > 0, "has no captions")
+        if captions.values.null_count:
+            self._require(self._in_rows(~np.asarray(captions.values.is_null())), "has a caption that is null")
+        self._sample_ids = columns["sample_id"].fill_null(-1).to_numpy()
+        self._require(self._sample_ids >= 0, "has no sample id")
+        self._labels = columns["label"].fill_null(-1).to_numpy()
+        self._require(self._labels >= -1, "has a negative label")
+        self._image = self._texts = None
+        if image is not None:
+            self._image = self._image_ids(columns["image_ids"], image)
+        if text is not None:
+            self._texts, self._text_ends = self._text_ids(columns["text_ids"], text, counts)
+
+    def record(self, row: int) -> TokenRecord:
+        """Return a sample by its row in the group; its arrays are parts of the group's memory."""
+        first, last = int(self._caption_ends[row]), int(self._caption_ends[row + 1])
+        texts = None
+        if self._texts is not None:
+            ends = self._text_ends[first : last + 1].tolist()
+            texts = tuple(self._texts[start:end] for start, end in itertools.pairwise(ends))
+        return TokenRecord(
+            key=self._keys[row].as_py(),
+            sample_id=int(self._sample_ids[row]),
+            label=int(self._labels[row]),
+            captions=tuple(self._captions[each].as_py() for each in range(first, last)),
+            image=None if self._image is None else self._image[row],
+            texts=texts,
+        )
+
+    def _image_ids(self, column: Any, layout: IdLayout) -> np.ndarray:
+        """Return ``(rows, N, C)`` ids."""
+        self._require_no_null(column, "has no image ids")
+        ids = _to_numpy(column.flatten(), self._place).reshape(len(column), -1, len(layout.codebook_sizes))
+        self._require(
+            np.asarray(layout.is_inside(ids).all(axis=(1, 2))), f"has an id outside of its codebook, {layout}"
+        )
+        return ids
+
+    def _text_ids(self, column: Any, layout: IdLayout, captions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids ``(n, C)`` of all captions one after the other, and the offset of each caption in them."""
+        width = len(layout.codebook_sizes)
+        same = np.diff(column.offsets.to_numpy()) == captions
+        self._require(same, "has another number of captions than of texts with ids")
+        ends = column.values.offsets.to_numpy()
+        sizes, least = np.diff(ends), width if layout.padded else layout.size
+        fits = (sizes % width == 0) & (sizes >= least) & (sizes <= layout.size)
+        self._require(self._in_rows(fits), f"has a text of another length than {layout}")
+        ids = _to_numpy(column.values.values, self._place).reshape(-1, width)
+        ends = ends // width
+        outside = np.flatnonzero(~layout.is_inside(ids).all(axis=1))
+        inside = np.ones(len(fits), dtype=bool)
+        inside[np.searchsorted(ends, outside, side="right") - 1] = False
+        self._require(self._in_rows(inside), f"has an id outside of its codebook, {layout}")
+        return ids, ends
+
+    def _in_rows(self, good: np.ndarray) -> np.ndarray:
+        """Return which rows have only good captions."""
+        return np.logical_and.reduceat(good, self._caption_ends[:-1]) if len(good) else good
+
+    def _require_no_null(self, column: Any, problem: str) -> None:
+        if column.null_count:
+            self._require(~np.asarray(column.is_null()), problem)
+
+    def _require(self, good: np.ndarray, problem: str) -> None:
+        if not good.all():
+            row = int(np.argmin(good))
+            name = printable(f"sample {self._keys[row].as_py()}", one_line=True)
+            raise DataError(f"{self._place}: {name} (row {row} of its group) {problem}", "damaged ids")
+
+
+def _to_numpy(values: Any, place: str) -> np.ndarray:
+    if values.null_count:
+        raise DataError(f"{place}: an id is null", "damaged ids")
+    return np.asarray(values.to_numpy(zero_copy_only=True))
+
+
+class TokenShard:
+    """An open token shard, which is read in groups of rows.
 
     Args:
         path: the file.
@@ -84,69 +212,37 @@ class ParquetShard:
         text: layout of text ids; None without them.
 
     Raises:
-        DataError: it cannot be opened, is damaged, or lacks a column.
+        DataError: it cannot be opened, is damaged, or has other columns.
     """
 
     def __init__(self, path: Path, image: IdLayout | None, text: IdLayout | None):
         self._path, self._image, self._text = path, image, text
         _, parquet = require_pyarrow()
         with name_errors(f"{path}: cannot be read as Parquet"):
-            self._file = parquet.ParquetFile(open_regular(path))  # a path has to be UTF-8
+            self._file = parquet.ParquetFile(open_regular(path), pre_buffer=False)  # a path has to be UTF-8
             _require_columns(self._file.schema_arrow, _schema(image, text), path)
             meta = self._file.metadata
             groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
             for group in groups:
                 _require_small(group, image, text, path)
-            self._ends = np.cumsum([0, *(group.num_rows for group in groups)])
-            self._bytes = [group.total_byte_size for group in groups]
-        self._groups: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self.ends = np.cumsum([0, *(group.num_rows for group in groups)], dtype=np.int64)
+        """Row at which each group begins, and the number of rows."""
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self.ends[-1])
 
-    def read(self, row: int) -> TokenRecord:
-        """Read one sample.
+    def read_group(self, number: int) -> TokenGroup:
+        """Read, decode and check a group of rows.
 
         Raises:
-            DataError: it is damaged; the message names it.
+            DataError: it is damaged; the message names the sample if one is at fault.
         """
-        group = int(np.searchsorted(self._ends, row, side="right")) - 1
-        columns, at = self._group(group), row - int(self._ends[group])
-        key, label = columns["key"][at], columns["label"][at]
-        place = printable(f"{self._path}: sample {key}", one_line=True)
-        captions = tuple(columns["captions"][at] or ())
-        image = self._rows(columns["image_ids"][at], self._image, place) if self._image else None
-        texts = None
-        if self._text:
-            ids, lengths = self._rows(columns["text_ids"][at], self._text, place, whole=False), columns["text_lengths"]
-            if sum(lengths[at]) != len(ids) or len(lengths[at]) != len(captions):
-                raise DataError(f"{place}: text_lengths does not fit the ids or the captions", "damaged ids")
-            parts = np.split(ids, np.cumsum(lengths[at])[:-1])
-            texts = tuple(self._text.require(part, place) for part in parts)
-        label = -1 if label is None else label
-        return require_valid(TokenRecord(key, columns["sample_id"][at], label, captions, image, texts), place)
-
-    def _rows(self, values: np.ndarray, layout: IdLayout, place: str, whole: bool = True) -> np.ndarray:
-        codebooks = len(layout.codebook_sizes)
-        if values.size % codebooks:
-            raise DataError(f"{place}: {values.size} ids; expected {codebooks} for each token", "damaged ids")
-        ids = values.reshape(-1, codebooks)
-        return layout.require(ids, place) if whole else ids
-
-    def _group(self, number: int) -> dict[str, Any]:
-        columns = self._groups.pop(number, None)
-        if columns is None:
-            with name_errors(f"{self._path}: damaged"):
-                table = self._file.read_row_group(number, use_threads=False)
-                columns = {name: _plain(table.column(name).combine_chunks()) for name in table.column_names}
-            rows = int(self._ends[number + 1] - self._ends[number])
-            for name, column in columns.items():
-                if len(column) != rows:
-                    raise DataError(f"{self._path}: {name}: {len(column)} rows; its footer says {rows}")
-        self._groups[number] = columns  # the most recently used is last
-        while len(self._groups) > 1 and sum(self._bytes[each] for each in self._groups) > _KEPT_BYTES:
-            self._groups.popitem(last=False)
-        return columns
+        with name_errors(f"{self._path}: damaged"):
+            table = self._file.read_row_group(number, use_threads=False)
+            rows = int(self.ends[number + 1] - self.ends[number])
+            if len(table) != rows:
+                raise DataError(f"{self._path}: {len(table)} rows in a group; its footer says {rows}", "damaged ids")
+            return TokenGroup(table, self._image, self._text, str(self._path))
 
     def close(self) -> None:
         """Close the file."""
@@ -154,7 +250,7 @@ class ParquetShard:
 
 
 def _schema(image: IdLayout | None, text: IdLayout | None) -> dict[str, Any]:
-    """Return the types of the columns that `write_parquet` writes."""
+    """Return the types of the columns."""
     arrow, _ = require_pyarrow()
     columns = {
         "key": arrow.string(),
@@ -163,10 +259,9 @@ def _schema(image: IdLayout | None, text: IdLayout | None) -> dict[str, Any]:
         "captions": arrow.list_(arrow.string()),
     }
     if image is not None:
-        columns["image_ids"] = arrow.list_(arrow.from_numpy_dtype(image.type))
+        columns["image_ids"] = arrow.list_(arrow.from_numpy_dtype(image.type), image.size)
     if text is not None:
-        columns["text_ids"] = arrow.list_(arrow.from_numpy_dtype(text.type))
-        columns["text_lengths"] = arrow.list_(arrow.int32())
+        columns["text_ids"] = arrow.list_(arrow.list_(arrow.from_numpy_dtype(text.type)))
     return columns
 
 
@@ -186,9 +281,9 @@ def _require_small(group: Any, image: IdLayout | None, text: IdLayout | None, pa
     """Raise DataError before a group is read that would decompress to more than its samples can have."""
     columns = {each.path_in_schema.split(".")[0]: each for each in map(group.column, range(group.num_columns))}
     rows = group.num_rows
-    most = {"captions": rows * _MAX_CAPTIONS, "text_lengths": rows * _MAX_CAPTIONS}
+    most = {"captions": rows * _MAX_CAPTIONS}
     most |= {"image_ids": rows * image.size} if image else {}
-    most |= {"text_ids": columns["text_lengths"].num_values * text.size} if text else {}
+    most |= {"text_ids": columns["captions"].num_values * text.size} if text else {}
     if not 0 <= rows <= _ROWS or not 0 <= group.total_byte_size <= _GROUP_BYTES:
         raise DataError(
             f"{path}: a group of {rows} rows and {group.total_byte_size} bytes; expected at most {_ROWS} rows and "
@@ -197,14 +292,6 @@ def _require_small(group: Any, image: IdLayout | None, text: IdLayout | None, pa
     for name, column in columns.items():
         if column.num_values > min(most.get(name, rows), _GROUP_BYTES // 4):  # nulls take no bytes
             raise DataError(f"{path}: {name}: {column.num_values} values in {rows} rows; too many", "damaged ids")
-        if not set(column.encodings) <= _PLAIN:
+        allowed = _PLAIN | ({_PACKED} if name in _ID_COLUMNS else set())
+        if not set(column.encodings) <= allowed:
             raise DataError(f"{path}: {name}: encoded as {', '.join(column.encodings)}; expected PLAIN", "damaged ids")
-
-
-def _plain(column: Any) -> Any:
-    """Convert a column to a list; columns of ids to lists of arrays."""
-    arrow, _ = require_pyarrow()
-    if not arrow.types.is_list(column.type) or not arrow.types.is_integer(column.type.value_type):
-        return column.to_pylist()
-    values, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
-    return [values[start:end] for start, end in itertools.pairwise(ends)]
