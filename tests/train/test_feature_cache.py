@@ -161,7 +161,7 @@ def test_one_and_three_processes_train_the_same_model(ranks, tmp_path, shards):
 
 
 def shards_of(folder):
-    return sorted((folder / "features").glob("*/*.features"))
+    return sorted((folder / "features").glob("*/*.safetensors"))
 
 
 def test_each_view_is_seen_and_an_uncached_run_sees_the_same(tmp_path, shards):
@@ -210,7 +210,7 @@ def test_a_damaged_shard_is_computed_again(tmp_path, shards):
         damage(chosen, how)
         shutil.rmtree(tmp_path / "tiny")
         if how == "a flipped bit":
-            with pytest.raises(DataError, match=r"features: the features of sample \d+ .*start the run again"):
+            with pytest.raises(DataError, match=r"safetensors: the features of sample \d+ .*start the run again"):
                 run(tree, cache)
         run(tree, cache)
         assert {path: path.read_bytes() for path in before} == before
@@ -222,7 +222,7 @@ def test_a_damaged_record_is_written_again(tmp_path, shards):
     run(tree, str(tmp_path / "cache"))
     record = next((tmp_path / "features").glob("image-*/records/00000.json"))
     before = record.read_bytes()
-    record.write_bytes(before.replace(b'"size"', b'"sise"'))
+    record.write_bytes(before.replace(b'"samples"', b'"sampels"'))
     shutil.rmtree(tmp_path / "tiny")
     run(tree, str(tmp_path / "cache"))
     assert record.read_bytes() == before
@@ -232,7 +232,7 @@ def test_a_shard_that_was_moved_with_its_record_is_computed_again(tmp_path, shar
     tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
     run(tree, str(tmp_path / "cache"))
     folder = next((tmp_path / "features").glob("image-*"))
-    names = [[f"{shard:05d}.features", f"records/{shard:05d}.json"] for shard in range(2)]
+    names = [[f"{shard:05d}.safetensors", f"records/{shard:05d}.json"] for shard in range(2)]
     before = {name: (folder / name).read_bytes() for pair in names for name in pair}
     for mine, other in zip(*names, strict=True):
         (folder / mine).write_bytes(before[other])
@@ -242,7 +242,7 @@ def test_a_shard_that_was_moved_with_its_record_is_computed_again(tmp_path, shar
     assert {name: (folder / name).read_bytes() for name in before} == before
 
 
-@pytest.mark.parametrize("name", ["00001.features", "records/00001.json", "lock"])
+@pytest.mark.parametrize("name", ["00001.safetensors", "records/00001.json", "lock"])
 @pytest.mark.parametrize("how", ["folder", "pipe", "broken link"])
 def test_what_is_not_a_file_is_refused(tmp_path, shards, name, how):
     tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
@@ -292,7 +292,9 @@ def test_features_are_stored_after_a_reduction_without_weights(tmp_path, shards,
     assert timeless(tmp_path / "plain") == timeless(tmp_path / "stored")
     assert "67 samples x 2 views x 1 token x 16 features, fp32: 8.58 kB" in caplog.text
     assert re.search(r"image-\w+ cannot be used, .*\n +origin.reduce.kind: absent there, 'mean' now\n", caplog.text)
-    images = sorted(sum(path.stat().st_size for path in each.glob("*.features")) for each in folders(tmp_path, "image"))
+    images = sorted(
+        sum(path.stat().st_size for path in each.glob("*.safetensors")) for each in folders(tmp_path, "image")
+    )
     assert images[0] < images[1] / 2
 
 
@@ -477,7 +479,7 @@ def test_a_finished_folder_is_only_read(tmp_path, shards):
 
 def test_a_rank_that_sees_no_shards_says_so(ranks, tmp_path, shards):
     tree = tree_of(tmp_path, shards, None, **SHORT)
-    with pytest.raises(RankError, match=r"rank 1 does not see .*00000\.features.*all machines share"):
+    with pytest.raises(RankError, match=r"rank 1 does not see .*00000\.safetensors.*all machines share"):
         ranks(2, run_on_own_folder, tree, tmp_path, init=False)
 
 
@@ -493,7 +495,7 @@ def run_on_own_folder(tree, folder):
 
 def test_files_that_are_hidden_for_a_while_are_waited_for(tmp_path, shards, monkeypatch):
     """As by the cache of a network file system, which remembers that a file was missing."""
-    seen = iter([Path("00000.features"), Path("00000.features"), None, None])
+    seen = iter([Path("00000.safetensors"), Path("00000.safetensors"), None, None])
     monkeypatch.setattr(feature_cache, "_POLL_S", 0.01)
     monkeypatch.setattr(FeatureFolder, "first_unseen", lambda folder: next(seen))
     run(tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT), str(tmp_path / "cache"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +22,7 @@ from vqclip.io.atomic import write_file
 from vqclip.io.json_files import add_checksum, verify_checksum
 from vqclip.io.tensors import checksums, open_tensors
 
-__all__ = ["Table", "Texts", "find_table", "open_table", "save_table"]
+__all__ = ["Table", "Texts", "find_table", "open_table", "save_table", "table_bytes"]
 
 logger = logging.getLogger("vqclip.data")
 T = TypeVar("T")
@@ -83,12 +83,10 @@ def save_table(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, np.nda
     Raises:
         DataError: it cannot be written.
     """
-    plain = {key: np.ascontiguousarray(value) for key, value in arrays.items()}
-    sums = checksums({key: _tensor(value) for key, value in plain.items()}) if plain else {}
-    metadata = {"facts": add_checksum({**facts, _CHECKSUMS: sums}).decode()}
+    content = table_bytes(facts, arrays)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, safetensors.numpy.save(plain, metadata))
+        write_file(path, content)
     except OSError as error:
         raise DataError(
             f"{path.parent}: the index of {name} cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder "
@@ -96,14 +94,21 @@ def save_table(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, np.nda
         ) from None
 
 
-def open_table(path: Path, expected: Mapping[str, object], verify: bool = True) -> Table:
+def table_bytes(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return the content of a table; see `save_table`."""
+    plain = {key: np.ascontiguousarray(value) for key, value in arrays.items()}
+    sums = checksums({key: _tensor(value) for key, value in plain.items()}) if plain else {}
+    return safetensors.numpy.save(plain, {"facts": add_checksum({**facts, _CHECKSUMS: sums}).decode()})
+
+
+def open_table(path: Path, expected: Mapping[str, object], verify: bool | Collection[str] = True) -> Table:
     """Open a table.
 
     Args:
         path: the file.
         expected: some of its facts, such as format and version.
-        verify: compare the checksums of the arrays, which reads the file once; one process of a machine should. Those
-            of the header are always compared.
+        verify: compare the checksums of the arrays, which reads the file once; one process of a machine should. Or the
+            names of those that are compared. The checksum of the header always is.
 
     Raises:
         DataError: it is missing or damaged, or has other facts.
@@ -119,11 +124,9 @@ def open_table(path: Path, expected: Mapping[str, object], verify: bool = True) 
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except CheckpointError as error:
         raise DataError(str(error)) from None
-    if (
-        not isinstance(sums, dict)
-        or sums.keys() != tensors.keys()
-        or (verify and tensors and sums != checksums(tensors))
-    ):
+    names = tensors.keys() & (verify if isinstance(verify, Collection) else tensors.keys() if verify else ())
+    found = checksums({name: tensors[name] for name in names}) if names else {}
+    if not isinstance(sums, dict) or sums.keys() != tensors.keys() or found != {name: sums[name] for name in names}:
         raise DataError(f"{path}: does not match its own checksums: the file is damaged")
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     for array in arrays.values():

@@ -208,7 +208,7 @@ class WorkFolder:
             bad=tuple(BadRecord.model_validate(each) for each in bad),
             facts=facts,
         )
-        atomic.write_file(self._record_path(item), self._json(record.model_dump(mode="json")))
+        atomic.write_file(self.record_path(item), self._json(record.model_dump(mode="json")))
         return record
 
     def record(self, item: int, verify: bool = False) -> ItemRecord | None:
@@ -218,7 +218,7 @@ class WorkFolder:
             item: its number.
             verify: read the file, and compare its checksum.
         """
-        path = self._record_path(item)
+        path = self.record_path(item)
         try:
             record = ItemRecord.model_validate(read_versioned(path, self.layout.versions, "it is made again"))
             if (record.settings, record.item, record.name) != (self.digest, item, self.name(item)):
@@ -244,12 +244,12 @@ class WorkFolder:
 
     def missing(self) -> int:
         """Return the number of items without a record."""
-        return sum(not self._record_path(item).exists() for item in range(self.items))
+        return sum(not self.record_path(item).exists() for item in range(self.items))
 
     def forget(self, item: int) -> bool:
         """Remove the record of a damaged item, so that it is made again; return whether that worked."""
         try:
-            self._record_path(item).unlink(missing_ok=True)
+            self.record_path(item).unlink(missing_ok=True)
         except OSError:  # such as a read-only file system
             return False
         return True
@@ -299,7 +299,8 @@ class WorkFolder:
     def _claim_path(self, item: int) -> Path:
         return self.path / _CLAIMS / f"{item:05d}"
 
-    def _record_path(self, item: int) -> Path:
+    def record_path(self, item: int) -> Path:
+        """Return the path of an item's record."""
         return self.path / _RECORDS / f"{item:05d}.json"
 
     def _json(self, body: Mapping[str, Any]) -> bytes:

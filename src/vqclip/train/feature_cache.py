@@ -156,7 +156,7 @@ def _find_missing(folder: FeatureFolder, shards: Sequence[int]) -> list[int]:
 
     def verify() -> Iterator[int]:
         for shard in shards[dist.rank() :: dist.world_size()]:
-            if not folder.is_finished(shard):
+            if folder.record(shard) is None:
                 missing.append(shard)
             yield len(folder.settings.shard_range(shard))
 

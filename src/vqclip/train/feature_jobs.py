@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from vqclip.data.features import FeatureFolder, ShardContent
-from vqclip.data.features.folder import BadFeatures
+from vqclip.data.batch import BadSample
+from vqclip.data.features import FeatureFolder
 from vqclip.data.in_order import InOrderReader, SamplesRead, ShardSlices
 from vqclip.data.loader import LoaderOptions
 from vqclip.data.samples import SampleMaker
@@ -101,7 +101,7 @@ class FeatureJob:
             place = next(place for place, entries in enumerate(shard.entries) if bad_rows[0] in entries)
             source, index = self.samples.locate(settings.shard_range(number)[place])
             raise self._error(source.name(index), bool(rows[bad_rows[0]].isnan().any()))
-        self.folder.write(number, ShardContent(shard.entries, rows), tuple(shard.bad))
+        self.folder.write(number, shard.entries, rows, shard.bad)
 
     def _error(self, name: str, is_nan: bool) -> NonFiniteError | ConfigError:
         network, dtype = self.maker.network, self.folder.settings.dtype
@@ -123,14 +123,14 @@ class _ShardInWork:
         self._compute, self._size = compute, size
         self.entries: list[list[int]] = []
         self.rows: list[Tensor] = []
-        self.bad: list[BadFeatures] = []
+        self.bad: list[BadSample] = []
         self._waiting: list[Tensor | str] = []
         self._count = 0
         self._row_of: dict[str, int] = {}
 
     def add(self, block: SamplesRead[Tensor | tuple[str, ...]]) -> None:
         """Add a block of samples."""
-        self.bad += [BadFeatures(sample_id=bad.sample_id, kind=bad.kind, reason=bad.reason) for bad in block.bad]
+        self.bad += block.bad
         self.entries += [[self._row(each) for each in block.found.get(sample_id, ())] for sample_id in block.ids]
 
     def compute(self, all_rows: bool) -> Iterator[None]:

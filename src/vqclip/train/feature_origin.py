@@ -10,7 +10,7 @@ import torch
 
 from vqclip.data import TrainData
 from vqclip.data.features import FeatureSettings
-from vqclip.data.features.settings import TORCH_DTYPES, choose_shard_samples
+from vqclip.data.features.config import TORCH_DTYPES, choose_shard_samples
 from vqclip.seeds import derive_seed
 from vqclip.towers.frozen import chunk_size
 from vqclip.train.feature_makers import FeatureMaker

@@ -124,11 +124,13 @@ class _ComputeJob:
                 f"data.feature_cache: machine {os.uname().nodename} has other settings of features than the first "
                 "worker; expected the same weights, data, kind of device and versions of the libraries everywhere"
             )
+        for job in jobs:
+            job.folder.make()
         return lambda item: self._compute(jobs, item)
 
     def _compute(self, jobs: list[FeatureJob], item: int) -> dict[str, Any]:
         number, shard = self.locate(item)
-        if jobs[number].folder.is_finished(shard):
+        if jobs[number].folder.record(shard) is not None:
             return {"is_new": False}
         for _ in jobs[number].run([shard]):
             pass

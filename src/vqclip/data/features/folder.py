@@ -1,60 +1,58 @@
 """The folder of stored features of one modality, which the processes of a job, and later jobs, fill together.
 
-    image-<digest>/
-      settings.json            everything that determines the bytes
-      00000.features, ...      shards
-      records/00000.json, ...  a finished shard: its size, and its bad samples
-      lock                     held by the job that computes
+It is a `vqclip.data.work_folder.WorkFolder` with the name ``image-<digest of the settings>``, whose items are shards. A
+shard is a table (`vqclip.data.table_file`):
 
-A shard is written before its record, both atomically, so a record means a finished shard.
+    entries  int32 (E,)     row of each entry: of each view of an image, of each caption of a text
+    first    int64 (S + 1,) entries of sample i of the shard: first[i] to first[i + 1]; none for a bad sample
+    rows     uint8 (R, ..)  bytes of the features (N, D) of each row; equal captions share one
+    sums     int64 (R,)     checksum of each row
+
+A row is verified whenever it is read, so that no start has to read whole shards.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
 import json
-import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from pydantic import ValidationError
+import numpy as np
+import torch
+from torch import Tensor
 
-from vqclip.config import Config
-from vqclip.data.features.settings import FORMAT, FeatureSettings
-from vqclip.data.features.shard import ShardContent
+from vqclip.data.batch import BadSample
+from vqclip.data.features.config import FORMAT, FeatureSettings
+from vqclip.data.table_file import open_table, table_bytes
+from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.atomic import remove_leftovers, write_file, write_file_once
 from vqclip.io.differences import describe_differences
-from vqclip.io.json_files import add_checksum, read_json, read_versioned, validation_problems
+from vqclip.io.json_files import read_json
 
-__all__ = ["BadFeatures", "FeatureFolder", "ShardRecord"]
+__all__ = ["FeatureFolder", "StoredShard"]
 
-logger = logging.getLogger("vqclip.data")
-
-_REMEDY = "delete the folder, or use the vqclip that wrote it"
-_RECORDS = "records"
+_LAYOUT = FolderLayout(FORMAT, ".safetensors", "data.feature_cache", "data.feature_cache.folder")
 
 
-class BadFeatures(Config):
-    """A bad sample of a shard."""
+class StoredShard(NamedTuple):
+    """Open shard of features; its arrays are mapped from the file."""
 
-    sample_id: int
-    kind: str
-    reason: str
+    entries: np.ndarray
+    first: np.ndarray
+    rows: np.ndarray
+    sums: np.ndarray
 
+    def entries_of(self, place: int) -> np.ndarray:
+        """Return the rows of a sample of the shard; empty for a bad one."""
+        return self.entries[self.first[place] : self.first[place + 1]]
 
-class ShardRecord(Config):
-    """Record of a finished shard."""
-
-    settings: str
-    """Digest of the folder's settings."""
-    shard: int
-    """Number of the shard; a file and its record that were moved to another number do not fit it."""
-    size: int
-    """Bytes of the shard, which contains the checksums of its parts."""
-    bad: tuple[BadFeatures, ...] = ()
-    """Samples without features."""
+    def read(self, row: int) -> bytearray | None:
+        """Return the bytes of a row; None if one of them has changed."""
+        data = bytearray(self.rows[row].data)
+        return data if _row_checksums(np.frombuffer(data, np.uint8)[None])[0] == self.sums[row] else None
 
 
 class FeatureFolder:
@@ -66,124 +64,101 @@ class FeatureFolder:
     """
 
     def __init__(self, parent: Path, settings: FeatureSettings):
-        self.settings, self._digest = settings, settings.digest
-        self.path = parent / f"{settings.modality}-{self._digest[:24]}"
+        self.settings = settings
+        self.path = parent / f"{settings.modality}-{settings.digest[:24]}"
+        self.lock_path = self.path / "lock"
+        """File that the computing job locks."""
 
     def make(self) -> None:
-        """Make the folder if it is missing, and compare its settings.
+        """Make the folder if it is missing, and compare its settings; before anything else is asked of it.
 
         Raises:
             ConfigError: it cannot be made, has other settings, or contains something that is not a file.
         """
-        try:
-            (self.path / _RECORDS).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"data.feature_cache.folder: {self.path} cannot be made ({error.strerror}); expected a folder that "
-                "can be written to"
-            ) from None
-        path, mine = self.path / "settings.json", self.settings.model_dump(mode="json")
-        _require_file_or_nothing(path)
+        self._work = WorkFolder(self.path, self.settings.model_dump(mode="json"), self.settings.shards, _LAYOUT)
         _require_file_or_nothing(self.lock_path)
-        if not path.exists():
-            write_file_once(path, add_checksum({**FORMAT, **mine}))
-        try:
-            found = read_versioned(path, FORMAT, _REMEDY)
-        except CheckpointError as error:
-            raise ConfigError(f"data.feature_cache: {error}; delete the folder {self.path}") from None
-        if differing := describe_differences(found, json.loads(json.dumps(mine)), "in the folder"):
-            shown = "\n".join(differing.values())
-            raise ConfigError(f"data.feature_cache: {path} has other settings; delete the folder:\n{shown}")
 
     def remove_leftovers(self) -> None:
         """Remove unfinished files of killed processes."""
-        remove_leftovers(self.path)
-        remove_leftovers(self.path / _RECORDS)
-
-    @property
-    def lock_path(self) -> Path:
-        """Return the file that the computing job locks."""
-        return self.path / "lock"
+        self._work.remove_leftovers()
 
     def shard_path(self, shard: int) -> Path:
         """Return the file of a shard."""
-        return self.path / f"{shard:05d}.features"
+        return self._work.file(shard)
 
-    def key(self, shard: int) -> int:
-        """Return a 64-bit number of a shard, by which its checksums differ from those of every other shard."""
-        return int.from_bytes(hashlib.sha256(f"{self._digest} {shard}".encode()).digest()[:8], "little", signed=True)
-
-    def is_finished(self, shard: int) -> bool:
-        """Return whether a shard has a record, and the size in it; its bytes are verified when they are read."""
-        record, path = self.read_record(shard), self.shard_path(shard)
-        if record is None:
-            return False
-        size = path.stat().st_size if path.is_file() else 0
-        if size != record.size:
-            logger.warning("%s: got %d bytes, expected %d; it is computed again", path, size, record.size)
-        return size == record.size
+    def record(self, shard: int) -> ItemRecord | None:
+        """Return the record of a shard, whose file is there with its size; None if it has to be computed."""
+        return self._work.record(shard)
 
     def forget(self, shard: int) -> bool:
         """Remove the record of a damaged shard, so that the next run computes it again; return whether that worked."""
-        try:
-            self._record_path(shard).unlink(missing_ok=True)
-        except OSError:  # such as a read-only file system
-            return False
-        return True
+        return self._work.forget(shard)
 
-    def read_record(self, shard: int) -> ShardRecord | None:
-        """Return the record of a shard; None if it is missing or damaged."""
-        path = self._record_path(shard)
-        try:
-            body: dict[str, Any] = read_versioned(path, FORMAT, _REMEDY)
-            record = ShardRecord.model_validate(body)
-            if (record.settings, record.shard) == (self._digest, shard):
-                return record
-            logger.warning("%s: the record of another shard or folder; the shard is computed again", path)
-        except FileNotFoundError:
-            return None
-        except (CheckpointError, OSError) as error:
-            logger.warning("%s; the shard is computed again", error)
-        except ValidationError as error:
-            logger.warning("%s: %s; the shard is computed again", path, "; ".join(validation_problems(error)))
-        return None
-
-    def write(self, shard: int, content: ShardContent, bad: tuple[BadFeatures, ...]) -> None:
+    def write(self, shard: int, entries: Sequence[Sequence[int]], rows: Tensor, bad: Iterable[BadSample] = ()) -> None:
         """Write a shard, and then its record.
+
+        Args:
+            shard: its number.
+            entries: rows of each sample; none for a bad one.
+            rows: ``(R, N, D)`` in the stored dtype, on the CPU.
+            bad: the bad samples.
 
         Raises:
             ConfigError: something that is not a file has the name of one of them.
         """
-        path, record_path = self.shard_path(shard), self._record_path(shard)
-        _require_file_or_nothing(path)
-        _require_file_or_nothing(record_path)
-        key = self.key(shard)
-        size = write_file(path, lambda file: content.write(file, key)).size
-        record = ShardRecord(settings=self._digest, shard=shard, size=size, bad=bad)
-        write_file(record_path, add_checksum({**FORMAT, **record.model_dump(mode="json")}))
+        for path in (self._work.file(shard), self._work.record_path(shard)):
+            _require_file_or_nothing(path)
+        content = rows.contiguous().flatten(1).view(torch.uint8).numpy()
+        arrays: dict[str, np.ndarray] = {
+            "entries": np.array([row for each in entries for row in each], np.int32),
+            "first": np.cumsum([0, *map(len, entries)]).astype(np.int64),
+            "rows": content,
+            "sums": _row_checksums(content),
+        }
+        file = self._work.write(shard, table_bytes(self._facts(shard), arrays))
+        records = [{"sample_id": each.sample_id, "kind": each.kind, "reason": each.reason} for each in bad]
+        self._work.add_record(shard, file, len(entries) - len(records), records)
+
+    def open(self, shard: int) -> StoredShard:
+        """Open a shard.
+
+        Raises:
+            DataError: it is missing or damaged, or belongs to another place.
+        """
+        verified = ("entries", "first", "sums")
+        return StoredShard(**open_table(self._work.file(shard), self._facts(shard), verified).arrays)
 
     def describe_nearest(self) -> list[str]:
         """Return the most similar other folder of the same data, and a line for each difference; [] for none."""
-        mine = json.loads(json.dumps(FORMAT | self.settings.model_dump(mode="json")))
+        mine = json.loads(json.dumps(self.settings.model_dump(mode="json")))
         found: list[list[str]] = []
         for path in sorted(self.path.parent.glob(f"{self.settings.modality}-*/settings.json")):
-            with contextlib.suppress(CheckpointError, OSError):
-                other = {name: value for name, value in read_json(path)[0].items() if name != "sha256"}
-                if other.get("origin", {}).get("data") != mine["origin"]["data"]:
-                    continue
-                found.append([path.parent.name, *describe_differences(other, mine, "there").values()])
+            with contextlib.suppress(CheckpointError, OSError, KeyError):
+                other = read_json(path)[0]["settings"]
+                if other["origin"]["data"] == mine["origin"]["data"]:
+                    found.append([path.parent.name, *describe_differences(other, mine, "there").values()])
         return min((each for each in found if each[0] != self.path.name), key=len, default=[])
 
     def first_unseen(self) -> Path | None:
-        """Return the first shard or record that this process cannot see; None if it sees all."""
-        for shard in range(self.settings.shards):
-            for path in (self.shard_path(shard), self._record_path(shard)):
-                if not path.is_file():
-                    return path
-        return None
+        """Return the first shard that this process cannot see with its record; None if it sees all."""
+        missing = (shard for shard in range(self.settings.shards) if self._work.record(shard) is None)
+        return next((self._work.file(shard) for shard in missing), None)
 
-    def _record_path(self, shard: int) -> Path:
-        return self.path / _RECORDS / f"{shard:05d}.json"
+    def _facts(self, shard: int) -> dict[str, object]:
+        return {**FORMAT, "settings": self._work.digest, "shard": shard}
+
+
+def _row_checksums(rows: np.ndarray) -> np.ndarray:
+    """Return a 64-bit checksum of each row of bytes, which any flipped bit changes: that of `vqclip.io.tensors`."""
+    padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % 8))) if rows.shape[1] % 8 else rows
+    words = np.ascontiguousarray(padded).view("<i8")
+    with np.errstate(over="ignore"):  # sums are taken modulo 2^64
+        return (words * _odd_numbers(words.shape[1])).sum(1)
+
+
+@functools.lru_cache(maxsize=8)
+def _odd_numbers(count: int) -> np.ndarray:
+    return np.arange(1, 2 * count, 2, dtype="<i8")
 
 
 def _require_file_or_nothing(path: Path) -> None:
