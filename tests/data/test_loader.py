@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tests.data.loading import SIZE, G, global_batches, open_data, same, text
 from tests.data.making import caption_members, caption_shards, class_folder, encode, pixels, write_tar
 from vqclip import dist
-from vqclip.data import CaptionShardsConfig, DataConfig, parts
+from vqclip.data import CaptionShardsConfig, DataConfig, batch_maker
 from vqclip.data.decode import decode_image
 from vqclip.errors import DataError
 
@@ -38,7 +38,7 @@ WINDOWED = {"kind": "windowed", "chunk": 3, "window": 2}
 def test_global_batches_do_not_depend_on_ranks_and_workers(
     folder: Path, world_size, workers, order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "PART_ROWS", 2)  # so that workers share a batch
+    monkeypatch.setattr(batch_maker, "PART_ROWS", 2)  # so that workers share a batch
     options = {"order": order, "weight": 0.55}  # 6.6 samples of the second source an epoch: 6, 7, ...
     expected = global_batches(open_data(folder, **options), 0, 7, 1)  # 70 samples, more than epochs of 29 and 30
     data = open_data(folder, workers=workers, **options)

@@ -530,7 +530,7 @@ def test_shards_that_vanish_in_use_stop_the_run(tmp_path, shards):
     def deleting(self, readers):
         for path in shards_of(tmp_path):
             path.unlink()
-        self._samples.features = readers
+        self.samples.features = readers
 
     with (
         mock.patch("vqclip.data.loader.TrainData.use_features", deleting),

@@ -1,11 +1,12 @@
 """The public names of `vqclip.data`, in a module of their own so that other modules can be imported without them."""
 
 from vqclip.data.batch import BadSample, Batch, EvalBatch
+from vqclip.data.batch_maker import LoaderOptions
 from vqclip.data.config import DataConfig
 from vqclip.data.decode import decode_image, pil_to_uint8
 from vqclip.data.eval_set import EvalSet
 from vqclip.data.index import ShardIndex, load_index
-from vqclip.data.loader import Coverage, LoaderOptions, TrainData
+from vqclip.data.loader import Coverage, TrainData
 from vqclip.data.order import GlobalOrder
 from vqclip.data.prepare import HasShards, open_source, prepare_sources
 from vqclip.data.remote import mask_credentials

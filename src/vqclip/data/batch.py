@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -59,18 +58,6 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.images)
-
-    def pin_memory(self) -> Batch:
-        """Return the batch in page-locked memory; called by torch's DataLoader."""
-        return dataclasses.replace(
-            self,
-            images=self.images.pin_memory(),
-            texts=self.texts.pin_memory(),
-            sample_ids=self.sample_ids.pin_memory(),
-            labels=self.labels.pin_memory(),
-            places=self.places.pin_memory(),
-            features={name: each.pin_memory() for name, each in self.features.items()},
-        )
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,78 @@
-"""A rank's part of a global batch: its samples, made in the data workers, a part of the rows in each."""
+"""A rank's part of each global batch, made by the data workers together: each fills some rows of tensors they share.
+
+main process    allocate the tensors of batch t; send them to the workers, part by part
+worker          fill the rows of a part; return everything else about them, which is small
+main process    batch t = its tensors and what the workers returned, in the order of the rows
+
+Large tensors are never copied between processes. Those on their way to a GPU are copied once, to page-locked memory, in
+the thread of torch's DataLoader for this.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import itertools
+import math
+import os
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
+from torch.multiprocessing import get_sharing_strategy
 
+from vqclip.config import Config
 from vqclip.data.batch import BadSample, Batch
-from vqclip.data.chunks.supply import ChunkSupply, find_needs
+from vqclip.data.chunks.supply import ChunkSupply
 from vqclip.data.dealing import part_sizes
 from vqclip.data.order import GlobalOrder
-from vqclip.data.parts import Layout
 from vqclip.data.samples import SampleMaker
+from vqclip.data.workers import StartMethod, ordered_map
+from vqclip.errors import DataError
 
-__all__ = ["BatchMaker", "Tokenize"]
+__all__ = ["BatchMaker", "Layout", "LoaderOptions", "PrefetchPlan", "Tokenize", "make_batches"]
 
 Tokenize = Callable[[list[str]], tuple[Tensor, Sequence[int]]]
 """Captions → ``(B, T)`` int64, padded with 0, and the length of each before it was cut; for any B >= 1."""
 
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Name → shape and dtype of a tensor of a batch; the first dimension is rows."""
+
+PART_ROWS = 128
+"""Smallest number of rows for which a batch is split: fewer take less than a second, and each part costs the order of
+the whole batch once more."""
+
+_SHARED_MEMORY = "/dev/shm"
+
+
+class LoaderOptions(Config):
+    """Options of the preparation of batches; none changes their content."""
+
+    workers: Annotated[int, Field(ge=0, le=512)] = 2
+    """Processes per rank that read and decode; 0 uses the training process. Does not change the samples."""
+    prefetch: Annotated[int, Field(ge=1, le=64)] = 2
+    """Batches prepared ahead for each worker, if `prefetch_gib` allows."""
+    prefetch_gib: Annotated[float, Field(ge=0, le=65_536)] = 2.0
+    """Limit of a rank's batches prepared ahead, in GiB of images and features; at least one batch is."""
+    start_method: StartMethod | None = None
+    """Start method of workers: `fork`, `forkserver` or `spawn`; null: `fork` on Linux, unless the program has set
+    one."""
+    timeout_s: Annotated[float, Field(ge=0, le=604_800)] = 240.0
+    """Longest wait for a worker, in seconds, at most a week; 0 waits forever."""
+    max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Bad samples are replaced; a larger fraction of them stops the run. It refers to the samples seen, but to at least
+    1,000, and is checked twice: in each process after every batch, since the start of the process; and over the whole
+    run and all its processes at every report and checkpoint."""
+
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """Small fields of some rows of a batch; an array passes between processes faster than a tensor."""
 
     places: np.ndarray
@@ -35,68 +84,45 @@ class _Rows:
     bad: tuple[BadSample, ...]
 
 
+@dataclass(frozen=True)
 class BatchMaker:
-    """Makes a rank's part of any global batch; runs in the workers.
+    """Makes this rank's part of any global batch; runs in the workers."""
 
-    Args:
-        samples: makes samples.
-        order: order of the samples.
-        tokenize: captions → ``(B, T)`` int64 and their lengths, for any B >= 1.
-        image_size: side of the images in pixels.
-        batch_size: G.
-        rank: this rank.
-        nodes: node of every rank.
-        steps: that are made.
-        workers: processes that make batches; 0: this one.
-        lead: batches by which the workers of one rank may be ahead of those of another rank.
-    """
-
-    def __init__(
-        self,
-        samples: SampleMaker,
-        order: GlobalOrder,
-        tokenize: Tokenize,
-        image_size: int,
-        batch_size: int,
-        rank: int,
-        nodes: Sequence[int],
-        steps: range,
-        workers: int = 0,
-        lead: int = 0,
-    ):
-        self._samples = samples
-        self._order = order
-        self._tokenize = tokenize
-        self._image_size = image_size
-        self._batch_size = batch_size
-        self._rank = rank
-        self._nodes = nodes
-        needs = find_needs(samples.sources, order, batch_size, rank, nodes)
-        self.supply = None if needs is None else ChunkSupply(needs, steps, workers, lead)
-        """Fetches chunks ahead."""
+    samples: SampleMaker
+    order: GlobalOrder
+    tokenize: Tokenize
+    batch_size: int
+    """G."""
+    rank: int
+    nodes: Sequence[int]
+    """Node of every rank."""
+    supply: ChunkSupply | None = None
+    """Fetches chunks ahead."""
 
     @property
     def layout(self) -> Layout:
-        """Images and features of this rank's part of a batch; images have no pixels if features replace them."""
-        rows, stored = -(-self._batch_size // len(self._nodes)), self._samples.features
-        side = 0 if "image" in stored else self._image_size
-        images = ((rows, 3, side, side), torch.uint8)
-        empty = {name: reader.empty(0) for name, reader in stored.items()}
+        """Images and features of a part of a batch, with as many rows as it has at most.
+
+        Images have no pixels if features replace them.
+        """
+        rows, stored = -(-self.batch_size // len(self.nodes)), self.samples.features
+        side = 0 if "image" in stored else self.samples.transform.image_size
+        empty = {_feature(name): reader.empty(0) for name, reader in stored.items()}
         return {
-            "image": images,
-            **{_feature(name): ((rows, *e.shape[1:]), e.dtype) for name, e in empty.items()},
+            "image": ((rows, 3, side, side), torch.uint8),
+            **{name: ((rows, *each.shape[1:]), each.dtype) for name, each in empty.items()},
         }
 
-    def fill(self, step: int, part: int, parts: int, tensors: Mapping[str, Tensor]) -> _Rows:
-        """Make one of ``parts`` equal parts of this rank's rows; see `vqclip.data.parts.PartMaker`."""
+    def fill(self, step: int, part: int, parts: int, tensors: Mapping[str, Tensor]) -> Rows:
+        """Write one of ``parts`` equal parts of this rank's rows to ``tensors``, and return what else belongs to it."""
         if self.supply is not None:
             self.supply.advance(step)
-        slots, places = self._order.deal(step, self._batch_size, self._rank, self._nodes)
+        slots, places = self.order.deal(step, self.batch_size, self.rank, self.nodes)
         count = len(slots.sample)
         first, end = count * part // parts, count * (part + 1) // parts
         captions, ids, labels, bad = [], [], [], []
         for row, slot in enumerate(zip(*(each[first:end].tolist() for each in slots), strict=True), first):
-            sample, replaced = self._samples.make(*slot)
+            sample, replaced = self.samples.make(*slot)
             if sample.image is not None:
                 tensors["image"][row] = sample.image
             for name, each in sample.features.items():
@@ -105,37 +131,184 @@ class BatchMaker:
             ids.append(sample.sample_id)
             labels.append(sample.label)
             bad += replaced
-        texts, lengths = self._tokenize(captions or [""])
+        texts, lengths = self.tokenize(captions or [""])
         size = end - first
-        return _Rows(
-            places[first:end],
-            texts[:size].numpy(),
-            tuple(lengths[:size]),
-            tuple(captions),
-            tuple(ids),
-            tuple(labels),
-            tuple(bad),
+        return Rows(
+            places=places[first:end],
+            texts=texts[:size].numpy(),
+            lengths=tuple(lengths[:size]),
+            captions=tuple(captions),
+            ids=tuple(ids),
+            labels=tuple(labels),
+            bad=tuple(bad),
         )
 
-    def join(self, step: int, tensors: Mapping[str, Tensor], rests: Sequence[_Rows]) -> Batch:
-        """Return this rank's part of global batch `step`; see `vqclip.data.parts.PartMaker`."""
-        ids = [each for rest in rests for each in rest.ids]
+    def join(self, step: int, tensors: Mapping[str, Tensor], rows: Sequence[Rows]) -> Batch:
+        """Return the batch, from its tensors and what `fill` returned for each part."""
+        ids = [each for some in rows for each in some.ids]
         return Batch(
             step=step,
-            epoch=self._order.epoch_of(step * self._batch_size),
+            epoch=self.order.epoch_of(step * self.batch_size),
             images=tensors["image"][: len(ids)],
-            texts=torch.from_numpy(np.concatenate([rest.texts for rest in rests])),
+            texts=torch.from_numpy(np.concatenate([some.texts for some in rows])),
             sample_ids=torch.tensor(ids, dtype=torch.int64),
-            labels=torch.tensor([each for rest in rests for each in rest.labels], dtype=torch.int64),
-            places=torch.from_numpy(np.concatenate([rest.places for rest in rests])),
-            global_size=self._batch_size,
-            sizes=part_sizes(self._batch_size, len(self._nodes)),
-            bad=tuple(each for rest in rests for each in rest.bad),
-            lengths=tuple(each for rest in rests for each in rest.lengths),
-            captions=tuple(each for rest in rests for each in rest.captions),
-            features={name: tensors[_feature(name)][: len(ids)] for name in self._samples.features},
+            labels=torch.tensor([each for some in rows for each in some.labels], dtype=torch.int64),
+            places=torch.from_numpy(np.concatenate([some.places for some in rows])),
+            global_size=self.batch_size,
+            sizes=part_sizes(self.batch_size, len(self.nodes)),
+            bad=tuple(each for some in rows for each in some.bad),
+            lengths=tuple(each for some in rows for each in some.lengths),
+            captions=tuple(each for some in rows for each in some.captions),
+            features={name: tensors[_feature(name)][: len(ids)] for name in self.samples.features},
         )
 
 
 def _feature(name: str) -> str:
     return f"feature {name}"
+
+
+class PrefetchPlan(NamedTuple):
+    """Division of batches among workers, within a number of bytes."""
+
+    parts: int
+    """Parts of a batch."""
+    tasks: int
+    """Parts that each worker prepares ahead."""
+
+    @classmethod
+    def choose(cls, rows: int, batch_bytes: int, workers: int, prefetch: int, limit_bytes: int) -> PrefetchPlan:
+        """Choose so that at most ``limit_bytes`` are prepared ahead, but never less than a batch.
+
+        Args:
+            rows: rows of a batch.
+            batch_bytes: bytes of its tensors.
+            workers: processes, at least 1.
+            prefetch: batches ahead for each worker, if the limit allows them.
+            limit_bytes: limit for all workers together.
+        """
+        affordable = max(1, limit_bytes // max(batch_bytes, 1))
+        # With few batches ahead, there must be a part for each worker, or its first task is already too much.
+        parts = max(1, min(workers, rows, max(rows // PART_ROWS, math.ceil(workers / affordable))))
+        return cls(parts, max(1, min(prefetch * workers, affordable) * parts // workers))
+
+
+def make_batches(
+    maker: BatchMaker, steps: range, options: LoaderOptions, pin_memory: bool = False
+) -> Generator[Batch, None, None]:
+    """Yield this rank's part of the batches of some steps.
+
+    Args:
+        maker: makes them.
+        steps: numbers of the batches, in order.
+        options: how they are prepared.
+        pin_memory: batches in page-locked memory.
+
+    Raises:
+        DataError: the maker failed, a worker died or took too long, or the batches need more shared memory than there
+            is; a worker would be killed without a message.
+    """
+    layout, workers = maker.layout, options.workers
+    rows = next(iter(layout.values()))[0][0]
+    size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
+    plan = PrefetchPlan.choose(rows, size, max(workers, 1), options.prefetch, round(options.prefetch_gib * 2**30))
+    parts = plan.parts if workers else 1
+    if workers:
+        _require_shared_memory(size, math.ceil(plan.tasks * workers / parts) + 1)
+    batches = deque[_OpenBatch]()
+
+    def tasks() -> Iterator[_Task]:
+        for step in steps:
+            tensors = {name: _allocate(*each, workers > 0) for name, each in layout.items()}
+            batches.append(_OpenBatch(step, tensors, parts))
+            for part in range(parts):
+                yield _Task(batches[-1].key, step, part, parts, tensors)
+
+    results = ordered_map(
+        _Filler(maker),
+        tasks(),
+        workers,
+        prefetch=plan.tasks,
+        pin_memory=pin_memory,
+        timeout_s=options.timeout_s,
+        start_method=options.start_method,
+    )
+    with contextlib.closing(results):
+        while filled := list(itertools.islice(results, parts)):
+            batch = batches.popleft()
+            yield maker.join(batch.step, batch.tensors, [each.rows for each in filled])
+
+
+def _require_shared_memory(size: int, count: int) -> None:
+    """Raise DataError if ``count`` batches of ``size`` bytes, one of them in use, do not fit where torch puts them."""
+    if sys.platform != "linux" or get_sharing_strategy() != "file_descriptor" or not os.path.isdir(_SHARED_MEMORY):
+        return
+    status = os.statvfs(_SHARED_MEMORY)
+    free = status.f_bavail * status.f_frsize
+    if size * count > free:
+        raise DataError(
+            f"{count} batches of {size / 2**20:.1f} MiB on this rank need {size * count / 2**20:.1f} MiB of shared "
+            f"memory, and {_SHARED_MEMORY} has {free / 2**20:.1f} MiB free. Lower data.prefetch_gib or data.workers (0 "
+            "needs none), or make it larger (docker run --shm-size)",
+            "shared memory",
+        )
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, is_shared: bool) -> Tensor:
+    """Return an uninitialised tensor; its memory is taken when it is written."""
+    size = math.prod(shape)
+    if not is_shared or not size:  # there is no empty shared memory
+        return torch.empty(shape, dtype=dtype)
+    storage = torch.UntypedStorage._new_shared(size * dtype.itemsize)  # share_memory_() would copy
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
+
+
+class _Task(NamedTuple):
+    """A part of a batch that a worker fills."""
+
+    key: int
+    step: int
+    part: int
+    parts: int
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Filler:
+    """Fills parts; runs in the workers."""
+
+    maker: BatchMaker
+
+    def __call__(self, task: _Task) -> _Filled:
+        return _Filled(task.key, self.maker.fill(task.step, task.part, task.parts, task.tensors))
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """A part of a batch whose rows are written."""
+
+    key: int
+    rows: Rows
+
+    def pin_memory(self) -> _Filled:
+        """Pin the tensors of the batch when this is its last part; called by torch's DataLoader in a thread."""
+        if (batch := _OpenBatch.by_key.get(self.key)) is not None:
+            batch.pin_after_last_part()
+        return self
+
+
+class _OpenBatch:
+    """A batch that is being made; lives in the process that reads batches."""
+
+    by_key = weakref.WeakValueDictionary[int, "_OpenBatch"]()
+    """All of this process: the thread that pins memory sees only what comes from the workers."""
+    _keys = itertools.count()
+
+    def __init__(self, step: int, tensors: dict[str, Tensor], parts: int):
+        self.step, self.tensors, self._missing = step, tensors, parts
+        self.key = next(self._keys)
+        self.by_key[self.key] = self
+
+    def pin_after_last_part(self) -> None:
+        self._missing -= 1
+        if not self._missing:
+            self.tensors = {name: each.pin_memory() for name, each in self.tensors.items()}

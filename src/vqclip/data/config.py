@@ -7,18 +7,17 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from vqclip import dist
-from vqclip.config import Config
-from vqclip.data.batch_maker import Tokenize
+from vqclip.data.batch_maker import LoaderOptions, Tokenize
 from vqclip.data.chunks.supply import find_needs
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.features import FeatureCacheConfig
-from vqclip.data.loader import LoaderOptions, TrainData
+from vqclip.data.loader import TrainData
 from vqclip.data.order import FullOrder, OrderConfig, WindowedOrder
 from vqclip.data.prepare import open_source, prepare_sources
+from vqclip.data.samples import SampleMaker
 from vqclip.data.sources.base import OpensSource, Source, SourceConfigBase
 from vqclip.data.sources.kinds import SourceConfig
 from vqclip.data.transforms import TrainTransformConfig
-from vqclip.data.workers import StartMethod
 from vqclip.errors import ConfigError, name_section
 
 __all__ = ["DataConfig"]
@@ -33,7 +32,7 @@ def _open(key: str, source: OpensSource) -> Source:
         return open_source(source)
 
 
-class DataConfig(Config):
+class DataConfig(LoaderOptions):
     """Training data and how to read them."""
 
     sources: Annotated[tuple[Annotated[SourceConfig, AfterValidator(_use_train_split)], ...], Field(min_length=1)]
@@ -47,21 +46,6 @@ class DataConfig(Config):
     a new view in every epoch."""
     feature_cache: FeatureCacheConfig | None = None
     """Features of frozen towers, stored before the first step; null: towers run in every step."""
-    workers: Annotated[int, Field(ge=0, le=512)] = 2
-    """Processes per rank that read and decode; 0 uses the training process. Does not change the samples."""
-    prefetch: Annotated[int, Field(ge=1, le=64)] = 2
-    """Batches prepared ahead for each worker, if `prefetch_gib` allows."""
-    prefetch_gib: Annotated[float, Field(ge=0, le=65_536)] = 2.0
-    """Limit of a rank's batches prepared ahead, in GiB of images and features; at least one batch is."""
-    start_method: StartMethod | None = None
-    """Start method of workers: `fork`, `forkserver` or `spawn`; null: `fork` on Linux, unless the program has set
-    one."""
-    timeout_s: Annotated[float, Field(ge=0, le=604_800)] = 240.0
-    """Longest wait for a worker, in seconds, at most a week; 0 waits forever."""
-    max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Bad samples are replaced; a larger fraction of them stops the run. It refers to the samples seen, but to at least
-    1,000, and is checked twice: in each process after every batch, since the start of the process; and over the whole
-    run and all its processes at every report and checkpoint."""
     max_pixels: Annotated[int, Field(ge=1)] = MAX_PIXELS
     """Images with more pixels are bad samples; they are not decoded."""
 
@@ -90,23 +74,14 @@ class DataConfig(Config):
         if isinstance(self.order, WindowedOrder):
             sources = [source.in_chunks(self.order.chunk) for source in self.sources]
         prepare_sources(sources, keys)
+        opened = [_open(key, source) for key, source in zip(keys, sources, strict=True)]
         data = TrainData(
-            sources=[_open(key, source) for key, source in zip(keys, sources, strict=True)],
-            weights=[1.0 if source.weight is None else source.weight for source in self.sources],
-            transform=self.transform.build(image_size),
-            tokenize=tokenize,
-            batch_size=batch_size,
-            seed=seed,
-            max_pixels=self.max_pixels,
-            options=LoaderOptions(
-                workers=self.workers,
-                prefetch=self.prefetch,
-                prefetch_gib=self.prefetch_gib,
-                timeout_s=self.timeout_s,
-                max_bad_fraction=self.max_bad_fraction,
-                start_method=self.start_method,
-            ),
-            views=self.views,
+            SampleMaker(opened, self.transform.build(image_size), seed, self.max_pixels, self.views),
+            [1.0 if source.weight is None else source.weight for source in self.sources],
+            tokenize,
+            batch_size,
+            seed,
+            options=self,
             order=self.order,
             nodes=dist.nodes(),
         )

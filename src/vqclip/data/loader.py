@@ -20,35 +20,20 @@ from typing import Any
 
 from vqclip import dist
 from vqclip.data.batch import BadSample, Batch
-from vqclip.data.batch_maker import BatchMaker, Tokenize
+from vqclip.data.batch_maker import BatchMaker, LoaderOptions, Tokenize, make_batches
+from vqclip.data.chunks.supply import ChunkSupply, find_needs
 from vqclip.data.features import FeatureReader
-from vqclip.data.order import FullOrder, GlobalOrder, Order
-from vqclip.data.parts import make_batches
+from vqclip.data.order import GlobalOrder, Order
 from vqclip.data.samples import SampleMaker
-from vqclip.data.sources.base import Source
-from vqclip.data.transforms import TrainTransform
-from vqclip.data.workers import StartMethod
 from vqclip.errors import DataError
 from vqclip.seeds import derive_seed
 
-__all__ = ["Coverage", "LoaderOptions", "TrainData"]
+__all__ = ["Coverage", "TrainData"]
 
 logger = logging.getLogger("vqclip.data")
 
 _MIN_SEEN = 1000
 """Smallest number of samples that the fraction of bad ones refers to."""
-
-
-@dataclass(frozen=True)
-class LoaderOptions:
-    """Options of the preparation of batches; none changes their content. See `vqclip.data.DataConfig`."""
-
-    workers: int = 0
-    prefetch: int = 2
-    prefetch_gib: float = 2.0
-    timeout_s: float = 0
-    max_bad_fraction: float = 0.01
-    start_method: StartMethod | None = None
 
 
 @dataclass(frozen=True)
@@ -78,15 +63,12 @@ class TrainData:
     the global batches that an uninterrupted run would see from there on.
 
     Args:
-        sources: where samples come from.
+        samples: makes the samples of all sources.
         weights: how often a sample of each source appears in an epoch.
-        transform: random augmentation.
         tokenize: captions → ``(B, T)`` int64 and their lengths.
         batch_size: G, samples of a global batch over all ranks.
         seed: the run's seed.
-        max_pixels: larger images are bad samples.
         options: how batches are prepared.
-        views: number of different views of each image; None: a new one in every epoch.
         order: `FullOrder` or `WindowedOrder`.
         nodes: node of every rank of the job (`vqclip.dist.nodes`); with the windowed order, those of one node read the
             chunks that it owns.
@@ -94,20 +76,20 @@ class TrainData:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        samples: SampleMaker,
         weights: Sequence[float],
-        transform: TrainTransform,
         tokenize: Tokenize,
         batch_size: int,
         seed: int,
-        max_pixels: int,
+        *,
         options: LoaderOptions,
-        views: int | None = None,
-        order: Order | None = None,
+        order: Order,
         nodes: Sequence[int] = (0,),
     ):
-        sizes = [len(source) for source in sources]
-        self.order = GlobalOrder(sizes, weights, derive_seed(seed, "data", "order"), order or FullOrder())
+        sizes = [len(source) for source in samples.sources]
+        self.samples = samples
+        """Maker of the samples."""
+        self.order = GlobalOrder(sizes, weights, derive_seed(seed, "data", "order"), order)
         self.batch_size = batch_size
         self.nodes = tuple(nodes)
         """Node of every rank of the job."""
@@ -122,21 +104,14 @@ class TrainData:
         self._lengths: Counter[int] = Counter()
         self._weights = tuple(weights)
         self._tokenize = tokenize
-        self._image_size = transform.image_size
-        self._samples = SampleMaker(sources, transform, seed, max_pixels, views)
 
     def __len__(self) -> int:
         """Return the number of different samples."""
-        return int(self._samples.first_ids[-1])
-
-    @property
-    def samples(self) -> SampleMaker:
-        """Maker of the samples."""
-        return self._samples
+        return int(self.samples.first_ids[-1])
 
     def use_features(self, readers: Mapping[str, FeatureReader]) -> None:
         """Add stored features to the batches from the next call of `batches` on; those of ``image`` replace images."""
-        self._samples.features = readers
+        self.samples.features = readers
 
     @property
     def epoch_size(self) -> int:
@@ -148,7 +123,7 @@ class TrainData:
         """JSON-able description of the data. Equal fingerprints, seeds and batch sizes mean equal global batches."""
         sources = [
             {**source.fingerprint, "weight": weight} | ({} if slots.denominator == 1 else {"slots": str(slots)})
-            for source, weight, slots in zip(self._samples.sources, self._weights, self.order.slots, strict=True)
+            for source, weight, slots in zip(self.samples.sources, self._weights, self.order.slots, strict=True)
         ]
         digest = hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()
         return {"sources": sources, "sha256": digest}
@@ -189,31 +164,14 @@ class TrainData:
         world_size = dist.world_size() if world_size is None else world_size
         if nodes is None:
             nodes = self.nodes if len(self.nodes) == world_size else (0,) * world_size
-        options = self.options
-        steps = range(start, sys.maxsize if stop is None else stop)
-        make = BatchMaker(
-            self._samples,
-            self.order,
-            self._tokenize,
-            self._image_size,
-            self.batch_size,
-            dist.rank() if rank is None else rank,
-            nodes,
-            steps,
-            options.workers,
-            options.prefetch * options.workers + 1,
-        )
-        batches = make_batches(
-            make,
-            steps,
-            options.workers,
-            options.prefetch,
-            round(options.prefetch_gib * 2**30),
-            pin_memory,
-            options.timeout_s,
-            options.start_method,
-        )
-        with contextlib.closing(make.supply) if make.supply else contextlib.nullcontext(), contextlib.closing(batches):
+        rank = dist.rank() if rank is None else rank
+        options, steps = self.options, range(start, sys.maxsize if stop is None else stop)
+        needs = find_needs(self.samples.sources, self.order, self.batch_size, rank, nodes)
+        lead = options.prefetch * options.workers + 1
+        supply = None if needs is None else ChunkSupply(needs, steps, options.workers, lead)
+        maker = BatchMaker(self.samples, self.order, self._tokenize, self.batch_size, rank, nodes, supply)
+        batches = make_batches(maker, steps, options, pin_memory)
+        with contextlib.closing(supply) if supply else contextlib.nullcontext(), contextlib.closing(batches):
             for batch in batches:
                 self._count(batch)
                 if judge:

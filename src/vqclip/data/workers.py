@@ -72,6 +72,7 @@ def ordered_map(
     function: Callable[[S], T],
     numbers: Iterable[S],
     workers: int = 0,
+    *,
     prefetch: int = 2,
     pin_memory: bool = False,
     timeout_s: float = 0,

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
+from vqclip.data.batch_maker import PrefetchPlan
 from vqclip.data.chunks.cache import ChunkCache
 from vqclip.data.chunks.table import ROW
 from vqclip.data.dealing import NodeLayout
 from vqclip.data.order import FullOrder, GlobalOrder, WindowedOrder
-from vqclip.data.parts import PrefetchPlan
 from vqclip.data_tools.mixing import simulate_mixing
 from vqclip.errors import ConfigError
 

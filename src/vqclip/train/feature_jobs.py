@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from vqclip.data.batch import BadSample
+from vqclip.data.batch_maker import LoaderOptions
 from vqclip.data.features import FeatureFolder
 from vqclip.data.in_order import InOrderReader, SamplesRead, ShardSlices
-from vqclip.data.loader import LoaderOptions
 from vqclip.data.samples import SampleMaker
 from vqclip.data.workers import ordered_map
 from vqclip.errors import ConfigError, NonFiniteError
@@ -65,7 +65,7 @@ class FeatureJob:
             reader,
             range(len(reader)),
             options.workers,
-            options.prefetch,
+            prefetch=options.prefetch,
             timeout_s=options.timeout_s,
             start_method=options.start_method,
         )

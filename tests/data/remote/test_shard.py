@@ -292,7 +292,7 @@ def test_batches_from_urls_are_those_from_files(server: FaultyServer, tmp_path: 
     assert same(global_batches(there, 0, 5, 2), expected)
     tars = [request for request in server.requests if request.endswith(".tar")]
     assert len(tars) == len(set(tars)) == 5
-    assert [source.classnames for source in there._samples.sources][1] == ("cat", "dog", "red panda")
+    assert [source.classnames for source in there.samples.sources][1] == ("cat", "dog", "red panda")
 
     # With room for two shards of five, and workers: the same, but fetched again and again.
     for path in kept(cache):
@@ -412,7 +412,7 @@ def test_a_change_at_a_url_ends_the_run_and_replaces_nothing(
         next(data.batches(0, 1))
     evict(cache)
     with pytest.raises(StorageError, match=rf"^{url}/00000.tar: has changed since it was indexed: "):
-        list(EvalSet(data._samples.sources[0], EvalTransformConfig().build(SIZE), max_bad_fraction=0.9))
+        list(EvalSet(data.samples.sources[0], EvalTransformConfig().build(SIZE), max_bad_fraction=0.9))
     assert data.replaced == 0
     assert len(source.build()) == 4  # the next start takes what is there
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vqclip.data import parts
-from vqclip.data.parts import PrefetchPlan, make_batches
+from vqclip.data import batch_maker
+from vqclip.data.batch_maker import LoaderOptions, PrefetchPlan, make_batches
 from vqclip.errors import DataError
 
 GIB = 2**30
@@ -31,19 +31,21 @@ class Squares:
 
 
 def test_each_worker_fills_rows_of_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_ROWS", 2)
-    batches = list(make_batches(Squares(), range(3, 8), workers=3))
+    monkeypatch.setattr(batch_maker, "PART_ROWS", 2)
+    batches = list(make_batches(Squares(), range(3, 8), LoaderOptions(workers=3)))
     assert [step for step, *_ in batches] == [3, 4, 5, 6, 7]
     assert [square for _, squares, _ in batches for square in squares] == [n**2 for n in range(21, 56)]
     for _, _, makers in batches:
         assert [len(set(some)) for some in (makers[:2], makers[2:4], makers[4:], makers)] == [1, 1, 1, 3]
-    assert [batch[:2] for batch in make_batches(Squares(), range(3, 8))] == [batch[:2] for batch in batches]
+    assert [batch[:2] for batch in make_batches(Squares(), range(3, 8), LoaderOptions(workers=0))] == [
+        batch[:2] for batch in batches
+    ]
 
 
 def test_a_batch_is_pinned_once_all_parts_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of different batches arrive in any order; without a GPU torch pins nothing, so that is simulated."""
     pinned: list[list[int]] = []
-    monkeypatch.setattr(parts, "PART_ROWS", 2)
+    monkeypatch.setattr(batch_maker, "PART_ROWS", 2)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.tolist()) or tensor + 100)
 
     def out_of_order(function, tasks, *args, **options):
@@ -51,20 +53,20 @@ def test_a_batch_is_pinned_once_all_parts_are_there(monkeypatch: pytest.MonkeyPa
         made = {number: results[number].pin_memory() for number in (0, 3, 1, 5, 4, 2)}
         yield from (made[number] for number in range(6))
 
-    monkeypatch.setattr(parts, "ordered_map", out_of_order)
-    batches = list(make_batches(Squares(), range(2), workers=3))
+    monkeypatch.setattr(batch_maker, "ordered_map", out_of_order)
+    batches = list(make_batches(Squares(), range(2), LoaderOptions(workers=3)))
     squares = [[n**2 for n in range(7 * step, 7 * step + 7)] for step in (0, 1)]
     assert pinned == squares[::-1]
     assert [batch[1] for batch in batches] == [[each + 100 for each in some] for some in squares]
 
 
 def test_nothing_is_kept_of_batches_that_were_not_read() -> None:
-    batches = make_batches(Squares(), range(10), workers=1)
+    batches = make_batches(Squares(), range(10), LoaderOptions(workers=1))
     next(batches)
-    assert parts._open_batches
+    assert batch_maker._OpenBatch.by_key
     batches.close()
     gc.collect()
-    assert not parts._open_batches
+    assert not batch_maker._OpenBatch.by_key
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_too_little_shared_memory_is_refused_before_a_worker_dies_of_it(monkeypa
     status = os.statvfs("/dev/shm")
     little = SimpleNamespace(f_bavail=167, f_frsize=1)  # three batches of 56 bytes need one more
     monkeypatch.setattr(os, "statvfs", lambda path: little if path == "/dev/shm" else status)
-    assert next(make_batches(Squares(), range(1), workers=1, prefetch=1))
+    assert next(make_batches(Squares(), range(1), LoaderOptions(workers=1, prefetch=1)))
     with pytest.raises(DataError, match=r"3 batches of 0.0 MiB .*/dev/shm has 0.0 MiB free. Lower data.prefetch_gib"):
-        next(make_batches(Squares(), range(1), workers=1, prefetch=2))
-    assert next(make_batches(Squares(), range(1), prefetch=2))
+        next(make_batches(Squares(), range(1), LoaderOptions(workers=1, prefetch=2)))
+    assert next(make_batches(Squares(), range(1), LoaderOptions(workers=0)))
