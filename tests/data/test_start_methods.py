@@ -14,7 +14,7 @@ import torch
 
 from tests.data.loading import SIZE, global_batches, open_data, same
 from tests.data.making import caption_shards, class_folder
-from vqclip.data import CaptionShardsConfig, DataConfig, parts, workers
+from vqclip.data import CaptionShardsConfig, DataConfig, batch_maker, workers
 from vqclip.errors import DataError
 
 METHODS = ("fork", "forkserver", "spawn")
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 def test_batches_do_not_depend_on_the_start_method(
     folder: Path, method, order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "PART_ROWS", 2)
+    monkeypatch.setattr(batch_maker, "PART_ROWS", 2)
     expected = global_batches(open_data(folder, order=order), 0, 7, 1)
     for count in (0, 1, 5):
         data = open_data(folder, workers=count, start_method=method, order=order)
