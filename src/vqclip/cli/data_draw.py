@@ -10,16 +10,16 @@ import argparse
 from vqclip.cli import arguments as types
 from vqclip.config import load_config
 from vqclip.data import CaptionShardsConfig
-from vqclip.data_tools.show import draw_source
+from vqclip.data_tools.show import render_sheet, source_tiles
 from vqclip.errors import ConfigError
-from vqclip.io.atomic import write_file
+from vqclip.io.atomic import write_text
 from vqclip.scenes.make import ScenesConfig, make_scenes
 
 __all__ = ["configure", "run"]
 
 EXAMPLES = """\
 examples:
-  vqclip data draw --contact-sheet sheet.png train=500 image_size=128
+  vqclip data draw --contact-sheet sheet.html train=500 image_size=128
 """
 
 _COUNT = 40
@@ -29,7 +29,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add = parser.add_argument
     add("--out", type=types.path, help="folder to draw into (default: $VQCLIP_CACHE or ~/.cache/vqclip)")
-    add("--contact-sheet", type=types.path, metavar="FILE", help="also write images with their captions as a PNG")
+    add(
+        "--contact-sheet", type=types.path, metavar="FILE", help="also write images with their captions as an HTML page"
+    )
     add("--split", choices=("train", "val"), default="train", help="captioned split on the contact sheet (%(default)s)")
     add("overrides", nargs="*", metavar="key=value", help="e.g. image_size=224 train=500 seed=1")
 
@@ -44,5 +46,5 @@ def run(options: argparse.Namespace) -> None:
         print(f"{split:8} {getattr(paths, split)}")
     if sheet:
         source = CaptionShardsConfig(path=str(getattr(paths, options.split))).build(options.out)
-        write_file(sheet, lambda file: draw_source(source, _COUNT).save(file, format="PNG"))
+        write_text(sheet, render_sheet(source_tiles(source, _COUNT), f"{options.split} of scenes"))
         print(f"sheet    {sheet}")

@@ -13,9 +13,9 @@ from vqclip.cli import arguments as types
 from vqclip.cli.data_pack import SOURCE_HELP
 from vqclip.data import DataConfig, TrainData, parse_source
 from vqclip.data_tools.model_inputs import ModelInputs
-from vqclip.data_tools.show import show
+from vqclip.data_tools.show import render_sheet, training_tiles
 from vqclip.errors import ConfigError
-from vqclip.io.atomic import write_file
+from vqclip.io.atomic import write_text
 from vqclip.towers import BPE, Vocabulary
 from vqclip.towers.vocabulary import MAX_CONTEXT
 
@@ -23,8 +23,8 @@ __all__ = ["EXAMPLES", "configure", "run"]
 
 EXAMPLES = """\
 examples:
-  vqclip data show photos.csv --out sheet.png
-  vqclip data show --config configs/captions.yaml --out sheet.png --views 4 data.transform.flip=0.5
+  vqclip data show photos.csv --out sheet.html
+  vqclip data show --config configs/captions.yaml --out sheet.html --views 4 data.transform.flip=0.5
 """
 _IMAGE_SIZE, _CONTEXT, _MOST = 224, 77, 1000
 
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE key=value",
         help=f"{SOURCE_HELP}, and its keys; with --config: keys of the configuration",
     )
-    add("--out", type=types.path, required=True, metavar="FILE", help="PNG file to write")
+    add("--out", type=types.path, required=True, metavar="FILE", help="HTML page to write")
     add("--config", type=types.path, metavar="FILE", help="training configuration")
     add("--count", type=types.whole(1, _MOST), default=24, help="samples (%(default)s)")
     add(
@@ -61,21 +61,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--context-length", type=types.whole(3, MAX_CONTEXT), help=f"tokens of a caption, without --config ({_CONTEXT})"
     )
-    add("--font", type=types.path, metavar="FILE", help="font for captions in scripts that the installed fonts lack")
 
 
 def run(options: argparse.Namespace) -> None:
     """Write the sheet."""
-    if options.out.suffix.lower() != ".png":
-        raise ConfigError(f"--out: got {options.out}; a sheet is a PNG file: expected a name that ends in .png")
+    if options.out.suffix.lower() != ".html":
+        raise ConfigError(f"--out: got {options.out}; a sheet is a page: expected a name that ends in .html")
     if not options.out.absolute().parent.is_dir():  # checked before the work
         raise ConfigError(f"--out: got {options.out}, but there is no folder {options.out.absolute().parent}")
     data, vocabulary, head = _of_config(options) if options.config else _of_source(options)
     head += f", context length {vocabulary.context_length}, epoch {options.epoch}"
     if options.views > 1:
         head += f" to {options.epoch + options.views - 1}"
-    sheet = show(data, vocabulary, head, options.count, options.epoch, options.views, options.font)
-    write_file(options.out, lambda file: sheet.save(file, format="PNG"))
+    tiles = training_tiles(data, vocabulary, options.count, options.epoch, options.views)
+    write_text(options.out, render_sheet(tiles, head))
     print(f"{options.out}: {options.count} samples, {head}")
 
 

@@ -1,66 +1,100 @@
-"""Show what the model sees: images after decoding and augmentation, captions as tokens."""
+"""Contact sheets: what the model sees, as an HTML page that contains its images and needs no network."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
 from vqclip.data import Source, TrainData, decode_image
 from vqclip.data.transforms import EvalTransformConfig
-from vqclip.data_tools.sheet import Caption, Tile, draw_sheet
+from vqclip.report.images import png_uri
+from vqclip.report.page import render
 from vqclip.towers import Vocabulary
 
-__all__ = ["draw_source", "show", "training_tiles"]
+__all__ = ["Caption", "Tile", "render_sheet", "source_tiles", "training_tiles"]
+
+_LEAST_SIDE = 144
+_MOST_PIECES = 300
+"""Tokens of a caption that are shown; it may have 65,536 characters."""
 
 
-def show(
-    data: TrainData, vocabulary: Vocabulary, head: str, count: int, epoch: int, views: int, font: Path | None = None
-) -> Image.Image:
-    """Draw a contact sheet of the first samples of an epoch, in the order of training.
+class Caption(NamedTuple):
+    """A caption as its tokens."""
+
+    pieces: tuple[str, ...]
+    """Text of each token."""
+    read: int
+    """Number of tokens that are read; the rest is cut."""
+
+
+class Tile(NamedTuple):
+    """Images of one sample side by side, with text below."""
+
+    images: tuple[Tensor, ...]
+    """``(3, S, S)`` uint8 each."""
+    title: str
+    captions: tuple[Caption, ...]
+    warning: str = ""
+    """Remark in red."""
+
+
+def render_sheet(tiles: Sequence[Tile], title: str) -> str:
+    """Return tiles, whose images have one size, as a page. Each pixel is shown as a square of whole pixels."""
+    side = tiles[0].images[0].shape[-1] if tiles else 1
+    shown = [
+        tile._replace(images=tuple(png_uri(Image.fromarray(image.permute(1, 2, 0).numpy())) for image in tile.images))
+        for tile in tiles
+    ]
+    scaled = side * max(1, _LEAST_SIDE // side)
+    return render("sheet.html", title=title, tiles=shown, side=scaled, most=_MOST_PIECES)
+
+
+def training_tiles(data: TrainData, vocabulary: Vocabulary, count: int, epoch: int, views: int) -> list[Tile]:
+    """Return tiles of the first samples of an epoch, in the order of training.
+
+    Images equal those of the batches of training, bit for bit.
 
     Args:
         data: the training data.
         vocabulary: of the text tower.
-        head: line above the images.
         count: number of samples.
-        epoch: e; the sheet begins with the first sample of epoch e.
-        views: number of epochs, from e on, whose views of a sample are shown side by side.
-        font: used first for captions.
+        epoch: e; the first tile is the first sample of epoch e.
+        views: number of epochs, from e on, whose views of a sample are side by side.
 
     Raises:
         DataError: too many samples in a row are bad.
-        ConfigError: the font cannot be read.
     """
-    return draw_sheet(training_tiles(data, vocabulary, count, epoch, views), head, font)
-
-
-def training_tiles(data: TrainData, vocabulary: Vocabulary, count: int, epoch: int, views: int) -> list[Tile]:
-    """Return the tiles of `show`; images equal those of the batches of training, bit for bit."""
     positions = data.order.begin(epoch) + np.arange(count)
     slots = zip(*(part.tolist() for part in data.order[positions]), strict=True)
-    return [_tile(data, vocabulary, source, index, passes, views) for source, index, passes in slots]
+    return [_make_tile(data, vocabulary, source, index, passes, views) for source, index, passes in slots]
 
 
-def _tile(data: TrainData, vocabulary: Vocabulary, source: int, index: int, passes: int, views: int) -> Tile:
+def _make_tile(data: TrainData, vocabulary: Vocabulary, source: int, index: int, passes: int, views: int) -> Tile:
     made = [data.samples.make(source, index, passes + view) for view in range(views)]
-    images, bad = [], made[0][1]
-    for sample, _ in made:
-        assert sample.image is not None
-        images.append(sample.image)
+    sample, bad = made[0]
     captions = []
-    for text in dict.fromkeys(sample.caption for sample, _ in made):
+    for text in dict.fromkeys(each.caption for each, _ in made):
         pieces, read = vocabulary.pieces(text)
         captions.append(Caption((*pieces,), read))
-    longest = max(len(caption.pieces) for caption in captions)
-    read = captions[0].read or 0
-    sample_id = made[0][0].sample_id
-    title = f"{sample_id}: {_place(*data.samples.locate(sample_id))}, {longest} token{'s' * (longest != 1)}"
-    if longest > read:
-        title += f", {read} read"
+    longest, read = max(len(caption.pieces) for caption in captions), captions[0].read
+    title = f"{sample.sample_id}: {_place(*data.samples.locate(sample.sample_id))}, {longest} tokens"
+    title += f", {read} read" if longest > read else ""
     warning = f"in place of {_place(data.samples.sources[source], index)}: {bad[0].kind}" if bad else ""
-    return Tile(tuple(images), title, tuple(captions), warning)
+    return Tile(tuple(each.image for each, _ in made if each.image is not None), title, tuple(captions), warning)
+
+
+def source_tiles(source: Source, count: int, side: int = 144) -> list[Tile]:
+    """Return tiles of the first samples of a source as they are stored, resized to squares."""
+    transform, tiles = EvalTransformConfig(mode="squash").build(side), []
+    for index in range(min(count, len(source))):
+        sample = source.read(index)
+        captions = tuple(Caption((caption,), 1) for caption in sample.captions)
+        tiles.append(Tile((transform(decode_image(sample.image)),), _place(source, index), captions))
+    return tiles
 
 
 def _place(source: Source, index: int) -> str:
@@ -68,14 +102,3 @@ def _place(source: Source, index: int) -> str:
     name = source.name(index)
     folder, _, last = name.rpartition("/")
     return last if ": " in last or not folder else "/".join(name.split("/")[-2:])
-
-
-def draw_source(source: Source, count: int, side: int = 144) -> Image.Image:
-    """Draw a contact sheet of the first samples of a source as they are stored."""
-    transform = EvalTransformConfig(mode="squash").build(side)
-    tiles = []
-    for index in range(min(count, len(source))):
-        sample = source.read(index)
-        captions = tuple(Caption((caption,)) for caption in sample.captions)
-        tiles.append(Tile((transform(decode_image(sample.image)),), "", captions))
-    return draw_sheet(tiles, "")
