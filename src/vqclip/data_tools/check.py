@@ -40,6 +40,8 @@ class CheckReport:
 
     samples: int
     """Samples of the source."""
+    notes: tuple[str, ...] = ()
+    """Remarks of the source on what is left out, grouped or ambiguous."""
     image_bytes: int = 0
     """Bytes of all images that could be read."""
     bad: dict[str, list[Finding]] = field(default_factory=dict)
@@ -96,14 +98,18 @@ class _Digests:
 
 
 def check_source(source: Source, options: CheckOptions, against: Source | None = None) -> CheckReport:
-    """Read and decode every sample of a source; a bad one never ends the check.
+    """Read and decode every sample of a source; a bad sample never ends the check.
 
     Args:
         source: the samples.
         options: the limits.
         against: other data, whose images should not be in this source.
     """
-    report, bad, warnings = CheckReport(len(source)), defaultdict(list), defaultdict(list)
+    report, bad, warnings = (
+        CheckReport(len(source), tuple(getattr(source, "notes", ()))),
+        defaultdict(list),
+        defaultdict(list),
+    )
     files, pixels, captions = _Digests(), _Digests(), _Digests()
     lengths, classes = CaptionLengths(), Counter[int]()
     for sample in scan(source, options):
@@ -206,13 +212,17 @@ def format_report(report: CheckReport, examples: int = 3) -> str:
     mean = report.image_bytes / max(1, report.samples)
     lines = [f"{report.samples:,} samples, {report.image_bytes / 1e6:,.1f} MB of images ({mean / 1e3:.1f} kB each)"]
     for title, section in (("bad samples", report.bad), ("warnings", report.warnings)):
-        lines.append(f"\n{title}{'' if section else ': none'}")
+        notes = report.notes if title == "warnings" else ()
+        lines.append(f"\n{title}{'' if section or notes else ': none'}")
+        lines += [f"  {note}" for note in notes]
         for kind, found in section.items():
             lines.append(f"  {kind:<26}{len(found):>9,} {100 * len(found) / max(1, report.samples):>6.2f} %")
             lines += [f"      {each.sample}: {each.detail}" for each in found[:examples]]
             if 0 < examples < len(found):
                 lines.append(f"      and {len(found) - examples:,} more")
-    return "\n".join(printable(line) for line in [*lines, *_caption_lines(report), *_class_lines(report)])
+    return "\n".join(
+        printable(line) for line in [*lines, *_caption_lines(report), *_duplicate_lines(report), *_class_lines(report)]
+    )
 
 
 def _caption_lines(report: CheckReport) -> Iterator[str]:
@@ -231,6 +241,15 @@ def _caption_lines(report: CheckReport) -> Iterator[str]:
         yield (
             f"captions of several images: {facts['repeated']:,}, on {facts['samples_with_repeated']:,} images "
             f"({share:.2f} %); in one batch they are false negatives of each other"
+        )
+
+
+def _duplicate_lines(report: CheckReport) -> Iterator[str]:
+    if count := len(report.warnings.get("same image file", ())):
+        share = 100 * count / max(1, report.samples)
+        yield (
+            f"samples with the image of an earlier one: {count:,} ({share:.2f} %); in one batch they are false "
+            "negatives of each other, and retrieval counts them as wrong: give an image once, with all its captions"
         )
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from PIL import Image
 from torch import Tensor
 
 from vqclip.data import Source
 from vqclip.data.batch_maker import Tokenize
-from vqclip.data.decode import MAX_PIXELS, decode_image, image_format
+from vqclip.data.decode import MAX_PIXELS, DecodedImage, image_format, read_image
 from vqclip.data.in_order import InOrderReader, ShardSlices
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import DataError
@@ -23,7 +21,12 @@ __all__ = ["CheckOptions", "ScannedSample", "scan"]
 _BATCH = 16
 _LONG_SIDE = 4.0
 """Largest ratio of the sides that is not remarkable."""
-_ORIENTATION = 0x0112
+_BLACK = 8
+"""Largest value of a black image; JPEG adds noise."""
+_BITS = 14
+"""Bits that a 16-bit image uses at least, unless it is remarkable."""
+_PLACEHOLDERS = {"nan", "none", "null", "n/a", "na", "<na>", "#n/a", "nat", "undefined"}
+"""Captions that programs write for a missing value, in lower case."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,15 @@ class _Scanner:
             found.captions = [_digest(caption.encode()) for caption in sample.captions]
             if self._options.tokenize is not None:
                 found.lengths = [*self._options.tokenize([*sample.captions])[1]]
-            image = decode_image(sample.image, self._options.max_pixels)
-            found.pixel_digest = _pixel_digest(image)
-            found.remarks = [*self._remarks(sample.image, image)]
+            if not self._source.templates:
+                found.remarks += [
+                    ("placeholder as caption", repr(each))
+                    for each in sample.captions
+                    if each.strip().lower() in _PLACEHOLDERS
+                ]
+            image = read_image(sample.image, self._options.max_pixels)
+            found.pixel_digest = _pixel_digest(image.pixels)
+            found.remarks += self._remarks(image)
             if self._source.classnames and not 0 <= found.label < len(self._source.classnames):
                 last = len(self._source.classnames) - 1
                 raise DataError(f"class {found.label}; expected a class number, 0 to {last}", "class number")
@@ -101,24 +110,25 @@ class _Scanner:
                 found.problem = "truncated image", f"{error}; the file ends early"
         return found
 
-    def _remarks(self, data: bytes, image: Tensor) -> Iterator[tuple[str, str]]:
-        height, width = image.shape[1:]
+    def _remarks(self, image: DecodedImage) -> Iterator[tuple[str, str]]:
+        height, width = image.pixels.shape[1:]
         if min(height, width) < self._options.min_side:
             yield "small image", f"{width}x{height} pixels"
         if max(height, width) > _LONG_SIDE * min(height, width):
             yield "long image", f"{width}x{height} pixels"
-        try:
-            with Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP")) as header:
-                mode, transparent = header.mode, header.has_transparency_data
-                orientation = header.getexif().get(_ORIENTATION, 1)
-        except Exception:  # it was decoded, so that nothing but metadata can be wrong
-            return
-        if mode in ("1", "L", "LA", "I") or mode.startswith("I;16"):
-            yield "grey image", f"mode {mode}"
-        if transparent:
-            yield "transparent image", f"mode {mode}; it is composited on white"
-        if orientation in range(2, 9):
-            yield "EXIF orientation", f"orientation {orientation}; the image is rotated or flipped upright"
+        if image.mode in ("1", "L", "LA", "I") or image.mode.startswith("I;16"):
+            yield "grey image", f"mode {image.mode}"
+        if image.transparent:
+            yield "transparent image", f"mode {image.mode}; it is composited on white"
+        if image.orientation in range(2, 9):
+            yield "EXIF orientation", f"orientation {image.orientation}; the image is rotated or flipped upright"
+        if image.largest is not None and image.largest.bit_length() < _BITS:
+            bits = image.largest.bit_length()
+            yield "dark 16-bit image", f"values to {image.largest}, {bits} of 16 bits; scale them to 65535"
+        if int(image.pixels.max()) < _BLACK:
+            yield "black image", f"no value above {int(image.pixels.max())} of 255"
+        elif bool((image.pixels == image.pixels[:, :1, :1]).all()):
+            yield "image of one colour", f"{tuple(image.pixels[:, 0, 0].tolist())}"
 
 
 def scan(source: Source, options: CheckOptions, name: str = "check") -> Iterator[ScannedSample]:
@@ -155,6 +165,8 @@ def _pixel_digest(image: Tensor) -> bytes:
 def _is_truncated(data: bytes) -> bool:
     """Return whether a damaged image lacks its end."""
     kind = image_format(data)
+    if kind not in ("jpeg", "png", "webp"):
+        return False
     if kind == "webp":
         return int.from_bytes(data[4:8], "little") + 8 > len(data)
     if kind == "png":

@@ -46,8 +46,7 @@ def render_sheet(tiles: Sequence[Tile], title: str) -> str:
     """Return tiles, whose images have one size, as a page. Each pixel is shown as a square of whole pixels."""
     side = tiles[0].images[0].shape[-1] if tiles else 1
     shown = [
-        tile._replace(images=tuple(png_uri(Image.fromarray(image.permute(1, 2, 0).numpy())) for image in tile.images))
-        for tile in tiles
+        (tile, [png_uri(Image.fromarray(image.permute(1, 2, 0).numpy())) for image in tile.images]) for tile in tiles
     ]
     scaled = side * max(1, _LEAST_SIDE // side)
     return render("sheet.html", title=title, tiles=shown, side=scaled, most=_MOST_PIECES)
