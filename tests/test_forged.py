@@ -18,7 +18,7 @@ import vqclip
 from tests.models import BUSY_VQ, FSQ, tiny_model
 from vqclip.checkpoint import manifest
 from vqclip.errors import CheckpointError
-from vqclip.io.digest import digest_file
+from vqclip.io.atomic import digest_file
 from vqclip.io.json_files import add_checksum
 from vqclip.losses import ContrastiveLoss
 from vqclip.model import CLIP

@@ -28,7 +28,7 @@ from tests.data.making import caption_members, class_folder, encode, pixels, wri
 from tests.models import tiny_model
 from vqclip import checkpoint
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.digest import digest_file
+from vqclip.io.atomic import digest_file
 from vqclip.io.json_files import add_checksum
 from vqclip.model import CLIP
 from vqclip.towers import TimmTowerConfig

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import vqclip
 from tests.models import FSQ, LFQ, PRODUCT, tiny_model
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.digest import digest_file
+from vqclip.io.atomic import digest_file
 from vqclip.io.json_files import add_checksum
 from vqclip.model import CLIP, ImageModel, ModelConfig, load_pretrained
 from vqclip.tokenizer.folder import TokenizerFolder

@@ -20,7 +20,7 @@ from vqclip.cli.export import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, EvalSet
 from vqclip.errors import BackendError, CheckpointError, ConfigError, DataError, NonFiniteError, ShapeError
 from vqclip.export import OnnxTokenizer, export_onnx, export_program, verify, verify_program
-from vqclip.io.digest import digest_file
+from vqclip.io.atomic import digest_file
 from vqclip.io.json_files import add_checksum, read_json
 from vqclip.model import CLIP
 from vqclip.pixels import ConvolutionalPixelsConfig, DetailConfig, PixelsConfig, attach

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from vqclip.io.differences import describe_differences
+from vqclip.io.json_files import describe_differences
 
 
 def test_each_leaf_that_differs_has_a_line():

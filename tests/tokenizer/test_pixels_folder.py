@@ -13,7 +13,7 @@ import vqclip
 from tests.models import FSQ, tiny_model
 from tests.pixels.test_decoder import CONFIGS
 from vqclip.errors import CheckpointError
-from vqclip.io.digest import digest_file
+from vqclip.io.atomic import digest_file
 from vqclip.io.json_files import add_checksum
 from vqclip.model import CLIP
 from vqclip.pixels import PixelDecoder, attach

@@ -12,7 +12,7 @@ import transformers
 from torch.nn.functional import normalize
 
 from vqclip.errors import ConfigError
-from vqclip.io.digest import digest_file
+from vqclip.io.atomic import digest_file
 from vqclip.towers import packages
 from vqclip.towers.huggingface import TransformersTextTowerConfig
 from vqclip.towers.image import TimmTowerConfig

@@ -19,7 +19,7 @@ from vqclip.checkpoint import load
 from vqclip.checkpoint.optimizer import read_optimizer
 from vqclip.cli.main import main
 from vqclip.errors import CheckpointError, OtherRunError
-from vqclip.io.digest import digest_file
+from vqclip.io.atomic import digest_file
 from vqclip.io.json_files import add_checksum, read_json
 from vqclip.model import CLIP
 from vqclip.tokenizer.fingerprint import fingerprint

@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 from vqclip.errors import CheckpointError
-from vqclip.io.digest import FileDigest, digest_file, verify_file
+from vqclip.io.atomic import FileDigest, digest_file, verify_file
 from vqclip.io.json_files import Strict, add_checksum, read_checked
 
 MANIFEST = "manifest.json"

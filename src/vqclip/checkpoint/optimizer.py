@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from vqclip.checkpoint.background import Staging
 from vqclip.errors import CheckpointError, NonFiniteError
-from vqclip.io.differences import describe_differences
-from vqclip.io.json_files import Strict, read_plain, write_plain
+from vqclip.io.json_files import Strict, describe_differences, read_plain, write_plain
 from vqclip.io.tensors import (
     first_names,
     nonfinite_names,

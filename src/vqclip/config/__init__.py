@@ -3,8 +3,17 @@
 After `vqclip.io`, which reads the files; before every package that has a section of its own.
 """
 
-from vqclip.config.base import Config, json_schema, to_yaml
+from vqclip.config.base import Config, Modality, json_schema, to_yaml
 from vqclip.config.loading import load_config, parse_config
 from vqclip.config.messages import did_you_mean, suggest_keys
 
-__all__ = ["Config", "did_you_mean", "json_schema", "load_config", "parse_config", "suggest_keys", "to_yaml"]
+__all__ = [
+    "Config",
+    "Modality",
+    "did_you_mean",
+    "json_schema",
+    "load_config",
+    "parse_config",
+    "suggest_keys",
+    "to_yaml",
+]

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, TypeAdapter
 from pydantic_core import CoreSchema, PydanticSerializationError, to_jsonable_python
 
 from vqclip.config.yaml import dump_yaml
 
+Modality = Literal["image", "text"]
+"""Kind of input of a tower or tokenizer."""
 INT64 = {"ge": -(2**63), "le": 2**63 - 1}
 """Range of an integer whose field sets no bound of its own: that of torch's and numpy's int64."""
 

@@ -24,7 +24,7 @@ from vqclip.data.sources.shards import CaptionShards, CaptionShardsConfig
 from vqclip.data.sources.torchvision import TorchvisionConfig
 from vqclip.data.tokens import TokenBatch, TokenDataset, TokenItem, TokenSampler, collate_tokens
 from vqclip.data.transforms import EvalTransform, EvalTransformConfig, TrainTransform, TrainTransformConfig
-from vqclip.io.cache import cache_folder
+from vqclip.io.files import cache_folder
 
 __all__ = [
     "BadSample",

@@ -24,7 +24,7 @@ from vqclip.data.members import KINDS, MemberTable
 from vqclip.data.shard import Shard
 from vqclip.data.tar import walk
 from vqclip.errors import DataError, StorageError
-from vqclip.io.cache import cache_folder
+from vqclip.io.files import cache_folder
 
 __all__ = ["KINDS", "ShardIndex", "load_index", "remove_index"]
 

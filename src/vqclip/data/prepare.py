@@ -22,7 +22,7 @@ from vqclip.data.sources.base import OpensSource, Source
 from vqclip.data.sources.file_parts import skip_next_check
 from vqclip.errors import DataError, name_section, printable
 from vqclip.io.atomic import remove_leftovers
-from vqclip.io.cache import cache_folder
+from vqclip.io.files import cache_folder
 from vqclip.process import progress
 
 __all__ = ["HasShards", "SharesOpened", "open_source", "prepare_shard", "prepare_sources"]

@@ -28,9 +28,8 @@ from vqclip.data.in_order import require_few_bad
 from vqclip.data.tokens.manifest import BAD_FILE, MANIFEST_FILE, RECORDS, SETTINGS_FILE, ShardInfo, ShardManifest
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.io import atomic
-from vqclip.io.differences import describe_differences
-from vqclip.io.digest import FileDigest, verify_file
-from vqclip.io.json_files import add_checksum, read_versioned
+from vqclip.io.atomic import FileDigest, verify_file
+from vqclip.io.json_files import add_checksum, describe_differences, read_versioned
 
 __all__ = ["BadRecord", "ShardFolder", "ShardRecord", "WorkResult"]
 

@@ -42,10 +42,9 @@ from pydantic import ValidationError
 from vqclip.config import Config
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.io import atomic
-from vqclip.io.differences import describe_differences
-from vqclip.io.digest import FileDigest, verify_file
+from vqclip.io.atomic import FileDigest, verify_file
 from vqclip.io.file_locks import ProcessLock
-from vqclip.io.json_files import add_checksum, read_versioned, validation_problems
+from vqclip.io.json_files import add_checksum, describe_differences, read_versioned, validation_problems
 from vqclip.process import progress
 
 __all__ = ["BadRecord", "FolderLayout", "ItemRecord", "WorkFolder", "require_few_bad"]

@@ -81,7 +81,7 @@ class ParquetChoices(Choices):
 
     Args:
         file: the file.
-        cache: folder of its index; default `vqclip.io.cache.cache_folder()`.
+        cache: folder of its index; default `vqclip.io.files.cache_folder()`.
 
     Raises:
         DataError: it is missing or damaged, or has other columns.

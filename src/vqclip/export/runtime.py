@@ -10,7 +10,7 @@ import numpy as np
 from vqclip.errors import BackendError, CheckpointError, ConfigError, ShapeError
 from vqclip.export.program import PARTS, Part
 from vqclip.export.to_onnx import INFO_FILE, OUTPUTS, VERSIONS, require
-from vqclip.io.digest import FileDigest, verify_file
+from vqclip.io.atomic import FileDigest, verify_file
 from vqclip.io.json_files import read_versioned
 
 __all__ = ["OnnxTokenizer"]

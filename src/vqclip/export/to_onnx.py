@@ -14,8 +14,7 @@ from vqclip import __version__
 from vqclip.errors import ConfigError
 from vqclip.export.float64 import DECOMPOSITIONS
 from vqclip.export.program import AnyTokenizer, Part, example_inputs, export_program, parts_of
-from vqclip.io.atomic import replace_folder, require_replaceable
-from vqclip.io.digest import digest_file
+from vqclip.io.atomic import digest_file, replace_folder, require_replaceable
 from vqclip.io.json_files import add_checksum
 from vqclip.tokenizer import ImageTokenizer
 from vqclip.tokenizer.fingerprint import fingerprint, pixels_fingerprint

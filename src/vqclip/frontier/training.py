@@ -12,7 +12,7 @@ from pydantic_core import to_jsonable_python
 from vqclip.config import load_config
 from vqclip.data import mask_credentials
 from vqclip.errors import ConfigError, StopRequested
-from vqclip.io.differences import describe_differences
+from vqclip.io.json_files import describe_differences
 from vqclip.train import TrainConfig, run
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Write files and folders whole or not at all.
+"""Write files and folders whole or not at all, and verify them by size and SHA-256.
 
     write to .tmp-<name>  ->  fsync  ->  rename to <name>  ->  fsync the parent folder
 
@@ -16,17 +16,64 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
-from vqclip.errors import ConfigError, encodable
-from vqclip.io.digest import FileDigest, digest_file
-from vqclip.io.file_locks import try_lock
-from vqclip.io.files import name_file_in_errors, sync, sync_folder
+from pydantic import Field
+
+from vqclip.errors import CheckpointError, ConfigError, encodable
+from vqclip.io.file_locks import hold_lock, try_lock
+from vqclip.io.files import name_file_in_errors, open_regular, sync, sync_folder
+from vqclip.io.json_files import Strict
 
 TEMPORARY = ".tmp-"
 """Prefix of the name of an unfinished file or folder."""
 REPLACED = ".replaced-"
 """Prefix of the name of a folder that is being replaced."""
+_CHUNK = 1 << 20
+
+
+class FileDigest(Strict):
+    """Size and SHA-256 of a file."""
+
+    size: Annotated[int, Field(ge=0)]
+    """Bytes."""
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """SHA-256 of the whole file, in hexadecimal digits."""
+
+
+def digest_file(path: Path, limit: int | None = None) -> FileDigest:
+    """Return the digest of a file, or of its first ``limit + 1`` bytes.
+
+    Raises:
+        OSError: it cannot be read, or is not a regular file.
+    """
+    digest, size = hashlib.sha256(), 0
+    with open_regular(path) as file:
+        while chunk := file.read(_CHUNK if limit is None else min(_CHUNK, limit + 1 - size)):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileDigest(size=size, sha256=digest.hexdigest())
+
+
+def verify_file(path: Path, expected: FileDigest, source: str) -> None:
+    """Compare a file with its digest in the file `source`.
+
+    Raises:
+        CheckpointError: it is missing, has another size, or differs in a single bit.
+    """
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            raise CheckpointError(
+                f"{path}: {size} bytes; {source} says {expected.size}: the file is damaged or cut short"
+            )
+        actual = digest_file(path, limit=expected.size).sha256  # no further, should it grow meanwhile
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if actual != expected.sha256:
+        raise CheckpointError(f"{path}: SHA-256 {actual}; {source} says {expected.sha256}: the file is damaged")
 
 
 def write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> FileDigest:
@@ -142,6 +189,27 @@ def replace_folder(target: Path, fill: Callable[[Path], object]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
     sync_folder(target.parent)
     shutil.rmtree(former, ignore_errors=True)
+
+
+def make_once(
+    folder: Path, fill: Callable[[Path], object], is_intact: Callable[[Path], bool] = lambda path: path.exists()
+) -> None:
+    """Make a folder of the cache atomically unless it is intact; other processes wait for the one that makes it.
+
+    Args:
+        folder: the folder.
+        fill: writes its files into an empty folder.
+        is_intact: whether the folder can be used as it is.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if is_intact(folder):
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with hold_lock(folder.with_name(f"{folder.name}.lock")):
+        if not is_intact(folder):
+            replace_folder(folder, fill)
 
 
 def require_replaceable(target: Path, mark: str) -> None:

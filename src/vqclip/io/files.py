@@ -1,4 +1,4 @@
-"""Open files safely, and wait until they are on the disk."""
+"""Find and open files safely, and wait until they are on the disk."""
 
 from __future__ import annotations
 
@@ -6,15 +6,50 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
+
+from vqclip.errors import DataError
 
 PICKLED = (
     *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill", ".npy", ".npz", ".h5"),
     ".msgpack",
 )
 """Endings of files of weights that could run code, or that nothing here reads; they are named, and never opened."""
+
+
+_MAX_VISITS = 1000
+"""Paths through symbolic links to one folder; links to links could make their number astronomical."""
+
+
+class Stamp(NamedTuple):
+    """Size and time of the last change of a file; while both stay, its content counts as unchanged."""
+
+    size: int
+    """Bytes."""
+    modified_ns: int
+
+    @classmethod
+    def of(cls, file: int | str | Path) -> Stamp:
+        """Return the stamp of a path or descriptor; raises OSError if there is no such file."""
+        status = os.stat(file)
+        return cls(status.st_size, status.st_mtime_ns)
+
+
+def cache_folder() -> Path:
+    """Return the folder of indexes and drawn data: environment variable VQCLIP_CACHE, else ~/.cache/vqclip."""
+    return Path(os.environ.get("VQCLIP_CACHE") or Path.home() / ".cache" / "vqclip")
+
+
+def order_of_use(time_ns: int) -> int:
+    """Return a number by which files are sorted, the least recently used first, from the time of the last use.
+
+    Times more than a minute ahead come from a clock that was wrong, so those files are first, in their own order.
+    """
+    return time_ns if time_ns < time.time_ns() + 60 * 10**9 else time_ns - 2**64
 
 
 def expand_home(path: str | Path) -> Path:
@@ -48,6 +83,43 @@ def read_bounded(path: Path, limit: int) -> bytes:
     """
     with open_regular(path) as file:
         return file.read(limit + 1)
+
+
+def walk_files(
+    folder: Path, *, hidden: bool = False, visit: Callable[[Path], object] = lambda path: None
+) -> Iterator[str]:
+    """Yield the relative paths of all files below a folder, sorted, those of a folder before those of its subfolders.
+
+    A link to a folder that contains it is skipped.
+
+    Args:
+        folder: the folder.
+        hidden: yield hidden files too, and enter hidden folders.
+        visit: called with each folder before it is listed.
+
+    Raises:
+        DataError: a folder cannot be listed, or symbolic links lead to it in more than 1,000 ways.
+    """
+    left: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
+    visits = Counter[tuple[int, int]]()
+    while left:  # not recursive: crafted folders are deeper than Python's stack
+        relative, above = left.pop()
+        here = folder / relative
+        try:
+            status = os.stat(here)
+            identity = status.st_dev, status.st_ino
+            if identity in above:
+                continue
+            visits[identity] += 1
+            if visits[identity] > _MAX_VISITS:
+                raise DataError(f"{here}: symbolic links lead to it in more than {_MAX_VISITS} ways; remove some")
+            visit(here)
+            names = sorted(name for name in os.listdir(here) if hidden or name[0] != ".")
+        except OSError as error:
+            raise DataError(f"{here}: cannot be read: {error.strerror}") from None
+        inside = {name for name in names if os.path.isdir(here / name)}
+        yield from (f"{relative}{name}" for name in names if name not in inside)
+        left += [(f"{relative}{name}/", above | {identity}) for name in reversed(names) if name in inside]
 
 
 @contextlib.contextmanager

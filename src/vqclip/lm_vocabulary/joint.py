@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from vqclip.config import Modality
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.lm_vocabulary.checks import require_integers, require_room
 from vqclip.lm_vocabulary.embedding import mean_rows, projected_rows, require_rows
 from vqclip.lm_vocabulary.flat import FlatCodes
 from vqclip.seeds import derive_seed
 
-Modality = Literal["image", "text"]
 SPECIAL = ("pad", "begin_image", "end_image", "begin_text", "end_text")
 
 

@@ -15,8 +15,8 @@ from pydantic import Field
 
 from vqclip.config import Config
 from vqclip.errors import DataError
-from vqclip.io.cache import cache_folder, make_once
-from vqclip.io.digest import digest_file
+from vqclip.io.atomic import digest_file, make_once
+from vqclip.io.files import cache_folder
 from vqclip.scenes.shards import write_captioned, write_labelled
 from vqclip.scenes.splits import VERSION, class_names, labelled_samples, train_samples, val_samples
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS, NumTokens
 from vqclip.errors import CheckpointError, ShapeError
-from vqclip.io.atomic import replace_folder, require_replaceable
-from vqclip.io.digest import FileDigest, digest_file, verify_file
+from vqclip.io.atomic import FileDigest, digest_file, replace_folder, require_replaceable, verify_file
 from vqclip.io.json_files import add_checksum, read_checked
 from vqclip.io.tensors import open_tensors, save_tensors
 from vqclip.nn.inputs import require_ids

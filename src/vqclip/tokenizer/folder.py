@@ -23,8 +23,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from vqclip.config import Modality
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.digest import FileDigest, verify_file
+from vqclip.io.atomic import FileDigest, verify_file
 from vqclip.io.files import PICKLED, read_bounded
 from vqclip.io.json_files import read_checked, validate
 from vqclip.io.tensors import (
@@ -37,7 +38,7 @@ from vqclip.io.tensors import (
 )
 from vqclip.pixels.decoder import PIXELS_FILE, PixelsConfig, attach
 from vqclip.tokenizer.decoder import DecoderConfig, TokenizerDecoder
-from vqclip.tokenizer.schema import EXTRA_FILES, FolderConfig, Modality, StoredTokenizer
+from vqclip.tokenizer.schema import EXTRA_FILES, FolderConfig, StoredTokenizer
 from vqclip.tokenizer.stored import JoinedTensors, frozen_file, open_joined, verify_frozen
 
 CONFIG_FILE = "config.json"

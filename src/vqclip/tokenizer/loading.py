@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
+from vqclip.config import Modality
 from vqclip.tokenizer.folder import TokenizerFolder
 from vqclip.tokenizer.hub import find_folder
-from vqclip.tokenizer.schema import MODALITIES, Modality
+from vqclip.tokenizer.schema import MODALITIES
 
 if TYPE_CHECKING:
     from vqclip.tokenizer import ImageTokenizer, TextTokenizer

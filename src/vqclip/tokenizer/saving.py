@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from vqclip.errors import ConfigError, NonFiniteError
-from vqclip.io.atomic import replace_folder, restore_folder
-from vqclip.io.digest import FileDigest, digest_file
+from vqclip.io.atomic import FileDigest, digest_file, replace_folder, restore_folder
 from vqclip.io.files import expand_home
 from vqclip.io.json_files import add_checksum, read_json
 from vqclip.io.tensors import first_names, nonfinite_names, save_tensors

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, model_validator
 
-from vqclip.config import Config
+from vqclip.config import Config, Modality
 from vqclip.config.bounds import EmbedDim, NumTokens
-from vqclip.io.digest import FileDigest
+from vqclip.io.atomic import FileDigest
 from vqclip.nn.temperature import TemperatureConfig
 from vqclip.pixels.decoder import PixelsConfig
 from vqclip.tokenizer.decoder import DecoderConfig
@@ -18,7 +18,6 @@ __all__ = ["EXTRA_FILES", "MODALITIES", "MODEL_TYPES", "FolderConfig", "Modality
 
 EXTRA_FILES = ("tokenizer.json",)
 """Files that some towers need: the vocabulary of a text tower of transformers."""
-Modality = Literal["image", "text"]
 MODALITIES: tuple[Modality, ...] = ("image", "text")
 MODEL_TYPES = {("image",): "vqclip_image_tokenizer", ("text",): "vqclip_text_tokenizer", ("image", "text"): "vqclip"}
 """Modalities of a folder → name by which transformers finds the class; see `vqclip.integrations.transformers`."""

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vqclip.errors import CheckpointError
-from vqclip.io.digest import FileDigest, verify_file
+from vqclip.io.atomic import FileDigest, verify_file
 from vqclip.io.tensors import first_names, open_tensors
 
 FROZEN_FOLDER = "frozen"

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.cache import cache_folder, make_once
-from vqclip.io.digest import FileDigest, digest_file, verify_file
+from vqclip.io.atomic import FileDigest, digest_file, make_once, verify_file
+from vqclip.io.files import cache_folder
 from vqclip.io.json_files import Strict, add_checksum, read_checked
 
 __all__ = ["EFFICIENTNET_NAME", "load_efficientnet", "unpack_minilm"]

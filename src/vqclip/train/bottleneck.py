@@ -13,16 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from pydantic import Field, model_validator
 
-from vqclip.config import Config
+from vqclip.config import Config, Modality
 from vqclip.model import CLIP
 from vqclip.tokenizer import Tokenizer
-
-Modality = Literal["image", "text"]
 
 
 class BottleneckConfig(Config):

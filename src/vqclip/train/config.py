@@ -17,7 +17,7 @@ from vqclip.data import DataConfig, mask_credentials
 from vqclip.data.order import FullOrder
 from vqclip.data.remote import TransferConfig
 from vqclip.evaluation import Evaluations, scalar_names
-from vqclip.io.cache import cache_folder
+from vqclip.io.files import cache_folder
 from vqclip.runlog.best import PREFIX
 from vqclip.runlog.trackers import RunFacts, TensorBoardConfig, Trackers, hyperparameters
 from vqclip.train.bottleneck import BottleneckConfig

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vqclip.data.features import Modality
+from vqclip.config import Modality
 from vqclip.io.tensors import module_digest
 from vqclip.tokenizer import TextTokenizer, Tokenizer
 from vqclip.towers.training import TowerConfig

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from vqclip.errors import CheckpointError, OtherRunError
-from vqclip.io.atomic import replace_folder
-from vqclip.io.digest import FileDigest
+from vqclip.io.atomic import FileDigest, replace_folder
 from vqclip.io.json_files import Strict, add_checksum, read_checked
 from vqclip.io.tensors import first_names, nonfinite_names, open_tensors, read_shapes, shape_differences
 from vqclip.tokenizer.folder import WEIGHTS_FILE, read_frozen_digest

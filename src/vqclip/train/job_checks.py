@@ -19,7 +19,7 @@ import vqclip
 from vqclip import checkpoint, dist
 from vqclip.data import mask_credentials
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.differences import describe_differences, flatten
+from vqclip.io.json_files import describe_differences, flatten
 from vqclip.process.lock import LOCK_FILE
 from vqclip.train.config import TaskConfig
 from vqclip.train.step import TrainStep

@@ -19,8 +19,7 @@ from torch import Tensor
 from vqclip import checkpoint, dist
 from vqclip.checkpoint import OptimizerState
 from vqclip.errors import CheckpointError, ConfigError, OtherRunError
-from vqclip.io.differences import describe_differences, flatten
-from vqclip.io.json_files import validate
+from vqclip.io.json_files import describe_differences, flatten, validate
 from vqclip.io.tensors import first_names, map_tensors, nonfinite_names
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
 from vqclip.tokenizer.folder import load_weights, read_weights

@@ -13,7 +13,7 @@ from tests.evaluation.made import image_folder, png
 from vqclip.data import FileSource, FolderConfig, parse_source
 from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.errors import DataError
-from vqclip.io.walk import walk_files
+from vqclip.io.files import walk_files
 
 
 def images_of(path) -> FileSource:

@@ -25,7 +25,7 @@ from vqclip.data.tokens import (
 from vqclip.data.tokens.layout import strip_padding
 from vqclip.data.tokens.manifest import Settings, ShardInfo, TokenizerInfo, json_file_bytes
 from vqclip.errors import DataError, ShapeError
-from vqclip.io.digest import digest_file
+from vqclip.io.atomic import digest_file
 from vqclip.io.json_files import add_checksum
 
 IMAGE = IdLayout(num_tokens=4, codebook_sizes=(1000, 7), padded=False)

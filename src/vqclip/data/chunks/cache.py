@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from vqclip.data.remote.retry import Deadline
 from vqclip.errors import StorageError
-from vqclip.io.cache import order_of_use
 from vqclip.io.file_locks import hold_lock, is_at, remove_unlocked, try_lock
+from vqclip.io.files import order_of_use
 
 __all__ = ["ChunkCache"]
 

@@ -22,8 +22,8 @@ from vqclip.data.shard import Shard
 from vqclip.data.sources.paths import common_folder, strip_common_folders
 from vqclip.errors import DataError, StorageError
 from vqclip.io.atomic import write_file
-from vqclip.io.cache import cache_folder
 from vqclip.io.file_locks import hold_lock
+from vqclip.io.files import cache_folder
 
 __all__ = ["cached_index", "data_folder", "find_index", "fits", "index_name", "local_tag", "lock_index", "shard_names"]
 
@@ -72,7 +72,7 @@ def find_index(shards: Sequence[Shard], cache: Path | None = None) -> Path | Non
 
     Args:
         shards: plain tars.
-        cache: the cache folder; default `vqclip.io.cache.cache_folder()`.
+        cache: the cache folder; default `vqclip.io.files.cache_folder()`.
 
     Raises:
         StorageError: the server cannot be reached.

@@ -18,7 +18,7 @@ from vqclip.data.chunks.store import ChunkStore
 from vqclip.data.remote import GzipShard, RemoteConfig, is_gzip
 from vqclip.data.shard import Part, Shard
 from vqclip.errors import ConfigError, DataError
-from vqclip.io.cache import cache_folder
+from vqclip.io.files import cache_folder
 
 if TYPE_CHECKING:
     from vqclip.data.sources.base import Source

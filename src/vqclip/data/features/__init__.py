@@ -5,8 +5,8 @@ After `vqclip.data.sources`; before the loader. `vqclip.train.feature_cache` com
     settings  ->  folder of shards (rows of features, found by sample and view or caption)  ->  reader  ->  Batch
 """
 
-from vqclip.data.features.config import FeatureCacheConfig, FeatureDtype, FeatureSettings, Modality
+from vqclip.data.features.config import FeatureCacheConfig, FeatureDtype, FeatureSettings
 from vqclip.data.features.folder import FeatureFolder
 from vqclip.data.features.reader import FeatureReader
 
-__all__ = ["FeatureCacheConfig", "FeatureDtype", "FeatureFolder", "FeatureReader", "FeatureSettings", "Modality"]
+__all__ = ["FeatureCacheConfig", "FeatureDtype", "FeatureFolder", "FeatureReader", "FeatureSettings"]

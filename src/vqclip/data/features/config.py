@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from vqclip.config import Config
-from vqclip.io.cache import cache_folder
+from vqclip.config import Config, Modality
+from vqclip.io.files import cache_folder
 
-Modality = Literal["image", "text"]
 FeatureDtype = Literal["fp32", "fp16", "bf16"]
 
 TORCH_DTYPES: dict[FeatureDtype, torch.dtype] = {

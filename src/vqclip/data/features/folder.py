@@ -29,8 +29,7 @@ from vqclip.data.features.config import FORMAT, FeatureSettings
 from vqclip.data.table_file import open_table, table_bytes
 from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.differences import describe_differences
-from vqclip.io.json_files import read_json
+from vqclip.io.json_files import describe_differences, read_json
 
 __all__ = ["FeatureFolder", "StoredShard"]
 

@@ -21,9 +21,8 @@ from typing import NamedTuple
 
 from vqclip.data.remote.retry import Deadline, RemoteConfig
 from vqclip.errors import StorageError
-from vqclip.io.cache import cache_folder, order_of_use
 from vqclip.io.file_locks import hold_lock, is_at, remove_unlocked, try_lock
-from vqclip.io.files import sync_folder
+from vqclip.io.files import cache_folder, order_of_use, sync_folder
 
 __all__ = ["CachedShard", "PartialShard", "ShardCache", "ShardInCache"]
 

@@ -16,8 +16,7 @@ from vqclip.data.remote.shard import fetch_bytes
 from vqclip.data.remote.urls import digest
 from vqclip.errors import StorageError
 from vqclip.io.atomic import write_file
-from vqclip.io.cache import cache_folder, order_of_use
-from vqclip.io.files import read_bounded
+from vqclip.io.files import cache_folder, order_of_use, read_bounded
 
 __all__ = ["fetch_image"]
 

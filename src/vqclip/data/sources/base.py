@@ -188,7 +188,7 @@ class SourceConfigBase(Config):
         """Open the data, after indexing what has no index.
 
         Args:
-            cache: folder of the indexes; default `vqclip.io.cache.cache_folder()`.
+            cache: folder of the indexes; default `vqclip.io.files.cache_folder()`.
 
         Raises:
             DataError: the data are missing or damaged.

@@ -27,8 +27,7 @@ from vqclip.data.sources.file_table import FileTable, checksum, load_table
 from vqclip.data.sources.prompts import Prompts
 from vqclip.data.sources.reader import MAX_BYTES, MAX_IMAGE_BYTES
 from vqclip.errors import ConfigError, DataError, StorageError, encodable, printable
-from vqclip.io.cache import cache_folder
-from vqclip.io.files import expand_home, open_regular
+from vqclip.io.files import cache_folder, expand_home, open_regular
 
 __all__ = ["IMAGE_ENDINGS", "FileSource", "FileSourceConfig", "ListConfig", "local_file"]
 
@@ -143,7 +142,7 @@ class FileSource(NumberedSource):
 
     Args:
         config: makes the table.
-        cache: folder of the table and the indexes; default `vqclip.io.cache.cache_folder()`.
+        cache: folder of the table and the indexes; default `vqclip.io.files.cache_folder()`.
 
     Raises:
         DataError: see `FileSourceConfig.table`; or none of the files can be read.

@@ -18,7 +18,7 @@ from vqclip.data.sources.files import IMAGE_ENDINGS, FileSourceConfig, local_fil
 from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
 from vqclip.data.sources.table_files import find_column, read_json, read_json_lines, read_rows
 from vqclip.errors import DataError, encodable, quote_names
-from vqclip.io.walk import walk_files
+from vqclip.io.files import walk_files
 
 __all__ = ["FolderConfig"]
 

@@ -168,7 +168,7 @@ class ParquetRows(NumberedSource):
 
     Args:
         config: the files and their columns.
-        cache: folder of the indexes; default `vqclip.io.cache.cache_folder()`.
+        cache: folder of the indexes; default `vqclip.io.files.cache_folder()`.
 
     Raises:
         DataError: no files, a damaged one, or no rows.

@@ -99,7 +99,7 @@ class ShardReader(TarReader):
 
     Args:
         shards: tar files, here or at URLs.
-        cache: folder of the indexes; default `vqclip.io.cache.cache_folder()`.
+        cache: folder of the indexes; default `vqclip.io.files.cache_folder()`.
 
     Raises:
         DataError: see `vqclip.data.index.load_index`.

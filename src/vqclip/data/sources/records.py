@@ -10,7 +10,7 @@ from typing import Any
 
 from vqclip.errors import CheckpointError, DataError
 from vqclip.io.atomic import write_file
-from vqclip.io.cache import cache_folder
+from vqclip.io.files import cache_folder
 from vqclip.io.json_files import add_checksum, read_versioned
 
 __all__ = ["load_record"]
@@ -32,7 +32,7 @@ def load_record(
         key: what they are about; a file's path alone if `is_current` compares its size and time.
         make: finds them out.
         is_current: whether stored ones still hold.
-        cache: the folder; default `vqclip.io.cache.cache_folder()`.
+        cache: the folder; default `vqclip.io.files.cache_folder()`.
 
     Raises:
         DataError: from `make`, or the cache cannot be written.

@@ -181,7 +181,7 @@ class RowGroups:
     Args:
         paths: Parquet files, here or at URLs.
         memory: largest size in bytes of the decoded groups that stay in memory; the last one always does.
-        cache: folder of the facts; default `vqclip.io.cache.cache_folder()`.
+        cache: folder of the facts; default `vqclip.io.files.cache_folder()`.
 
     Raises:
         DataError: a file is missing or damaged, or a group is larger than 2 GiB.

@@ -112,7 +112,7 @@ class RowSource(NumberedSource):
     Args:
         rows: the rows.
         kind: kind of the source, for the fingerprint.
-        cache: folder of the digests; default `vqclip.io.cache.cache_folder()`.
+        cache: folder of the digests; default `vqclip.io.files.cache_folder()`.
 
     Raises:
         DataError: there are no rows.

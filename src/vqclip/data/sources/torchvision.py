@@ -25,8 +25,7 @@ from vqclip.data.sources.prompts import DEFAULT_TEMPLATE, Prompts, Templates
 from vqclip.data.sources.reader import read_image
 from vqclip.data.sources.rows import Block, RowSource, divide, stamp
 from vqclip.errors import ConfigError, DataError, StorageError
-from vqclip.io.files import expand_home
-from vqclip.io.walk import walk_files
+from vqclip.io.files import expand_home, walk_files
 
 __all__ = ["TorchvisionConfig"]
 

@@ -28,7 +28,7 @@ from vqclip.data.tokens.layout import IdLayout, TokenRecord
 from vqclip.data.tokens.manifest import read_manifest
 from vqclip.data.tokens.parquet import TokenGroup, TokenShard
 from vqclip.errors import CheckpointError, DataError
-from vqclip.io.digest import FileDigest, verify_file
+from vqclip.io.atomic import FileDigest, verify_file
 from vqclip.io.files import open_regular
 from vqclip.seeds import derive_seed
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vqclip.config import Modality
 from vqclip.model import CLIP, CLIPOutput
 from vqclip.nn.precision import full_precision
 from vqclip.quantizers import Stats
@@ -76,7 +76,7 @@ class ComparedCLIP(nn.Module):
         self,
         model: CLIP,
         comparisons: Mapping[str, FeatureComparison],
-        modalities: Mapping[str, Literal["image", "text"]],
+        modalities: Mapping[str, Modality],
     ):
         super().__init__()
         self.model = model

@@ -6,12 +6,13 @@ import copy
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vqclip.config import Modality
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import first_names, nonfinite_names
 from vqclip.model import CLIP
@@ -32,8 +33,6 @@ from vqclip.train.distillation.config import (
     OpenCLIPTeacherConfig,
     TeacherConfig,
 )
-
-Modality = Literal["image", "text"]
 
 
 class TeacherTower(NamedTuple):

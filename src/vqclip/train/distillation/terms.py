@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vqclip import dist
-from vqclip.data.features import Modality
+from vqclip.config import Modality
 from vqclip.errors import ConfigError, NonFiniteError, VqclipError
 from vqclip.io.tensors import module_digest
 from vqclip.losses import DistillationLoss

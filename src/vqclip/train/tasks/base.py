@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from vqclip.config import Modality
 from vqclip.data import Batch
 from vqclip.data.batch_maker import Tokenize
 from vqclip.errors import ConfigError
 from vqclip.nn.precision import Precision
 from vqclip.quantizers import Order, Quantizer, Stats
 from vqclip.tokenizer import Tokenizer
-from vqclip.tokenizer.schema import Modality
 from vqclip.towers import ImageTower, TextTower
 from vqclip.train.tasks.output import TaskOutput
 

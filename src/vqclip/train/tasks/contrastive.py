@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vqclip.config import Modality
 from vqclip.data import Batch
 from vqclip.data.batch_maker import Tokenize
 from vqclip.errors import ConfigError
@@ -21,7 +22,6 @@ from vqclip.quantizers import Quantizer, Stats, sync
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.saving import write_tokenizer_files
-from vqclip.tokenizer.schema import Modality
 from vqclip.towers import ImageTower, TextTower
 from vqclip.train.bottleneck import BottleneckConfig
 from vqclip.train.collapse import mean_cosine

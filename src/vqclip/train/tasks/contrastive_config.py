@@ -12,7 +12,7 @@ import torch
 from pydantic import model_validator
 
 from vqclip import dist
-from vqclip.data.features import Modality
+from vqclip.config import Modality
 from vqclip.losses import LossConfig
 from vqclip.model import CLIP, ModelConfig
 from vqclip.pixels.losses import PixelLosses, require_starts

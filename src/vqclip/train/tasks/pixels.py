@@ -19,6 +19,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from vqclip import dist
+from vqclip.config import Modality
 from vqclip.data import Batch
 from vqclip.data.batch_maker import Tokenize
 from vqclip.data.features.config import TORCH_DTYPES
@@ -42,7 +43,6 @@ from vqclip.seeds import derive_seed
 from vqclip.tokenizer import ImageTokenizer, Tokenizer
 from vqclip.tokenizer.fingerprint import fingerprint
 from vqclip.tokenizer.saving import write_weights
-from vqclip.tokenizer.schema import Modality
 from vqclip.towers.frozen import run_in_chunks
 from vqclip.train.config import TaskConfig
 from vqclip.train.feature_makers import FeatureMaker
