@@ -21,7 +21,7 @@ from vqclip.errors import ConfigError, DataError
         ({"kind": "torchvision", "name": "FakeData", "arguments": {"sise": 1}}, ".arguments: FakeData takes no 'sise'"),
         ({"kind": "torchvision", "name": "MNIST", "root": "{}"}, ".root: got "),
         ({"kind": "shards", "path": "{}/none"}, ": {}/none: no such file or folder"),
-        ({"kind": "csv", "path": "{}/a.csv"}, ": {}/a.csv: image: no column 'filepath'"),
+        ({"kind": "csv", "path": "{}/a.csv"}, ": {}/a.csv: image: no column has a usual name"),
         ({"kind": "csv", "path": "s3://bucket/a.csv"}, ".path: got s3://bucket/a.csv; kind: csv reads files on this"),
         ({"kind": "folder", "path": "{}/none"}, ": {}/none: no such folder"),
         ({"kind": "coco", "path": "{}/none.json"}, ": {}/none.json: cannot be read"),

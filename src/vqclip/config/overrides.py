@@ -38,7 +38,8 @@ def apply_override(schema: type[BaseModel], root: Node, override: str, problems:
     node, place = root, SchemaLocation((), schema)
     *parents, last = parts = re.findall(r"[^.\[\]]+", match[1])
     path = tuple(int(part) if _INDEX.fullmatch(part) else part for part in parts)
-    value = read_yaml(match[2], label, problems, path=path, is_override=True)
+    text = f'"{match[2]}"' if match[2] in ("|", ">", ",") else match[2]  # for YAML, the beginning of something longer
+    value = read_yaml(text, label, problems, path=path, is_override=True)
     for part in parents:
         node, place = _descend(node, place, part, origin)
     key = _checked_part(node, place, last, origin)

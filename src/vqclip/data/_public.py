@@ -12,11 +12,11 @@ from vqclip.data.prepare import HasShards, open_source, prepare_sources
 from vqclip.data.remote import mask_credentials
 from vqclip.data.sources.base import FolderContent, RawSample, ShardedSource, Source, SourceConfigBase
 from vqclip.data.sources.classes import ClassShards, ClassShardsConfig
-from vqclip.data.sources.coco import CocoConfig
 from vqclip.data.sources.csv_table import CsvConfig
 from vqclip.data.sources.files import FileSource, FileSourceConfig
 from vqclip.data.sources.folder import FolderConfig
 from vqclip.data.sources.hf import HfConfig
+from vqclip.data.sources.json_table import JsonConfig
 from vqclip.data.sources.kinds import SourceConfig, parse_source
 from vqclip.data.sources.parquet import ParquetConfig
 from vqclip.data.sources.scenes import ScenesSourceConfig
@@ -33,7 +33,6 @@ __all__ = [
     "CaptionShardsConfig",
     "ClassShards",
     "ClassShardsConfig",
-    "CocoConfig",
     "Coverage",
     "CsvConfig",
     "DataConfig",
@@ -48,6 +47,7 @@ __all__ = [
     "GlobalOrder",
     "HasShards",
     "HfConfig",
+    "JsonConfig",
     "LoaderOptions",
     "ParquetConfig",
     "RawSample",

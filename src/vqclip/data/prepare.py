@@ -19,7 +19,7 @@ from vqclip.data.index import load_index
 from vqclip.data.remote import display_url
 from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.base import OpensSource, Source
-from vqclip.data.sources.file_parts import skip_next_check
+from vqclip.data.sources.files import skip_next_check
 from vqclip.errors import DataError, name_section, printable
 from vqclip.io.atomic import remove_leftovers
 from vqclip.io.files import cache_folder

@@ -72,10 +72,9 @@ def _in_order(
 
 def _names(path: Path, names: str | list[str]) -> Names:
     found = (names,) if isinstance(names, str) else tuple(names)
-    if not found or not all(name.strip() and name.isprintable() for name in found):
+    if not found or not all(name.isprintable() for name in found):
         raise DataError(
-            f"{path}: got {list(found)} as names of a class; expected at least one, none of them empty, of characters "
-            "that can be printed"
+            f"{path}: got {list(found)} as names of a class; expected at least one, of characters that can be printed"
         )
     return found
 

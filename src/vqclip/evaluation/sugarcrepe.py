@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
-from vqclip.data.sources.table_files import read_json
+from vqclip.data.sources.json_table import read_json
 from vqclip.errors import DataError, printable
 from vqclip.evaluation.choices import (
     Choice,

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from vqclip.data.decode import IMAGE_ENDINGS
+from vqclip.data.sources.json_table import read_json_lines
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
 from vqclip.data.sources.row_groups import ParquetPart, RowGroups, read_schema
-from vqclip.data.sources.table_files import read_json_lines
 from vqclip.errors import DataError
 from vqclip.evaluation.choices import (
     Choice,
@@ -158,7 +158,9 @@ def _pairs(rows: Sequence[tuple[object, object, str]]) -> list[Choice]:
 
 def _read_lines(file: Path) -> list[_Line]:
     lines = []
-    for number, row in read_json_lines(file):
+    for number, row, problem in read_json_lines(file):
+        if problem:
+            raise DataError(f"{file}:{number}: {problem}; {_EXPECTED}")
         try:
             lines.append(_Line.model_validate(row))
         except ValidationError as error:

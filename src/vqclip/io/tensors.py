@@ -58,9 +58,11 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Sum the 8-byte words modulo 2^64, each times a different odd number: any change of one word shows."""
-    data = tensor.contiguous().reshape(-1).view(torch.uint8)
-    odd = _odd_numbers(data.device)
+    odd = _odd_numbers(tensor.device)
     total = odd.new_zeros(())
+    if not tensor.numel():  # it may have a stride of 0, which no view of other types has
+        return total
+    data = tensor.contiguous().reshape(-1).view(torch.uint8)
     for number, chunk in enumerate(data.split(8 * _CHUNK)):
         if len(chunk) % 8 or chunk.storage_offset() % 8:
             chunk = F.pad(chunk, (0, -len(chunk) % 8))

@@ -11,7 +11,6 @@ import pytest
 from tests.data.making import NOT_UTF8
 from tests.evaluation.made import image_folder, png
 from vqclip.data import FileSource, FolderConfig, parse_source
-from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.errors import DataError
 from vqclip.io.files import walk_files
 
@@ -92,22 +91,78 @@ def test_links_that_multiply(tmp_path):
 
 
 def test_what_is_left_out_is_counted(tmp_path):
-    assert images_of(image_folder(tmp_path)).notes == []
+    assert images_of(image_folder(tmp_path)).notes == ()
     (tmp_path / "green" / "a.psd").touch()
     (tmp_path / "dark_red" / "b.SVG").touch()
     (tmp_path / "green" / ".DS_Store").touch()
+    (tmp_path / "green" / "0.jpg").touch()
     (tmp_path / "green" / "more" / "still").mkdir(parents=True)
     (tmp_path / "green" / "more" / "still" / "c.jpg").touch()
+    (tmp_path / "__MACOSX").mkdir()
     (tmp_path / "d.png").touch()
     (tmp_path / "README.md").touch()
     source = images_of(tmp_path)
-    assert len(source) == 4
-    endings = ", ".join(IMAGE_ENDINGS)
-    assert source.notes == [
-        f"left out: 2 files without an image's ending ({endings}) in the folders of classes: .psd, .svg",
+    assert len(source) == 5
+    assert source.notes == (
+        "1 file named as another image but for the ending; are these masks? image_endings chooses",
+        "left out: 2 files without an image's ending in the folders of classes (.svg 1, .psd 1)",
         "left out: 1 file with an image's ending in folders below those of classes",
         "left out: 1 file with an image's ending beside the folders of classes",
-    ]
+    )
+
+
+PARTS = "are parts of a data set, not classes; name one of them as the path: "
+
+
+@pytest.mark.parametrize(
+    ("files", "overrides", "expected"),
+    [
+        ("train/0.jpg train/metadata.csv test/0.jpg test/metadata.csv", [], PARTS),
+        ("a/0.jpg a/metadata.jsonl b/0.jpg", [], PARTS),
+        ("train2017/0.jpg val2017/0.jpg", [], PARTS),
+        ("train/cat/0.jpg test/cat/0.jpg", [], PARTS),
+        (
+            "Images/0.jpg captions.txt",
+            [],
+            "a single subfolder, Images, which .* named as the path: .*captions.txt; or set",
+        ),
+        ("train/0.jpg car/0.jpg", [], ["car", "train"]),
+        ("0/0.jpg 10/0.jpg 2/0.jpg", [], ["0", "2", "10", "the classes are numbers"]),
+        ("n01440764/0.jpg n01443537/0.jpg", [], ["n01440764", "n01443537", "the classes are WordNet ids"]),
+        ("0/0.jpg 2/0.jpg", ["classnames=[a,b,c]"], ["a", "c"]),
+        ("1/0.jpg 2/0.jpg", ["classnames=[a,b]"], ["a", "b"]),
+        ("x/0.jpg y/0.jpg", ["classnames=[a,b]"], ["a", "b"]),
+        ("x/0.jpg y/0.jpg", ["classnames=[y,x]"], ["x", "y"]),
+        ("x/0.jpg y/0.jpg", ["classnames=[a,b,c]"], "classnames: got 3 for 2 folders"),
+        (
+            "0.jpg 0.txt 1.jpg 1.png 1.txt 2.txt 3.psd",
+            [],
+            ["0.txt", "several images of one name: 1", "1 file .txt without an image", "(.psd 1)"],
+        ),
+        ("0.jpg 0.txt 0.png", ["image_endings=[.jpg]"], ["0.txt", "(.png 1)"]),
+        ("0.jpg 1.jpg metadata.csv", [], ["metadata.csv", "1 file that metadata.csv does not name, such as 1.jpg"]),
+    ],
+)
+def test_folders_as_people_have_them(tmp_path, files, overrides, expected):
+    """Expected are the captions, and then parts of the notes; the captions of classes are their names."""
+    for name in files.split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        text = f"file_name,text\n0.jpg,{name}\n" if "metadata" in name else name
+        (tmp_path / name).write_text(text)
+    config = parse_source(tmp_path, overrides)
+    if isinstance(expected, str):
+        with pytest.raises(DataError, match=expected):
+            config.build()
+        return
+    source, found = config.build(), []
+    for index in range(len(source)):
+        try:
+            found.append(source.read(index).captions[0].removeprefix("a photo of a "))
+        except DataError as error:
+            found.append(str(error).partition("1.jpg: ")[2][:29])
+    assert found == expected[: len(found)]
+    for note in expected[len(found) :]:
+        assert note in "\n".join(source.notes)
 
 
 def test_two_folders_of_one_name_are_refused(tmp_path):

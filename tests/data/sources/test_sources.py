@@ -180,8 +180,11 @@ def test_wrong_class_folders(tmp_path: Path) -> None:
     assert "has no split 'test'; splits with tars: train" in refusal(ClassShardsConfig(path=folder, split="test").build)
     (folder / "zeroshot_classification_templates.txt").write_text("a photo\n")
     assert "templates.txt:1: no {c} for the class name in 'a photo'" in refusal(ClassShardsConfig(path=folder).build)
-    (folder / "classnames.txt").write_text("cat\n\ndog\n")
-    assert "classnames.txt:2: blank line" in refusal(ClassShardsConfig(path=folder).build)
+    (folder / "zeroshot_classification_templates.txt").write_bytes(b"\xef\xbb\xbfa {c}\n\n")
+    (folder / "classnames.txt").write_bytes(b"\xef\xbb\xbfcat\n\ndog\n\n")  # clip_benchmark's CLEVR has such a class
+    source = ClassShardsConfig(path=folder).build()
+    assert (source.classnames, source.templates) == (("cat", "", "dog"), ("a {c}",))
+    assert source.notes == ("classnames.txt: no name for class 1",)
     (folder / "classnames.txt").unlink()
     assert "classnames.txt: cannot be read" in refusal(ClassShardsConfig(path=folder).build)
 

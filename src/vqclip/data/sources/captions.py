@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from vqclip.errors import DataError, quote_names
 
-__all__ = ["MAX_CAPTION", "CaptionFiles", "collect_captions", "require_usable"]
+__all__ = ["MAX_CAPTION", "CaptionFiles", "collect_captions", "find_texts", "look_up", "require_usable"]
 
 MAX_CAPTION = 65_536
 """Characters of a caption at most. The whole caption is tokenized before it is cut to the context length, so a few
 gigantic captions would delay every process."""
+_TEXT_KEYS = ("raw", "caption", "captions", "text", "value", "content", "sentence", "sentences", "title")
+"""Keys of an object that stands in place of a caption."""
+_ANSWERERS = ("gpt", "assistant", "model", "bot", "chatbot")
+_MAX_DEPTH = 8
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class CaptionFiles:
     mode: Literal["txt", "txt_lines", "json"]
     """See `vqclip.data.CaptionShardsConfig.captions`."""
     json_keys: tuple[str, ...] = ()
-    """Keys of the .json with a caption or a list of captions."""
+    """Keys of the .json with captions; see `collect_captions`."""
 
     @property
     def kind(self) -> Literal["txt", "json"]:
@@ -43,6 +48,7 @@ class CaptionFiles:
         Raises:
             DataError: the file cannot be read, or has no caption.
         """
+        text = text.removeprefix("\ufeff")  # the mark that some editors write
         if self.mode == "json":
             return self._parse_json(text, name)
         lines = text.splitlines() if self.mode == "txt_lines" else [text]
@@ -64,13 +70,13 @@ class CaptionFiles:
 def collect_captions(
     values: Mapping[str, Any], keys: tuple[str, ...], name: str, what: str, kind: str, where: str = ""
 ) -> tuple[str, ...]:
-    """Return the captions under some keys of a mapping: strings, or lists of strings.
+    """Return the captions under some keys of a mapping; see `find_texts` for what they may be.
 
     Missing, null and empty values are skipped if another key has a caption.
 
     Args:
         values: the row of a table, or the content of a .json.
-        keys: keys of the captions.
+        keys: keys of the captions; see `look_up`.
         name: name of the sample, for messages.
         what: "key" or "column", for messages.
         kind: kind of the error if a value is no text.
@@ -81,21 +87,58 @@ def collect_captions(
     """
     captions: list[str] = []
     for key in keys:
-        value = values.get(key)
-        for caption in value if isinstance(value, list) else [] if value is None else [value]:
-            if not isinstance(caption, str):
-                raise DataError(
-                    f"{name}:{where.replace(' in the', '')} {what} {key!r} contains a {type(caption).__name__}; "
-                    "expected text or a list of texts",
-                    kind,
-                )
-            captions += [caption.strip()] if caption.strip() else []
+        try:
+            captions += find_texts(look_up(values, key))
+        except ValueError as error:
+            place = where.replace(" in the", "")
+            raise DataError(
+                f"{name}:{place} {what} {key!r} contains {error}; expected text or a list of texts", kind
+            ) from None
     if not captions:
         raise DataError(
             f"{name}: no caption under {', '.join(map(repr, keys))}{where}; its {what}s: {quote_names(values)}",
             "no caption",
         )
     return require_usable(tuple(captions), name)
+
+
+def look_up(values: Mapping[str, Any], key: str) -> Any:
+    """Return the value under a key, or under one such as ``meta.caption`` in an object; None if there is none."""
+    if key in values or "." not in key:
+        return values.get(key)
+    first, _, rest = key.partition(".")
+    inside = values.get(first)
+    return look_up(inside, rest) if isinstance(inside, Mapping) else None
+
+
+def find_texts(value: object, depth: int = 0) -> list[str]:
+    """Return the texts in a value, without blanks around them; nulls, NaN and empty ones are skipped.
+
+    The value is a text, an object with a text, such as Karpathy's ``{"raw": ...}``, or a list of these. Of a
+    conversation, as LLaVA has it, the first answer is taken.
+
+    Raises:
+        ValueError: it is something else, which the message describes.
+    """
+    if isinstance(value, str):
+        return [text] if (text := value.removeprefix("\ufeff").strip()) else []
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return []
+    if isinstance(value, (list, tuple)) and depth < _MAX_DEPTH:
+        return [text for each in _without_questions(value) for text in find_texts(each, depth + 1)]
+    if isinstance(value, Mapping) and depth < _MAX_DEPTH:
+        if (key := next((key for key in _TEXT_KEYS if key in value), None)) is not None:
+            return find_texts(value[key], depth + 1)
+        raise ValueError(f"an object with the keys {quote_names(value)}")
+    raise ValueError(f"a {type(value).__name__}")
+
+
+def _without_questions(values: Sequence[object]) -> Sequence[object]:
+    """Return the first answer of a conversation; other lists as they are."""
+    speakers = [each.get("from", each.get("role")) if isinstance(each, Mapping) else None for each in values]
+    if not speakers or None in speakers:
+        return values
+    return [turn for turn, speaker in zip(values, speakers, strict=True) if speaker in _ANSWERERS][:1]
 
 
 def require_usable(captions: tuple[str, ...], name: str) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ class LocalFolder:
         if len(data) > _MAX_BYTES:
             raise DataError(f"{self.name(file)}: more than {_MAX_BYTES} bytes; expected {expected}")
         try:
-            return data.decode("utf-8")
+            return data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise DataError(f"{self.name(file)}: not UTF-8: {error.reason} at byte {error.start}") from None
 
@@ -95,7 +95,7 @@ class RemoteFolder:
 
     def read(self, file: str, expected: str) -> str:
         """Read a text file; raises DataError if it is missing or not UTF-8."""
-        return fetch_text(self._at(file), self._remote, _MAX_BYTES)
+        return fetch_text(self._at(file), self._remote, _MAX_BYTES).removeprefix("\ufeff")
 
     def shards(self, split: str) -> Sequence[Shard]:
         """Return the tars of a split: ``0.tar``, ``1.tar``, ... if the protocol cannot list folders.
@@ -156,18 +156,18 @@ def choose_split(path: str, split: str | None) -> str:
 
 
 def read_lines(folder: ClassFolder, file: str, expected: str) -> tuple[str, ...]:
-    """Return the stripped lines of a text file, without blank lines at its end.
+    """Return the stripped lines of a text file, without blank lines at its end; those between others are empty.
 
     Raises:
-        DataError: the file is missing, empty, not UTF-8, or has a blank line between others.
+        DataError: the file is missing, empty or not UTF-8.
     """
     text = folder.read(file, expected).rstrip().replace("\r\n", "\n").replace("\r", "\n")
     lines = tuple(line.strip() for line in text.split("\n"))
     for number, line in enumerate(lines, 1):
         if len(line) > MAX_LINE:
             raise DataError(f"{folder.name(file)}:{number}: {len(line)} characters; expected {expected}")
-    if not all(lines):
-        raise DataError(f"{folder.name(file)}:{lines.index('') + 1}: blank line; expected {expected}")
+    if not any(lines):
+        raise DataError(f"{folder.name(file)}:1: blank line; expected {expected}")
     return lines
 
 
@@ -179,9 +179,9 @@ def read_templates(folder: ClassFolder, file: str = TEMPLATES) -> tuple[str, ...
     """
     templates = read_lines(folder, file, "one prompt a line, with {c} for the class name")
     for number, template in enumerate(templates, 1):
-        if "{c}" not in template:
+        if template and "{c}" not in template:
             raise DataError(f"{folder.name(file)}:{number}: no {{c}} for the class name in {template!r}")
-    return templates
+    return tuple(filter(None, templates))
 
 
 def _where_tars_are(folder: Path) -> str:

@@ -89,12 +89,18 @@ class ClassShards(TarSource):
         if not is_part:
             require_members(self._reader, "image", "cls", folder.name(self.config.split or ""))
         self.classnames = read_lines(folder, CLASSNAMES, "one class name a line")
+        unnamed = [number for number, name in enumerate(self.classnames) if not name]
+        if unnamed:
+            self.notes = (
+                *self.notes,
+                f"{CLASSNAMES}: no name for {', '.join(f'class {each}' for each in unnamed[:5])}",
+            )
         self.templates = read_templates(folder)
         self._prompts = Prompts(self.templates, self.classnames)
 
     def read(self, index: int) -> RawSample:
         """Return image, prompts and label of one sample; see `Source.read`."""
-        text = self._reader.text(index, "cls")
+        text = self._reader.text(index, "cls").removeprefix("\ufeff").strip()
         label = int(text) if text.isascii() and text.isdigit() else -1
         prompts = self._prompts.of(label, f"{self.name(index)}: .cls contains {text[:20]!r}")
         return RawSample(self._reader.read(index, "image"), prompts, label)

@@ -2,127 +2,282 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+import ast
+import csv
+import io
+import itertools
+import json
+import re
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TextIO
 
-import numpy as np
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field
 
+from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.sources.file_table import FileTable, TableBuilder
-from vqclip.data.sources.files import ListConfig
-from vqclip.data.sources.prompts import DEFAULT_TEMPLATE, Templates
-from vqclip.data.sources.table_files import find_column, read_rows
-from vqclip.errors import DataError
+from vqclip.data.sources.listing import ListConfig, Row
+from vqclip.errors import DataError, printable
+from vqclip.io.files import open_regular
 
-__all__ = ["CsvConfig"]
+__all__ = ["CsvConfig", "is_utf8", "read_table", "read_text"]
+
+_MAX_LINE = 1 << 20
+"""Characters of a line. The csv module itself limits a field to 131,072."""
+_MAX_LINES = 200
+"""Lines of a row, whose texts in quotes may have line breaks."""
+_SAMPLED = 50
+"""First lines, from which the separator is found out."""
+_SEPARATORS = (",", "\t", ";", "|")
+_WORDS = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "pipe": "|", "\\|": "|", "space": " "}
+_URL = re.compile(r"[a-z][a-z0-9+]*://")
+
+
+def _to_separator(value: object) -> object:
+    value = _WORDS.get(value, value) if isinstance(value, str) else value
+    if value in ('"', "\n", "\r"):
+        raise ValueError(f"got {value!r}; expected another character, or tab")
+    return value
 
 
 class CsvConfig(ListConfig):
-    """A table with a header and a row for each image: the path of its file, and captions or a class.
+    """A table with a header and a row for each image, or for each caption of one.
 
-    Relative paths refer to the folder of the table, or to `images`; they cannot leave it. Absolute paths are read
-    wherever they point to: use tables from people that you trust with the images on your machine.
+    Rows of the same image are one sample with several captions. A row that cannot be used is a bad sample.
     """
 
-    endings: ClassVar[Mapping[str, tuple[str, ...]]] = {"csv": (".csv",), "tsv": (".tsv",)}
+    endings: ClassVar[Mapping[str, tuple[str, ...]]] = {"csv": (".csv", ".txt", ".token"), "tsv": (".tsv", ".tab")}
 
     kind: Literal["csv", "tsv"] = "csv"
-    """csv: columns are separated by commas; tsv: by tabs."""
-    image: str = "filepath"
-    """Column of the paths of the images."""
-    captions: str | tuple[str, ...] | None = None
-    """Column or columns of the captions. null: title; with `label`, the captions are the prompts of the class."""
-    label: str | None = None
-    """Column of the class of each image: its name, or its number in `classnames`, from 0."""
-    classnames: tuple[str, ...] = ()
-    """Names of the classes in the order of their numbers; empty: the names in column `label`, sorted."""
-    templates: Templates = (DEFAULT_TEMPLATE,)
-    """Prompts with `{c}` for the class name, which are the captions where there are only classes."""
-    separator: Annotated[str, Field(min_length=1, max_length=1)] | None = None
-    """Character between columns; null: that of the kind."""
+    """csv: columns are usually separated by commas; tsv: by tabs."""
+    separator: Annotated[str, BeforeValidator(_to_separator), Field(min_length=1, max_length=1)] | None = None
+    """Character between columns, or `tab`. null: a comma or a tab as the kind says, or what the first lines have
+    instead: comma, tab, ";" or "|"."""
+    columns: tuple[str, ...] = ()
+    """Names of the columns of a table without a header."""
     quotes: bool = True
     """Fields may be in double quotes; false: quotes are ordinary characters, as in the tables of CC3M."""
-
-    @model_validator(mode="after")
-    def _columns_fit(self) -> CsvConfig:
-        if self.captions == ():
-            raise ValueError("captions: got an empty list; expected names of columns, or null")
-        if self.classnames and self.label is None:
-            raise ValueError("classnames: got them without label; expected the column of the classes")
-        if self.separator in ('"', "\n", "\r"):
-            raise ValueError(f"separator: got {self.separator!r}; expected another character")
-        return self
-
-    @property
-    def has_classes(self) -> bool | None:
-        """Return whether images have classes, if the configuration decides it."""
-        return None if self.label is not None else False
-
-    @property
-    def _caption_columns(self) -> tuple[str, ...]:
-        if self.captions is None:
-            return ("title",) if self.label is None else ()
-        return (self.captions,) if isinstance(self.captions, str) else self.captions
+    encoding: str | None = None
+    """Encoding of the file, such as latin-1; null: UTF-8, or UTF-16 with its mark."""
 
     def table(self) -> FileTable:
-        """Read the table; raises DataError for a missing column or a damaged row."""
+        """Read the table; raises DataError for a missing column, or one without rows."""
         builder, path = TableBuilder(), self.listing
-        separator = self.separator or ("\t" if self.kind == "tsv" else ",")
-        rows = read_rows(builder.read_from(path), separator, self.quotes)
-        _, columns = next(rows)
-        image = find_column(path, columns, self.image, "image")
-        captions = [find_column(path, columns, name, "captions") for name in self._caption_columns]
-        label = None if self.label is None else find_column(path, columns, self.label, "label")
-        classes = _Classes(self.classnames, path)
-        for number, row in rows:
-            builder.add(
-                row[image].strip(),
-                [row[column] for column in captions],
-                -1 if label is None else classes.number(row[label].strip(), number),
-                number,
-            )
-        if not len(builder):
-            raise DataError(f"{path}: no rows below the header; expected one for each image")
-        table = builder.finish(templates=() if label is None or captions else self.templates)
-        return table if label is None else classes.sort(table)
-
-
-class _Classes:
-    """Numbers the classes of a column.
-
-    Args:
-        names: the known classes; empty: they are found.
-        path: the table, for messages.
-    """
-
-    def __init__(self, names: tuple[str, ...], path: Path):
-        self._given, self._path = names, path
-        self._numbers = {name: number for number, name in enumerate(names)}
-
-    def number(self, value: str, row: int) -> int:
-        """Return the number of a class; raises DataError for one that is not among the given names."""
-        if not value:
-            raise DataError(f"{self._path}: row {row}: the class is empty")
-        if not self._given:
-            return self._numbers.setdefault(value, len(self._numbers))
-        if value in self._numbers:
-            return self._numbers[value]
-        if value.isascii() and value.isdigit() and len(value) < 19 and int(value) < len(self._given):
-            return int(value)
-        raise DataError(
-            f"{self._path}: row {row}: class {value[:80]!r}; expected one of classnames, or its number, 0 to "
-            f"{len(self._given) - 1}"
+        builder.read_from(path)
+        default = "\t" if self.kind == "tsv" else ","
+        return self.list_rows(
+            read_table(path, self.separator, default, self.quotes, self.columns, self.encoding, builder.notes), builder
         )
 
-    def sort(self, table: FileTable) -> FileTable:
-        """Return the table with its class names, sorted unless they are given."""
-        if self._given:
-            return dataclasses.replace(table, classnames=self._given)
-        if all(name.isascii() and name.isdigit() for name in self._numbers):
-            raise DataError(f"{self._path}: the classes are numbers without names; set classnames")
-        names = sorted(self._numbers)
-        places = {name: place for place, name in enumerate(names)}
-        order = np.array([places[name] for name in self._numbers], np.int64)
-        return dataclasses.replace(table, labels=order[table.labels], classnames=tuple(names))
+
+def read_table(
+    path: Path,
+    separator: str | None = None,
+    default: str = ",",
+    quotes: bool = True,
+    columns: Sequence[str] = (),
+    encoding: str | None = None,
+    notes: list[str] | None = None,
+) -> Iterator[Row]:
+    """Yield the rows below the header of a CSV or TSV file; 1 is the number of the header.
+
+    Args:
+        path: the file.
+        separator: one character; None finds it out.
+        default: the separator to prefer.
+        quotes: fields may be in double quotes; if False, quotes are like other characters.
+        columns: names of the columns of a file without a header.
+        encoding: see `CsvConfig`.
+        notes: gets remarks.
+
+    Raises:
+        DataError: the file cannot be read, is empty, or seems to have no header.
+    """
+    notes = [] if notes is None else notes
+    with _open_text(path, encoding) as file:
+        lines = _read_lines(path, file)
+        first = list(itertools.islice(lines, _SAMPLED))
+        if first and (match := re.fullmatch(r'"?sep=(.)"?\s*', first[0])):  # Excel's
+            separator, first = separator or match[1], first[1:]
+        if separator is None:
+            separator = max((default, *_SEPARATORS), key=lambda each: _share(first, each))
+        unbalanced: list[int] = []
+        rows = _parse(itertools.chain(first, lines), separator, quotes, unbalanced)
+        header = next(((number, cells) for number, cells in rows if any(map(str.strip, cells))), None)
+        if header is None:
+            raise DataError(f"{path}: is empty; expected a header with the names of the columns")
+        cells = [cell.strip() for cell in header[1]]
+        names = [*columns] or cells
+        if not columns and any(map(_is_image, cells)):
+            names = _name_columns(path, cells, notes)
+        if names != cells:
+            rows = itertools.chain([header], rows)
+        while len(names) > 1 and not names[-1]:
+            names.pop()
+        for name, count in Counter(filter(None, names)).items():
+            if count > 1:
+                notes.append(f"{count} columns are called {name!r}; the first is read")
+        yield from _check(rows, names, separator)
+    if unbalanced:
+        notes.append(
+            f"{len(unbalanced)} rows, such as {unbalanced[0]}, have a quote that does not close; their quotes are "
+            "ordinary characters"
+        )
+
+
+def _check(rows: Iterator[tuple[int, list[str]]], names: Sequence[str], separator: str) -> Iterator[Row]:
+    """Yield the rows with their columns by name, those of another width or with damaged text as problems."""
+    places: dict[str, int] = {}
+    for place, name in enumerate(names):
+        if name:
+            places.setdefault(name, place)
+    for number, cells in rows:
+        while len(cells) > len(names) and not cells[-1].strip():
+            cells.pop()
+        if not any(map(str.strip, cells)):
+            continue
+        if (problem := _problem(cells, len(names), separator)) is not None:
+            yield Row(number, {}, problem)
+        else:
+            yield Row(number, {name: _list_in(cells[place]) for name, place in places.items()})
+
+
+def _problem(cells: Sequence[str], width: int, separator: str) -> str | None:
+    text = separator.join(cells)
+    if not is_utf8(text):
+        return f"not UTF-8: {printable(text[:80])}; if the table has another encoding, set encoding, such as latin-1"
+    if "\0" in text:
+        return "contains a zero byte"
+    if len(text) > _MAX_LINE:
+        return f"more than {_MAX_LINE} characters; expected a row of a table"
+    if len(cells) > width:
+        return f"{len(cells)} columns, but the header has {width}; texts that contain {separator!r} need double quotes"
+    if len(cells) < width:
+        return f"{len(cells)} columns, but the header has {width}"
+    return None
+
+
+def _list_in(cell: str) -> str | list[str]:
+    """Return the texts of a cell with a list of texts, as pandas writes it; other cells as they are."""
+    text = cell.strip()
+    if text[:2] not in ('["', "['") or text[-2:] not in ('"]', "']"):
+        return cell
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            found = parse(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if isinstance(found, list) and all(isinstance(each, str) for each in found):
+            return found
+    return cell
+
+
+def _name_columns(path: Path, cells: Sequence[str], notes: list[str]) -> list[str]:
+    """Return names for the columns of a table whose first row looks like data; raises DataError if it is not plain."""
+    shown = ", ".join(repr(printable(cell[:60])) for cell in cells[:5])
+    image = next(place for place, cell in enumerate(cells) if _is_image(cell))
+    if len(cells) == 2 and not _URL.match(cells[image]):
+        other = "label" if re.fullmatch(r"\d+", cells[1 - image].strip()) else "caption"
+        names = ["image", other] if image == 0 else [other, "image"]
+        notes.append(f"no header: the first row is {shown}; columns: {names} are assumed, columns names others")
+        return names
+    raise DataError(
+        f"{path}: seems to have no header, since its first row is {shown}; name the columns, such as columns: "
+        "[caption, image]"
+    )
+
+
+def _is_image(cell: str) -> bool:
+    text = cell.strip().lower()
+    return bool(_URL.match(text)) or re.sub(r"#\d+$", "", text).endswith(IMAGE_ENDINGS)
+
+
+def _share(lines: Sequence[str], separator: str) -> float:
+    """Return the share of lines that a separator divides into as many columns as the first one."""
+    widths = [line.count(separator) for line in lines if line.strip()]
+    return widths.count(widths[0]) / len(widths) if widths and widths[0] else 0.0
+
+
+def _parse(
+    lines: Iterator[str], separator: str, quotes: bool, unbalanced: list[int]
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield number and cells of each row.
+
+    A row goes on in the next lines while a quote is open. If it never closes, or the next line is a row of its own, its
+    quotes are ordinary characters; the numbers of such rows are appended to ``unbalanced``.
+    """
+    waiting: deque[str] = deque()
+
+    def following() -> str | None:
+        return waiting.popleft() if waiting else next(lines, None)
+
+    number = 0
+    while (line := following()) is not None:
+        number += 1
+        plain = line.rstrip("\r\n").split(separator)
+        if not quotes or '"' not in line:
+            yield number, plain
+            continue
+        taken = [line]
+        cells = _split(taken, separator)
+        while cells is None and len(taken) < _MAX_LINES and (more := following()) is not None:
+            taken.append(more)
+            alone = more.rstrip("\r\n").split(separator)
+            if len(alone) == len(plain) and any(map(_is_image, alone)):
+                break
+            cells = _split(taken, separator)
+        if not cells:
+            unbalanced.append(number)
+            waiting.extendleft(reversed(taken[1:]))
+        yield number, cells or plain
+
+
+def _split(lines: Sequence[str], separator: str) -> list[str] | None:
+    """Return the cells of a row; None if a quote is open at its end, none if one is where it does not belong."""
+    try:
+        (row,) = csv.reader(lines, delimiter=separator, strict=True)
+    except csv.Error as error:
+        return None if "unexpected end" in str(error) else []
+    except ValueError:  # several rows
+        return []
+    return row
+
+
+def _open_text(path: Path, encoding: str | None = None) -> TextIO:
+    """Open a text file in UTF-8 or UTF-16, with a mark or without; raises DataError if it cannot be opened."""
+    try:
+        file = open_regular(path)
+        marked = file.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff")  # type: ignore[attr-defined]
+        wanted = encoding or ("utf-16" if marked else "utf-8-sig")
+        return io.TextIOWrapper(file, wanted, "surrogateescape" if wanted == "utf-8-sig" else "replace", newline="")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; expected a table, a text file") from None
+    except LookupError:
+        raise DataError(
+            f"{path}: encoding: got {encoding!r}; expected one that Python knows, such as latin-1"
+        ) from None
+
+
+def _read_lines(path: Path, file: TextIO) -> Iterator[str]:
+    """Yield the lines of a file; of one that is far too long, the beginning."""
+    while line := file.readline(_MAX_LINE + 2):
+        yield line
+        rest = line
+        while len(rest) == _MAX_LINE + 2 and not rest.endswith("\n"):
+            rest = file.readline(_MAX_LINE + 2)
+
+
+def read_text(path: Path) -> Iterator[str]:
+    """Yield the lines of a text file; raises DataError if it cannot be opened."""
+    with _open_text(path) as file:
+        yield from _read_lines(path, file)
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a text that `read_text` or `read_table` has read was UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

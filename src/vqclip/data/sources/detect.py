@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
+from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.remote import display_url, protocol_of
 from vqclip.data.sources.base import FolderContent, SourceConfigBase
-from vqclip.data.sources.files import IMAGE_ENDINGS
 from vqclip.errors import DataError
 from vqclip.io.files import expand_home
 

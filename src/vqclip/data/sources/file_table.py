@@ -1,46 +1,32 @@
-"""Tables of image files: one row for each sample, in arrays that take little memory for millions of rows."""
+"""Tables of image files: one row for each sample, in arrays that take little memory for millions of rows.
+
+A lister adds rows in its own order. Rows that name the same image with the same class become one sample with the
+captions of all; rows that cannot be used stay as bad samples, with what is wrong with them in place of captions.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vqclip.data.arrays import load_arrays, save_arrays
+from vqclip.data.table_file import Table, Texts, find_table, save_table
 
-__all__ = ["FileTable", "TableBuilder", "Texts", "checksum", "input_state", "load_table", "versions"]
+__all__ = ["PROBLEM", "FileTable", "TableBuilder", "checksum", "input_state", "load_table", "versions"]
+
+PROBLEM = -2
+"""Label of a row that cannot be used; its one caption says why."""
 
 
 def versions(name: str) -> dict[str, object]:
-    """Return the facts by which a stored table or index of image files is known; see `vqclip.data.arrays`."""
-    return {"version": 2, "name": name}
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Strings one after the other."""
-
-    content: np.ndarray
-    """uint8: all strings in UTF-8; lone surrogates, as in file names that are not UTF-8, are kept."""
-    ends: np.ndarray
-    """int64: end of each string in `content`."""
-
-    def __getitem__(self, index: int) -> str:
-        start = int(self.ends[index - 1]) if index else 0
-        return self.content[start : int(self.ends[index])].tobytes().decode("utf-8", "surrogatepass")
-
-    def span(self, start: int, stop: int) -> bytes:
-        """Return the strings `start` to `stop` and their ends in bytes, for checksums."""
-        ends = self.ends[start:stop]
-        first = int(self.ends[start - 1]) if start else 0
-        last = int(ends[-1]) if len(ends) else first
-        return self.content[first:last].tobytes() + (ends - first).tobytes()
+    """Return the facts by which a stored table or index of image files is known."""
+    return {"format": "vqclip-files", "version": 1, "name": name}
 
 
 @dataclass(frozen=True)
@@ -54,7 +40,7 @@ class FileTable:
     caption_ends: np.ndarray
     """``(n,)`` int64: number of captions up to and including each row."""
     labels: np.ndarray
-    """``(n,)`` int64: class number; -1 without one."""
+    """``(n,)`` int64: class number; -1 without one; `PROBLEM` in a row that cannot be used."""
     rows: np.ndarray
     """``(n,)`` int64: number of each row in the user's file, for messages; -1 without one."""
     classnames: tuple[str, ...]
@@ -72,15 +58,18 @@ class FileTable:
     def row_captions(self, index: int) -> list[str]:
         """Return the captions of a row as they are in the table."""
         start = int(self.caption_ends[index - 1]) if index else 0
-        return [self.captions[number] for number in range(start, int(self.caption_ends[index]))]
+        return [self.captions.read(number) for number in range(start, int(self.caption_ends[index]))]
 
 
 class TableBuilder:
     """Collects the rows of a `FileTable`."""
 
     def __init__(self) -> None:
-        self._paths, self._captions = _Collector(), _Collector()
-        self._caption_ends, self._labels, self._rows = array("q"), array("q"), array("q")
+        self.notes: list[str] = []
+        """Sentences on what is left out, grouped or ambiguous."""
+        self._paths: list[str] = []
+        self._captions: list[str] = []
+        self._counts, self._labels, self._rows = array("q"), array("q"), array("q")
         self._inputs: dict[str, list[int]] = {}
 
     def read_from(self, path: Path) -> Path:
@@ -90,12 +79,20 @@ class TableBuilder:
 
     def add(self, path: str, captions: Iterable[str] = (), label: int = -1, row: int = -1) -> None:
         """Add a row."""
-        self._paths.add(path)
-        for caption in captions:
-            self._captions.add(caption)
-        self._caption_ends.append(len(self._captions.ends))
+        before = len(self._captions)
+        self._paths.append(path)
+        self._captions += captions
+        self._counts.append(len(self._captions) - before)
         self._labels.append(label)
         self._rows.append(row)
+
+    def add_problem(self, path: str, problem: str, row: int = -1) -> None:
+        """Add a row that cannot be used, with what is wrong with it."""
+        self.add(path, [problem], PROBLEM, row)
+
+    def relabel(self, labels: Mapping[int, int]) -> None:
+        """Replace labels."""
+        self._labels = array("q", [labels.get(label, label) for label in self._labels])
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -103,31 +100,67 @@ class TableBuilder:
     def finish(
         self, classnames: Sequence[str] = (), templates: Sequence[str] = (), facts: dict[str, Any] | None = None
     ) -> FileTable:
-        """Return the table."""
-        ends, labels, rows = (np.array(each, np.int64) for each in (self._caption_ends, self._labels, self._rows))
+        """Return the table, rows of the same image and class as one; the notes become ``facts["notes"]``."""
+        counts, labels, rows = (np.array(each, np.int64) for each in (self._counts, self._labels, self._rows))
+        first, sample = self._samples(labels)
+        starts = np.cumsum(counts) - counts
+        order = np.argsort(sample, kind="stable")  # rows in the order of their samples
+        captions = [self._captions[n] for row in order.tolist() for n in range(starts[row], starts[row] + counts[row])]
         return FileTable(
-            paths=self._paths.finish(),
-            captions=self._captions.finish(),
-            caption_ends=ends,
-            labels=labels,
-            rows=rows,
+            paths=Texts.join([self._paths[row] for row in first.tolist()]),
+            captions=Texts.join(captions),
+            caption_ends=np.cumsum(np.bincount(sample, counts, len(first)).astype(np.int64)),
+            labels=labels[first],
+            rows=rows[first],
             classnames=tuple(classnames),
             templates=tuple(templates),
-            facts=facts or {},
+            facts={**(facts or {}), "notes": self.notes},
             inputs=self._inputs,
         )
 
+    def _samples(self, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first row of each sample, and the sample of each row, and note what was grouped."""
+        alone = labels == PROBLEM
+        first, sample = _number(map(_plain, self._paths), alone)
+        images = sample
+        if (labels >= 0).any():
+            keys = (f"{image} {label}" for image, label in zip(images.tolist(), labels.tolist(), strict=True))
+            first, sample = _number(keys, alone)
+        if several := int((np.bincount(sample) > 1).sum()):
+            rows = len(sample) - len(first) + several
+            self.notes.append(
+                f"{_count(several, 'image is', 'images are')} named in several rows: {rows} rows are "
+                f"{_count(several, 'sample', 'samples')} with all their captions"
+            )
+        if several := int((np.bincount(images[first]) > 1).sum()):
+            self.notes.append(
+                f"{_count(several, 'image has', 'images have')} rows of different classes: a sample for each class"
+            )
+        return first, sample
 
-class _Collector:
-    def __init__(self) -> None:
-        self.content, self.ends = bytearray(), array("q")
 
-    def add(self, text: str) -> None:
-        self.content += text.encode("utf-8", "surrogatepass")
-        self.ends.append(len(self.content))
+def _number(keys: Iterable[str], alone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Number equal keys in the order of their first places; empty and ``alone`` ones are equal to no other.
 
-    def finish(self) -> Texts:
-        return Texts(np.frombuffer(bytes(self.content), np.uint8), np.array(self.ends, np.int64))
+    Returns:
+        The first place of each number, and the number at each place.
+    """
+    numbers: dict[str, int] = {}
+    first, found = array("q"), array("q")
+    for place, (key, is_alone) in enumerate(zip(keys, alone.tolist(), strict=True)):
+        number = numbers.setdefault(key, len(first)) if key and not is_alone else len(first)
+        if number == len(first):
+            first.append(place)
+        found.append(number)
+    return np.array(first, np.int64), np.array(found, np.int64)
+
+
+def _plain(path: str) -> str:
+    return os.path.normpath(path) if "./" in path or "//" in path else path
+
+
+def _count(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
 
 
 def input_state(path: str | Path) -> list[int]:
@@ -143,14 +176,14 @@ def load_table(file: Path, name: str, make: Callable[[], FileTable]) -> FileTabl
     """Return the stored table if all files and folders that it was made from are unchanged, otherwise a new one.
 
     Args:
-        file: `.npz` in the cache.
+        file: place in the cache.
         name: the data, for messages.
         make: makes the table.
 
     Raises:
         DataError: from `make`, or the cache cannot be written.
     """
-    stored = load_arrays(file, versions(name), name, _table)
+    stored = find_table(file, versions(name), name, _read_table)
     if stored is not None and all(input_state(path) == state for path, state in stored.inputs.items()):
         return stored
     table = make()
@@ -160,17 +193,15 @@ def load_table(file: Path, name: str, make: Callable[[], FileTable]) -> FileTabl
         "facts": table.facts,
         "inputs": table.inputs,
     }
-    save_arrays(file, versions(name) | facts, dict(_arrays(table)), name)
+    arrays = {"paths": table.paths.content, "path_ends": table.paths.ends}
+    arrays |= {"captions": table.captions.content, "text_ends": table.captions.ends}
+    arrays |= {"caption_ends": table.caption_ends, "labels": table.labels, "rows": table.rows}
+    save_table(file, versions(name) | facts, arrays, name)
     return table
 
 
-def _arrays(table: FileTable) -> Iterator[tuple[str, np.ndarray]]:
-    yield from (("paths", table.paths.content), ("path_ends", table.paths.ends))
-    yield from (("captions", table.captions.content), ("text_ends", table.captions.ends))
-    yield from (("caption_ends", table.caption_ends), ("labels", table.labels), ("rows", table.rows))
-
-
-def _table(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> FileTable:
+def _read_table(table: Table) -> FileTable:
+    facts, arrays = table
     return FileTable(
         paths=Texts(arrays["paths"], arrays["path_ends"]),
         captions=Texts(arrays["captions"], arrays["text_ends"]),

@@ -8,40 +8,50 @@ index ends the run: if another sample replaced it, what is learned would depend 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import PrivateAttr
 
-from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.remote import display_url, local_path, protocol_of
 from vqclip.data.shard import Part, Shard
-from vqclip.data.sources.base import NumberedSource, Place, RawSample, SourceConfigBase
+from vqclip.data.sources.base import NumberedSource, RawSample, SourceConfigBase
 from vqclip.data.sources.captions import CaptionFiles, require_usable
-from vqclip.data.sources.file_parts import MISSING, FilePart, cut_path, files_of
-from vqclip.data.sources.file_table import FileTable, checksum, load_table
+from vqclip.data.sources.file_table import PROBLEM, FileTable, checksum, load_table, versions
 from vqclip.data.sources.prompts import Prompts
 from vqclip.data.sources.reader import MAX_BYTES, MAX_IMAGE_BYTES
+from vqclip.data.table_file import find_table, save_table
 from vqclip.errors import ConfigError, DataError, StorageError, encodable, printable
 from vqclip.io.files import cache_folder, expand_home, open_regular
+from vqclip.process import progress
 
-__all__ = ["IMAGE_ENDINGS", "FileSource", "FileSourceConfig", "ListConfig", "local_file"]
+__all__ = ["FilePart", "FileSource", "FileSourceConfig", "local_file", "skip_next_check"]
 
 logger = logging.getLogger("vqclip.data")
 
 PART_SIZE = 5000
 """Files of a part: one part is indexed by one rank, and becomes one token shard."""
+MISSING = -1
+"""Size of a file that could not be read."""
+_HEARTBEAT = 200
+"""Files between two signs of life."""
+_SHOWN = 200
+"""Characters of a path in messages."""
 
 
 class FileSourceConfig(SourceConfigBase):
     """Configuration of a source of image files; a kind implements `table`, `listing` and `root`."""
 
-    row_word: ClassVar[str] = "row"
-    """Word for a row in messages."""
+    _checked: set[Path] = PrivateAttr(default_factory=set)
+    """Indexes that all ranks together have just compared with their files, so that `build` need not repeat it."""
 
     def table(self) -> FileTable:
         """List the images.
@@ -67,7 +77,7 @@ class FileSourceConfig(SourceConfigBase):
 
     def load_table(self, cache: Path | None = None) -> FileTable:
         """Return the table, from the cache where it is up to date."""
-        return load_table(self._stem(cache).with_suffix(".table.npz"), str(self.listing), self.table)
+        return load_table(self._stem(cache).with_suffix(".table.safetensors"), str(self.listing), self.table)
 
     def parts(self, table: FileTable, cache: Path | None = None) -> list[FilePart]:
         """Divide the table into parts for indexing."""
@@ -81,7 +91,8 @@ class FileSourceConfig(SourceConfigBase):
                 start=start,
                 stop=min(start + PART_SIZE, len(table)),
                 name=name,
-                file=stem.with_suffix(f".{start // PART_SIZE:05d}.npz"),
+                file=stem.with_suffix(f".{start // PART_SIZE:05d}.safetensors"),
+                checked=self._checked,
             )
             for start in range(0, len(table), PART_SIZE)
         ]
@@ -118,25 +129,6 @@ def local_file(path: str | Path, kind: str) -> Path:
     return expand_home(path if protocol is None else local_path(str(path))).absolute()
 
 
-class ListConfig(FileSourceConfig):
-    """Configuration of a file that lists images; a kind implements `table`."""
-
-    path: Place
-    """The file, on this machine, in UTF-8."""
-    images: Path | None = None
-    """Folder that relative paths of images refer to; null: the folder of the file."""
-
-    @property
-    def listing(self) -> Path:
-        """The file."""
-        return local_file(self.path, self.kind)
-
-    @property
-    def root(self) -> Path:
-        """The folder that relative paths refer to."""
-        return self.listing.parent if self.images is None else local_file(self.images, self.kind)
-
-
 class FileSource(NumberedSource):
     """A `Source` of image files that a table lists.
 
@@ -156,18 +148,18 @@ class FileSource(NumberedSource):
         self.classnames, self.templates = table.classnames, table.templates
         self.notes = tuple(table.facts.get("notes", ()))
         self._prompts = Prompts(self.templates, self.classnames)
-        sizes, times = [], []
+        indexes = []
         self.shards = []
         for part in config.parts(table, cache):
             index = part.load()
-            sizes.append(index.sizes)
-            times.append(index.modified_ns)
+            indexes.append(index)
             total = int(np.maximum(index.sizes, 0).sum())
             name = f"{encodable(self._listing.stem)}-{part.start // PART_SIZE:05d}"
             sha256 = checksum(index.digests.tobytes())
             self.shards.append({"name": name, "bytes": total, "samples": part.stop - part.start, "sha256": sha256})
-        self._sizes = np.concatenate(sizes) if sizes else np.zeros((0, 1), np.int64)
-        self._modified_ns = np.concatenate(times) if times else np.zeros((0, 1), np.int64)
+        none = np.zeros((0, 1), np.int64)
+        self._sizes = np.concatenate([none, *(index.sizes for index in indexes)][bool(indexes) :])
+        self._modified_ns = np.concatenate([none, *(index.modified_ns for index in indexes)][bool(indexes) :])
         self._require_some()
 
     def __len__(self) -> int:
@@ -178,6 +170,8 @@ class FileSource(NumberedSource):
         if not 0 <= index < len(self):
             raise IndexError(index)
         label = int(self._table.labels[index])
+        if label == PROBLEM:
+            raise DataError(f"{self.name(index)}: {self._table.row_captions(index)[0]}", "damaged row")
         if self.templates:
             captions = self._prompts.of(label, self.name(index))
         elif self._captions is not None:
@@ -191,45 +185,46 @@ class FileSource(NumberedSource):
 
     def name(self, index: int) -> str:
         """Return list, row and file, for messages: ``/data/train.csv: row 17: images/a.jpg``."""
-        path, row = cut_path(self._table.paths[index]), int(self._table.rows[index])
-        text = f"{self._listing}: {self.config.row_word} {row}: {path}" if row >= 0 else str(self._root / path)
+        path, row = _cut(self._table.paths.read(index)), int(self._table.rows[index])
+        text = f"{self._listing}: row {row}: {path}" if row >= 0 else str(self._root / path)
         return printable(text, one_line=True)
 
     def place(self, index: int) -> str:
         """Return the path of the file, and its row; see `vqclip.data.images.ImageSource.place`."""
-        path, row = self._table.paths[index], int(self._table.rows[index])
-        return f"{path} ({self.config.row_word} {row})" if row >= 0 else path
+        path, row = self._table.paths.read(index), int(self._table.rows[index])
+        return f"{path} (row {row})" if row >= 0 else path
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`; contents, captions and labels count, names and folders do not."""
         table, files = self._table, self._captions
-        texts = [table.captions.span(0, len(table.captions.ends)), table.caption_ends.tobytes(), table.labels.tobytes()]
+        texts = [table.captions.content.tobytes(), table.captions.ends.tobytes(), table.caption_ends.tobytes()]
         return {
             "kind": "files",
             "samples": len(self),
             "sha256": self.sha256,
-            "captions_sha256": checksum(*texts),
+            "captions_sha256": checksum(*texts, table.labels.tobytes()),
             "prompts_sha256": self._prompts.sha256,
             **({"captions": "table", "json_keys": []} if files is None else files.fingerprint),
         }
 
     def _require_some(self) -> None:
-        """Raise DataError if no image can be read: then the paths are wrong, not a single file."""
-        if (self._sizes[:, 0] >= 0).any():
+        """Raise DataError if no sample can be used: then the paths or the rows are wrong, not a single one."""
+        has_file, is_row = self._sizes[:, 0] >= 0, self._table.labels != PROBLEM
+        if (has_file & is_row).any():
             return
         try:
-            self._read_file(0, 0)
+            self.read(int(is_row.argmax()))
         except DataError as error:
+            hint = f". Relative paths refer to {self._root}; images names another folder" if is_row.any() else ""
             raise DataError(
-                f"{self._listing}: none of the {len(self)} images can be read; the first: {error}. Relative "
-                f"paths refer to {self._root}"
+                f"{self._listing}: none of the {len(self)} images can be read; the first: {error}{hint}"
             ) from None
 
     def _read_text(self, index: int) -> str:
         data = self._read_file(index, 1)
         try:
-            return data.decode("utf-8").strip()
+            return data.decode("utf-8-sig").strip()
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{self.name(index)}: the file of its caption is not UTF-8: {error.reason} at byte {error.start}",
@@ -241,7 +236,7 @@ class FileSource(NumberedSource):
         name, second = self.name(index), "" if self._captions is None else f".{self._captions.kind}"
         what, most = ("image", MAX_IMAGE_BYTES) if column == 0 else (second, MAX_BYTES[second.removeprefix(".")])
         try:
-            file = files_of(self._table.paths[index], self._root, second)[column]
+            file = _files_of(self._table.paths.read(index), self._root, second)[column]
         except DataError as error:
             raise DataError(f"{name}: {error}", error.kind) from None
         size, modified = int(self._sizes[index, column]), int(self._modified_ns[index, column])
@@ -266,3 +261,142 @@ class FileSource(NumberedSource):
         if len(data) != size:
             raise StorageError(f"{name}: {what} became shorter while it was read", "changed file")
         return data
+
+
+class FileIndex(NamedTuple):
+    """Size, modification time and checksum of the files of some rows."""
+
+    sizes: np.ndarray
+    """``(rows, files)`` int64: bytes; -1 for a file that could not be read."""
+    modified_ns: np.ndarray
+    """``(rows, files)`` int64."""
+    digests: np.ndarray
+    """``(rows, files, 32)`` uint8: SHA-256."""
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """Some rows of a table, whose files are indexed together, by any rank."""
+
+    table: FileTable
+    root: Path
+    second: str
+    """Ending of the caption file beside each image; "" without one."""
+    start: int
+    stop: int
+    name: str
+    file: Path
+    """Its index in the cache."""
+    checked: set[Path]
+    """See `FileSourceConfig`."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: images {self.start} to {self.stop}"
+
+    def prepare(self, cache: Path | None = None) -> None:
+        """Index the files unless they are indexed and unchanged."""
+        self.load()
+
+    def load(self) -> FileIndex:
+        """Return the index of the files, after indexing those that have changed since.
+
+        Raises:
+            DataError: a file is written to while it is read, or the cache cannot be written.
+        """
+        paths = "\n".join(self.table.paths.read(row) for row in range(self.start, self.stop))
+        facts = {**versions(self.name), "paths": checksum(f"{self.second}\n{paths}".encode("utf-8", "surrogatepass"))}
+        index = find_table(self.file, facts, self.name, lambda table: FileIndex(**table.arrays))
+        if index is not None and self.file in self.checked:
+            self.checked.discard(self.file)
+            return index
+        changed, new = self._update(index)
+        if changed or index is None:
+            save_table(self.file, facts, new._asdict(), self.name)
+            logger.info("indexed %s: %d image files of samples %d to %d", self.name, changed, self.start, self.stop - 1)
+        return new
+
+    def _update(self, former: FileIndex | None) -> tuple[int, FileIndex]:
+        """Read the files whose size or time differs from the index; return the number of their rows, and the new one.
+
+        A path that is not allowed counts as that of a missing file; `FileSource.read` says what is wrong with it.
+        """
+        shape = (self.stop - self.start, 2 if self.second else 1)
+        if former is None:
+            unknown = np.full(shape, MISSING - 1, np.int64)
+            index = FileIndex(unknown, unknown.copy(), np.zeros((*shape, 32), np.uint8))
+        else:
+            index = FileIndex(*(array.copy() for array in former))
+        changed = set()
+        states = np.stack([index.sizes, index.modified_ns], axis=-1).tolist()  # lists are faster to index
+        for row, known in enumerate(states):
+            if row % _HEARTBEAT == 0:
+                progress.heartbeat()
+            try:
+                files = _files_of(self.table.paths.read(self.start + row), self.root, self.second)
+            except DataError:
+                files = [""] * len(known)
+            for column, file in enumerate(files):
+                if _stat(file) != known[column]:
+                    changed.add(row)
+                    index.sizes[row, column], index.modified_ns[row, column], digest = _hash(file)
+                    index.digests[row, column] = np.frombuffer(digest, np.uint8)
+        return len(changed), index
+
+
+def skip_next_check(parts: Iterable[object]) -> None:
+    """Let the next `build` rely on the indexes of these parts: every rank has just checked some of them."""
+    for part in parts:
+        if isinstance(part, FilePart):
+            part.checked.add(part.file)
+
+
+def _stat(path: str) -> list[int]:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return [MISSING, 0]
+    return [status.st_size, status.st_mtime_ns] if stat.S_ISREG(status.st_mode) else [MISSING, 0]
+
+
+def _hash(path: str) -> tuple[int, int, bytes]:
+    """Return size, time and SHA-256 of a file; one that is too large to be used is not read, a missing one has -1."""
+    try:
+        with open_regular(Path(path)) as file:
+            before = os.fstat(file.fileno())
+            digest = hashlib.sha256(file.read() if before.st_size <= MAX_IMAGE_BYTES else b"")
+            after = os.fstat(file.fileno())
+    except (OSError, ValueError):
+        return MISSING, 0, bytes(32)
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise DataError(f"{path}: was written to while it was indexed; start again when it is complete")
+    return before.st_size, before.st_mtime_ns, digest.digest()
+
+
+def _files_of(text: str, root: Path, second: str) -> list[str]:
+    """Return the image that a path names, and the caption file beside it if ``second`` is its ending.
+
+    Raises:
+        DataError: the path is empty, a URL, or leaves the folder.
+    """
+    if not text:
+        raise DataError("the path of the image is empty", "missing member")
+    protocol = protocol_of(text)
+    if protocol not in (None, "file"):
+        raise DataError(
+            f"{display_url(text)}: a URL; expected a file on this machine (img2dataset downloads tables of URLs)", "URL"
+        )
+    path = text if protocol is None else local_path(text)
+    path = os.path.normpath(path) if os.pardir in path else path
+    if path.split(os.sep, 1)[0] == os.pardir:
+        raise DataError(
+            f"{_cut(text)}: leaves the folder {root}, which relative paths refer to; write the absolute path, or set "
+            "images to another folder",
+            "path outside",
+        )
+    image = os.path.join(root, path)
+    return [image, os.path.splitext(image)[0] + second] if second else [image]
+
+
+def _cut(text: str) -> str:
+    """Return the beginning of a long path, for messages."""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import model_validator
 
+from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.remote import is_tar
 from vqclip.data.sources.base import FolderContent, Place
 from vqclip.data.sources.captions import CaptionFiles
 from vqclip.data.sources.class_folder import TEMPLATES, LocalFolder, read_templates
+from vqclip.data.sources.csv_table import read_table
 from vqclip.data.sources.file_table import FileTable, TableBuilder
-from vqclip.data.sources.files import IMAGE_ENDINGS, FileSourceConfig, local_file
+from vqclip.data.sources.files import FileSourceConfig, local_file
+from vqclip.data.sources.json_table import read_objects
+from vqclip.data.sources.listing import Classes, ClassNames, Columns, describe_ids, is_split, list_images
 from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
-from vqclip.data.sources.table_files import find_column, read_json, read_json_lines, read_rows
-from vqclip.errors import DataError, encodable, quote_names
+from vqclip.errors import DataError, encodable
 from vqclip.io.files import walk_files
 
 __all__ = ["FolderConfig"]
@@ -25,10 +30,11 @@ __all__ = ["FolderConfig"]
 Captions = Literal["classes", "txt", "txt_lines", "json", "metadata", "names"]
 METADATA = ("metadata.csv", "metadata.jsonl", "captions.json")
 """Files with the captions of a folder."""
+_TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".token")
 
 
 class FolderConfig(FileSourceConfig):
-    """A folder of images (jpg, jpeg, png, webp): one subfolder for each class, or captions beside the images.
+    """A folder of images: one subfolder for each class, or captions beside the images.
 
     Hidden files and folders are skipped.
     """
@@ -43,11 +49,16 @@ class FolderConfig(FileSourceConfig):
     in the folder, as Hugging Face's imagefolder has it. names: the name of each image's file without its ending, with
     "_" and "-" read as blanks. null: found out where it is plain."""
     json_keys: tuple[str, ...] = ("caption",)
-    """Keys of the .json with a caption or a list of captions."""
-    file_key: str = "file_name"
-    """Column or key of the metadata with the path of an image."""
-    text_key: str = "text"
-    """Column or key of the metadata with a caption; in JSON also a list of captions."""
+    """Keys of the .json with a caption or a list of captions, such as `caption` or `meta.caption`."""
+    file_key: str | None = None
+    """Column or key of the metadata with the path of an image; null: the usual names are tried."""
+    text_key: str | None = None
+    """Column or key of the metadata with a caption; in JSON also a list of captions; null: as for `file_key`."""
+    classnames: ClassNames = ()
+    """Names of the classes, for folders called by numbers or ids: a list in the order of the folders, or of their
+    numbers; or a file, see `csv`."""
+    image_endings: tuple[str, ...] = IMAGE_ENDINGS
+    """Endings of the images' names. Where masks lie beside the images, name those of the images, such as [.jpg]."""
 
     @model_validator(mode="after")
     def _has_keys(self) -> FolderConfig:
@@ -58,12 +69,12 @@ class FolderConfig(FileSourceConfig):
     @property
     def has_classes(self) -> bool | None:
         """Return whether images have classes, if the configuration decides it."""
-        return None if self.captions is None else self.captions == "classes"
+        return self.captions == "classes" if self.captions not in (None, "metadata") else None
 
     @classmethod
     def matches_folder(cls, content: FolderContent) -> bool:
         """Return whether there are images; or, without tars, metadata or folders."""
-        if any(map(_is_image, content.files)):
+        if any(name.lower().endswith(IMAGE_ENDINGS) for name in content.files):
             return True
         if any(map(is_tar, content.files)):
             return False
@@ -95,39 +106,160 @@ class FolderConfig(FileSourceConfig):
         for name in METADATA:
             if builder.read_from(folder / name).is_file():
                 mode = mode or "metadata"
+        paths = [path for path in walk_files(folder, visit=builder.read_from) if not path.startswith("__MACOSX/")]
+        images = [path for path in paths if self._is_image(path)]
         if mode == "metadata":
-            return _metadata_table(folder, builder, self.file_key, self.text_key)
-        paths = list(walk_files(folder, visit=builder.read_from))
-        images = [path for path in paths if _is_image(path)]
-        mode = mode or _find_captions(folder, images, set(paths))
+            return self._metadata_table(folder, builder, images)
+        mode = mode or self._find_captions(folder, images, set(paths))
         if mode == "classes":
-            return _class_table(folder, builder, paths)
+            return self._class_table(folder, builder, paths)
         if not images:
-            raise DataError(f"{folder}: no image ({', '.join(IMAGE_ENDINGS)}) in it or below it")
-        for path in images:
-            builder.add(path, [_caption_of(path)] if mode == "names" else ())
+            raise DataError(f"{folder}: no image ({', '.join(self.image_endings)}) in it or below it")
+        others = [path for path in paths if not self._is_image(path)]
+        if mode == "names":
+            for path in images:
+                builder.add(path, [_caption_of(path)])
+        else:
+            _add_with_files(images, builder)
+            stems = {os.path.splitext(path)[0] for path in images}
+            ending = "json" if mode == "json" else "txt"
+            beside = {path for path in others if path.endswith((".txt", ".json"))}
+            lost = [path for path in beside if path.endswith(ending) and os.path.splitext(path)[0] not in stems]
+            if lost:
+                builder.notes.append(f"left out: {_files(len(lost))} .{ending} without an image, such as {min(lost)}")
+            others = [path for path in others if path not in beside]
+        builder.notes += _describe_left_out(others, "of other endings")
         return builder.finish(facts={"captions": mode})
 
+    def _is_image(self, name: str) -> bool:
+        return name.lower().endswith(self.image_endings)
 
-def _find_captions(folder: Path, images: list[str], paths: set[str]) -> Captions:
-    """Return where the captions of a folder without metadata are; raises DataError if it is not plain."""
-    stems = [os.path.splitext(path)[0] for path in images]
-    texts, objects = (sum(f"{stem}{ending}" in paths for stem in stems) for ending in (".txt", ".json"))
-    if images and 2 * max(texts, objects) >= len(images):
-        return "txt" if 2 * texts >= len(images) else "json"
-    if texts or objects:
-        raise DataError(
-            f"{folder}: {len(images)} images, of which {texts} have a .txt and {objects} a .json of the same name; is "
-            "it a folder of classes, or are captions missing? Set captions: classes, txt or json"
+    def _find_captions(self, folder: Path, images: list[str], paths: set[str]) -> Captions:
+        """Return where the captions of a folder without metadata are; raises DataError if it is not plain."""
+        stems = [os.path.splitext(path)[0] for path in images]
+        texts, objects = (sum(f"{stem}{ending}" in paths for stem in stems) for ending in (".txt", ".json"))
+        if images and 2 * max(texts, objects) >= len(images):
+            return "txt" if 2 * texts >= len(images) else "json"
+        if texts or objects:
+            raise DataError(
+                f"{folder}: {len(images)} images, of which {texts} have a .txt and {objects} a .json of the same name; "
+                "is it a folder of classes, or are captions missing? Set captions: classes, txt or json"
+            )
+        tables = [path for path in paths if path.endswith(_TABLES) and os.path.basename(path) != TEMPLATES]
+        hint = f"; a table with their captions is named as the path: {folder / min(tables)}" if tables else ""
+        if images and all("/" not in path for path in images):
+            raise DataError(
+                f"{folder}: {len(images)} images without captions; expected a .txt of the same name beside each, one "
+                f"of {', '.join(METADATA)}, or a subfolder for each class{hint}"
+            )
+        inside = sorted({path.partition("/")[0] for path in paths if "/" in path})
+        described = [name for name in inside if any(f"{name}/{file}" in paths for file in METADATA)]
+        if described or (inside and all(map(is_split, inside))):
+            raise DataError(
+                f"{folder}: its subfolders are parts of a data set, not classes; name one of them as the path: "
+                f"{', '.join(str(folder / name) for name in described or inside)}"
+            )
+        if len(inside) == 1 and hint:
+            raise DataError(
+                f"{folder}: a single subfolder, {inside[0]}, which would be the class of all images{hint}; or set "
+                "captions: classes"
+            )
+        return "classes"
+
+    def _class_table(self, folder: Path, builder: TableBuilder, paths: Sequence[str]) -> FileTable:
+        """List labelled images: classes in the order of their names, or numbers, with "_" read as a blank."""
+        classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] not in "._"[:1])
+        classes = [name for name in classes if name != "__MACOSX"]
+        if not classes:
+            found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+            raise DataError(f"{folder}: no subfolder; expected one for each class with its images, got: {found}")
+        if all(re.fullmatch(r"[0-9]+", name) for name in classes):
+            classes.sort(key=int)
+        names, labels = self._classes(folder, classes, builder)
+        templates: Sequence[str] = (DEFAULT_TEMPLATE,)
+        if builder.read_from(folder / TEMPLATES).exists():
+            templates = read_templates(LocalFolder(folder))
+        inside = [path for path in paths if path.count("/") == 1]
+        images: dict[str, list[str]] = {name: [] for name in classes}
+        for path in filter(self._is_image, inside):
+            images[path.partition("/")[0]].append(path)
+        for name, own in images.items():
+            self._require_images(folder / name, own)
+            for path in own:
+                builder.add(path, label=labels[name])
+        twins = sum(
+            count - 1
+            for count in Counter(os.path.splitext(path)[0] for path in inside if self._is_image(path)).values()
         )
-    if images and all("/" not in path for path in images):
-        tables = [path for path in paths if path.endswith((".csv", ".tsv", ".json", ".parquet"))]
-        hint = f"; a table with their captions is named as the path: {min(tables)}" if tables else ""
-        raise DataError(
-            f"{folder}: {len(images)} images without captions; expected a .txt of the same name beside each, one of "
-            f"{', '.join(METADATA)}, or a subfolder for each class{hint}"
+        if twins:
+            builder.notes.append(
+                f"{_files(twins)} named as another image but for the ending; are these masks? image_endings chooses"
+            )
+        others = [path for path in inside if not self._is_image(path)]
+        builder.notes += _describe_left_out(others, "without an image's ending in the folders of classes")
+        for where, depth in (("in folders below those of classes", 2), ("beside the folders of classes", 0)):
+            count = sum(self._is_image(path) for path in paths if min(path.count("/"), 2) == depth)
+            if count:
+                builder.notes.append(f"left out: {_files(count)} with an image's ending {where}")
+        return builder.finish(names, templates, {"captions": "classes"})
+
+    def _classes(
+        self, folder: Path, folders: Sequence[str], builder: TableBuilder
+    ) -> tuple[Sequence[str], dict[str, int]]:
+        """Return the names of the classes, and the number of each folder's."""
+        if not self.classnames:
+            names = tuple(_read_name(name).replace("_", " ") for name in folders)
+            _require_distinct(folder, folders, names)
+            builder.notes += filter(None, [describe_ids(names)])
+            return names, {name: number for number, name in enumerate(folders)}
+        classes = Classes.read(self.classnames, folder, builder)
+        try:
+            return classes.names, {name: classes.number(name) for name in folders}
+        except ValueError as error:
+            if len(classes.names) != len(folders):
+                raise DataError(
+                    f"{folder}: classnames: got {len(classes.names)} for {len(folders)} folders; {error}"
+                ) from None
+        return classes.names, {name: number for number, name in enumerate(folders)}
+
+    def _require_images(self, folder: Path, images: list[str]) -> None:
+        if not images:
+            found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
+            raise DataError(
+                f"{folder}: no image ({', '.join(self.image_endings)}) in the folder of this class, got: {found}; "
+                "add images, or remove the folder if it is not a class; if it contains the classes, name it as the path"
+            )
+
+    def _metadata_table(self, folder: Path, builder: TableBuilder, images: Sequence[str]) -> FileTable:
+        found = [folder / name for name in METADATA if (folder / name).is_file()]
+        if len(found) != 1:
+            names = ", ".join(path.name for path in found) or "none"
+            raise DataError(f"{folder}: expected one of {', '.join(METADATA)}, got {names}")
+        path = found[0]
+        rows = read_table(path, notes=builder.notes) if path.suffix == ".csv" else read_objects(path, builder.notes)
+        texts = None if self.text_key is None else (self.text_key,)
+        columns = Columns(
+            self.file_key, texts, classnames=self.classnames, settings=("file_key", "text_key", "classnames")
         )
-    return "classes"
+        table = list_images(rows, columns, builder, path, folder)
+        named = {os.path.normpath(table.paths.read(index)) for index in range(len(table))}
+        if lost := [image for image in images if image not in named]:
+            builder.notes.append(f"left out: {_files(len(lost))} that {path.name} does not name, such as {min(lost)}")
+        table.facts["captions"] = "metadata"
+        return table
+
+
+def _add_with_files(images: Sequence[str], builder: TableBuilder) -> None:
+    """Add images with captions in files; several of one name, such as an image and its mask, are one bad sample."""
+    stems: dict[str, list[str]] = {}
+    for path in images:
+        stems.setdefault(os.path.splitext(path)[0], []).append(path)
+    for first, *others in stems.values():
+        if others:
+            names = ", ".join(os.path.basename(path) for path in (first, *others))
+            builder.add_problem(first, f"several images of one name: {names}; image_endings chooses")
+        else:
+            builder.add(first)
 
 
 def _caption_of(path: str) -> str:
@@ -143,44 +275,6 @@ def _read_name(name: str) -> str:
     return text if text.isprintable() else encodable(name)
 
 
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(IMAGE_ENDINGS)
-
-
-def _class_table(folder: Path, builder: TableBuilder, paths: Sequence[str]) -> FileTable:
-    """List labelled images: classes in the order of their names, with "_" read as a blank."""
-    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if not classes:
-        found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
-        raise DataError(f"{folder}: no subfolder; expected one for each class with its images, got: {found}")
-    names = tuple(_read_name(name).replace("_", " ") for name in classes)
-    _require_distinct(folder, classes, names)
-    templates: Sequence[str] = (DEFAULT_TEMPLATE,)
-    if builder.read_from(folder / TEMPLATES).exists():
-        templates = read_templates(LocalFolder(folder))
-    inside = [path for path in paths if path.count("/") == 1]
-    images: dict[str, list[str]] = {name: [] for name in classes}
-    for path in filter(_is_image, inside):
-        images[path.partition("/")[0]].append(path)
-    for label, (name, own) in enumerate(images.items()):
-        _require_images(folder / name, own)
-        for path in own:
-            builder.add(path, label=label)
-    others = [os.path.splitext(path)[1].lower() or os.path.basename(path) for path in inside if not _is_image(path)]
-    loose = sum(map(_is_image, (path for path in paths if "/" not in path)))
-    nested = sum(map(_is_image, (path for path in paths if path.count("/") > 1)))
-    return builder.finish(names, templates, {"captions": "classes", "notes": _describe_left_out(others, nested, loose)})
-
-
-def _require_images(folder: Path, images: list[str]) -> None:
-    if not images:
-        found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
-        raise DataError(
-            f"{folder}: no image ({', '.join(IMAGE_ENDINGS)}) in the folder of this class, got: {found}; "
-            "add images, or remove the folder if it is not a class; if it contains the classes, name it as the path"
-        )
-
-
 def _require_distinct(folder: Path, classes: Sequence[str], names: Sequence[str]) -> None:
     for name in dict.fromkeys(names):
         same = [each for each, read in zip(classes, names, strict=True) if read == name]
@@ -191,57 +285,14 @@ def _require_distinct(folder: Path, classes: Sequence[str], names: Sequence[str]
             )
 
 
-def _describe_left_out(others: Sequence[str], nested: int, loose: int) -> list[str]:
-    """Return a note for each kind of file that is not read."""
-    endings = ", ".join(sorted(set(others))[:5])
-    notes = (
-        (len(others), f"without an image's ending ({', '.join(IMAGE_ENDINGS)}) in the folders of classes: {endings}"),
-        (nested, "with an image's ending in folders below those of classes"),
-        (loose, "with an image's ending beside the folders of classes"),
-    )
-    return [f"left out: {count} file{'s' if count > 1 else ''} {what}" for count, what in notes if count]
+def _describe_left_out(paths: Iterable[str], what: str) -> list[str]:
+    """Return a note on files that are not read, with the number of each ending."""
+    endings = Counter(os.path.splitext(path)[1].lower() or os.path.basename(path) for path in paths)
+    if not endings:
+        return []
+    shown = ", ".join(f"{encodable(ending)} {count}" for ending, count in endings.most_common(5))
+    return [f"left out: {_files(endings.total())} {what} ({shown})"]
 
 
-def _metadata_table(folder: Path, builder: TableBuilder, file_key: str, text_key: str) -> FileTable:
-    found = [folder / name for name in METADATA if (folder / name).is_file()]
-    if len(found) != 1:
-        names = ", ".join(path.name for path in found) or "none"
-        raise DataError(f"{folder}: expected one of {', '.join(METADATA)}, got {names}")
-    path = found[0]
-    for row, image, captions in _rows(path, file_key, text_key):
-        builder.add(image, captions, row=row)
-    if not len(builder):
-        raise DataError(f"{path}: no rows; expected one for each image")
-    return builder.finish(facts={"captions": "metadata"})
-
-
-def _rows(path: Path, file_key: str, text_key: str) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield number, image and captions of each row of the metadata."""
-    if path.suffix == ".csv":
-        rows = read_rows(path, ",")
-        _, columns = next(rows)
-        image, text = (find_column(path, columns, *key) for key in ((file_key, "file_key"), (text_key, "text_key")))
-        yield from ((number, row[image].strip(), [row[text]]) for number, row in rows)
-        return
-    objects = read_json_lines(path) if path.suffix == ".jsonl" else _objects(path, file_key, text_key)
-    for place, each in objects:
-        file, captions = each.get(file_key, ""), each.get(text_key) or []
-        captions = captions if isinstance(captions, list) else [captions]
-        for key, values in ((file_key, [file]), (text_key, captions)):
-            for value in values:
-                if not isinstance(value, str):
-                    raise DataError(
-                        f"{path}: row {place}: {key}: got {str(value)[:80]!r}; expected text; its keys: "
-                        f"{quote_names(each)}"
-                    )
-        yield place, file, captions
-
-
-def _objects(path: Path, file_key: str, text_key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the objects of captions.json: a list of objects, or one object of file names with captions."""
-    content = read_json(path)
-    if isinstance(content, dict):
-        content = [{file_key: name, text_key: value} for name, value in content.items()]
-    if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
-        raise DataError(f"{path}: expected a list of objects with {file_key} and {text_key}")
-    yield from enumerate(content, 1)
+def _files(count: int) -> str:
+    return f"{count} file" if count == 1 else f"{count} files"

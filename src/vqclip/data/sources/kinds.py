@@ -15,11 +15,11 @@ from vqclip.config.types import kinds_of
 from vqclip.data.remote import display_url
 from vqclip.data.sources.base import SourceConfigBase
 from vqclip.data.sources.classes import ClassShardsConfig
-from vqclip.data.sources.coco import CocoConfig
 from vqclip.data.sources.csv_table import CsvConfig
 from vqclip.data.sources.detect import find_kind
 from vqclip.data.sources.folder import FolderConfig
 from vqclip.data.sources.hf import HfConfig
+from vqclip.data.sources.json_table import JsonConfig
 from vqclip.data.sources.parquet import ParquetConfig
 from vqclip.data.sources.plugins import installed_kinds, load_kind
 from vqclip.data.sources.scenes import ScenesSourceConfig
@@ -33,10 +33,10 @@ __all__ = ["KINDS", "SourceConfig", "parse_source"]
 _Known = (
     CaptionShardsConfig
     | ClassShardsConfig
-    | CocoConfig
     | CsvConfig
     | FolderConfig
     | HfConfig
+    | JsonConfig
     | ParquetConfig
     | ScenesSourceConfig
     | TorchvisionConfig
