@@ -40,9 +40,9 @@ from vqclip.data import DataConfig
 from vqclip.data import index as shard_index
 from vqclip.data.chunks.index_file import DIGEST, IndexContent, open_index, write_index
 from vqclip.data.chunks.location import cached_index
+from vqclip.data.draws import hash_integers
 from vqclip.data.order import FullOrder, GlobalOrder, WindowedOrder
 from vqclip.data.sources.paths import find_shards
-from vqclip.data_tools.mixing import simulate_mixing, topic_variance
 
 DRAWS, TOGETHER = 8, 16
 BATCH, NODES, GPUS = 32_768, 64, 8
@@ -79,6 +79,39 @@ def buffers(samples: int, shards: int, batch: int, workers: int, buffer: int, se
             held[slot] = new
         found[-(4 * buffer + batch // workers) :] = found[-(batch // workers) :]
     return np.array(found)
+
+
+def topic_variance(samples: np.ndarray, size: int, topics: int) -> float:
+    """Return the variance of the topic shares of some samples over that of independent draws.
+
+    Args:
+        samples: int64 in 0 ... size - 1.
+        size: samples of the data, which are sorted: each topic is a run of about ``size / topics`` of them.
+        topics: number of topics, at least 2.
+    """
+    edges = -(-np.arange(topics + 1) * size // topics)
+    expected = np.diff(edges) * (len(samples) / size)
+    counts = np.bincount(samples * topics // size, minlength=topics)
+    return float(((counts - expected) ** 2 / expected).sum() / (topics - 1))
+
+
+def simulate_mixing(
+    order: GlobalOrder, batch_size: int, topics: int, seed: int, draws: int = 8, steps: int = 1
+) -> float:
+    """Return the mean `topic_variance` of some batches of the first epoch.
+
+    Args:
+        order: order of one source.
+        batch_size: G, samples of a global batch.
+        topics: number of topics in the data.
+        seed: chooses the batches.
+        draws: number of simulated batches.
+        steps: successive batches that are taken as one; the topics of neighbouring batches may be correlated.
+    """
+    size, together = order.sizes[0], batch_size * steps
+    places = max(1, order.epoch_size // together)
+    chosen: list[int] = (hash_integers(seed, np.arange(draws)) % np.uint64(places)).tolist()
+    return float(np.mean([topic_variance(order.batch(place, together).sample, size, topics) for place in chosen]))
 
 
 def mixing(samples: int, shards: int, batch: int = 32_768, scale: int = 1) -> list[tuple[str, float, float]]:

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.order import blocks, buffers
+from benchmarks.order import blocks, buffers, simulate_mixing, topic_variance
 
 from vqclip.data.order import FullOrder, GlobalOrder, Order, WindowedOrder
-from vqclip.data_tools.mixing import simulate_mixing, topic_variance
 
 SIZE, TOPICS, BATCH = 1_000_000, 100, 2048
 """A million samples in 100 shards, each of which has one topic."""

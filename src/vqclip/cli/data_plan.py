@@ -1,8 +1,8 @@
 """``vqclip data plan``: say what a run needs before it starts.
 
-Start, memory, cache, requests, their price, hours of an epoch and shuffling quality, by formulas. The size of the data
-comes from the index of SOURCE (vqclip data index), or from --samples, --shards and --bytes. With --config, order,
-batch, workers and image size are those of a training configuration, and key=value changes the configuration.
+Whether the data fit the cache, whether an index is needed, and bytes and requests of an epoch, by formulas. The size of
+the data comes from the index of SOURCE (vqclip data index), or from --samples, --shards and --bytes. With --config,
+order, batch and cache are those of a training configuration, and key=value changes the configuration.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from vqclip.config import parse_config
 from vqclip.data.chunks.make import CHUNK
 from vqclip.data.chunks.tars import choose_chunk
 from vqclip.data.order import FullOrder, WindowedOrder
-from vqclip.data_tools.plan import DataCounts, Job, Plan, make_plan
-from vqclip.data_tools.plan_counts import count_source
+from vqclip.data_tools.plan import DataCounts, Job, Plan, count_source, make_plan
 from vqclip.errors import ConfigError, name_section
 from vqclip.io.files import format_bytes
 from vqclip.runlog.console import print_output
@@ -29,10 +28,9 @@ __all__ = ["EXAMPLES", "configure", "run"]
 EXAMPLES = """\
 examples:
   vqclip data plan --samples 1.3e9 --shards 130000 --bytes 10e12 --nodes 64 --gpus 8 --batch 32768
-  vqclip data plan s3://bucket/shards --nodes 4 --gpus 8 --batch 16384 --request-price 0.0004
+  vqclip data plan s3://bucket/shards --nodes 4 --gpus 8 --batch 16384
   vqclip data plan --config configs/vit_b16.yaml --nodes 2 --gpus 8 data.order=windowed
 """
-_TOGETHER = 16
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,12 +55,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         field = schema.model_fields[name]
         add(f"--{name}", type=types.count, metavar="N", help=f"of the windowed order ({field.default})")
     add("--cache-gib", type=types.positive, metavar="N", help="remote.cache_gib of a source without --config (100)")
-    add("--workers", type=types.workers, help="data.workers, without --config (2)")
-    add("--image-size", type=types.whole(1, 4096), help="side of the images in pixels, without --config (224)")
     help_text = "MB a second that a machine can read; unknown without it"
     add("--bandwidth", type=types.positive, metavar="MB/S", help=help_text)
-    add("--request-price", type=types.not_negative, metavar="X", help="price of 1,000 requests; none without it")
-    add("--gb-price", type=types.not_negative, metavar="X", help="price of a GB (1e9 bytes) sent; none without it")
     add("--json", action="store_true", help="print the figures as JSON")
 
 
@@ -70,13 +64,11 @@ def run(options: argparse.Namespace) -> None:
     """Print the plan."""
     data, job = _of_config(options) if options.config else _of_options(options)
     plan = make_plan(data, job)
-    figures, advice = _figures(plan, options), plan.advice()
     if options.json:
-        values = {name: value for name, value, _ in figures} | {"advice": advice}
-        print_output(json.dumps(values, indent=1))
+        print_output(json.dumps(plan._asdict(), indent=1))
         return
-    lines = [f"{name:20} {text}" for name, _, text in figures]
-    print_output("\n".join([*lines, "", *(advice or ["it fits"])]))
+    lines = [f"{name:18} {text}" for name, text in _figures(plan, job).items()]
+    print_output("\n".join([*lines, "", *(plan.advice or ["it fits"])]))
 
 
 def _of_options(options: argparse.Namespace) -> tuple[list[DataCounts], Job]:
@@ -86,9 +78,8 @@ def _of_options(options: argparse.Namespace) -> tuple[list[DataCounts], Job]:
     if options.order == "full" and given:
         raise ConfigError(f"--{next(iter(given))}: got it beside --order full, which has no chunks")
     order = FullOrder() if options.order == "full" else parse_config(WindowedOrder, given, (), "--order windowed")
-    fields = {name: getattr(options, name) for name in ("cache_gib", "workers", "image_size")}
-    given = {name: value for name, value in fields.items() if value is not None}
-    job = Job(options.batch, order=order, **_of_machines(options), **given)
+    cache = {} if options.cache_gib is None else {"cache_gib": options.cache_gib}
+    job = Job(options.batch, order=order, **_of_machines(options), **cache)
     if options.given:
         path, *overrides = options.given
         _refuse(options, "samples", "shards", "bytes", beside="SOURCE")
@@ -99,17 +90,13 @@ def _of_options(options: argparse.Namespace) -> tuple[list[DataCounts], Job]:
 def _of_config(options: argparse.Namespace) -> tuple[list[DataCounts], Job]:
     from vqclip.data_tools.model_inputs import ModelInputs  # here, as it imports the training code
 
-    _refuse(options, "batch", "order", "chunk", "window", "cache_gib", "workers", "image_size", beside="--config")
+    _refuse(options, "batch", "order", "chunk", "window", "cache_gib", beside="--config")
     inputs = ModelInputs.load(options.config, options.given)
     data, sources = inputs.config.data, inputs.config.data.sources
     limits = [each.remote.cache_gib for each in sources if hasattr(each, "remote")]
     job = Job(
         inputs.config.train.batch_size,
         order=data.order,
-        workers=data.workers,
-        prefetch=data.prefetch,
-        prefetch_gib=data.prefetch_gib,
-        image_size=inputs.image_size,
         cache_gib=min(limits, default=Job.cache_gib),
         seed=inputs.config.run.seed,
         **_of_machines(options),
@@ -147,40 +134,19 @@ def _index_chunk(job: Job) -> int:
     return choose_chunk(job.order.chunk) if isinstance(job.order, WindowedOrder) else CHUNK
 
 
-def _figures(plan: Plan, options: argparse.Namespace) -> list[tuple[str, Any, str]]:
-    """Return name, value for JSON, and text of each figure."""
-    job, nodes, size = plan.job, plan.job.nodes, format_bytes
-    shards, simulated = sum(each.shards for each in plan.data), [plan.simulate(steps) for steps in (1, _TOGETHER)]
-    limit, rate = f"remote.cache_gib={job.cache_gib:g}", f"{job.rate:,g} images a second and GPU"
-    preparation, start = plan.preparation_bytes, plan.first_batch_bytes
-    bytes_s, requests_s = plan.node_bytes_s, plan.node_requests_s
-    rows: list[tuple[str, Any, str]] = [
-        ("samples", plan.samples, f"{plan.samples:,} in {shards:,} shards"),
-        ("bytes", plan.bytes, f"{size(plan.bytes)}, {size(plan.bytes / plan.samples)} a sample"),
-        ("order", job.order.model_dump(), plan.order_text),
-        ("index", plan.index_bytes, f"{size(plan.index_bytes)}, {plan.index_text}"),
-        ("preparation", preparation, f"{size(preparation)} to index, once{_seconds(preparation, job)}"),
-        ("first batch", start, f"{size(start)} a machine{_seconds(start, job)}"),
-        ("memory of a process", plan.rank_bytes, f"{size(plan.rank_bytes)}, beside model and Python"),
-        ("memory of a machine", plan.node_bytes, size(plan.node_bytes)),
-        ("cache of a machine", plan.cache_bytes, f"{size(plan.cache_bytes)} of {size(plan.cache_limit)} ({limit})"),
-        ("steps an epoch", plan.epoch_steps, f"{plan.epoch_steps:,.1f}"),
-        ("seconds an epoch", plan.epoch_s, f"{plan.epoch_s:,.0f}, {plan.epoch_s / 3600:,.2f} hours, at {rate}"),
-        ("bytes an epoch", plan.epoch_bytes, size(plan.epoch_bytes)),
-        ("requests an epoch", plan.epoch_requests, f"{plan.epoch_requests:,.0f}"),
-        ("bytes a second", bytes_s * nodes, f"{size(bytes_s * nodes)}, {size(bytes_s)} a machine"),
-        ("requests a second", requests_s * nodes, f"{requests_s * nodes:,.1f}, {requests_s:,.1f} a machine"),
-        ("mixing", plan.mixing, f"{plan.mixing:.2f}: variance of topic shares in a batch; 1: independent draws"),
-        ("mixing, simulated", simulated, f"{simulated[0]:.2f}; {simulated[1]:.1f} for {_TOGETHER} batches as one"),
-    ]
-    if options.request_price is not None or options.gb_price is not None:
-        price = plan.price(options.request_price or 0, options.gb_price or 0)
-        rows.append(("price of an epoch", price, f"{price:,.2f}, at the given prices"))
-    return rows
-
-
-def _seconds(count: float, job: Job) -> str:
-    return "" if job.bandwidth is None or not count else f", {count / job.bandwidth:,.1f} s"
+def _figures(plan: Plan, job: Job) -> dict[str, str]:
+    size, limit = format_bytes, f"remote.cache_gib={job.cache_gib:g}"
+    return {
+        "samples": f"{plan.samples:,} in {plan.shards:,} shards",
+        "bytes": f"{size(plan.bytes)}, {size(plan.bytes / plan.samples)} a sample",
+        "order": plan.order,
+        "index": f"{size(plan.index_bytes)}, shared by the processes of a machine",
+        "cache of a machine": f"{size(plan.cache_bytes)} of {size(plan.cache_limit)} ({limit})",
+        "steps an epoch": f"{plan.epoch_steps:,.1f}",
+        "hours an epoch": f"{plan.epoch_s / 3600:,.2f}, at {job.rate:,g} images a second and GPU",
+        "bytes an epoch": f"{size(plan.epoch_bytes)}, {size(plan.node_bytes_s)} a second and machine",
+        "requests an epoch": f"{plan.epoch_requests:,.0f}",
+    }
 
 
 def _number(given: str) -> int:
