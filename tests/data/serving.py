@@ -28,7 +28,7 @@ class FaultyServer:
         self.ranges = True
         self.counting = threading.Lock()
         self.sent = 0
-        """Bytes of bodies that went well."""
+        """Bytes of bodies sent, without those of faults; counted before the client has them."""
         self.stopped = threading.Event()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._http.daemon_threads = True
@@ -44,6 +44,10 @@ class FaultyServer:
             if file.is_file():
                 self.files[f"{below}/{file.relative_to(folder)}"] = file.read_bytes()
         return self.url + below
+
+    def count(self, size: int) -> None:
+        with self.counting:
+            self.sent += size
 
     def close(self) -> None:
         self.stopped.set()
@@ -67,9 +71,7 @@ class FaultyServer:
                         self.send_error(404)
                     else:
                         part = self.headers.get("Range") if server.ranges else None
-                        size = answer(self, body, tag=server.tags.get(path), part=part)
-                        with server.counting:
-                            server.sent += size
+                        answer(self, body, tag=server.tags.get(path), part=part, count=server.count)
 
             do_HEAD = do_GET
 
@@ -84,9 +86,10 @@ def answer(
     length: int | None = None,
     tag: str | None = None,
     part: str | None = None,
+    count: Callable[[int], object] | None = None,
     **headers: str,
-) -> int:
-    """Sends a body, or the part of it in a header Range; how many bytes."""
+) -> None:
+    """Sends a body, or the part of it in a header Range; tells `count` its size first."""
     if part is not None:
         first, _, last = part.removeprefix("bytes=").partition("-")
         total, body = len(body), body[int(first) : int(last) + 1]
@@ -99,8 +102,9 @@ def answer(
     for name, value in headers.items():
         handler.send_header(name.replace("_", "-"), value)
     handler.end_headers()
+    if count is not None:
+        count(len(body))
     handler.wfile.write(body)
-    return len(body)
 
 
 # ---- faults
