@@ -435,12 +435,6 @@ def test_a_step_of_unfreezing_after_the_run_is_refused(tmp_path, shards):
         TrainConfig.model_validate(tree(tmp_path, shards, text={"from_step": STEPS}))
 
 
-def test_a_run_from_before_the_setting_resumes(tmp_path, shards):
-    identity = TrainConfig.model_validate(tree(tmp_path, shards, text="none")).identity({}, towers_draw=False)
-    assert "train" not in identity["model"]["image"]["tower"]
-    assert identity["model"]["text"]["tower"]["train"] == "none"
-
-
 def test_averages_of_adapters_are_merged_in_exports(tmp_path, shards):
     """The export of the run, made from the model in memory, and that of its checkpoint."""
     config = tree(tmp_path, shards, "none", LORA, train__ema={"decay": 0.5})

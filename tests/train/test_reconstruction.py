@@ -299,11 +299,7 @@ def test_settings_that_do_not_fit_are_refused():
     assert "expected modalities: [text] there" in refused(model=tree, data__feature_cache={}, data__views=1)
 
 
-def test_a_run_without_pixels_has_the_identity_of_former_versions():
-    config = TrainConfig.model_validate(run_tree("runs", "shards"))
-    found = config.identity({"sources": []}, towers_draw=False)
-    assert not [name for name in found if "pixels" in name]
-    assert "pixels" not in found["model"]["image"]
+def test_a_tokenizer_without_pixels_has_no_section_of_them():
     assert "pixels" not in tiny_model().build().section()["image"]
 
 

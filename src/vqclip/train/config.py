@@ -14,7 +14,6 @@ from typing_extensions import Self
 
 from vqclip.config import Config, to_yaml
 from vqclip.data import DataConfig, mask_credentials
-from vqclip.data.order import FullOrder
 from vqclip.data.remote import TransferConfig
 from vqclip.evaluation import Evaluations, scalar_names
 from vqclip.io.files import cache_folder
@@ -218,25 +217,19 @@ class TaskConfig(Config):
             samples: fingerprint of the data.
             own: settings of the task.
         """
-        reading = self.data.model_dump(mode="json", include={"transform", "max_pixels"})
-        views = {} if self.data.views is None else {"views": self.data.views}
-        settings: dict[str, object] = {
+        ema, bottleneck = self.train.ema, self.train.bottleneck
+        return {
             "run.seed": self.run.seed,
             "train.steps": self.train.steps,
             "train.batch_size": self.train.batch_size,
             "train.precision": self.train.precision,
-            "data": samples | reading | views,
+            "train.ema": None if ema is None else ema.model_dump(mode="json", exclude={"evaluate"}),
+            "train.bottleneck": None if bottleneck is None else bottleneck.model_dump(mode="json"),
+            "data": samples | self.data.model_dump(mode="json", include={"transform", "max_pixels", "views"}),
+            "data.order": self.data.order.model_dump(mode="json"),
             **own,
-            "optim": self.optim.model_dump(mode="json", exclude={"implementation", *_names_without_effect(self.optim)}),
+            "optim": self.optim.model_dump(mode="json", exclude={"implementation"}),
         }
-        # Absent where they are null: checkpoints from before these settings resume.
-        if not isinstance(self.data.order, FullOrder):
-            settings["data.order"] = self.data.order.model_dump(mode="json")
-        for name in ("ema", "bottleneck"):
-            section = getattr(self.train, name)
-            if section is not None:
-                settings[f"train.{name}"] = section.model_dump(mode="json", exclude={"evaluate"})
-        return settings
 
     def facts(self) -> RunFacts:
         """Return what trackers show of this run, with credentials masked."""
@@ -264,8 +257,3 @@ class TaskConfig(Config):
             expected = f"one of {', '.join(names)}" if names else "null, as evaluation is empty"
             raise ValueError(f"train.keep_best: got {self.train.keep_best!r}; expected {expected}")
         return self
-
-
-def _names_without_effect(optim: OptimConfig) -> set[str]:
-    """Return the settings of single parameters that change nothing; checkpoints from before them resume."""
-    return {name for name in ("layer_decay", "overrides") if not getattr(optim, name)}

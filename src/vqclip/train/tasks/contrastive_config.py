@@ -187,18 +187,16 @@ class TrainConfig(TaskConfig):
             read: result of `settings_from_folders`.
         """
         own = {
-            "model": _without_defaults(self.model.model_dump(mode="json")),
+            "model": self.model.model_dump(mode="json", exclude={"image": {"pixels": {"losses"}}}),
+            "model.image.pixels.losses": list(pixel_losses),  # with digests of their networks in place of paths
             "loss": self.loss.model_dump(mode="json"),
+            "distillation": list(distillation),
         }
         settings = self.shared_identity(samples | self._stored_values(), own)
         by_rank = {
             "processes (dropout is drawn by rank)": dist.world_size(),
             "train.micro_batches (dropout is drawn by micro-batch)": self.train.micro_batches,
         }
-        if distillation:  # absent without terms: the checkpoints of former versions resume
-            settings["distillation"] = list(distillation)
-        if pixel_losses:  # likewise
-            settings["model.image.pixels.losses"] = list(pixel_losses)
         settings |= {f"model.{modality}.tower (from its folder)": found for modality, found in read.items()}
         return settings | (by_rank if towers_draw else {})
 
@@ -229,18 +227,3 @@ class TrainConfig(TaskConfig):
             if teachers := [term.kind for term in self.distillation if self.stores_teacher(term)]:
                 found["feature_cache"]["teachers"] = teachers
         return found
-
-
-def _without_defaults(model: dict[str, Any]) -> dict[str, Any]:
-    """Remove the defaults of `tower.train` and `image.pixels`, so that checkpoints from before them still fit.
-
-    The losses on pixels have an entry of their own, with digests of their networks in place of paths.
-    """
-    if model["image"]["pixels"] is None:
-        del model["image"]["pixels"]
-    else:
-        del model["image"]["pixels"]["losses"]
-    for modality in ("image", "text"):
-        tower = model[modality]["tower"]
-        model[modality]["tower"] = {key: value for key, value in tower.items() if (key, value) != ("train", "all")}
-    return model
