@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vqclip.data.dealing import part_sizes
+from vqclip.data.dealing import share_sizes
 from vqclip.data.order import FullOrder, GlobalOrder, WindowedOrder
 
 WINDOWED = WindowedOrder(chunk=100, window=5000)
@@ -32,7 +32,7 @@ def test_the_parts_of_all_ranks_are_the_global_batch(sizes: list[int], batch: in
     places = []
     for rank in range(len(nodes)):
         part = order.deal(step, batch, rank, nodes)
-        assert len(part.places) == part_sizes(batch, len(nodes))[rank]
+        assert len(part.places) == share_sizes(batch, len(nodes))[rank]
         assert (np.diff(part.places) > 0).all()
         for mine, everyone in zip(part.slots, whole, strict=True):
             assert np.array_equal(mine, everyone[part.places])

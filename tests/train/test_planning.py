@@ -16,7 +16,7 @@ from vqclip import dist
 from vqclip.cli.main import main as vqclip
 from vqclip.config import to_yaml
 from vqclip.data import Batch
-from vqclip.data.dealing import part_sizes
+from vqclip.data.dealing import share_sizes
 from vqclip.errors import ConfigError
 from vqclip.train import main
 from vqclip.train.planning import Machines, StepPlan, Trace, plan_step
@@ -72,7 +72,7 @@ def measure(tree):
 
 
 def make_batch(task, number):
-    sizes = part_sizes(SIZE, dist.world_size())
+    sizes = share_sizes(SIZE, dist.world_size())
     own = torch.arange(SIZE).split(sizes)[dist.rank()]
     images = torch.randint(0, 256, (len(own), 3, 16, 16), dtype=torch.uint8)
     words = random.Random(0).choices(("red", "star", "green"), k=99 * len(own))

@@ -26,7 +26,7 @@ class BadSample(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's part of one global batch; B may differ by one between ranks, and may be 0."""
+    """This rank's share of one global batch; B may differ by one between ranks, and may be 0."""
 
     step: int
     """t, the number of the global batch."""

@@ -1,4 +1,4 @@
-"""A rank's part of each global batch, made by the data workers together: each fills some rows of tensors they share.
+"""A rank's share of each global batch, made by the data workers together: each fills some rows of tensors they share.
 
 main process    allocate the tensors of batch t; send them to the workers, part by part
 worker          fill the rows of a part; return everything else about them, which is small
@@ -30,7 +30,7 @@ from torch.multiprocessing import get_sharing_strategy
 from vqclip.config import Config
 from vqclip.data.batch import BadSample, Batch
 from vqclip.data.chunks.supply import ChunkSupply
-from vqclip.data.dealing import part_sizes
+from vqclip.data.dealing import share_sizes
 from vqclip.data.order import GlobalOrder
 from vqclip.data.samples import SampleMaker
 from vqclip.data.workers import StartMethod, ordered_map
@@ -86,7 +86,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class BatchMaker:
-    """Makes this rank's part of any global batch; runs in the workers."""
+    """Makes this rank's share of any global batch; runs in the workers."""
 
     samples: SampleMaker
     order: GlobalOrder
@@ -101,7 +101,7 @@ class BatchMaker:
 
     @property
     def layout(self) -> Layout:
-        """Images and features of a part of a batch, with as many rows as it has at most.
+        """Images and features of this rank's share, with as many rows as it has at most.
 
         Images have no pixels if features replace them.
         """
@@ -155,7 +155,7 @@ class BatchMaker:
             labels=torch.tensor([each for some in rows for each in some.labels], dtype=torch.int64),
             places=torch.from_numpy(np.concatenate([some.places for some in rows])),
             global_size=self.batch_size,
-            sizes=part_sizes(self.batch_size, len(self.nodes)),
+            sizes=share_sizes(self.batch_size, len(self.nodes)),
             bad=tuple(each for some in rows for each in some.bad),
             lengths=tuple(each for some in rows for each in some.lengths),
             captions=tuple(each for some in rows for each in some.captions),
@@ -195,7 +195,7 @@ class PrefetchPlan(NamedTuple):
 def make_batches(
     maker: BatchMaker, steps: range, options: LoaderOptions, pin_memory: bool = False
 ) -> Generator[Batch, None, None]:
-    """Yield this rank's part of the batches of some steps.
+    """Yield this rank's share of the batches of some steps.
 
     Args:
         maker: makes them.

@@ -1,7 +1,7 @@
 """The samples of a global batch dealt to the nodes of a job, so that a node reads few chunks of the others.
 
 With M nodes and L lanes of chunks (`vqclip.data.windows`), lane l belongs to node l mod M. If M does not divide L, some
-lanes are left over; each node takes the part of them that it needs for its share of the batch, so that a few nodes read
+lanes are left over; each node takes as many of them as it needs for its share of the batch, so that a few nodes read
 such a lane, always the same. A node that owns more samples of a batch than its share gives some away.
 
 A node with k times as many ranks as another one counts as k nodes.
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["NodeLayout", "part_sizes"]
+__all__ = ["NodeLayout", "share_sizes"]
 
 
-def part_sizes(batch_size: int, world_size: int) -> tuple[int, ...]:
+def share_sizes(batch_size: int, world_size: int) -> tuple[int, ...]:
     """Return the number of samples of every rank in a global batch, whatever the nodes and the order are."""
     return tuple(batch_size // world_size + (rank < batch_size % world_size) for rank in range(world_size))
 
@@ -101,8 +101,8 @@ def _fill(owner: np.ndarray, source: np.ndarray, lane: np.ndarray, share: np.nda
     free = free[np.lexsort((lane[free], group))]
     group = np.sort(group)
     counts = np.unique(group, return_counts=True)[1]
-    part = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+    spread = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
     node = owner.copy()
     missing = np.maximum(share - owned[1:], 0)
-    node[free[np.argsort(part, kind="stable")]] = np.repeat(np.arange(len(share)), missing)
+    node[free[np.argsort(spread, kind="stable")]] = np.repeat(np.arange(len(share)), missing)
     return node

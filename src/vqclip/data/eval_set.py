@@ -22,7 +22,7 @@ logger = logging.getLogger("vqclip.data")
 
 
 class EvalSet:
-    """Deterministic batches of a source, or of one rank's part of it. Calls no collective.
+    """Deterministic batches of a source, or of one rank's share of it. Calls no collective.
 
     Args:
         source: where samples come from.

@@ -129,7 +129,7 @@ class TrainData:
         return {"sources": sources, "sha256": digest}
 
     def coverage(self, steps: int) -> Coverage:
-        """Return the part of the data that the first `steps` steps of the run show."""
+        """Return how much of the data the first `steps` steps of the run show."""
         shown = steps * self.batch_size
         epochs = shown / sum(self.order.slots)
         sizes_and_slots = zip(self.order.sizes, self.order.slots, strict=True)
@@ -146,7 +146,7 @@ class TrainData:
         judge: bool = True,
         nodes: Sequence[int] | None = None,
     ) -> Generator[Batch, None, None]:
-        """Yield this rank's part of the global batches `start`, `start + 1`, ...
+        """Yield this rank's share of the global batches `start`, `start + 1`, ...
 
         Args:
             start: first step; after a resume the number of finished steps.

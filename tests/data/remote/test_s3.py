@@ -44,7 +44,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     }.items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
-    monkeypatch.setattr(transfer, "_systems", {})
+    transfer._file_system.cache_clear()
     files = s3fs.S3FileSystem(use_listings_cache=False)
     files.makedirs("bucket", exist_ok=True)  # what moto keeps, it keeps for the life of the process
     try:
@@ -120,7 +120,7 @@ def test_each_request_is_sent_once(bucket: Any, pauses: list[float], monkeypatch
     """Neither botocore nor s3fs tries again by itself; and what the server takes its time over ends in time."""
     with serving.serving() as other:
         monkeypatch.setenv("AWS_ENDPOINT_URL", other.url)
-        monkeypatch.setattr(transfer, "_systems", {})
+        transfer._file_system.cache_clear()
         other.for_ever["/bucket/0.tar"] = serving.status(503)
         with pytest.raises(StorageError, match=r"Tries: 2 of remote.tries=2"):
             RemoteShard("s3://bucket/0.tar", RemoteConfig(**OPTIONS | {"timeout_s": 5.5})).open()

@@ -26,7 +26,7 @@ BODY = bytes(range(256)) * 99
 @pytest.fixture(autouse=True)
 def new_systems(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr(transfer, "_systems", {})
+    transfer._file_system.cache_clear()
 
 
 def whole(shard: RemoteShard) -> bytes:
@@ -173,7 +173,7 @@ def test_what_azure_does_not_have(blobs: dict[str, bytes], pauses: list[float], 
     with pytest.raises(StorageError, match=r"az://box/a/2.tar: cannot be fetched: not found .404.; this is not tried"):
         whole(RemoteShard("az://box/a/2.tar", OPTIONS))
     monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING")
-    monkeypatch.setattr(transfer, "_systems", {})
+    transfer._file_system.cache_clear()
     with pytest.raises(StorageError, match=r"az://box/a/1.tar: cannot be fetched: ValueError: .*; this is not tried"):
         whole(RemoteShard("az://box/a/1.tar", OPTIONS))
 

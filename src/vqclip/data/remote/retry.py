@@ -37,7 +37,7 @@ class TransferConfig(Config):
     """Longest wait for a connection and for the next bytes, in seconds. A download of less than 16 KiB a second over
     that time counts as stalled."""
     total_s: Annotated[float, Field(gt=0, le=86_400)] = 120.0
-    """Longest time for one file, or a part of a shard, in seconds: all tries and pauses, and waiting for space and for
+    """Longest time for one file, or a range of a shard, in seconds: all tries and pauses, and waiting for space and for
     another process that downloads it. For shards, keep it well below `data.timeout_s` and `run.step_timeout_s`, which
     would otherwise end the run before the failure is reported; raise all three for shards that take longer."""
 
@@ -47,7 +47,7 @@ class RemoteConfig(TransferConfig):
 
     cache_gib: Annotated[float, Field(gt=0, le=1e6)] = 100.0
     """Largest size in GiB of the downloaded shards of all runs on this machine, in `shards` of the cache folder, and
-    likewise of the parts of shards that the windowed order reads, in `chunks`. The least recently used are removed
+    likewise of the chunks of shards that the windowed order reads, in `chunks`. The least recently used are removed
     first. In the order `full`, shards that do not fit are downloaded again and again."""
 
     @property
@@ -136,10 +136,10 @@ def retry(
 
 
 def _pause(url: str, number: int) -> float:
-    """Return the pause after a failed try in seconds: doubled every time, less a part keyed by (URL, try, process).
+    """Return the pause after a failed try in seconds: doubled every time, less a fraction keyed by (URL, try, process).
 
     So processes that failed together do not retry together. No random generator is used.
     """
     key = f"{url}\n{number}\n{socket.gethostname()}\n{os.getpid()}".encode("utf-8", "surrogateescape")
-    part = int.from_bytes(hashlib.sha256(key).digest()[:4], "big") / 2**32
-    return min(_FIRST_PAUSE_S * 2.0 ** (number - 1), _LONGEST_PAUSE_S) * (1 - part / 2)
+    fraction = int.from_bytes(hashlib.sha256(key).digest()[:4], "big") / 2**32
+    return min(_FIRST_PAUSE_S * 2.0 ** (number - 1), _LONGEST_PAUSE_S) * (1 - fraction / 2)

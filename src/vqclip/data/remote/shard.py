@@ -64,7 +64,7 @@ class RemoteShard(ShardInCache):
         return found.file
 
     def read(self, first: int, end: int, length: int, deadline: Deadline) -> bytes:
-        """Download a part of the shard into memory; it is not cached.
+        """Download a range of the shard into memory; it is not cached.
 
         Args:
             first: its first byte.

@@ -1,4 +1,4 @@
-"""One try to download a file or a part of it: by urllib3, from object stores by fsspec. `retry` makes more of one."""
+"""One try to download a file or a range of it: by urllib3, from object stores by fsspec. `retry` makes more of one."""
 
 from __future__ import annotations
 
@@ -49,22 +49,20 @@ _HINTS = {  # what to do about an error, by its name
 }
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.ASCII)
 _TAGS = ("ETag", "etag", "blob_id", "Last-Modified", "LastModified", "last_modified", "mtime")
-_systems: dict[tuple[object, ...], Any] = {}
-"""File systems of fsspec by process, protocol and options: their connections are used again."""
 
 
 class Body(NamedTuple):
     """A response whose content is still arriving."""
 
     length: int | None
-    """Announced size in bytes, of the part if one was asked for; None if the server announces none."""
+    """Announced size in bytes, of the range if one was asked for; None if the server announces none."""
     blocks: Iterator[bytes]
     tag: str = ""
     """The server's name for this version of the file (ETag; else the time of its last change, if stated)."""
 
 
 class Span(NamedTuple):
-    """A part of a file."""
+    """A range of the bytes of a file."""
 
     first: int
     end: int
@@ -82,18 +80,18 @@ class ChangedError(Exception):
 
 @contextlib.contextmanager
 def open_url(url: str, timeout_s: float, deadline: Deadline, span: Span | None = None) -> Iterator[Body]:
-    """Open a URL to read it, or a part of it, once from beginning to end.
+    """Open a URL to read it, or a range of it, once from beginning to end.
 
     Args:
         url: of an allowed protocol.
         timeout_s: longest wait for a connection and for bytes.
         deadline: ends everything.
-        span: the part, at least one byte; None is the whole file.
+        span: the range, at least one byte; None is the whole file.
 
     Raises:
         FetchError: here or while the blocks are read.
         StorageError: the package of an object store is not installed.
-        NoRangesError: the server answers a request for a part with the whole file.
+        NoRangesError: the server answers a request for a range with the whole file.
         ChangedError: the file does not have the size in `span`; here or while the blocks are read.
     """
     if protocol_of(url) in _OVER_HTTP:
@@ -104,9 +102,13 @@ def open_url(url: str, timeout_s: float, deadline: Deadline, span: Span | None =
             yield Body(length, _check_speed(read, url, timeout_s, deadline), _tag(response.headers))
     else:
         with translate_errors(url):
-            store = _ObjectStore(url, timeout_s, deadline)
-            length = store.begin(span)
-        yield Body(length, _check_speed(store.next_block, url, timeout_s, deadline), store.tag)
+            facts: dict[str, Any] = {"size": span.total} if span else _call("info", url, timeout_s, deadline)
+        if facts.get("type", "file") != "file":
+            raise FetchError("is a folder", again=False)
+        whole = span or Span(0, int(facts["size"]), None)
+        blocks = _object_blocks(url, timeout_s, deadline, whole, facts)
+        read = functools.partial(next, blocks, b"")
+        yield Body(whole.end - whole.first, _check_speed(read, url, timeout_s, deadline), _tag(facts))
 
 
 def list_urls(url: str, timeout_s: float, deadline: Deadline) -> list[str]:
@@ -117,7 +119,8 @@ def list_urls(url: str, timeout_s: float, deadline: Deadline) -> list[str]:
         StorageError: the protocol's package is not installed.
     """
     with translate_errors(url):
-        return _ObjectStore(url, timeout_s, deadline).glob()
+        object_store(url, timeout_s).invalidate_cache()  # a second listing in a run must return what is there then
+        return [str(name) for name in _call("glob", url, timeout_s, deadline)]
 
 
 def list_facts(url: str, timeout_s: float, deadline: Deadline) -> dict[str, tuple[int, str]]:
@@ -128,8 +131,9 @@ def list_facts(url: str, timeout_s: float, deadline: Deadline) -> dict[str, tupl
         StorageError: the protocol's package is not installed.
     """
     with translate_errors(url):
-        files = _ObjectStore(url, timeout_s, deadline).list()
-        return {str(info["name"]): (int(info["size"]), _tag(info)) for info in files if info["type"] == "file"}
+        object_store(url, timeout_s).invalidate_cache()
+        files = _call("ls", url, timeout_s, deadline, detail=True)
+        return {str(each["name"]): (int(each["size"]), _tag(each)) for each in files if each["type"] == "file"}
 
 
 def url_facts(url: str, timeout_s: float, deadline: Deadline) -> tuple[int, str]:
@@ -141,90 +145,13 @@ def url_facts(url: str, timeout_s: float, deadline: Deadline) -> tuple[int, str]
     """
     with translate_errors(url):
         if protocol_of(url) not in _OVER_HTTP:
-            info = _ObjectStore(url, timeout_s, deadline).info()
-            return int(info["size"]), _tag(info)
+            facts = _call("info", url, timeout_s, deadline)
+            return int(facts["size"]), _tag(facts)
         response, length = _open_first_byte(url, timeout_s, deadline)
         response.close()
     if length is None:
         raise FetchError("the server announces no size (Content-Length), so it cannot be indexed", again=False)
     return length, _tag(response.headers)
-
-
-class _ObjectStore:
-    """A file or glob in an object store; its package (s3fs, gcsfs, adlfs) finds credentials and endpoint by itself.
-
-    Args:
-        url: of a file, or a glob.
-        timeout_s: longest wait for a connection and for bytes.
-        deadline: ends every call.
-    """
-
-    def __init__(self, url: str, timeout_s: float, deadline: Deadline):
-        self._system = object_store(url, timeout_s)
-        self._path, self._deadline = url.partition("://")[2], deadline
-
-    def glob(self) -> list[str]:
-        self._system.invalidate_cache()  # a second listing in a run must return what is there then
-        return [str(name) for name in self._call(self._system.glob)]
-
-    def list(self) -> list[dict[str, Any]]:
-        self._system.invalidate_cache()
-        return list(self._call(self._system.ls, detail=True))
-
-    def info(self) -> dict[str, Any]:
-        return dict(self._call(self._system.info))
-
-    def begin(self, span: Span | None) -> int:
-        """Go to the begin of the file or of a part, and return its size."""
-        self._is_part = span is not None
-        self._info: dict[str, Any] = {"size": span.total} if span else self._call(self._system.info)
-        if self._info.get("type", "file") != "file":
-            raise FetchError("is a folder", again=False)
-        self._at, self._end = (span.first, span.end) if span else (0, int(self._info["size"]))
-        return self._end - self._at
-
-    @property
-    def tag(self) -> str:
-        """See `Body.tag`; none of a part."""
-        return _tag(self._info)
-
-    def next_block(self) -> bytes:
-        """Return the next bytes, none at the end; the file must not change from the first request to the last."""
-        start = self._at
-        self._at = min(start + _BLOCK, self._end)
-        if start < self._at:
-            try:
-                block: bytes = self._call(self._system.cat_file, start=start, end=self._at)
-            except FileNotFoundError:
-                raise
-            except Exception:
-                self._require_size()  # a store may refuse a part beyond the end with any error
-                raise
-            if len(block) != self._at - start:
-                self._require_size()
-                raise FetchError(f"{len(block)} bytes came instead of {self._at - start}", again=True)
-            return block
-        if not self._is_part and self._call(self._system.info) != self._info:
-            raise FetchError("it changed while it was fetched", again=True)
-        return b""
-
-    def _require_size(self) -> None:
-        with contextlib.suppress(OSError):
-            now = int(self._call(self._system.info)["size"])
-            if self._is_part and now != self._info["size"]:
-                raise ChangedError(f"{now} bytes")
-
-    def _call(self, method: Callable[..., Any], **options: Any) -> Any:
-        # All methods of asynchronous file systems pass `timeout` to `fsspec.asyn.sync`; that of the hub has its own.
-        if getattr(self._system, "async_impl", False):
-            options["timeout"] = max(self._deadline.left, 0.001)
-        return method(self._path, **options)
-
-
-def _tag(facts: Mapping[str, Any]) -> str:
-    """Return the ETag in headers, or in what s3fs, gcsfs and adlfs call it, without quotes."""
-    found = next((facts[name] for name in _TAGS if name in facts), "")
-    return str(found).removeprefix("W/").strip('"')[:128]
 
 
 def object_store(url: str, timeout_s: float) -> Any:
@@ -237,37 +164,87 @@ def object_store(url: str, timeout_s: float) -> Any:
     Raises:
         StorageError: the protocol's package is not installed.
     """
-    protocol = str(protocol_of(url))
-    return _file_system(protocol, **_store_options(protocol, timeout_s))
+    return _file_system(os.getpid(), str(protocol_of(url)), timeout_s)
 
 
-def _store_options(protocol: str, timeout_s: float) -> dict[str, Any]:
-    options: dict[str, Any] = {"use_listings_cache": False}
+@functools.lru_cache(maxsize=32)
+def _file_system(process: int, protocol: str, timeout_s: float) -> Any:
+    """Return a file system, the same one for all threads of this process: its connections are used again."""
+    if protocol in _PACKAGES:
+        package, extra = _PACKAGES[protocol]
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            raise StorageError(f"{protocol}:// needs the package {package}: pip install 'vqclip[{extra}]'") from None
+    import fsspec
+
+    waits: dict[str, Any] = {"requests_timeout": timeout_s}
     if protocol == "s3":
         once = {"total_max_attempts": 1}
-        return options | {"config_kwargs": {"connect_timeout": timeout_s, "read_timeout": timeout_s, "retries": once}}
-    if protocol == "az":
-        return options | {"connection_timeout": timeout_s, "read_timeout": timeout_s}
-    if protocol == "hf":
-        return {}
-    return options | {"requests_timeout": timeout_s}
+        waits = {"config_kwargs": {"connect_timeout": timeout_s, "read_timeout": timeout_s, "retries": once}}
+    elif protocol == "az":
+        waits = {"connection_timeout": timeout_s, "read_timeout": timeout_s}
+    options = {} if protocol == "hf" else {"use_listings_cache": False, **waits}
+    system = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+    system.retries = 1  # of s3fs; gcsfs has a fixed number, which the deadline ends
+    return system
 
 
-@contextlib.contextmanager
-def translate_errors(url: str) -> Iterator[None]:
-    """Turn errors of fsspec and of its packages into `FetchError`, without the credentials that they may show."""
-    try:
-        yield
-    except (FetchError, StorageError, NoRangesError, ChangedError):
-        raise
-    except Exception as error:
-        raise _fetch_error(error, url) from None
+def _call(method: str, url: str, timeout_s: float, deadline: Deadline, **options: Any) -> Any:
+    """Return what a method of a file system returns for the path of a URL, before the deadline."""
+    system = object_store(url, timeout_s)
+    # All methods of asynchronous file systems pass `timeout` to `fsspec.asyn.sync`; that of the hub has its own.
+    if getattr(system, "async_impl", False):
+        options["timeout"] = max(deadline.left, 0.001)
+    return getattr(system, method)(url.partition("://")[2], **options)
+
+
+def _object_blocks(
+    url: str, timeout_s: float, deadline: Deadline, span: Span, facts: Mapping[str, Any]
+) -> Iterator[bytes]:
+    """Yield an object or a range of it; the object must not change from the first request to the last.
+
+    Args:
+        url: of the object.
+        timeout_s: longest wait for a connection and for bytes.
+        deadline: ends every request.
+        span: the range; without a total size if it is all of the object.
+        facts: what the store said of the object.
+    """
+
+    def require_size() -> None:
+        with contextlib.suppress(OSError):
+            now = int(_call("info", url, timeout_s, deadline)["size"])
+            if span.total is not None and now != span.total:
+                raise ChangedError(f"{now} bytes")
+
+    for start in range(span.first, span.end, _BLOCK):
+        end = min(start + _BLOCK, span.end)
+        try:
+            block: bytes = _call("cat_file", url, timeout_s, deadline, start=start, end=end)
+        except FileNotFoundError:
+            raise
+        except Exception:
+            require_size()  # a store may refuse a range beyond the end with any error
+            raise
+        if len(block) != end - start:
+            require_size()
+            raise FetchError(f"{len(block)} bytes came instead of {end - start}", again=True)
+        yield block
+    if span.total is None and _call("info", url, timeout_s, deadline) != facts:
+        raise FetchError("it changed while it was fetched", again=True)
+
+
+def _tag(facts: Mapping[str, Any]) -> str:
+    """Return the ETag in headers, or in what s3fs, gcsfs and adlfs call it, without quotes."""
+    found = next((facts[name] for name in _TAGS if name in facts), "")
+    return str(found).removeprefix("W/").strip('"')[:128]
 
 
 def _open_file(
     url: str, timeout_s: float, deadline: Deadline, span: Span | None
 ) -> tuple[urllib3.BaseHTTPResponse, int | None]:
-    """Return the response to a request for a file or a part of it, and the length of its body if it is announced."""
+    """Return the response to a request for a file or a range of it, and the length of its body if it is announced."""
     headers = {} if span is None else {"Range": f"bytes={span.first}-{span.end - 1}"}
     if protocol_of(url) == "hf":
         url, more = _at_hub(url)
@@ -304,7 +281,7 @@ def _open_first_byte(url: str, timeout_s: float, deadline: Deadline) -> tuple[ur
 def _check_part(response: urllib3.BaseHTTPResponse, span: Span) -> None:
     if response.status == 200:
         whole = response.headers.get("Content-Length", str(span.total))
-        if whole != str(span.total):  # such as the page of a proxy, after which parts may come again
+        if whole != str(span.total):  # such as the page of a proxy, after which ranges may come again
             raise FetchError(
                 f"HTTP 200 with {whole[:20]} bytes; expected 206 and a part, or the file of {span.total} bytes",
                 again=True,
@@ -313,7 +290,10 @@ def _check_part(response: urllib3.BaseHTTPResponse, span: Span) -> None:
     stated = response.headers.get("Content-Range", "")
     match = _CONTENT_RANGE.fullmatch(stated)
     if match is None:
-        raise FetchError(f"HTTP 206 with Content-Range {stated[:60]!r}; expected that of a part", again=False)
+        raise FetchError(
+            f"HTTP {response.status} {response.reason} with Content-Range {stated[:60]!r}; expected 206 and a part",
+            again=False,
+        )
     if span.total is not None and match[3] not in ("*", str(span.total)):
         raise ChangedError(f"{match[3]} bytes")
     if (int(match[1]), int(match[2]) + 1) != span[:2]:
@@ -324,7 +304,7 @@ def _at_hub(url: str) -> tuple[str, dict[str, str]]:
     """Return the https URL of a file at the Hugging Face hub, and a header with the token."""
     from huggingface_hub import get_token, hf_hub_url
 
-    system = _file_system("hf")
+    system = _file_system(os.getpid(), "hf", 0.0)
     file = system.resolve_path(url.partition("://")[2])  # asks the hub once for each repository
     if not hasattr(file, "repo_id"):
         raise FetchError("is in a bucket; expected hf://datasets/OWNER/NAME/PATH", again=False)
@@ -333,16 +313,6 @@ def _at_hub(url: str) -> tuple[str, dict[str, str]]:
         file.repo_id, file.path_in_repo, repo_type=file.repo_type, revision=file.revision, endpoint=system.endpoint
     )
     return where, {"Authorization": f"Bearer {token}"} if token else {}
-
-
-def _file_system(protocol: str, **options: Any) -> Any:
-    """Return the file system of a protocol, the same one for all threads of this process."""
-    fsspec, key = _fsspec(protocol), (os.getpid(), protocol, repr(options))
-    if key not in _systems:
-        system = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
-        system.retries = 1  # of s3fs; gcsfs has a fixed number, which the deadline ends
-        _systems.setdefault(key, system)
-    return _systems[key]
 
 
 def _check_speed(read: Callable[[], bytes], url: str, timeout_s: float, deadline: Deadline) -> Iterator[bytes]:
@@ -370,6 +340,17 @@ def _check_speed(read: Callable[[], bytes], url: str, timeout_s: float, deadline
             waited, received = 0.0, 0
 
 
+@contextlib.contextmanager
+def translate_errors(url: str) -> Iterator[None]:
+    """Turn errors of fsspec and of its packages into `FetchError`, without the credentials that they may show."""
+    try:
+        yield
+    except (FetchError, StorageError, NoRangesError, ChangedError):
+        raise
+    except Exception as error:
+        raise _fetch_error(error, url) from None
+
+
 def _fetch_error(error: Exception, url: str) -> FetchError:
     status = 404 if isinstance(error, FileNotFoundError) else _status(error)
     if isinstance(status, int) and 400 <= status < 600:
@@ -389,13 +370,3 @@ def _status(error: Exception) -> object:
             if isinstance(status := getattr(where, name, None), int):
                 return status
     return None
-
-
-def _fsspec(protocol: str) -> Any:
-    if protocol in _PACKAGES:
-        package, extra = _PACKAGES[protocol]
-        try:
-            importlib.import_module(package)
-        except ImportError:
-            raise StorageError(f"{protocol}:// needs the package {package}: pip install 'vqclip[{extra}]'") from None
-    return importlib.import_module("fsspec")

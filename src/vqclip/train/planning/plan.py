@@ -8,7 +8,7 @@ from functools import cached_property
 
 from vqclip import dist
 from vqclip.config import load_config
-from vqclip.data.dealing import part_sizes
+from vqclip.data.dealing import share_sizes
 from vqclip.errors import ConfigError
 from vqclip.train.config import TaskConfig
 from vqclip.train.main import require_samples
@@ -57,7 +57,7 @@ def plan_step(config: TaskConfig, machines: Machines) -> StepPlan:
     checked = _require_plannable(config)
     require_samples(config.train, machines.processes)
     trace = trace_step(checked, machines.processes, machines.of_machine, machines.memory)
-    samples = part_sizes(config.train.batch_size, machines.processes)[0]
+    samples = share_sizes(config.train.batch_size, machines.processes)[0]
     return StepPlan(samples, trace.peak(), trace.exchanges)
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from vqclip import dist
 from vqclip.data import Batch
-from vqclip.data.dealing import part_sizes
+from vqclip.data.dealing import share_sizes
 from vqclip.data.features.config import TORCH_DTYPES
 from vqclip.errors import ConfigError
 from vqclip.model import ModelConfig
@@ -56,7 +56,7 @@ def trace_step(config: TrainConfig, ranks: int, machine: int, memory: int | None
     Raises:
         ConfigError: hsdp with these machines, or a module that cannot be planned.
     """
-    config, sizes = _without_values(config), part_sizes(config.train.batch_size, ranks)
+    config, sizes = _without_values(config), share_sizes(config.train.batch_size, ranks)
     with dist.planned_ranks(ranks, machine), preserve_torch_state(CPU), planned_gpu(memory), _name_errors():
         with torch.device("meta"):
             outline = build_task(config, torch.device("meta"))
