@@ -63,8 +63,10 @@ def hub(server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
         storage.for_ever["/blob"] = send
         entry = {"oid": "b" * 40, "size": len(BODY)}
         files = [entry | {"type": "file", "path": f"a/{name}"} for name in ("1.tar", "0.tar", "x.txt")]
+        repository = json.dumps({"id": "me/data", "sha": "a" * 40}).encode()
         server.files |= {
-            "/api/datasets/me/data": json.dumps({"id": "me/data", "sha": "a" * 40}).encode(),
+            "/api/datasets/me/data": repository,
+            "/api/datasets/me/data/revision/main": repository,
             "/api/datasets/me/data/tree/main": json.dumps([entry | {"type": "directory", "path": "a"}]).encode(),
             "/api/datasets/me/data/tree/main/a": json.dumps(files).encode(),
         }
