@@ -10,8 +10,8 @@ import pytest
 
 from tests.ranks import start_process
 from vqclip.data import work_folder
-from vqclip.data.work_folder import FolderLayout, WorkFolder, require_few_bad
-from vqclip.errors import ConfigError, DataError
+from vqclip.data.work_folder import FolderLayout, WorkFolder
+from vqclip.errors import ConfigError
 
 LAYOUT = FolderLayout({"format": "made", "format_version": 1}, ".txt", "make", "OUT")
 
@@ -106,5 +106,3 @@ def test_other_settings_and_foreign_files_are_refused(tmp_path):
         open_folder(tmp_path / "b")
     with pytest.raises(ConfigError, match="OUT: .*cannot be made"):
         open_folder(tmp_path / "b" / "0.txt")
-    with pytest.raises(DataError, match=r"2 samples cannot be used; --bad allows 1 of these data.*\n  one\n  two"):
-        require_few_bad(["one", "two"], 2, 1, "--bad")

@@ -18,6 +18,7 @@ from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.prepare import prepare_shard
 from vqclip.data.remote import RemoteShard
 from vqclip.data.shard import Part, Shard
+from vqclip.data.sources.parquet import ParquetConfig, ParquetFile
 from vqclip.data_tools.check import CheckOptions, Finding, check_source, format_report
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.atomic import write_text
@@ -141,7 +142,7 @@ def _open(path: str, overrides: Sequence[str]) -> tuple[Source, list[Finding]]:
     """
     config = parse_source(path, overrides)
     whole, damaged = [], []
-    for shard in config.shards():
+    for shard in map(ParquetFile, config.files()) if isinstance(config, ParquetConfig) else config.shards():
         try:
             prepare_shard(shard)
             whole.append(_path_of(shard))

@@ -60,15 +60,8 @@ class DataConfig(LoaderOptions):
 
         Raises:
             DataError: on every rank, if a source cannot be used on one of them; the message says what to do.
-            ConfigError: an epoch has fewer samples than a global batch, or a source can only be read in order.
+            ConfigError: an epoch has fewer samples than a global batch.
         """
-        for number, source in enumerate(self.sources):
-            if source.forward_only:
-                raise ConfigError(
-                    f"data.sources[{number}]: kind {source.kind} with streaming reads in order, and training reads "
-                    "in an order that depends on the seed, equal on any number of processes. Leave streaming out, "
-                    "read the hub's Parquet files (kind: parquet), or write shards first (vqclip data pack)"
-                )
         keys = [f"data.sources[{number}]" for number in range(len(self.sources))]
         sources: list[OpensSource] = [*self.sources]
         if isinstance(self.order, WindowedOrder):

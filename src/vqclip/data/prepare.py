@@ -1,8 +1,9 @@
 """Draw and index the data before anything is read.
 
 the ranks with one cache folder divide the shards among themselves
-repeat: index shards for ten seconds; meet, so that an error or a request to stop on one rank ends all
-until no rank has shards left
+first the pieces of sources that are packed into tars, then the tars and all other shards:
+    repeat: pack or index for ten seconds; meet, so that an error or a request to stop on one rank ends all
+    until no rank has pieces or shards left
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from vqclip import dist
 from vqclip.data.index import load_index
@@ -25,12 +26,16 @@ from vqclip.io.atomic import remove_leftovers
 from vqclip.io.files import cache_folder
 from vqclip.process import progress
 
-__all__ = ["HasShards", "SharesOpened", "open_source", "prepare_shard", "prepare_sources"]
+__all__ = ["HasShards", "PackedFirst", "open_source", "prepare_shard", "prepare_sources"]
 
 logger = logging.getLogger("vqclip.data")
 
 _ROUND_S = 10.0
 """Seconds of work after which a rank finishes its current shard and meets the others."""
+_WAIT_S = 0.2
+"""Seconds between two looks at what another job is making."""
+_Named: TypeAlias = list[tuple[str, Shard | Part]]
+"""Parts, each with the key path of its source."""
 
 
 class HasShards(Protocol):
@@ -42,15 +47,19 @@ class HasShards(Protocol):
 
 
 @runtime_checkable
-class SharesOpened(Protocol):
-    """The config of a source that other processes can open without asking a server again."""
+class PackedFirst(Protocol):
+    """The config of a source that is packed first, which other processes open without asking a server again."""
 
     @property
     def opened(self) -> Any:
-        """JSON value that `shards` has made; None if there is none."""
+        """JSON value that `pieces` has made; None if there is none."""
 
     def set_opened(self, opened: Any) -> None:
-        """Have `shards` and `build` use the value of another process, if they can."""
+        """Have `pieces`, `shards` and `build` use the value of another process, if they can."""
+
+    def pieces(self) -> Sequence[Part]:
+        """Return what is packed before `shards` can be listed."""
+        ...
 
 
 def prepare_sources(sources: Sequence[HasShards], keys: Sequence[str] = ()) -> None:
@@ -71,44 +80,65 @@ def prepare_sources(sources: Sequence[HasShards], keys: Sequence[str] = ()) -> N
     """
     group = _ranks_with_this_cache()
     place = group.index(dist.rank())
-    shards: list[tuple[str, Shard | Part]] = []
-    with dist.raise_on_all_ranks():
-        if place == 0:  # so that a data set is drawn, or fetched, once
+    if place == 0:
+        with contextlib.suppress(OSError):
             remove_leftovers(cache_folder() / "index")
-            shards = _list_shards(sources, keys)
-    sharing = [each for each in sources if isinstance(each, SharesOpened)]
-    opened = dist.gather_json([each.opened for each in sharing])[group[0]]
+    for list_parts in (_list_pieces, _list_shards):
+        parts = _list_on_all_ranks(functools.partial(list_parts, sources, keys), sources, group)
+        left = parts[place :: len(group)][::-1]
+        more = True
+        while more:
+            with dist.raise_on_all_ranks():
+                _prepare_for_a_while(left)
+            more = dist.any_rank(bool(left))
+    skip_next_check(part for _, part in parts)
+
+
+def _list_on_all_ranks(list_parts: Callable[[], _Named], sources: Sequence[HasShards], group: list[int]) -> _Named:
+    """Return the same parts on all ranks of one cache; the first lists them, so that data are drawn or fetched once."""
+    is_first = dist.rank() == group[0]
+    parts: _Named = []
     with dist.raise_on_all_ranks():
-        if place:
-            for source, value in zip(sharing, opened, strict=True):
+        if is_first:
+            parts = list_parts()
+    packed = [each for each in sources if isinstance(each, PackedFirst)]
+    opened = dist.gather_json([each.opened for each in packed])[group[0]]
+    with dist.raise_on_all_ranks():
+        if not is_first:
+            for source, value in zip(packed, opened, strict=True):
                 source.set_opened(value)
-            shards = _list_shards(sources, keys)
-    left = shards[place :: len(group)][::-1]
-    more = True
-    while more:
-        with dist.raise_on_all_ranks():
-            _index_for_a_while(left)
-        more = dist.any_rank(bool(left))
-    skip_next_check(shard for _, shard in shards)
+            parts = list_parts()
+    return parts
 
 
-def _list_shards(sources: Sequence[HasShards], keys: Sequence[str]) -> list[tuple[str, Shard | Part]]:
+def _list_pieces(sources: Sequence[HasShards], keys: Sequence[str]) -> _Named:
+    """Return what is to be packed, each with the key path of its source."""
+    found: _Named = []
+    for key, source in zip(keys or [""] * len(sources), sources, strict=True):
+        with name_section(key):
+            found += [(key, piece) for piece in source.pieces()] if isinstance(source, PackedFirst) else []
+    return found
+
+
+def _list_shards(sources: Sequence[HasShards], keys: Sequence[str]) -> _Named:
     """Return all shards, each with the key path of its source."""
-    found: list[tuple[str, Shard | Part]] = []
+    found: _Named = []
     for key, source in zip(keys or [""] * len(sources), sources, strict=True):
         with name_section(key):
             found += [(key, shard) for shard in source.shards()]
     return found
 
 
-def _index_for_a_while(left: list[tuple[str, Shard | Part]]) -> None:
-    """Remove shards from the end of the list and index them: at least one, and for some seconds."""
+def _prepare_for_a_while(left: _Named) -> None:
+    """Remove parts from the end of the list and prepare them: at least one, and for some seconds."""
     end = time.monotonic() + _ROUND_S
     while left:
         progress.heartbeat()
-        key, shard = left.pop()
+        key, part = left.pop()
         with name_section(key):
-            prepare_shard(shard)
+            if prepare_shard(part) is False:  # another job is making it
+                left.insert(0, (key, part))
+                time.sleep(_WAIT_S)
         if time.monotonic() >= end:
             break
 
@@ -133,14 +163,14 @@ def _log_once(text: str) -> None:
     logger.info("%s", printable(text, one_line=True))
 
 
-def prepare_shard(shard: Shard | Part) -> None:
-    """Index one shard if its index is missing or outdated.
+def prepare_shard(shard: Shard | Part) -> Any:
+    """Index one shard if its index is missing or outdated; return False if another job is about to have made it.
 
     Raises:
         DataError: it is damaged, or cannot be read.
     """
     try:
-        shard.prepare() if isinstance(shard, Part) else load_index(shard)
+        return shard.prepare() if isinstance(shard, Part) else load_index(shard)
     except OSError as error:
         raise DataError(f"{shard}: cannot be indexed: {error}") from error
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -40,14 +39,14 @@ from typing import Any, BinaryIO, NamedTuple
 from pydantic import ValidationError
 
 from vqclip.config import Config
-from vqclip.errors import CheckpointError, ConfigError, DataError
+from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io import atomic
 from vqclip.io.atomic import FileDigest, verify_file
 from vqclip.io.file_locks import ProcessLock
 from vqclip.io.json_files import add_checksum, describe_differences, read_versioned, validation_problems
 from vqclip.process import progress
 
-__all__ = ["BadRecord", "FolderLayout", "ItemRecord", "WorkFolder", "require_few_bad"]
+__all__ = ["BadRecord", "FolderLayout", "ItemRecord", "WorkFolder"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -136,8 +135,20 @@ class WorkFolder:
         file = path / SETTINGS_FILE
         if not file.exists():
             self._require_no_files()
-            atomic.write_file_once(file, self._json({"settings": self.settings}))
+            atomic.write_file_once(file, self._json({"items": items, "settings": self.settings}))
         self._require_same(file)  # in any case: another process may have written it first
+
+    @classmethod
+    def existing(cls, path: Path, layout: FolderLayout) -> WorkFolder | None:
+        """Open a folder that was begun, with the settings in it; None if there is none, or it cannot be read."""
+        try:
+            found = read_versioned(path / SETTINGS_FILE, layout.versions, "it is made again")
+            return cls(path, found["settings"], found["items"], layout)
+        except FileNotFoundError:
+            return None
+        except (CheckpointError, OSError, KeyError) as error:
+            logger.warning("%s; it is made again", error)
+            return None
 
     def name(self, item: int) -> str:
         """Return the name of an item's file."""
@@ -326,20 +337,3 @@ class WorkFolder:
                 f"{self.layout.option}: {self.path} was begun with other settings; name another folder, or give the "
                 "same ones:\n" + "\n".join(lines[:_SHOWN]) + more
             )
-
-
-def require_few_bad(reasons: Iterable[str], count: int, allowed: int, option: str) -> None:
-    """Check the number of samples left out; raise DataError if it is larger than allowed.
-
-    Args:
-        reasons: why; the message shows the first five.
-        count: their number.
-        allowed: largest number.
-        option: option that sets it, for the message.
-    """
-    if count > allowed:
-        shown = "\n".join(f"  {reason}" for reason in itertools.islice(reasons, 5))
-        raise DataError(
-            f"{count} samples cannot be used; {option} allows {allowed} of these data. Repair them, or raise it and "
-            f"run the command again. Some of them:\n{shown}"
-        )

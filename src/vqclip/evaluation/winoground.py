@@ -10,9 +10,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from vqclip.data.decode import IMAGE_ENDINGS
-from vqclip.data.sources.json_table import read_json_lines
+from vqclip.data.libraries import name_errors
+from vqclip.data.sources.parquet import ParquetFile
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
-from vqclip.data.sources.row_groups import ParquetPart, RowGroups, read_schema
+from vqclip.data.sources.json_table import read_json_lines
 from vqclip.errors import DataError
 from vqclip.evaluation.choices import (
     Choice,
@@ -29,8 +30,6 @@ from vqclip.io.json_files import validation_problems
 
 _IMAGES, _CAPTIONS = ("image_0", "image_1"), ("caption_0", "caption_1")
 _EXPECTED = f"expected {', '.join((*_IMAGES, *_CAPTIONS))}"
-_MEMORY = 256 << 20
-"""Bytes of decoded row groups that stay in memory."""
 
 
 class _Line(BaseModel):
@@ -52,9 +51,9 @@ class WinogroundData(ChoicesData):
     images: Path | None = None
     """Folder of the images of a .jsonl; null: `images` beside the file. A name may lack its ending."""
 
-    def shards(self) -> Sequence[ParquetPart]:
+    def shards(self) -> Sequence[ParquetFile]:
         """Return the Parquet file, for `vqclip.data.prepare_sources`."""
-        return [ParquetPart(self._file())] if self._is_parquet() else []
+        return [ParquetFile(self._file())] if self._is_parquet() else []
 
     def build(self, cache: Path | None = None) -> Choices:
         """Read the file; raise DataError if it is missing or has another layout."""
@@ -62,7 +61,7 @@ class WinogroundData(ChoicesData):
         if self._is_parquet():
             if self.images is not None:
                 raise DataError(f"{file}: contains its images; got images: {self.images}, expected null")
-            return ParquetChoices(file, cache)
+            return ParquetChoices(file)
         lines = _read_lines(file)
         folder = file.parent / "images" if self.images is None else self.images.expanduser()
         names = [getattr(line, image) for line in lines for image in _IMAGES]
@@ -77,39 +76,36 @@ class WinogroundData(ChoicesData):
 
 
 class ParquetChoices(Choices):
-    """Choices between the images in the rows of a Parquet file.
+    """Choices between the images in the rows of a Parquet file, which are kept in memory: there are 400.
 
     Args:
         file: the file.
-        cache: folder of its index; default `vqclip.io.files.cache_folder()`.
 
     Raises:
         DataError: it is missing or damaged, or has other columns.
     """
 
-    def __init__(self, file: Path, cache: Path | None = None):
-        texts = RowGroups([file], _MEMORY, cache)
-        have = read_schema(texts.facts[0]).names
-        if not {*_IMAGES, *_CAPTIONS} <= {*have}:
-            raise DataError(f"{file}: got the columns {', '.join(have) or 'none'}; {_EXPECTED}")
-        texts.select(_CAPTIONS)
-        rows = [texts.read(index) for index in range(len(texts))]
+    def __init__(self, file: Path):
+        self._file = file
+        with ParquetFile(file).open() as (opened, _), name_errors(f"{file}: is damaged"):
+            have = opened.schema_arrow.names
+            if not {*_IMAGES, *_CAPTIONS} <= {*have}:
+                raise DataError(f"{file}: got the columns {', '.join(have) or 'none'}; {_EXPECTED}")
+            self._rows = opened.read(columns=[*_IMAGES, *_CAPTIONS], use_threads=False).to_pylist()
         self.choices = _pairs(
-            [(row["caption_0"], row["caption_1"], texts.name(index)) for index, row in enumerate(rows)]
+            [(row["caption_0"], row["caption_1"], f"{file}: row {n}") for n, row in enumerate(self._rows)]
         )
-        self._rows = RowGroups([file], _MEMORY, cache)
-        self._rows.select(_IMAGES)
 
     def __len__(self) -> int:
         return 2 * len(self._rows)
 
     def name(self, index: int) -> str:
         """See `Choices.name`."""
-        return f"{self._rows.name(index // 2)}: {_IMAGES[index % 2]}"
+        return f"{self._file}: row {index // 2}: {_IMAGES[index % 2]}"
 
     def image(self, index: int) -> bytes:
         """See `Choices.image`."""
-        value: Any = self._rows.read(index // 2)[_IMAGES[index % 2]]
+        value: Any = self._rows[index // 2][_IMAGES[index % 2]]
         found = value.get("bytes") if isinstance(value, dict) else value
         if not isinstance(found, bytes) or len(found) > MAX_IMAGE_BYTES:
             raise DataError(

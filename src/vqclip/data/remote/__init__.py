@@ -1,7 +1,6 @@
 """Shards at URLs, and compressed ones: whole in a bounded cache on this machine, then read like local shards."""
 
 from vqclip.data.remote.gunzip import TAR_ENDINGS, GzipShard, is_gzip, is_tar
-from vqclip.data.remote.image import fetch_image
 from vqclip.data.remote.retry import RemoteConfig, TransferConfig
 from vqclip.data.remote.shard import RemoteShard, fetch_text, remote_shards
 from vqclip.data.remote.urls import beneath, display_url, local_path, mask_credentials, protocol_of
@@ -14,7 +13,6 @@ __all__ = [
     "TransferConfig",
     "beneath",
     "display_url",
-    "fetch_image",
     "fetch_text",
     "is_gzip",
     "is_tar",

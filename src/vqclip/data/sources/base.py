@@ -148,11 +148,6 @@ class SourceConfigBase(Config):
     weight: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Number of times that each sample appears in an epoch; fractions allowed. null: 1. For `data.sources` only."""
 
-    @property
-    def forward_only(self) -> bool:
-        """Return whether samples can be read in their order alone, which training does not do."""
-        return False
-
     def require_no_weight(self, where: str) -> None:
         """Raise ConfigError if a weight is set in a place that has none."""
         if self.weight is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,25 +13,34 @@ from pydantic import Field, PrivateAttr
 
 from vqclip.data.libraries import name_errors
 from vqclip.data.remote import mask_credentials
-from vqclip.data.sources.base import FolderContent, RawSample, Source
-from vqclip.data.sources.rows import Block, RowSource, divide, stamp
-from vqclip.data.sources.table import RowParser, TableConfig, find_columns
+from vqclip.data.sources.base import FolderContent
+from vqclip.data.sources.packed import PackedSource, Piece, StreamSample, stamp
+from vqclip.data.sources.table import (
+    RowParser,
+    TableConfig,
+    find_classes,
+    find_columns,
+    group_rows,
+    parse_groups,
+    read_batch,
+)
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.files import expand_home
 
-__all__ = ["HfConfig"]
+__all__ = ["HfConfig", "HfStream"]
 
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 """Files that `save_to_disk` writes for a split, and for several."""
 _UNREADABLE = ": cannot be read by datasets"
-_CHECK_S = 1.0
-"""Seconds after which the files are compared again with what they were."""
+_BATCH, _PIECE_ROWS = 16, 2000
+"""Rows that are read at a time, and rows of a piece."""
 
 
 class HfConfig(TableConfig):
     """A data set of `datasets`: a folder that `save_to_disk` has written, or the name of one on the hub.
 
-    No code of a data set runs: `datasets` 4 and later has no way to. Images are not decoded by it.
+    No code of a data set runs: `datasets` 4 and later has no way to. Images are not decoded by it. The rows are packed
+    once into tars in the cache.
     """
 
     kind: Literal["hf"] = "hf"
@@ -45,26 +53,13 @@ class HfConfig(TableConfig):
     split: str | None = None
     """The split; may be left out if there is only one."""
     revision: str | None = None
-    """Branch, tag or commit on the hub; null: the main branch."""
+    """Branch, tag or commit on the hub; null: the main branch. Data sets that are scripts have a copy without them:
+    refs/convert/parquet."""
     streaming: bool = False
-    """Read in order from the hub, without a copy on this machine; for evaluation, tokenizing and packing only, and with
-    a commit as `revision`."""
+    """Read from the hub while it is packed, without a copy of its files on this machine."""
 
-    _opened: list[tuple[str, int, int]] | None = PrivateAttr(None)
-
-    @property
-    def opened(self) -> list[tuple[str, int, int]] | None:
-        """Files that `shards` has found, for other processes of this machine: these need not ask the hub again."""
-        return self._opened
-
-    def set_opened(self, opened: Any) -> None:
-        """Open the data from the `opened` of another process, as JSON has it, if this one sees the same files."""
-        self._opened = None if opened is None else [(str(path), *numbers) for path, *numbers in opened]
-
-    @property
-    def forward_only(self) -> bool:
-        """Return whether rows can be read in their order alone."""
-        return self.streaming
+    _data: Any = PrivateAttr(None)
+    """The opened data set, until `build`."""
 
     @classmethod
     def matches_folder(cls, content: FolderContent) -> bool:
@@ -76,23 +71,37 @@ class HfConfig(TableConfig):
         """The data set, for messages."""
         return mask_credentials(" ".join(filter(None, (self.path, self.name, self.split))))
 
-    def shards(self) -> Sequence[Block]:
-        """Return blocks of rows, after fetching the data set; for `vqclip.data.prepare_sources`.
+    def data(self) -> Any:
+        """Return the opened split; `load_dataset` is called once."""
+        if self._data is None:
+            self._data = _load(self, (self.opened or {}).get("files"))
+        return self._data
 
-        Raises:
-            DataError: `datasets` is not installed, or cannot read the data set.
-            ConfigError: a split or column is missing or not plain.
-        """
-        if self.streaming:
-            return ()
-        rows = HfRows(self, self._opened)
-        self._opened = rows.files if re.fullmatch(r"\w*", self.split or "") else None  # not of a part of a split
-        return divide(rows)
+    def identity(self) -> dict[str, Any]:
+        """See `PackedConfig.identity`: the files of the data set, or the commit of one that is streamed."""
+        settings = self.model_dump(mode="json", exclude={"weight", "remote", "templates"})
+        folder = expand_home(self.path)
+        if not self.streaming:
+            files: Any = stamp(_files_of(self.data()))
+        elif folder.is_dir():
+            files = stamp(sorted(each for each in folder.rglob("*") if each.is_file()))
+        else:
+            files = _commit(self)
+        return {**settings, "folder": os.getcwd(), "files": files}
 
-    def build(self, cache: Path | None = None) -> Source:
-        """Open the data set."""
-        opened, self._opened = self._opened, None  # the next run asks the hub again
-        return RowSource(HfStream(self) if self.streaming else HfRows(self, opened), "hf", cache)
+    def share(self) -> dict[str, Any]:
+        """See `PackedConfig.share`; not of a part of a split, nor of a stream."""
+        whole = not self.streaming and re.fullmatch(r"\w*", self.split or "")
+        return {"files": stamp(_files_of(self.data()))} if whole else {}
+
+    def open_stream(self) -> HfStream:
+        """See `PackedConfig.open_stream`."""
+        return HfStream(self)
+
+    def open_tars(self, *args: Any) -> PackedSource:
+        """See `PackedConfig.open_tars`."""
+        self._data = None
+        return super().open_tars(*args)
 
 
 def _require_datasets() -> Any:
@@ -105,8 +114,22 @@ def _require_datasets() -> Any:
     return datasets
 
 
-def _load(config: HfConfig, opened: list[tuple[str, int, int]] | None) -> Any:
-    """Open one split of the data set, its images undecoded, with the columns that are read."""
+def _files_of(data: Any) -> list[str]:
+    return [each["filename"] for each in data.cache_files]
+
+
+def _commit(config: HfConfig) -> str:
+    """Return the commit of a revision on the hub."""
+    if re.fullmatch("[0-9a-f]{40}", config.revision or ""):
+        return str(config.revision)
+    from huggingface_hub import HfApi
+
+    with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
+        return str(HfApi().dataset_info(config.path, revision=config.revision).sha)
+
+
+def _load(config: HfConfig, shared: list[list[Any]] | None) -> Any:
+    """Open one split of the data set, from the files that another process has found if this machine has them."""
     datasets = _require_datasets()
     folder = expand_home(config.path)
     is_saved = (folder / _SAVED).is_file() or (folder / _SAVED_SPLITS).is_file()
@@ -115,20 +138,28 @@ def _load(config: HfConfig, opened: list[tuple[str, int, int]] | None) -> Any:
             f"{folder}: was written by save_to_disk, which has no streaming, name or revision: leave them out"
         )
     with contextlib.suppress(StorageError):  # this machine may have other files
-        if opened and not is_saved and stamp([path for path, _, _ in opened]) == opened:
-            return datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path, _, _ in opened])
-    with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
-        if is_saved:
-            found = datasets.load_from_disk(str(folder), keep_in_memory=False)
-        else:
-            _require_place(config, folder, datasets)
-            found = datasets.load_dataset(
-                str(folder) if folder.is_dir() else config.path,
-                config.name,
-                split=config.split,
-                revision=config.revision,
-                streaming=config.streaming,
-            )
+        if shared and not is_saved and stamp([path for path, _, _ in shared]) == shared:
+            return datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path, _, _ in shared])
+    if not is_saved:
+        _require_place(config, folder, datasets)
+    try:
+        with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
+            if is_saved:
+                found = datasets.load_from_disk(str(folder), keep_in_memory=False)
+            else:
+                found = datasets.load_dataset(
+                    str(folder) if folder.is_dir() else config.path,
+                    config.name,
+                    split=config.split,
+                    revision=config.revision,
+                    streaming=config.streaming,
+                )
+    except DataError as error:
+        if "script" not in str(error):
+            raise
+        raise DataError(
+            f"{error}. The hub has a copy of most such data sets without scripts: set revision: refs/convert/parquet"
+        ) from None
     return _choose_split(found, config)
 
 
@@ -156,112 +187,75 @@ def _choose_split(found: Any, config: HfConfig) -> Any:
     return found[split]
 
 
-def _select(found: Any, config: HfConfig) -> tuple[Any, RowParser]:
-    """Return the data set with the columns that are read, its images undecoded, and the parser of its rows."""
-    datasets = _require_datasets()
-    if found.features is None:
-        raise DataError(
-            f"{config.where}: states no features (columns and types); it cannot be streamed. Leave streaming out"
-        )
-    parser = RowParser(find_columns(found.features.arrow_schema, config, config.where), config)
-    image = parser.columns.image
-    if not config.streaming:
-        found = found.with_format(None)  # that of `set_format` is saved with the data
-        found.data.table.select(parser.columns.names).validate(full=True)  # otherwise reading could leave the file
-    if isinstance(found.features[image], datasets.Image):
-        found = found.cast_column(image, datasets.Image(decode=False))
-    return found.select_columns(parser.columns.names), parser
-
-
-class HfRows:
-    """Rows of a data set on this machine.
+class HfStream:
+    """The rows of a data set of `datasets`, read forward; see `vqclip.data.sources.packed.Stream`.
 
     Args:
         config: the data set.
-        opened: its files, if they are known; see `HfConfig.opened`.
     """
 
-    content: str | None = None
-
-    def __init__(self, config: HfConfig, opened: list[tuple[str, int, int]] | None = None):
-        self._where = config.where
+    def __init__(self, config: HfConfig):
+        self._where, self._streaming = config.where, config.streaming
+        self.notes: tuple[str, ...] = ()
         with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
-            found = _load(config, opened)
-            self._data, self._parser = _select(found, config)
-            self._examine(found, config)
-        self.classnames, self.templates = self._parser.classnames, self._parser.templates
+            data = config.data().with_format("arrow")  # images stay undecoded; `save_to_disk` stores other formats
+            features = data.features
+            schema = features.arrow_schema if features is not None else next(iter(data.iter(1))).schema
+            columns = find_columns(schema, config, config.where)
+            if not self._streaming:
+                data.data.table.select(columns.names).validate(full=True)  # otherwise reading could leave the file
+            label = columns.label
+            if label and not columns.classnames:
+                if self._streaming:
+                    raise ConfigError(
+                        f"{config.where}: classnames: missing; expected the names of the classes in column {label!r} "
+                        "(without streaming they are found)"
+                    )
+                names = find_classes([data.data.column(label).to_pylist()], label, config.where)
+                columns = columns._replace(classnames=names)
+                self.notes = (f"{len(names)} classes are the values of column {label!r}, sorted",)
+            self._data = data.select_columns(columns.names)
+            self._divide()
+        folder = expand_home(config.path).absolute()
+        self._parser = RowParser(columns, config, folder if folder.is_dir() else Path.cwd())
+        self.classnames, self.has_prompts = columns.classnames, bool(self._parser.templates)
+        self._fetches = config.urls != "refuse"
 
-    def _examine(self, found: Any, config: HfConfig) -> None:
-        """Find out the number of rows, and what identifies them."""
-        self._count = len(found)
-        self.files, self._checked = stamp([each["filename"] for each in self._data.cache_files]), time.monotonic()
-        self.identity = f"{config.model_dump_json(exclude={'weight', 'remote'})} {os.getcwd()} {self.files}"
-
-    def __len__(self) -> int:
-        return self._count
+    def _divide(self) -> None:
+        """Divide rows into pieces; a stream has a piece for each of its files."""
+        if self._streaming:
+            self.pieces: Sequence[Piece] = [Piece(self._where, 0)] * self._data.num_shards
+            return
+        rows = len(self._data)
+        size = self._data.data.table.nbytes // max(rows, 1)
+        count = -(-rows // _PIECE_ROWS)
+        self.pieces = [Piece(self._where, size * min(_PIECE_ROWS, rows - n * _PIECE_ROWS)) for n in range(count)]
 
     def __str__(self) -> str:
         return self._where
 
-    def read(self, index: int, name: str) -> RawSample:
-        """Return the sample of a row; see `Rows.read`."""
-        with name_errors(f"{name}{_UNREADABLE}", "damaged row"):
-            row = self._row(index, name)
-        return self._parser.parse(row, name)
+    def read(self, piece: int) -> Iterator[StreamSample]:
+        """Yield the samples of a piece; see `Stream.read`."""
+        start, stop = (0, 1 << 62) if self._streaming else (piece * _PIECE_ROWS, (piece + 1) * _PIECE_ROWS)
+        groups = group_rows(self._rows(piece, max(start - 1, 0)), start, stop, self._parser.columns)
+        yield from parse_groups(groups, self._parser, self._where, self._fetches)
 
-    def _row(self, index: int, name: str) -> Any:
-        if time.monotonic() - self._checked > _CHECK_S:
-            if stamp([path for path, _, _ in self.files]) != self.files:
-                raise StorageError(
-                    f"{name}: the files of the data set have changed; start the run again", "changed shard"
-                )
-            self._checked = time.monotonic()
-        return self._data[index]
-
-
-class HfStream(HfRows):
-    """Rows in order, from the hub or a folder; going back starts again from the beginning.
-
-    Args:
-        config: the data set.
-
-    Raises:
-        DataError: its number of rows is not known.
-        ConfigError: the revision is no commit, so that the content could change.
-    """
-
-    def __init__(self, config: HfConfig):
-        folder = expand_home(config.path)
-        if not folder.is_dir() and not re.fullmatch("[0-9a-f]{40}", config.revision or ""):
-            raise ConfigError(
-                f"revision: got {config.revision!r}; streaming needs a commit (40 digits, from the data set's page on "
-                "the hub), since nothing else fixes the content"
-            )
-        super().__init__(config)
-        self._rows: Iterator[Any] | None = None
-        self._at, self._pid = 0, 0
-
-    def _examine(self, found: Any, config: HfConfig) -> None:
-        splits = found.info.splits or {}
-        self._count = int(getattr(splits.get(str(found.split)), "num_examples", None) or 0)
-        if not self._count:
-            raise DataError(f"{config.where}: its card states no number of rows; leave streaming out")
-        folder = expand_home(config.path)
-        commit = config.revision or stamp(sorted(each for each in folder.rglob("*") if each.is_file()))
-        keys = config.model_dump(mode="json", include={"path", "name", "split"})
-        self.content = f"{keys} {self._parser.fingerprint} {commit}"
-
-    def _row(self, index: int, name: str) -> Any:
-        """Return a row; rows before it are read and dropped."""
-        if self._rows is None or index < self._at or self._pid != os.getpid():
-            self._rows, self._at, self._pid = iter(self._data), 0, os.getpid()
-        row = None
-        while self._at <= index:
-            row = next(self._rows, None)
-            self._at += 1
-        if row is None:
-            raise StorageError(f"{name}: the data set ends before; its card states {len(self)} rows")
-        return row
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_rows": None}
+    def _rows(self, piece: int, start: int) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
+        """Yield number and values of the rows from a row on; those of a stream begin with a file."""
+        if self._streaming:
+            shard = self._data.shard(num_shards=len(self.pieces), index=piece)
+            batches: Iterator[Any] = iter(shard.iter(_BATCH))
+        else:
+            batches = (self._data[at : at + _BATCH] for at in range(start, len(self._data), _BATCH))
+        number = start
+        while True:
+            try:
+                with name_errors(f"{self._where}: row {number}{_UNREADABLE}", "damaged row"):
+                    batch = next(batches, None)
+            except DataError as error:
+                raise StorageError(str(error), "unreadable data set") from None
+            if batch is None:
+                return
+            for row in read_batch(batch):
+                yield number, row
+                number += 1

@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from vqclip.data.remote import display_url, is_tar, protocol_of
+from vqclip.data.libraries import name_errors, require_pyarrow
+from vqclip.data.remote import RemoteShard, is_tar, protocol_of
 from vqclip.data.shard import Part, Shard
-from vqclip.data.sources.base import FolderContent, NumberedSource, RawSample, Source
+from vqclip.data.sources.base import FolderContent, OpensSource, Source
 from vqclip.data.sources.file_table import FileTable, TableBuilder
 from vqclip.data.sources.files import FileSourceConfig
-from vqclip.data.sources.paths import find_shards, strip_common_folders
-from vqclip.data.sources.row_groups import ParquetPart, RowGroups, read_schema
-from vqclip.data.sources.table import Columns, RowParser, TableConfig, find_columns, holds_image, image_path
-from vqclip.errors import ConfigError, DataError
+from vqclip.data.sources.packed import Piece, StreamSample, stamp
+from vqclip.data.sources.paths import find_shards
+from vqclip.data.sources.table import (
+    Columns,
+    RowParser,
+    TableConfig,
+    find_classes,
+    find_columns,
+    group_rows,
+    image_path,
+    is_base64,
+    kind_of,
+    parse_groups,
+    read_batch,
+    require_allowed,
+)
+from vqclip.errors import ConfigError, DataError, printable
+from vqclip.io.files import open_regular
 
-__all__ = ["ParquetConfig", "ParquetRows"]
+__all__ = ["ParquetConfig", "ParquetFile", "ParquetStream"]
 
 _ENDINGS = (".parquet",)
+_BATCH = 16
+"""Rows that are decoded at a time; a few, since an image may have 64 MiB."""
+_PIECE_BYTES, _PIECE_ROWS = 128 << 20, 10_000
+"""A piece ends with the row group that makes it so large."""
+_SUCCESS, _STATUS = "success", "status"
+"""img2dataset keeps a row, without an image, for each failed download."""
 
 
 class ParquetConfig(TableConfig):
-    """Parquet files with a row for each image: its bytes, path or URL, and captions or a class number.
+    """Parquet files with a row for each image, or each caption: the bytes, path or URL, and captions or class.
 
-    The layout of img2dataset is found out; rows of its failed downloads are left out.
+    The layout of img2dataset is found out; rows of its failed downloads are left out. The rows are packed once into
+    tars in the cache; images whose paths are in the rows are read where they are.
     """
 
     endings: ClassVar[Mapping[str, tuple[str, ...]]] = {"parquet": _ENDINGS}
@@ -37,8 +61,6 @@ class ParquetConfig(TableConfig):
     """A file, a folder of *.parquet, a pattern such as train-{00000..00041}.parquet or train-*.parquet, or a list of
     these. URLs (file, s3, gs, az, hf, http, https) work the same way; with http and https every file must be named, or
     written with braces."""
-    memory_mib: Annotated[int, Field(ge=1, le=1 << 20)] = 256
-    """Decoded row groups that each process keeps, in MiB; the last one always stays, whatever its size."""
 
     @model_validator(mode="after")
     def _has_something_to_read(self) -> ParquetConfig:
@@ -60,45 +82,217 @@ class ParquetConfig(TableConfig):
         """Return the Parquet files; raises DataError if there are none, or one is missing."""
         return find_shards([self.path] if isinstance(self.path, str) else self.path, self.remote, _ENDINGS)
 
-    def shards(self) -> Sequence[Shard | Part]:
-        """Return the files, and the images that they name, for `vqclip.data.prepare_sources`.
+    def identity(self) -> dict[str, Any]:
+        """See `PackedConfig.identity`; a file at a URL counts by its URL."""
+        files = [[path.key] if isinstance(path, RemoteShard) else stamp([str(path)])[0] for path in self.files()]
+        return {**self.model_dump(mode="json", exclude={"weight", "path", "remote", "templates"}), "files": files}
+
+    def open_stream(self) -> ParquetStream:
+        """See `PackedConfig.open_stream`."""
+        return ParquetStream(self)
+
+    def pieces(self) -> Sequence[Part]:
+        """See `PackedConfig.pieces`; none if the rows name image files."""
+        return () if self._image_files() else super().pieces()
+
+    def shards(self) -> Sequence[Any]:
+        """See `SourceConfigBase.shards`."""
+        images = self._image_files()
+        return images.shards() if images else super().shards()
+
+    def in_chunks(self, chunk: int) -> OpensSource:
+        """See `SourceConfigBase.in_chunks`."""
+        return self._image_files() or super().in_chunks(chunk)
+
+    def build(self, cache: Path | None = None) -> Source:  # type: ignore[override]
+        """Open the files, after packing what is missing."""
+        images = self._image_files()
+        return images.build(cache) if images else super().build(cache)
+
+    def _image_files(self) -> ParquetFiles | None:
+        """Return the image files that the rows name; None if images or URLs are in the rows.
+
+        The first row with either decides, if the images are a column of text.
+        """
+        if self._opened is not None:  # they are being packed
+            return None
+        for path in self.files():
+            with ParquetFile(path).open() as (opened, _):
+                columns = find_columns(opened.schema_arrow, self, str(path))
+                if kind_of(opened.schema_arrow.field(columns.image).type) != "text":
+                    return None
+                for batch in opened.iter_batches(_BATCH, columns=[columns.image], use_threads=False):
+                    for row in read_batch(batch):
+                        value = None if isinstance(row, DataError) else image_path(row[columns.image])
+                        if value is None:
+                            continue
+                        if is_base64(value):
+                            return None
+                        require_allowed(value, self, str(path))
+                        return ParquetFiles(parquet=self) if protocol_of(value) in (None, "file") else None
+        return None
+
+
+class _Opened(NamedTuple):
+    """An open Parquet file."""
+
+    file: Any
+    """pyarrow's ParquetFile."""
+    stream: BinaryIO
+
+    def __enter__(self) -> _Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.close()
+
+
+@dataclass(frozen=True)
+class ParquetFile:
+    """A Parquet file, here or at a URL."""
+
+    path: Shard
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def prepare(self, cache: Path | None = None) -> None:
+        """Read the footer; raises DataError if the file is damaged."""
+        self.open().stream.close()
+
+    def open(self) -> _Opened:
+        """Open the file.
 
         Raises:
-            DataError: there are none, or one is missing.
-            ConfigError: a column is missing or not plain.
+            DataError: it is missing, damaged or not Parquet, or pyarrow is not installed.
+            StorageError: it cannot be fetched.
         """
-        images = find_image_files(self)
-        return [*map(ParquetPart, self.files())] if images is None else images.shards()
+        _, parquet = require_pyarrow()
+        try:
+            stream = open_regular(self.path) if isinstance(self.path, Path) else os.fdopen(self.path.open(), "rb")
+        except OSError as error:
+            raise DataError(f"{self}: cannot be opened: {error.strerror}") from None
+        hint = "if it is cut, copy it again, or leave it out (path may be a list of files)"
+        try:
+            with name_errors(f"{self}: cannot be read as Parquet; {hint}"):
+                return _Opened(parquet.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20), stream)
+        except DataError:
+            stream.close()
+            if isinstance(self.path, RemoteShard):
+                self.path.discard()  # otherwise the next start would find the same damage
+            raise
 
-    def build(self, cache: Path | None = None) -> Source:
-        """Open the files, after indexing those without an index."""
-        images = find_image_files(self)
-        return ParquetRows(self, cache) if images is None else images.build(cache)
+
+class _Rows(NamedTuple):
+    """Rows of a file that are packed together."""
+
+    file: int
+    start: int
+    stop: int
 
 
-def open_rows(config: ParquetConfig, cache: Path | None = None) -> tuple[RowGroups, Columns]:
-    """Open the files and find their columns.
+class ParquetStream:
+    """The rows of Parquet files, read forward; see `vqclip.data.sources.packed.Stream`."""
 
-    Raises:
-        DataError: no files, a damaged one, no rows, or files of other columns.
-        ConfigError: a column is missing or not plain.
-    """
-    rows = RowGroups(config.files(), config.memory_mib << 20, cache)
-    schemas = [read_schema(facts) for facts in rows.facts]
-    names = list(map(str, rows.paths))
-    columns = find_columns(schemas[0], config, names[0])
-    for name, schema in zip(names[1:], schemas[1:], strict=True):
-        for column in columns.names:
-            if column not in schema.names or schema.field(column).type != schemas[0].field(column).type:
-                got = schema.field(column).type if column in schema.names else "no such column"
-                raise DataError(
-                    f"{name}: {column}: {got}; {names[0]} has {schemas[0].field(column).type}, and all files of a "
-                    "source have the same columns"
-                )
-    if not len(rows):
-        raise DataError(f"{names[0]}: no rows with images in {len(names)} file{'s' if len(names) > 1 else ''}")
-    rows.select(columns.names)
-    return rows, columns
+    def __init__(self, config: ParquetConfig):
+        self._files = [ParquetFile(path) for path in config.files()]
+        self._parts: list[_Rows] = []
+        pieces: list[Piece] = []
+        first = None
+        for number, file in enumerate(self._files):
+            with file.open() as (opened, _):
+                schema = opened.schema_arrow
+                if first is None:
+                    first, self.columns = schema, find_columns(schema, config, str(file))
+                _require_same(schema, first, self.columns, str(file), str(self._files[0]))
+                pieces += self._divide(number, opened.metadata)
+        self.pieces: Sequence[Piece] = pieces
+        self.notes: tuple[str, ...] = ()
+        if self.columns.label and not self.columns.classnames:
+            label = self.columns.label
+            names = find_classes(self._values(label), label, str(self._files[0]))
+            self.columns = self.columns._replace(classnames=names)
+            self.notes = (f"{len(names)} classes are the values of column {label!r}, sorted: {', '.join(names)[:200]}",)
+        local = self._files[0].path
+        folder = local.parent if isinstance(local, Path) else None
+        self.parser = RowParser(self.columns, config, folder)
+        self.classnames, self.has_prompts = self.columns.classnames, bool(self.parser.templates)
+        self._fetches = config.urls != "refuse"
+
+    def __str__(self) -> str:
+        return str(self._files[0]) + (f" and {len(self._files) - 1} more" if self._files[1:] else "")
+
+    def read(self, piece: int) -> Iterator[StreamSample]:
+        """Yield the samples of some row groups; see `Stream.read`."""
+        file, start, stop = self._parts[piece]
+        rows = self.rows(file, max(start - 1, 0))
+        return parse_groups(
+            group_rows(rows, start, stop, self.columns), self.parser, str(self._files[file]), self._fetches
+        )
+
+    def rows(self, file: int, start: int = 0) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
+        """Yield number and values of the rows of a file from a row on; a row in a damaged group is an error."""
+        with self._files[file].open() as (opened, _):
+            names = [*self.columns.names]
+            marked = {"key", _STATUS} <= {*opened.schema_arrow.names}
+            names += [_STATUS] if marked and _STATUS not in names else []
+            at = 0
+            for group in range(opened.metadata.num_row_groups):
+                end = at + opened.metadata.row_group(group).num_rows
+                if end <= start:
+                    at = end
+                    continue
+                try:
+                    for batch in opened.iter_batches(_BATCH, [group], names, use_threads=False):
+                        for row in read_batch(batch):
+                            if at >= end:
+                                raise ValueError(f"row group {group} has more rows than its footer says")
+                            failed = marked and isinstance(row, dict) and row[_STATUS] != _SUCCESS
+                            if at >= start and not failed:
+                                yield at, row
+                            at += 1
+                    if at < end:
+                        raise ValueError("it has fewer rows than its footer says")
+                except Exception as error:  # of pyarrow, for damaged pages
+                    where = printable(
+                        f"{self._files[file]}: row group {group} is damaged from row {at} on", one_line=True
+                    )
+                    for lost in range(at, end):
+                        if lost >= start:
+                            yield lost, DataError(f"{where} ({' '.join(str(error).split())[:200]})", "damaged shard")
+                    at = end
+
+    def _values(self, column: str) -> Iterator[list[Any]]:
+        """Yield the values of a column in blocks."""
+        for file in self._files:
+            with file.open() as (opened, _), name_errors(f"{file}: column {column!r} cannot be read"):
+                for batch in opened.iter_batches(1 << 14, columns=[column], use_threads=False):
+                    yield batch.column(0).to_pylist()
+
+    def _divide(self, file: int, metadata: Any) -> Iterator[Piece]:
+        """Divide a file into pieces: whole row groups."""
+        wanted, name = set(self.columns.names), str(self._files[file])
+        start = at = size = 0
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            columns = [group.column(each) for each in range(group.num_columns)]
+            size += sum(each.total_compressed_size for each in columns if each.path_in_schema.split(".")[0] in wanted)
+            at += group.num_rows
+            if size >= _PIECE_BYTES or at - start >= _PIECE_ROWS or number == metadata.num_row_groups - 1:
+                self._parts.append(_Rows(file, start, at))
+                yield Piece(name, size)
+                start, size = at, 0
+
+
+def _require_same(schema: Any, first: Any, columns: Columns, name: str, other: str) -> None:
+    """Raise DataError if a file lacks a column, or has other values in it than the first file."""
+    for column in columns.names:
+        wanted = first.field(column).type
+        if column not in schema.names or kind_of(schema.field(column).type) != kind_of(wanted):
+            got = schema.field(column).type if column in schema.names else "no such column"
+            raise DataError(
+                f"{name}: {column}: {got}; {other} has {wanted}, and all files of a source have the same columns"
+            )
 
 
 class ParquetFiles(FileSourceConfig):
@@ -123,85 +317,23 @@ class ParquetFiles(FileSourceConfig):
         return self.listing.parent
 
     def table(self) -> FileTable:
-        """Read paths, captions and labels of all rows; raises DataError for a wrong class number."""
+        """Read paths, captions and labels of all rows; a row with a wrong class, or without caption, has neither."""
         builder = TableBuilder()
-        for path in self.parquet.files():
+        files = self.parquet.files()
+        for path in files:
             builder.read_from(Path(str(path)))
-        rows, columns = open_rows(self.parquet)
-        parser = RowParser(columns, self.parquet)
-        for index in range(len(rows)):
-            row = rows.read(index)
-            builder.add(image_path(row[columns.image]) or "", *parser.texts(row, rows.name(index)), index)
-        return builder.finish(parser.classnames, parser.templates)
-
-
-def find_image_files(config: ParquetConfig) -> ParquetFiles | None:
-    """Return the image files that the rows name; None if the images, or URLs that may be fetched, are in the rows.
-
-    The first row with either of them decides.
-
-    Raises:
-        DataError: URLs that may not be fetched, or see `open_rows`.
-    """
-    if config.urls != "refuse":
-        return None
-    for file in config.files():
-        rows = RowGroups([file], config.memory_mib << 20)
-        columns = find_columns(read_schema(rows.facts[0]), config, str(file))
-        rows.select([columns.image])
-        for index in range(len(rows)):
-            value = rows.read(index)[columns.image]
-            path = image_path(value)
-            if path is not None and protocol_of(path) not in (None, "file"):
-                raise DataError(
-                    f"{rows.name(index)}: {display_url(path)}: URLs in tables are not fetched unless urls: fetch is set"
-                )
-            if path is not None:
-                return ParquetFiles(parquet=config)
-            if holds_image(value):
-                return None
-    return None
-
-
-class ParquetRows(NumberedSource):
-    """A `Source` of the rows of Parquet files.
-
-    Args:
-        config: the files and their columns.
-        cache: folder of the indexes; default `vqclip.io.files.cache_folder()`.
-
-    Raises:
-        DataError: no files, a damaged one, or no rows.
-        ConfigError: a column is missing or not plain.
-    """
-
-    def __init__(self, config: ParquetConfig, cache: Path | None = None):
-        self.config = config
-        self._rows, columns = open_rows(config, cache)
-        self._parser = RowParser(columns, config)
-        self._rows.warn_if_slow()
-        self.shards = self._rows.shards
-        self.classnames, self.templates = self._parser.classnames, self._parser.templates
-        self._places = strip_common_folders([str(path) for path in self._rows.paths])
-        self._width = len(str(max(sum(facts.rows) for facts in self._rows.facts)))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def read(self, index: int) -> RawSample:
-        """Return image, captions and label of one row; see `Source.read`."""
-        return self._parser.parse(self._rows.read(index), self.name(index))
-
-    def name(self, index: int) -> str:
-        """Return file and row, for messages."""
-        return self._rows.name(index)
-
-    def place(self, index: int) -> str:
-        """Return file and row; see `vqclip.data.images.ImageSource.place`."""
-        file, row = self._rows.locate(index)
-        return f"{self._places[file]}/{row:0{self._width}d}"
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """See `Source.fingerprint`; of the tables alone if the images are at URLs."""
-        return {"kind": "parquet", "samples": len(self), "sha256": self.sha256, **self._parser.fingerprint}
+        stream = ParquetStream(self.parquet)
+        parser, columns = stream.parser, stream.columns
+        for file in range(len(files)):
+            for number, row in stream.rows(file):
+                captions: tuple[str, ...] = ()
+                label, image = -1, ""
+                if isinstance(row, dict):
+                    image = image_path(row[columns.image]) or ""
+                    try:
+                        label = -1 if columns.label is None else parser.label(row[columns.label], "")
+                        captions = parser.captions([row], "") if columns.captions else ()
+                    except DataError:  # reading the sample says that it has none
+                        captions, label = (), -1
+                builder.add(image, captions, label, number)
+        return builder.finish(parser.columns.classnames, parser.templates)

@@ -6,28 +6,28 @@ import difflib
 import inspect
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from PIL import Image
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 from torch import Tensor
 
 from vqclip.config import did_you_mean
 from vqclip.data.libraries import name_errors
-from vqclip.data.sources.base import RawSample, Source, SourceConfigBase
+from vqclip.data.sources.base import RawSample
 from vqclip.data.sources.captions import require_usable
 from vqclip.data.sources.file_table import checksum
-from vqclip.data.sources.prompts import DEFAULT_TEMPLATE, Prompts, Templates
+from vqclip.data.sources.packed import PackedConfig, PackedSource, Piece, StreamSample, stamp
+from vqclip.data.sources.prompts import DEFAULT_TEMPLATE, Templates
 from vqclip.data.sources.reader import read_image
-from vqclip.data.sources.rows import Block, RowSource, divide, stamp
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.files import expand_home, walk_files
 
-__all__ = ["TorchvisionConfig"]
+__all__ = ["TorchvisionConfig", "TorchvisionStream"]
 
 _PICKLED = ("CIFAR10", "CIFAR100")
 """Read Python pickles, after comparing their MD5 sums with those in torchvision."""
@@ -36,11 +36,16 @@ _REFUSED = ("LSUN", "LSUNClass")
 _FUNCTIONS = ("transform", "target_transform", "transforms", "loader", "is_valid_file")
 _OWN = ("root", "download")
 _UNREADABLE = ": cannot be read by torchvision"
+_PIECE_ROWS = 2000
+"""Samples of a piece."""
 Argument = str | int | float | bool | None | tuple[str | int | float, ...]
 
 
-class TorchvisionConfig(SourceConfigBase):
-    """A data set of `torchvision.datasets` whose samples are an image, and a class number or captions."""
+class TorchvisionConfig(PackedConfig):
+    """A data set of `torchvision.datasets` whose samples are an image, and a class number or captions.
+
+    The samples are packed once into tars in the cache.
+    """
 
     kind: Literal["torchvision"] = "torchvision"
     """Data set of torchvision."""
@@ -60,18 +65,28 @@ class TorchvisionConfig(SourceConfigBase):
     templates: Templates = (DEFAULT_TEMPLATE,)
     """Prompts with `{c}` for the class name."""
 
-    def shards(self) -> Sequence[Block]:
-        """Return blocks of rows, for `vqclip.data.prepare_sources`; see `build`."""
-        return divide(TorchvisionRows(self))
+    _data: TorchvisionStream | None = PrivateAttr(None)
+    """The opened data set, until `build`."""
 
-    def build(self, cache: Path | None = None) -> Source:
-        """Open the data set.
+    def identity(self) -> dict[str, Any]:
+        """See `PackedConfig.identity`."""
+        return self.open_stream().identity
+
+    def open_stream(self) -> TorchvisionStream:
+        """Open the data set; see `PackedConfig.open_stream`.
 
         Raises:
             ConfigError: an unknown class or argument, or pickles that are not allowed.
             DataError: its files are missing, or its samples are not images with a class number or captions.
         """
-        return RowSource(TorchvisionRows(self), "torchvision", cache)
+        if self._data is None:
+            self._data = TorchvisionStream(self)
+        return self._data
+
+    def open_tars(self, *args: Any) -> PackedSource:
+        """See `PackedConfig.open_tars`."""
+        self._data = None
+        return super().open_tars(*args)
 
 
 def _find_class(config: TorchvisionConfig) -> type:
@@ -167,14 +182,14 @@ class _Original:
         self.path = Path(path)
 
 
-class TorchvisionRows:
-    """Rows of a data set of torchvision.
+class TorchvisionStream:
+    """A data set of torchvision, read forward; see `vqclip.data.sources.packed.Stream`.
 
     Args:
         config: the data set.
     """
 
-    content: str | None = None
+    notes: tuple[str, ...] = ()
 
     def __init__(self, config: TorchvisionConfig):
         import torchvision
@@ -185,29 +200,35 @@ class TorchvisionRows:
         with name_errors(f"{self._name}{_UNREADABLE}", "unreadable data set"):
             self._data = _construct(found, arguments, config)
             self._count = len(self._data)
-        self.templates = config.templates
-        self.classnames = config.classnames or _class_names(self._data)
-        self._prompts = Prompts(self.templates, self.classnames)
+        self.classnames, self.has_prompts = config.classnames or _class_names(self._data), True
         if self._count:
             self._require_kind(config)
-        settings = config.model_dump_json(exclude={"weight", "download", "pickles"})
+        settings = config.model_dump(mode="json", exclude={"weight", "download", "pickles", "templates"})
         stamps = stamp(_files(arguments))
-        self._stamps = {path: (size, modified_ns) for path, size, modified_ns in stamps}
-        self.identity = f"{config.name} {checksum(f'{settings} {torchvision.__version__} {stamps}'.encode())}"
-
-    def __len__(self) -> int:
-        return int(self._count)
+        self._stamps = {path: state for path, *state in stamps}
+        files = checksum(f"{torchvision.__version__} {stamps}".encode())
+        self.identity: dict[str, Any] = {**settings, "files": files}
+        size = sum(size for _, size, _ in stamps) // max(self._count, 1)
+        counts = [min(_PIECE_ROWS, self._count - first) for first in range(0, self._count, _PIECE_ROWS)]
+        self.pieces: Sequence[Piece] = [Piece(self._name, size * count) for count in counts]
 
     def __str__(self) -> str:
         return self._name
 
-    def read(self, index: int, name: str) -> RawSample:
-        """Return the sample of a row; see `Rows.read`."""
-        with name_errors(f"{name or self._name}{_UNREADABLE}", "unreadable sample"):
-            image, target = self._data[index]
-            data = self._image(image, name)
-        captions, label = self._target(target, name)
-        return RawSample(data, captions, label)
+    def read(self, piece: int) -> Iterator[StreamSample]:
+        """Yield the samples of a piece; see `Stream.read`."""
+        first = piece * _PIECE_ROWS
+        for index in range(first, min(first + _PIECE_ROWS, self._count)):
+            name = f"{self._name}: row {index}"
+            try:
+                with name_errors(f"{name}{_UNREADABLE}", "unreadable sample"):
+                    image, target = self._data[index]
+                captions, label = self._target(target, name)
+                yield StreamSample(index, RawSample(self._image(image, name), captions, label))
+            except StorageError:
+                raise
+            except DataError as error:
+                yield StreamSample(index, error)
 
     def _image(self, image: Any, name: str) -> bytes:
         """Return the bytes of a file that is unchanged, or the image as PNG, which loses nothing."""
@@ -216,7 +237,7 @@ class TorchvisionRows:
         path = os.path.abspath(image.path)
         if path not in self._stamps:
             raise DataError(f"{name}: {path} was not there when the files were listed", "missing member")
-        if stamp([path]) != [(path, *self._stamps[path])]:
+        if stamp([path]) != [[path, *self._stamps[path]]]:
             raise StorageError(f"{name}: {path} has changed since it was listed; start the run again", "changed file")
         return read_image(Path(path), name)
 
@@ -233,7 +254,10 @@ class TorchvisionRows:
             raise DataError(
                 f"{name}: its target is a {type(target).__name__}; expected a class number or captions", "no caption"
             )
-        return self._prompts.of(label, f"{name}: class {label}"), label
+        if not 0 <= label < len(self.classnames):
+            last = len(self.classnames) - 1
+            raise DataError(f"{name}: class {label}; expected a class number, 0 to {last}", "class number")
+        return (), label
 
     def _require_kind(self, config: TorchvisionConfig) -> None:
         """Look at the first sample: it must be an image with a class number or captions."""
@@ -250,7 +274,7 @@ class TorchvisionRows:
         if has_labels and not self.classnames:
             raise ConfigError(f"classnames: missing; {config.name} does not have the names of its classes")
         if not has_labels and not config.classnames:
-            self.classnames, self.templates = (), ()
+            self.classnames, self.has_prompts = (), False
         elif not has_labels:
             raise ConfigError(f"classnames: set, and the samples of {config.name} have no class numbers")
         self._target(sample[1], f"{self._name}: row 0")

@@ -1,0 +1,453 @@
+"""Sources that are read forward: packed once into tars in the cache, which are then read like any others.
+
+    config.identity()         settings, and sizes and times of files: another one has another folder
+    config.open() -> Stream   its pieces, such as some row groups of a Parquet file, each read from beginning to end
+    write_piece               one tar for each piece, written by any process of any job (`vqclip.data.work_folder`)
+    config.build()            PackedSource: reads the tars, sample by sample or in chunks
+
+    cache/packed/parquet-<identity>/00000.tar  00001.tar ...
+
+A sample's members are its image, .txt and .json with the captions, .cls with the class number. One that cannot be used
+is a .json alone that says why: it keeps its number, and is a bad sample when it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from pydantic import PrivateAttr
+
+from vqclip.data.chunks.reader import ChunkReader
+from vqclip.data.chunks.tars import ChunkedTars
+from vqclip.data.decode import image_format
+from vqclip.data.index import load_index
+from vqclip.data.remote import RemoteConfig
+from vqclip.data.shard import Part, Shard
+from vqclip.data.sources.base import OpensSource, RawSample, SourceConfigBase
+from vqclip.data.sources.captions import CaptionFiles
+from vqclip.data.sources.paths import strip_common_folders
+from vqclip.data.sources.prompts import Prompts
+from vqclip.data.sources.reader import ShardReader
+from vqclip.data.sources.shards import TarSource
+from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder
+from vqclip.errors import DataError, StorageError, encodable, printable
+from vqclip.io.cache import cache_folder
+from vqclip.io.files import format_bytes
+from vqclip.io.tars import write_tar
+from vqclip.process import progress
+
+__all__ = [
+    "PackedConfig",
+    "PackedSource",
+    "Piece",
+    "Stream",
+    "StreamSample",
+    "require_room",
+    "sample_members",
+    "stamp",
+    "write_piece",
+]
+
+logger = logging.getLogger("vqclip.data")
+
+_LAYOUT = FolderLayout({"format": "vqclip packed source", "format_version": 1}, ".tar", "vqclip", "VQCLIP_CACHE")
+_HEARTBEAT = 100
+"""Samples between two signs of life."""
+
+
+class Piece(NamedTuple):
+    """Part of a source that is read from beginning to end."""
+
+    name: str
+    """Name for messages, such as the file's path."""
+    size: int
+    """Bytes of its images and texts, as far as they are known."""
+
+
+class StreamSample(NamedTuple):
+    """A sample of a stream, or what is wrong with it."""
+
+    row: int
+    """Its number in the file or data set, for messages."""
+    sample: RawSample | DataError
+    rows: int = 1
+    """Rows that it was made of: those of one image, each with a caption."""
+
+
+class Stream(Protocol):
+    """An opened source that is read forward."""
+
+    pieces: Sequence[Piece]
+    classnames: tuple[str, ...]
+    """Names of the classes; empty without labels."""
+    has_prompts: bool
+    """Whether the captions are the prompts of the class."""
+    notes: tuple[str, ...]
+    """See `vqclip.data.sources.base.Source`."""
+
+    def __str__(self) -> str:
+        """Return the name of the data, for messages."""
+        ...
+
+    def read(self, piece: int) -> Iterator[StreamSample]:
+        """Yield the samples of a piece in order.
+
+        Raises:
+            StorageError: it cannot be read or fetched.
+        """
+        ...
+
+
+class PackedConfig(SourceConfigBase):
+    """Configuration of a source that is read forward; a kind implements `identity` and `open_stream`."""
+
+    _stream: Stream | None = PrivateAttr(None)
+    _opened: dict[str, Any] | None = PrivateAttr(None)
+
+    def identity(self) -> dict[str, Any]:
+        """Return JSON values that differ if the samples may differ: settings, and sizes and times of files.
+
+        Raises:
+            DataError: the data are missing.
+        """
+        raise NotImplementedError
+
+    def open_stream(self) -> Stream:
+        """Open the data to be read forward.
+
+        Raises:
+            DataError: the data are missing or damaged.
+            ConfigError: settings do not fit them.
+        """
+        raise NotImplementedError
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """Prompts with `{c}` for the class name."""
+        found: tuple[str, ...] = getattr(self, "templates", ())
+        return found
+
+    @property
+    def transfer(self) -> RemoteConfig:
+        """Options of downloads."""
+        found: RemoteConfig = getattr(self, "remote", RemoteConfig())
+        return found
+
+    def share(self) -> dict[str, Any]:
+        """Return JSON values by which another process of this machine opens the data without asking a server."""
+        return {}
+
+    @property
+    def opened(self) -> dict[str, Any] | None:
+        """What `pieces` has found, for the other processes of this machine."""
+        return self._opened
+
+    def set_opened(self, opened: dict[str, Any] | None) -> None:
+        """Use the packed folder that another process has found."""
+        self._opened = opened
+
+    def pieces(self) -> Sequence[Part]:
+        """Return the pieces that are not packed yet, for `vqclip.data.prepare_sources`.
+
+        Raises:
+            DataError: see `open_stream`, or the disk has no room.
+        """
+        folder = self.folder()
+        if self._opened is None:
+            missing = [piece for piece in range(folder.items) if folder.record(piece) is None]
+            self._opened = {"folder": str(folder.path), "missing": missing, **self.share()}
+        return [_PiecePart(self, folder, piece) for piece in self._opened["missing"]]
+
+    def shards(self) -> Sequence[Shard]:
+        """Return the tars, after packing what is missing; see `SourceConfigBase.shards`."""
+        return self._pack(self.folder())
+
+    def in_chunks(self, chunk: int) -> OpensSource:
+        """See `SourceConfigBase.in_chunks`."""
+        return _InChunks(self, chunk)
+
+    def build(self, cache: Path | None = None) -> PackedSource:
+        """Open the data, after packing and indexing what is missing."""
+        folder = self.folder(cache)
+        return self.open_tars(ShardReader(self._pack(folder), cache), folder)
+
+    def open_tars(self, reader: ShardReader | ChunkReader, folder: WorkFolder | None = None) -> PackedSource:
+        """Open the packed tars with a reader of them."""
+        source = PackedSource(self, folder or self.folder(), reader)
+        self._opened = self._stream = None  # the next run compares the data again
+        return source
+
+    def stream(self) -> Stream:
+        """Return the opened data; they stay open until `build`."""
+        if self._stream is None:
+            self._stream = self.open_stream()
+        return self._stream
+
+    def folder(self, cache: Path | None = None) -> WorkFolder:
+        """Return the folder of the packed tars; it is made if it is missing, and then contains none."""
+        path = Path(self._opened["folder"]) if self._opened else None
+        if path is None:
+            text = json.dumps(self.identity(), sort_keys=True)
+            name = f"{self.kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+            path = (cache or cache_folder()) / "packed" / name
+        found = WorkFolder.existing(path, _LAYOUT)
+        if found is not None:
+            return found
+        stream = self.stream()
+        if not stream.pieces:
+            raise DataError(f"{stream}: has no rows")
+        size = sum(piece.size for piece in stream.pieces)
+        settings = {
+            "pieces": [list(piece) for piece in stream.pieces],
+            "classnames": list(stream.classnames),
+            "has_prompts": stream.has_prompts,
+            "notes": list(stream.notes),
+        }
+        found = WorkFolder(path, settings, len(stream.pieces), _LAYOUT)
+        require_room(path, size, "set VQCLIP_CACHE to a folder on a larger disk")
+        logger.info("packing %s: %d pieces, about %s, into %s", stream, found.items, format_bytes(size), path)
+        return found
+
+    def _pack(self, folder: WorkFolder) -> list[Shard]:
+        """Pack what is missing, or wait for other processes that do; return the tars."""
+        for piece in folder.claim(wait=True):
+            write_piece(folder, piece, self.stream())
+        return [folder.file(piece) for piece in range(folder.items)]
+
+
+def stamp(paths: Iterable[str | Path]) -> list[list[Any]]:
+    """Return name, size and modification time of files; raises StorageError for a missing one."""
+    found = []
+    for path in paths:
+        try:
+            status = Path(path).stat()
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be read: {error.strerror}", "unreadable file") from None
+        found.append([encodable(str(path)), status.st_size, status.st_mtime_ns])
+    return found
+
+
+def require_room(folder: Path, size: int, remedy: str) -> None:
+    """Raise DataError if a disk has no room for so many bytes."""
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise DataError(
+            f"{folder} has room for {free / 1e9:.1f} GB, and about {size / 1e9:.1f} GB are needed; {remedy}"
+        )
+
+
+@dataclass(frozen=True)
+class _PiecePart:
+    """A piece that is to be packed."""
+
+    config: PackedConfig
+    folder: WorkFolder
+    piece: int
+
+    def __str__(self) -> str:
+        return f"{self.folder.settings['pieces'][self.piece][0]}: piece {self.piece}"
+
+    def prepare(self, cache: Path | None = None) -> bool:
+        """Pack and index the piece; return False if another process is packing it."""
+        for piece in self.folder.claim([self.piece]):
+            write_piece(self.folder, piece, self.config.stream())
+        return self.folder.record(self.piece) is not None
+
+
+class _InChunks:
+    """Prepares and opens a packed source to be read in chunks."""
+
+    def __init__(self, config: PackedConfig, chunk: int):
+        self._config, self._chunk = config, chunk
+        self._tars: ChunkedTars | None = None
+        self.set_opened, self.pieces = config.set_opened, config.pieces
+
+    @property
+    def opened(self) -> dict[str, Any] | None:
+        """See `PackedConfig.opened`."""
+        return self._config.opened
+
+    def shards(self) -> Sequence[Shard | Part]:
+        """See `SourceConfigBase.shards`."""
+        return self._chunked().shards()
+
+    def build(self, cache: Path | None = None) -> PackedSource:
+        """See `SourceConfigBase.build`."""
+        return self._chunked().build(cache)  # type: ignore[return-value]
+
+    def _chunked(self) -> ChunkedTars:
+        if self._tars is None:
+            config = _PackedTars(self._config.shards(), self._config.transfer, self._config)
+            self._tars = ChunkedTars(config, self._chunk, self._config.open_tars)
+        return self._tars
+
+
+def write_piece(folder: WorkFolder, piece: int, stream: Stream) -> ItemRecord:
+    """Write the tar of a piece, index it, and record it.
+
+    Raises:
+        StorageError: the piece cannot be read or fetched, or the tar cannot be written.
+    """
+    counts = {"samples": 0, "unusable": 0, "grouped": 0, "repeated": 0}
+    seen: set[bytes] = set()
+
+    def members() -> Iterator[tuple[str, dict[str, bytes]]]:
+        for row, sample, rows in stream.read(piece):
+            if counts["samples"] % _HEARTBEAT == 0:
+                progress.heartbeat()
+                folder.renew()
+            counts["samples"] += 1
+            counts["grouped"] += rows - 1
+            key = f"{row:09d}"
+            if isinstance(sample, RawSample):
+                digest = hashlib.blake2b(sample.image, digest_size=12).digest()
+                counts["repeated"] += digest in seen
+                seen.add(digest)
+                try:
+                    yield key, sample_members(key, sample, bool(stream.classnames), stream.has_prompts)
+                    continue
+                except DataError as error:
+                    sample = error
+            counts["unusable"] += 1
+            yield key, {"json": json.dumps({"key": key, "bad": sample.kind, "reason": str(sample)}).encode()}
+
+    try:
+        file = folder.write(piece, lambda out: write_tar(out, members()))
+        samples = counts.pop("samples")
+        record = folder.add_record(piece, file, samples, (), **counts)
+    except OSError as error:
+        raise StorageError(f"{folder.file(piece)}: cannot be written: {error.strerror}") from None
+    load_index(folder.file(piece))
+    size, done = format_bytes(file.size), folder.items - folder.missing()
+    logger.info("packed %d of %d pieces into %s: %d samples, %s", done, folder.items, folder.path, samples, size)
+    return record
+
+
+def sample_members(key: str, sample: RawSample, has_classes: bool, has_prompts: bool) -> dict[str, bytes]:
+    """Return the members of a sample in a tar by their endings: the image unchanged, txt and json, cls.
+
+    Args:
+        key: its key in the tar.
+        sample: the sample.
+        has_classes: whether it has a class number.
+        has_prompts: whether its captions are the prompts of the class, which are not stored with it.
+
+    Raises:
+        DataError: a caption is not UTF-8.
+    """
+    try:
+        ending = {"jpeg": "jpg", "png": "png", "webp": "webp"}.get(image_format(sample.image), "jpg")
+    except DataError:
+        ending = "jpg"  # decoding says what it is
+    members = {ending: sample.image}
+    if has_classes:
+        if sample.label < 0:
+            raise DataError("it has no class number", "class number")
+        members["cls"] = str(sample.label).encode()
+    if not has_prompts:
+        captions: Sequence[str] | str = sample.captions if len(sample.captions) > 1 else sample.captions[0]
+        try:
+            members["txt"] = sample.captions[0].encode()
+            members["json"] = json.dumps({"key": key, "caption": captions}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"caption with a lone surrogate at character {error.start}", "not UTF-8") from None
+    return members
+
+
+class PackedSource(TarSource):
+    """A `Source` of packed tars.
+
+    Args:
+        config: the packed data.
+        folder: the folder of the tars.
+        reader: reads them.
+
+    Raises:
+        DataError: there are no samples.
+    """
+
+    def __init__(self, config: PackedConfig, folder: WorkFolder, reader: ShardReader | ChunkReader):
+        self.config, self._reader, settings = config, reader, folder.settings
+        self.classnames = tuple(settings["classnames"])
+        self.templates = config.prompts if settings["has_prompts"] else ()
+        self._prompts = Prompts(self.templates, self.classnames)
+        self._pieces = [name for name, _ in settings["pieces"]]
+        self._places = strip_common_folders(self._pieces)
+        records = folder.records() or []
+        self._ends = np.cumsum([record.samples for record in records], dtype=np.int64)
+        total = {key: sum(record.facts[key] for record in records) for key in ("unusable", "grouped", "repeated")}
+        self.notes: tuple[str, ...] = tuple(settings["notes"])
+        if total["grouped"]:
+            rows = total["grouped"] + len(self)
+            self.notes += (f"{rows:,} rows are {len(self):,} samples: neighbouring rows of one image are one",)
+        if total["repeated"] and not self.templates:
+            self.notes += (
+                f"{total['repeated']:,} samples have the same image as one in another place of the table, and count "
+                "as images of their own; sort the table by image to join them",
+            )
+        if total["unusable"]:
+            self.notes += (f"{total['unusable']:,} of {len(self):,} samples cannot be used",)
+        if not len(self):
+            raise DataError(f"{', '.join(self._pieces[:3])}: has no rows with images")
+        if total["unusable"] == len(self):
+            self.read(0)  # names what is wrong with all of them
+
+    def read(self, index: int) -> RawSample:
+        """Return image, captions and label of one sample; see `Source.read`."""
+        reader = self._reader
+        try:
+            image = reader.read(index, "image")
+        except StorageError:
+            raise
+        except DataError as error:
+            if error.kind != "missing member":
+                raise
+            facts = json.loads(reader.text(index, "json"))
+            raise DataError(facts["reason"], facts["bad"]) from None
+        label = int(reader.text(index, "cls")) if self.classnames else -1
+        if self.templates:
+            return RawSample(image, self._prompts.of(label, self.name(index)), label)
+        return RawSample(
+            image, CaptionFiles("json", ("caption",)).parse(reader.text(index, "json"), self.name(index)), label
+        )
+
+    def name(self, index: int) -> str:
+        """Return file and row, for messages: ``/data/train.parquet: row 17``."""
+        return printable(f"{self._pieces[self._piece(index)]}: row {int(self._reader.key(index))}", one_line=True)
+
+    def place(self, index: int) -> str:
+        """Return file and row; see `vqclip.data.images.ImageSource.place`."""
+        return f"{self._places[self._piece(index)]}/{self._reader.key(index)}".lstrip("/")
+
+    def _piece(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return int(np.searchsorted(self._ends, index, side="right"))
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """See `Source.fingerprint`; of the packed samples, so the place of the data does not count."""
+        prompts = self._prompts.sha256
+        return {"kind": "packed", "samples": len(self), "sha256": self._reader.sha256, "prompts_sha256": prompts}
+
+
+class _PackedTars(NamedTuple):
+    """The tars of a packed source, for `ChunkedTars`."""
+
+    tars: Sequence[Shard]
+    remote: RemoteConfig
+    config: PackedConfig
+
+    def shards(self) -> Sequence[Shard]:
+        return self.tars
+
+    def build(self, cache: Path | None = None) -> PackedSource:
+        return self.config.build(cache)
