@@ -15,7 +15,6 @@ from vqclip.cli import data_check
 from vqclip.cli.data import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.data.remote import RemoteShard
-from vqclip.data.sources.parquet import ParquetFile
 from vqclip.data_tools.check import CheckOptions, check_source, format_report
 from vqclip.towers.bpe import BPE
 
@@ -216,7 +215,7 @@ def test_mistakes_of_a_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "caption" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrap", [lambda shard: shard, ParquetPart])
+@pytest.mark.parametrize("wrap", [lambda shard: shard, ParquetFile])
 def test_whole_shards_beside_damaged_ones_keep_their_credentials(wrap) -> None:
     url = "https://user:secret@example.org/0.tar?signature=abc"
     assert "secret" not in str(wrap(RemoteShard(url)))

@@ -39,8 +39,7 @@ from vqclip.data.sources.reader import ShardReader
 from vqclip.data.sources.shards import TarSource
 from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder
 from vqclip.errors import DataError, StorageError, encodable, printable
-from vqclip.io.cache import cache_folder
-from vqclip.io.files import format_bytes
+from vqclip.io.files import cache_folder, format_bytes
 from vqclip.io.tars import write_tar
 from vqclip.process import progress
 
@@ -344,7 +343,7 @@ def sample_members(key: str, sample: RawSample, has_classes: bool, has_prompts: 
         DataError: a caption is not UTF-8.
     """
     try:
-        ending = {"jpeg": "jpg", "png": "png", "webp": "webp"}.get(image_format(sample.image), "jpg")
+        ending = image_format(sample.image).replace("jpeg", "jpg")
     except DataError:
         ending = "jpg"  # decoding says what it is
     members = {ending: sample.image}
