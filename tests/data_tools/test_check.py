@@ -15,6 +15,7 @@ from vqclip.cli import data_check
 from vqclip.cli.data import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.data.remote import RemoteShard
+from vqclip.data.sources.parquet import ParquetFile
 from vqclip.data_tools.check import CheckOptions, check_source, format_report
 from vqclip.towers.bpe import BPE
 

@@ -83,7 +83,8 @@ def prepare_sources(sources: Sequence[HasShards], keys: Sequence[str] = ()) -> N
     if place == 0:
         with contextlib.suppress(OSError):
             remove_leftovers(cache_folder() / "index")
-    for list_parts in (_list_pieces, _list_shards):
+    is_packed = any(isinstance(each, PackedFirst) for each in sources)
+    for list_parts in (_list_pieces, _list_shards) if is_packed else (_list_shards,):
         parts = _list_on_all_ranks(functools.partial(list_parts, sources, keys), sources, group)
         left = parts[place :: len(group)][::-1]
         more = True

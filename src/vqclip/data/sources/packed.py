@@ -418,6 +418,10 @@ class PackedSource(TarSource):
             image, CaptionFiles("json", ("caption",)).parse(reader.text(index, "json"), self.name(index)), label
         )
 
+    def key(self, index: int) -> str:
+        """Return the number of the sample; see `ShardedSource.key`."""
+        return f"{index:09d}"
+
     def name(self, index: int) -> str:
         """Return file and row, for messages: ``/data/train.parquet: row 17``."""
         return printable(f"{self._pieces[self._piece(index)]}: row {int(self._reader.key(index))}", one_line=True)
