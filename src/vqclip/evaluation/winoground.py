@@ -11,9 +11,9 @@ from torch import Tensor
 
 from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.libraries import name_errors
+from vqclip.data.sources.json_table import read_json_lines
 from vqclip.data.sources.parquet import ParquetFile
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES
-from vqclip.data.sources.json_table import read_json_lines
 from vqclip.errors import DataError
 from vqclip.evaluation.choices import (
     Choice,

@@ -317,23 +317,22 @@ class ParquetFiles(FileSourceConfig):
         return self.listing.parent
 
     def table(self) -> FileTable:
-        """Read paths, captions and labels of all rows; a row with a wrong class, or without caption, has neither."""
+        """Read paths, captions and labels of all rows; one of them that cannot be read is a problem of its row."""
         builder = TableBuilder()
         files = self.parquet.files()
         for path in files:
             builder.read_from(Path(str(path)))
         stream = ParquetStream(self.parquet)
         parser, columns = stream.parser, stream.columns
+        builder.notes += stream.notes
         for file in range(len(files)):
             for number, row in stream.rows(file):
-                captions: tuple[str, ...] = ()
-                label, image = -1, ""
-                if isinstance(row, dict):
-                    image = image_path(row[columns.image]) or ""
-                    try:
-                        label = -1 if columns.label is None else parser.label(row[columns.label], "")
-                        captions = parser.captions([row], "") if columns.captions else ()
-                    except DataError:  # reading the sample says that it has none
-                        captions, label = (), -1
-                builder.add(image, captions, label, number)
+                image = "" if isinstance(row, DataError) else image_path(row[columns.image]) or ""
+                try:
+                    if isinstance(row, DataError):
+                        raise row
+                    label = -1 if columns.label is None else parser.label(row[columns.label], "")
+                    builder.add(image, parser.captions([row], "") if columns.captions else (), label, number)
+                except DataError as error:
+                    builder.add_problem(image, str(error).removeprefix(": "), number)
         return builder.finish(parser.columns.classnames, parser.templates)
