@@ -403,7 +403,7 @@ def test_paths_of_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(ParquetConfig, "files", lambda _: pytest.fail("looks for files at every sample"))
         assert [source.read(index) for index in range(1, 10)] == EXPECTED[1:]
     assert source.name(3) == f"{path}: row 3: images/3.jpg"
-    with pytest.raises(DataError, match="row 0: images/0.jpg: the caption is empty"):
+    with pytest.raises(DataError, match="row 0: images/0.jpg: no caption under .title."):
         source.read(0)
     (tmp_path / "images" / "4.jpg").write_bytes(IMAGES[5])
     with pytest.raises(StorageError, match="row 4: .*image has changed since it was indexed"):
