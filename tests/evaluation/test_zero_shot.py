@@ -138,7 +138,7 @@ def test_notes_tell_of_equal_class_names_and_of_files_left_out(tmp_path):
     folder = class_shards(tmp_path / "classes")
     (folder / "classnames.txt").write_text("red\ngreen\nred\nwhite\n")  # as ImageNet's do
     images = image_folder(tmp_path / "images")
-    (images / "green" / "a.gif").touch()
+    (images / "green" / "a.psd").touch()
     tasks = [
         ZeroShotConfig(data=ClassShardsConfig(path=folder)),
         ZeroShotConfig(data=FolderConfig(path=images), name="f"),
@@ -181,10 +181,8 @@ def test_templates_and_classes_are_read_from_files(tmp_path):
     ("name", "content", "message"),
     [
         ("c.txt", "a\nb\n", r"c\.txt: got 2 classes; expected 3, in the order of '0', '1', '2'"),
-        ("c.txt", "a\n\nb\n", r"c\.txt:2: blank line"),
         ("c.json", '["a", "b"]', "got 2 classes; expected 3"),
         ("c.json", '["a", [], "b"]', r"got \[\] as names of a class"),
-        ("c.json", '["a", " ", "b"]', r"none of them empty"),
         ("c.json", '["a", "\\ud800", "b"]', "of characters that can be printed"),
         ("c.json", '["a", 3, "b"]', "expected a list with a name or a list of names for each class"),
         ("c.json", '{"0": "a", "1": "b", "x": "c"}', "missing '2'; unknown 'x'; expected the data's class names"),
