@@ -12,8 +12,7 @@ from vqclip.cli import arguments as types
 from vqclip.config import Config, load_config
 from vqclip.data import ScenesSourceConfig, SourceConfigBase, mask_credentials, parse_source
 from vqclip.data.sources.class_folder import CLASSNAMES
-from vqclip.data.sources.detect import find_kind
-from vqclip.data.sources.kinds import KINDS
+from vqclip.data.sources.kinds import find_kind
 from vqclip.errors import ConfigError
 from vqclip.evaluation import (
     EvaluationConfig,
@@ -130,7 +129,7 @@ def _source(options: argparse.Namespace, group: _Group, split: str | None) -> So
             _refuse_captioned(path)
         if options.task != "retrieval":
             kind = "classes" if (path.parent / CLASSNAMES).is_file() else None  # a split: its message names them
-    kind = kind or find_kind(group.paths, KINDS)
+    kind = kind or find_kind(group.paths)
     paths = group.paths
     if kind == "folder" and split:
         paths, split = [str(Path(path) / split) for path in paths], None

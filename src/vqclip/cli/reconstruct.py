@@ -23,8 +23,7 @@ from vqclip.cli import arguments as types
 from vqclip.cli.command import command
 from vqclip.data import SourceConfigBase, mask_credentials, open_source, parse_source
 from vqclip.data.sources.class_folder import CLASSNAMES, SPLIT_HELP
-from vqclip.data.sources.detect import find_kind
-from vqclip.data.sources.kinds import KINDS
+from vqclip.data.sources.kinds import find_kind
 from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import ConfigError
 from vqclip.evaluation.images import ImagesConfig
@@ -73,7 +72,7 @@ def _data(options: argparse.Namespace) -> SourceConfigBase:
     defaults: dict[str, str] = {}
     if any((Path(path).expanduser() / CLASSNAMES).is_file() for path in paths):
         defaults["kind"] = "classes"
-    elif paths and not any(each.startswith("kind=") for each in overrides) and find_kind(paths, KINDS) == "folder":
+    elif paths and not any(each.startswith("kind=") for each in overrides) and find_kind(paths) == "folder":
         defaults |= {"kind": "folder", "captions": "names"}  # every image, with captions or without
     data = parse_source(paths, overrides, split=options.split, **defaults)
     data.require_no_weight("vqclip reconstruct")

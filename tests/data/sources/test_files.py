@@ -159,6 +159,7 @@ TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "
         ("t.token", "a.jpg#0\tx\na.jpg#1\tz, 3\nb.jpg#0\ty\n", "", PLAIN | {"a.jpg": ("x", "z, 3")}, "no header"),
         ("t.csv", "1,a.jpg,x\n2,b.jpg,y\n", "columns=[id,image,caption]", PLAIN, ""),
         ("t.csv", "img,caption_0,caption 1\na.jpg,x,\nb.jpg,y,z\n", "", PLAIN | {"b.jpg": ("y", "z")}, ""),
+        ("t.csv", "image,caption\n\"{'bytes': None, 'path': 'a.jpg'}\",x\n", "", {"a.jpg": ("x",)}, ""),
         ("t.csv", "img,raw\na.jpg,\"['x', 'z']\"\nb.jpg,y\n", "", PLAIN | {"a.jpg": ("x", "z")}, ""),
         ("t.csv", 'image,caption\na.jpg,"x, ""z""\n2"\nb.jpg,y\n', "", PLAIN | {"a.jpg": ('x, "z"\n2',)}, ""),
         (
@@ -391,7 +392,7 @@ def test_layouts_of_folders_that_are_not_plain(folder: Path) -> None:
     (folder / "metadata.csv").write_text("file_name,text\na.jpg,x\n")
     assert parse_source(folder).build().read(0).captions == ("x",)
     (folder / "captions.json").write_text('{"a.jpg": ["one", "two"]}')
-    with pytest.raises(DataError, match=r"expected one of .*, got metadata\.csv, captions\.json"):
+    with pytest.raises(DataError, match="expected one of .*, got metadata.csv, captions.json"):
         parse_source(folder).build()
     (folder / "metadata.csv").unlink()
     assert parse_source(folder).build().read(0).captions == ("one", "two")

@@ -140,7 +140,7 @@ def _check(rows: Iterator[tuple[int, list[str]]], names: Sequence[str], separato
         if (problem := _problem(cells, len(names), separator)) is not None:
             yield Row(number, {}, problem)
         else:
-            yield Row(number, {name: _list_in(cells[place]) for name, place in places.items()})
+            yield Row(number, {name: _value_in(cells[place]) for name, place in places.items()})
 
 
 def _problem(cells: Sequence[str], width: int, separator: str) -> str | None:
@@ -158,17 +158,17 @@ def _problem(cells: Sequence[str], width: int, separator: str) -> str | None:
     return None
 
 
-def _list_in(cell: str) -> str | list[str]:
-    """Return the texts of a cell with a list of texts, as pandas writes it; other cells as they are."""
+def _value_in(cell: str) -> object:
+    """Return the list of texts or the object in a cell, as pandas writes them; other cells as they are."""
     text = cell.strip()
-    if text[:2] not in ('["', "['") or text[-2:] not in ('"]', "']"):
+    if text[:2] not in ('["', "['", '{"', "{'") or text[-1] not in "]}":
         return cell
     for parse in (json.loads, ast.literal_eval):
         try:
             found = parse(text)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        if isinstance(found, list) and all(isinstance(each, str) for each in found):
+        if isinstance(found, dict) or (isinstance(found, list) and all(isinstance(each, str) for each in found)):
             return found
     return cell
 

@@ -28,7 +28,7 @@ from vqclip.io.files import walk_files
 __all__ = ["FolderConfig"]
 
 Captions = Literal["classes", "txt", "txt_lines", "json", "metadata", "names"]
-METADATA = ("metadata.csv", "metadata.jsonl", "captions.json")
+METADATA = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.json", "captions.json")
 """Files with the captions of a folder."""
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".token")
 
@@ -157,7 +157,7 @@ class FolderConfig(FileSourceConfig):
         if described or (inside and all(map(is_split, inside))):
             raise DataError(
                 f"{folder}: its subfolders are parts of a data set, not classes; name one of them as the path: "
-                f"{', '.join(str(folder / name) for name in described or inside)}"
+                f"{', '.join(str(folder / name) for name in described or inside)}{hint}"
             )
         if len(inside) == 1 and hint:
             raise DataError(
@@ -236,11 +236,10 @@ class FolderConfig(FileSourceConfig):
             names = ", ".join(path.name for path in found) or "none"
             raise DataError(f"{folder}: expected one of {', '.join(METADATA)}, got {names}")
         path = found[0]
-        rows = read_table(path, notes=builder.notes) if path.suffix == ".csv" else read_objects(path, builder.notes)
+        read = read_table if path.suffix in (".csv", ".tsv") else read_objects
+        rows = read(path, notes=builder.notes)
         texts = None if self.text_key is None else (self.text_key,)
-        columns = Columns(
-            self.file_key, texts, classnames=self.classnames, settings=("file_key", "text_key", "classnames")
-        )
+        columns = Columns(self.file_key, texts, classnames=self.classnames, settings=("file_key", "text_key"))
         table = list_images(rows, columns, builder, path, folder)
         named = {os.path.normpath(table.paths.read(index)) for index in range(len(table))}
         if lost := [image for image in images if image not in named]:

@@ -1,22 +1,23 @@
-"""All kinds of sources, and reading the configuration of one, from YAML or from a command line."""
+"""All kinds of sources: find out the kind of a path, and read the configuration of one, from YAML or a command line."""
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
 from pydantic import Discriminator, SerializeAsAny, ValidatorFunctionWrapHandler, WrapValidator
 
 from vqclip.config import did_you_mean, parse_config
 from vqclip.config.types import kinds_of
-from vqclip.data.remote import display_url
-from vqclip.data.sources.base import SourceConfigBase
+from vqclip.data.decode import IMAGE_ENDINGS
+from vqclip.data.remote import display_url, protocol_of
+from vqclip.data.sources.base import FolderContent, SourceConfigBase
 from vqclip.data.sources.classes import ClassShardsConfig
 from vqclip.data.sources.csv_table import CsvConfig
-from vqclip.data.sources.detect import find_kind
 from vqclip.data.sources.folder import FolderConfig
 from vqclip.data.sources.hf import HfConfig
 from vqclip.data.sources.json_table import JsonConfig
@@ -25,9 +26,10 @@ from vqclip.data.sources.plugins import installed_kinds, load_kind
 from vqclip.data.sources.scenes import ScenesSourceConfig
 from vqclip.data.sources.shards import CaptionShardsConfig
 from vqclip.data.sources.torchvision import TorchvisionConfig
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, DataError
+from vqclip.io.files import expand_home
 
-__all__ = ["KINDS", "SourceConfig", "parse_source"]
+__all__ = ["KINDS", "SourceConfig", "find_kind", "parse_source"]
 
 
 _Known = (
@@ -77,7 +79,7 @@ def parse_source(path: str | Path | Sequence[str], overrides: Sequence[str] = ()
             f"got {' '.join(overrides) or 'nothing'}; expected a path, or kind=KIND and the keys of the kind"
         )
     if kind is None:
-        kind = find_kind(paths, KINDS)
+        kind = find_kind(paths)
     return parse_config(
         _class_of(kind), {**values, "kind": kind}, overrides, " ".join(map(display_url, paths)) or f"kind {kind}"
     )
@@ -96,7 +98,7 @@ def _validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     kind = value.get("kind")
     if kind is None and isinstance(value.get("path"), (str, Path, list, tuple)):
         path = value["path"]
-        kind = find_kind([*map(str, path if isinstance(path, (list, tuple)) else [path])], KINDS)
+        kind = find_kind([*map(str, path if isinstance(path, (list, tuple)) else [path])])
         value = {**value, "kind": kind}
     if kind is None or (isinstance(kind, str) and kind in KINDS):
         return handler(value)
@@ -116,3 +118,63 @@ def _class_of(kind: object) -> type[SourceConfigBase]:
     close = did_you_mean(difflib.get_close_matches(str(kind)[:80], [*KINDS, *others], n=1))
     more = f"; from installed packages: {', '.join(sorted(others))}" if others else "; no installed package adds others"
     raise ConfigError(f"kind: got {kind!r}; expected one of {', '.join(KINDS)}{more}{close}")
+
+
+def find_kind(paths: Sequence[str]) -> str:
+    """Return the kind of this package of the source at some files, folders, patterns or URLs.
+
+    Raises:
+        DataError: there is nothing at the path, or it could be of no kind or of several, which are named.
+    """
+    found = {kind for each in paths for kind in [_find_kind(each)]}
+    if len(found) != 1:
+        raise DataError(f"kind: missing; the paths are of the kinds {', '.join(sorted(found)) or 'none'}: name one")
+    return found.pop()
+
+
+def _find_kind(path: str) -> str:
+    shown, local = display_url(path), expand_home(path)
+    is_local = protocol_of(path) is None
+    if is_local and os.path.isdir(local):
+        try:
+            content = _list_folder(local)
+            found = [kind for kind, config in KINDS.items() if config.matches_folder(content)]
+        except OSError as error:
+            raise DataError(f"{error.filename or local}: cannot be read: {error.strerror}") from None
+        if not any(_has_ending(name, IMAGE_ENDINGS) for name in content.files):
+            found = [kind for kind in found if kind != "folder"] or found  # other kinds have subfolders too
+        if not content.files and not content.folders:
+            raise DataError(f"{local.absolute()}: the folder is empty; expected a data set")
+        if not found:
+            names = sorted([*content.files, *(f"{name}/" for name in content.folders)])
+            raise DataError(
+                f"{local.absolute()}: its kind is not plain from its contents ({', '.join(names[:5])}); name "
+                f"it, kind: one of {', '.join(KINDS)}"
+            )
+    else:
+        found = [kind for kind, config in KINDS.items() if _has_ending(path, config.endings.get(kind, ()))]
+        if not found and is_local and not os.path.exists(local) and not any(mark in path for mark in "{*?["):
+            raise DataError(f"{local.absolute()}: no such file or folder; expected a data set")
+        if not found:
+            endings = [ending for kind, config in KINDS.items() for ending in config.endings.get(kind, ())]
+            raise DataError(
+                f"{shown}: its kind is not plain from its name; name it, kind: one of {', '.join(KINDS)}; plain are "
+                f"folders on this machine, and names that end in {', '.join(endings)}"
+            )
+    if len(found) > 1:
+        raise DataError(f"{shown}: could be of several kinds: {', '.join(found)}; name one, such as kind: {found[0]}")
+    return found[0]
+
+
+def _has_ending(path: str, endings: Sequence[str]) -> bool:
+    name = PurePosixPath(path.partition("?")[0] if "://" in path else path).name.lower()
+    return name.endswith(tuple(endings)) if endings else False
+
+
+def _list_folder(folder: Path) -> FolderContent:
+    files: list[str] = []
+    folders: list[str] = []
+    for name in os.listdir(folder):
+        if not name.startswith("."):
+            (folders if os.path.isdir(folder / name) else files).append(name)
+    return FolderContent(folder, frozenset(files), frozenset(folders))

@@ -77,8 +77,8 @@ class Columns:
     classnames: ClassNames = ()
     templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
     where: Mapping[str, Any] = field(default_factory=dict)
-    settings: tuple[str, str, str] = ("image", "captions", "label")
-    """Names of the first three settings, for messages."""
+    settings: tuple[str, str] = ("image", "captions")
+    """Names of the first two settings, for messages."""
 
 
 class ListConfig(FileSourceConfig):
@@ -240,22 +240,22 @@ def _choose(columns: Columns, names: Sequence[str], builder: TableBuilder, path:
         captions = numbered if one is None and numbered else None if one is None else (one,)
     label = columns.label
     if label is not None or captions is None:
-        label = find(settings[2], label, _LABELS)
+        label = find("label", label, _LABELS)
     if image is None or (captions is None and label is None):
-        setting, what = (settings[0], "the images") if image is None else (settings[1], "captions or classes")
+        setting = settings[0 if image is None else 1]
+        what = "the images" if image is None else "captions or classes"
+        hint = "" if image is None or setting != "captions" else " (label=COLUMN if it has classes)"
+        if len(names) == 1:
+            hint += "; separator names the character between columns, if it has several"
         raise DataError(
-            f"{path}: {setting}: no column has a usual name of {what}; name it, {setting}=COLUMN; its columns: "
-            f"{quote_names(names)}{_about_labels(image, settings)}"
+            f"{path}: {setting}: no column has a usual name of {what}; name it, {setting}=COLUMN{hint}; its columns: "
+            f"{quote_names(names)}"
         )
     if guessed:
         others = [name for name in names if name not in (image, label, *(captions or ()))]
         more = f" (others: {quote_names(others[:5])})" if others else ""
         builder.notes.append(f"columns found by their names: {', '.join(guessed)}{more}")
     return Columns(image, captions, label)
-
-
-def _about_labels(image: str | None, settings: tuple[str, str, str]) -> str:
-    return "" if image is None else f"; a column of classes is named by {settings[2]}"
 
 
 def _names(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[str]:
