@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from vqclip.data.batch import BadSample
+from vqclip.data.lookup import locate
 from vqclip.errors import DataError, StorageError
 
 __all__ = ["InOrderReader", "SamplesRead", "ShardSlices", "read_in_order", "require_few_bad"]
@@ -74,16 +75,17 @@ class ShardSlices:
         self._starts = np.cumsum([0, *sizes])
         self._shards, self._batch_size = tuple(shards), batch_size
         # An empty shard is one batch without samples, so that it is written like the others.
-        self._ends = np.cumsum([max(1, -(-sizes[shard] // batch_size)) for shard in shards], dtype=np.int64)
+        counts = (max(1, -(-sizes[shard] // batch_size)) for shard in shards)
+        self._batches = np.cumsum([0, *counts], dtype=np.int64)
 
     def __len__(self) -> int:
         """Return the number of batches in all shards."""
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._batches[-1])
 
     def __getitem__(self, number: int) -> tuple[int, range]:
         """Return the shard of batch `number`, counted over the shards, and the indices of its samples."""
-        place = int(np.searchsorted(self._ends, number, side="right"))
-        shard, batch = self._shards[place], number - (int(self._ends[place - 1]) if place else 0)
+        place, batch = locate(self._batches, number)
+        shard = self._shards[place]
         first = int(self._starts[shard]) + batch * self._batch_size
         return shard, range(first, min(first + self._batch_size, int(self._starts[shard + 1])))
 

@@ -21,6 +21,7 @@ from vqclip.data.batch import BadSample
 from vqclip.data.decode import decode_image
 from vqclip.data.draws import KeyedGenerator, hash_integers
 from vqclip.data.features import FeatureReader
+from vqclip.data.lookup import locate
 from vqclip.data.sources.base import RawSample, Source
 from vqclip.data.transforms import TrainTransform
 from vqclip.errors import DataError, StorageError
@@ -153,8 +154,8 @@ class SampleMaker:
 
     def locate(self, sample_id: int) -> tuple[Source, int]:
         """Return the source of a sample, and its index there."""
-        source = int(np.searchsorted(self.first_ids, sample_id, side="right")) - 1
-        return self.sources[source], sample_id - int(self.first_ids[source])
+        source, index = locate(self.first_ids, sample_id)
+        return self.sources[source], index
 
     def _id(self, source: int, index: int) -> int:
         return int(self.first_ids[source]) + index

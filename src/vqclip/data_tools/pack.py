@@ -28,6 +28,7 @@ from vqclip.config import Config
 from vqclip.data import Source, load_index
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.in_order import InOrderReader, SamplesRead, ShardSlices, require_few_bad
+from vqclip.data.lookup import locate
 from vqclip.data.shard_folder import ShardFolder, ShardRecord, WorkResult
 from vqclip.data.sources.class_folder import CLASSNAMES, MAX_LINE, TEMPLATES
 from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
@@ -279,9 +280,9 @@ def _require_room(source: Source, folder: Path, wanted: Sequence[range]) -> None
     count, sizes = sum(map(len, wanted)), []
     starts = np.cumsum([0, *map(len, wanted)])
     for number in range(0, count, -(-count // _PROBES) if count else 1):
-        shard = int(np.searchsorted(starts, number, side="right")) - 1
+        shard, place = locate(starts, number)
         with contextlib.suppress(DataError):  # counted where it is packed
-            sample = source.read(wanted[shard][number - int(starts[shard])])
+            sample = source.read(wanted[shard][place])
             sizes.append(len(sample.image) + sum(map(len, sample.captions)) + _HEADERS)
     free = shutil.disk_usage(folder).free
     if sizes:

@@ -138,15 +138,15 @@ def test_an_object_that_changes_while_it_comes_is_fetched_again(
 ) -> None:
     monkeypatch.setattr(transfer, "_BLOCK", 4096)
     bucket[0].pipe_file("bucket/c/0.tar", b"a" * 10_000)
-    read, changes = transfer._ObjectStore.next_block, [b"b" * 10_000]
+    read, changes = transfer._object_blocks, [b"b" * 10_000]
 
-    def changing(self: Any) -> bytes:
-        block = read(self)
-        if changes:
-            bucket[0].pipe_file("bucket/c/0.tar", changes.pop())
-        return block
+    def changing(*args: Any) -> Iterator[bytes]:
+        for block in read(*args):
+            if changes:
+                bucket[0].pipe_file("bucket/c/0.tar", changes.pop())
+            yield block
 
-    monkeypatch.setattr(transfer._ObjectStore, "next_block", changing)
+    monkeypatch.setattr(transfer, "_object_blocks", changing)
     file = RemoteShard("s3://bucket/c/0.tar", RemoteConfig(**OPTIONS)).open()
     assert os.pread(file, 20_000, 0) == b"b" * 10_000
     os.close(file)
@@ -187,12 +187,12 @@ def test_data_ten_times_the_cache_come_once_an_epoch(
     bucket: Any, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunk_cache, "_USED_S", 0.0)
-    sent, read = [0], transfer._ObjectStore.next_block
+    sent, read = [0], transfer._object_blocks
 
-    def count(self: Any) -> bytes:
-        block = read(self)
-        sent[0] += len(block)
-        return block
+    def count(*args: Any) -> Iterator[bytes]:
+        for block in read(*args):
+            sent[0] += len(block)
+            yield block
 
     put(bucket[0], caption_shards(tmp_path / "a", (64,) * 10), "ten")
     size = sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
@@ -202,7 +202,7 @@ def test_data_ten_times_the_cache_come_once_an_epoch(
     source = everything.model_copy(update={"remote": RemoteConfig(cache_gib=0.1 * size / 2**30, **OPTIONS)})
     there = open_data(tmp_path, sources=(source,), order=order, batch_size=4)
     here = open_data(tmp_path, sources=(CaptionShardsConfig(path=str(tmp_path / "a")),), order=order, batch_size=4)
-    monkeypatch.setattr(transfer._ObjectStore, "next_block", count)
+    monkeypatch.setattr(transfer, "_object_blocks", count)
     assert same(global_batches(there, 0, 320, 1), global_batches(here, 0, 320, 1))
     print(f"S3: {sent[0] / 2 / size:.3f} bytes fetched for each byte of data")
     assert 0.9 <= sent[0] / 2 / size <= 1.1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import torch
 from torch import Tensor
 
 from vqclip.data.features.config import FeatureSettings
 from vqclip.data.features.folder import FeatureFolder, StoredShard
+from vqclip.data.lookup import Recent
 from vqclip.errors import DataError, StorageError
 
 __all__ = ["FeatureReader"]
@@ -27,7 +26,7 @@ class FeatureReader:
 
     def __init__(self, folder: FeatureFolder):
         self._folder = folder
-        self._open: OrderedDict[int, StoredShard] = OrderedDict()
+        self._shards = Recent[int, StoredShard](_OPEN_SHARDS)
 
     @property
     def settings(self) -> FeatureSettings:
@@ -52,7 +51,7 @@ class FeatureReader:
             StorageError: the shard is missing or damaged, or was made from other data.
         """
         number, place = divmod(sample_id, self.settings.shard_samples)
-        shard = self._shard(number)
+        shard = self._shards.get(number, self._open)
         rows = shard.entries_of(place)
         if not len(rows):
             raise self._error_of(number, sample_id)
@@ -67,18 +66,12 @@ class FeatureReader:
             raise self._damage_error(number, f"the features of sample {sample_id} have changed")
         return torch.frombuffer(data, dtype=self.settings.torch_dtype).view(self.settings.tokens, self.settings.width)
 
-    def _shard(self, number: int) -> StoredShard:
-        found = self._open.pop(number, None)
-        if found is None:
-            try:
-                found = self._folder.open(number)
-            except DataError as error:
-                path = self._folder.shard_path(number)
-                raise self._damage_error(number, str(error).removeprefix(f"{path}: ")) from None
-        self._open[number] = found  # the last one used
-        if len(self._open) > _OPEN_SHARDS:
-            self._open.popitem(last=False)
-        return found
+    def _open(self, number: int) -> StoredShard:
+        try:
+            return self._folder.open(number)
+        except DataError as error:
+            path = self._folder.shard_path(number)
+            raise self._damage_error(number, str(error).removeprefix(f"{path}: ")) from None
 
     def _error_of(self, number: int, sample_id: int) -> DataError:
         record = self._folder.record(number)
@@ -94,6 +87,3 @@ class FeatureReader:
         return StorageError(
             f"{path}: {problem}: the feature cache was changed or deleted; {remedy}", "damaged features"
         )
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_open": OrderedDict()}  # mapped again by a spawned worker

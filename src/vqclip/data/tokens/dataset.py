@@ -11,8 +11,8 @@ for epoch in range(epochs):
 
 from __future__ import annotations
 
+import operator
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from vqclip.data.draws import hash_integers
+from vqclip.data.lookup import Recent, locate
 from vqclip.data.order import GlobalOrder
 from vqclip.data.tokens.layout import IdLayout, TokenRecord
 from vqclip.data.tokens.manifest import read_manifest
@@ -103,7 +104,8 @@ class TokenDataset(Dataset[TokenItem]):
         }
         self._verify = verify
         self._ends = np.cumsum([0, *(shard.samples for shard in self.manifest.shards)], dtype=np.int64)
-        self._forget()
+        self._shards = Recent[int, TokenShard](_OPEN_SHARDS, close=TokenShard.close)
+        self._groups = Recent[tuple[int, int], TokenGroup](_CACHED_BYTES, size=operator.attrgetter("nbytes"))
         for shard in self.manifest.shards:
             self._require_size(shard.name, shard.size)
 
@@ -137,10 +139,9 @@ class TokenDataset(Dataset[TokenItem]):
         """Return a stored sample with all its captions."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        shard, row = _locate(self._ends, index)
-        groups = self._shard(shard).ends
-        group, row = _locate(groups, row)
-        return self._group(shard, group).record(row)
+        shard, row = locate(self._ends, index)
+        group, row = locate(self._shards.get(shard, self._open_shard).ends, row)
+        return self._groups.get((shard, group), self._read_group).record(row)
 
     def sampler(
         self, seed: int = 0, shuffle: bool = True, rank: int = 0, world_size: int = 1, even: bool = False
@@ -148,31 +149,9 @@ class TokenDataset(Dataset[TokenItem]):
         """Return the order of an epoch for torch's `DataLoader`; see `TokenSampler`."""
         return TokenSampler(len(self), seed, shuffle, rank, world_size, even)
 
-    def _forget(self) -> None:
-        """Forget open files and decoded groups: another process opens its own."""
-        self._open: OrderedDict[int, TokenShard] = OrderedDict()
-        self._groups: OrderedDict[tuple[int, int], TokenGroup] = OrderedDict()
-        self._cached_bytes = 0
-        self._process = os.getpid()
-
-    def _shard(self, number: int) -> TokenShard:
-        if self._process != os.getpid():
-            self._forget()
-        shard = self._open.pop(number, None) or self._open_shard(number)
-        self._open[number] = shard  # the last one used
-        if len(self._open) > _OPEN_SHARDS:
-            self._open.popitem(last=False)[1].close()
-        return shard
-
-    def _group(self, shard: int, number: int) -> TokenGroup:
-        group = self._groups.pop((shard, number), None)
-        if group is None:
-            group = self._shard(shard).read_group(number)
-            self._cached_bytes += group.nbytes
-        self._groups[shard, number] = group  # the last one used
-        while self._cached_bytes > _CACHED_BYTES and len(self._groups) > 1:
-            self._cached_bytes -= self._groups.popitem(last=False)[1].nbytes
-        return group
+    def _read_group(self, place: tuple[int, int]) -> TokenGroup:
+        shard, group = place
+        return self._shards.get(shard, self._open_shard).read_group(group)
 
     def _open_shard(self, number: int) -> TokenShard:
         facts = self.manifest.shards[number]
@@ -198,16 +177,6 @@ class TokenDataset(Dataset[TokenItem]):
             raise DataError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from None
         if found != size:
             raise DataError(f"{path}: {found} bytes; manifest.json says {size}; {_REMEDY}", "damaged shard")
-
-    def __getstate__(self) -> dict[str, object]:
-        # Open files are not valid in a spawned worker, which forgets them since its process is another.
-        return {**self.__dict__, "_open": OrderedDict(), "_groups": OrderedDict(), "_cached_bytes": 0}
-
-
-def _locate(ends: np.ndarray, index: int) -> tuple[int, int]:
-    """Return the part that contains a row, and the row's number in it; ``ends`` begins with 0."""
-    part = int(np.searchsorted(ends, index, side="right")) - 1
-    return part, index - int(ends[part])
 
 
 def _to_tensor(ids: np.ndarray | None, layout: IdLayout | None) -> Tensor | None:

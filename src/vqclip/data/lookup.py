@@ -1,0 +1,69 @@
+"""Look-ups that readers share: the interval that an index belongs to, and the values that were used last."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+__all__ = ["Recent", "locate"]
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def locate(starts: np.ndarray | Sequence[int], index: int) -> tuple[int, int]:
+    """Return the number of the interval that an index belongs to, such as a shard, and the place of the index in it.
+
+    Args:
+        starts: ascending first index of each interval, and the end of the last one; an empty one is never returned.
+        index: at least the first of them.
+    """
+    number = int(np.searchsorted(starts, index, side="right")) - 1
+    return number, int(index - starts[number])
+
+
+class Recent(Generic[K, V]):
+    """Values that are made when they are needed, such as open files; those that were used last are kept.
+
+    Another process makes its own: after a fork, and in a pickled copy.
+
+    Args:
+        limit: largest sum of the sizes; at least one value is kept.
+        size: size of a value; default 1 each.
+        close: called with each value that is dropped.
+    """
+
+    def __init__(self, limit: int, size: Callable[[V], int] | None = None, close: Callable[[V], object] | None = None):
+        self._limit, self._size, self._close = limit, size, close
+        self._forget()
+
+    def _forget(self) -> None:
+        self._values: OrderedDict[K, V] = OrderedDict()
+        self._used, self._process = 0, os.getpid()
+
+    def get(self, key: K, make: Callable[[K], V]) -> V:
+        """Return the value of a key, made by a function of the key if it is not kept."""
+        if self._process != os.getpid():
+            self._forget()
+        if key in self._values:
+            self._values.move_to_end(key)
+            return self._values[key]
+        value = self._values[key] = make(key)
+        self._used += self._size(value) if self._size else 1
+        while self._used > self._limit and len(self._values) > 1:
+            _, dropped = self._values.popitem(last=False)
+            self._used -= self._size(dropped) if self._size else 1
+            if self._close:
+                self._close(dropped)
+        return value
+
+    def __len__(self) -> int:
+        """Return the number of values that are kept."""
+        return len(self._values)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self._limit, self._size, self._close)
