@@ -114,12 +114,12 @@ def ours(options: argparse.Namespace) -> Callable[[], int]:
     import torch
 
     from vqclip.data import CaptionShardsConfig
-    from vqclip.tokenize_dataset import job, maker
+    from vqclip.tokenize_dataset import job
 
     source = CaptionShardsConfig(path=str(options.shards))
-    load = maker._encoders
+    load = job._load_encoders
     loaded = cache(lambda: load(make_options(Path()), torch.device("cpu")))
-    maker._encoders = lambda *_: loaded()
+    job._load_encoders = lambda *_: loaded()
 
     def make_options(out: Path) -> job.Options:
         return job.Options(

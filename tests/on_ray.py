@@ -27,7 +27,7 @@ def small_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 180) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -43,14 +43,14 @@ def kill_worker() -> int | None:
 
 
 def workers() -> list[int]:
-    """Processes of Ray's pools whose driver is this process or one that it started."""
+    """Workers of jobs on Ray whose driver is this process or one that it started."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             name = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if name.startswith(b"ray::MapWorker(") and _descends(int(folder.name)):
+        if name.startswith(b"ray::_Worker") and _descends(int(folder.name)):
             found.append(int(folder.name))
     return found
 

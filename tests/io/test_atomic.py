@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from tests.models import tiny_model
 from vqclip.evaluation.codes import save_ids
 from vqclip.evaluation.results import write_json
-from vqclip.io.atomic import replace_folder, write_file, write_text
+from vqclip.io.atomic import remove_leftovers, replace_folder, write_file, write_text
 from vqclip.io.tensors import save_tensors
 from vqclip.runlog.lines import JsonLines
 from vqclip.search import CodeIndex
@@ -149,3 +149,20 @@ def test_links_pipes_and_devices_are_written_through(tmp_path: Path) -> None:
     (tmp_path / "full").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"No space left on device: .*/full"):
         write_text(tmp_path / "full", "text")
+
+
+def test_what_is_being_written_is_not_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the process has opened and closed it once more, to hash it."""
+    replace = os.replace
+
+    def late(aside: Path, path: Path) -> None:
+        remove_leftovers(tmp_path)
+        replace(aside, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", late)
+        write_file(tmp_path / "file", lambda file: file.write(b"all"))
+    assert (tmp_path / "file").read_bytes() == b"all"
+    (tmp_path / ".tmp-left-over").touch()
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

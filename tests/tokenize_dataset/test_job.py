@@ -19,6 +19,7 @@ from tests.tokenize_dataset.making import BATCH, COUNTS, hashes, run, shards, to
 from vqclip import load_tokenizer
 from vqclip.cli.tokenize import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, TokenDataset, decode_image, parse_source
+from vqclip.data.work_folder import WorkFolder
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.model import CLIP
 from vqclip.nn.precision import AUTOCAST_DTYPES
@@ -175,7 +176,7 @@ def test_two_processes_and_a_killed_one_write_the_same(tmp_path: Path, tokenizer
     killed = tmp_path / "killed"
     child = os.fork()
     if not child:  # writes the first shard, and half of the second
-        from vqclip.tokenize_dataset import folder as module
+        from vqclip.tokenize_dataset import job as module
 
         write = module.write_shard
 
@@ -207,7 +208,7 @@ def test_two_processes_and_a_killed_one_write_the_same(tmp_path: Path, tokenizer
     shards(tmp_path / "in")  # without a bad sample, as the ranks take the default tolerance
     run(tokenizer, tmp_path / "in", tmp_path / "again", **changes)
     arguments = [tokenizer, *(str(tmp_path / name) for name in ("in", "two")), str(cache)]
-    assert ranks(2, tokenize_here, *arguments, init=False) == [2, 2]
+    assert sum(ranks(2, tokenize_here, *arguments, init=False)) == len(COUNTS)
     assert hashes(tmp_path / "two") == hashes(tmp_path / "again")
 
 
@@ -297,20 +298,12 @@ def test_a_data_set_without_a_sample_is_an_error(tmp_path: Path, tokenizer: str)
 
 
 def test_bad_samples_of_all_processes_count_together(tmp_path: Path, tokenizer: str) -> None:
-    """Each process alone is within the tolerance; who would write the manifest sees that they are not together."""
+    """Each process alone is within the tolerance."""
     shards(tmp_path / "in", damaged=(2, 12))
-    out, one = tmp_path / "out", {"tolerance": 0.04}
-    for rank in (0, 1):
-        with (
-            mock.patch("vqclip.tokenize_dataset.job.dist.rank", return_value=rank),
-            mock.patch("vqclip.tokenize_dataset.job.dist.world_size", return_value=2),
-            mock.patch("vqclip.tokenize_dataset.job.prepare_sources"),
-        ):
-            if rank == 0:
-                assert run(tokenizer, tmp_path / "in", out, **one).missing == 2
-            else:
-                with pytest.raises(DataError, match="2 samples cannot be used; --tolerance allows 1"):
-                    run(tokenizer, tmp_path / "in", out, **one)
+    with mock.patch.object(WorkFolder, "claim", lambda folder, left: left[:1]):
+        assert run(tokenizer, tmp_path / "in", tmp_path / "out", tolerance=0.04).missing == 3
+    with pytest.raises(DataError, match="2 samples cannot be used; --tolerance allows 1"):
+        run(tokenizer, tmp_path / "in", tmp_path / "out", tolerance=0.04)
 
 
 def test_tokenizers_that_cannot_make_ids_are_refused(tmp_path: Path) -> None:
@@ -336,9 +329,7 @@ def test_a_name_is_resolved_once(tmp_path: Path, tokenizer: str) -> None:
     """A name on the hub may mean another model a moment later."""
     shards(tmp_path / "in", (3,))
     other = tokenizer_folder(tmp_path / "other", seed=1)
-    with mock.patch(
-        "vqclip.tokenize_dataset.maker.find_folder", side_effect=[Path(tokenizer), Path(other), Path(other)]
-    ):
+    with mock.patch("vqclip.tokenize_dataset.job.find_folder", side_effect=[Path(tokenizer), Path(other), Path(other)]):
         run("owner/name", tmp_path / "in", tmp_path / "out")
     made_by = {each: fingerprint(load_tokenizer(tokenizer, each)) for each in ("image", "text")}
     assert TokenDataset(tmp_path / "out").tokenizer_sha256 == made_by
@@ -354,7 +345,7 @@ def test_a_folder_that_changes_while_it_is_loaded_is_refused(tmp_path: Path, tok
         return loaded
 
     with (
-        mock.patch("vqclip.tokenize_dataset.maker.load_tokenizer", load),
+        mock.patch("vqclip.tokenize_dataset.job.load_tokenizer", load),
         pytest.raises(CheckpointError, match="changed while it was loaded"),
     ):
         run(tokenizer, tmp_path / "in", tmp_path / "out")

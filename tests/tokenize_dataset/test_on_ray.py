@@ -18,7 +18,7 @@ from tests.tokenize_dataset.making import BATCH, hashes, run, shards, tokenizer_
 from vqclip.cli.tokenize import main
 from vqclip.data import ClassShardsConfig
 from vqclip.errors import StorageError
-from vqclip.tokenize_dataset import describe, on_ray
+from vqclip.tokenize_dataset import on_ray
 
 ray = pytest.fixture(scope="module")(small_ray)
 COUNTS = (11, 8, 3, 0, 9, 12, 7, 10, 6, 5)
@@ -126,7 +126,6 @@ def test_mistakes_end_in_one_line(tmp_path: Path, tokenizer: str, ray: None, cap
     assert "3 samples cannot be used; --tolerance allows 2 of these data" in shown
     assert "00000.tar: sample 000000002" in shown
     assert not (out / "manifest.json").exists()
-    assert not list(out.glob(".tmp-ray-*"))
     assert "1 samples cannot be used; --tolerance allows 0" in problem("--tolerance", "0.001", into=tmp_path / "zero")
     assert main(arguments(tokenizer, data, out, "--tolerance", "0.1")) == 0
     assert "batch_size: 4 there, 5 now" in problem("--batch-size", "5", status=2)
@@ -146,12 +145,14 @@ def test_a_shard_that_changes_after_it_is_indexed_is_refused(
 ) -> None:
     data = shards(tmp_path / "in", COUNTS)
 
+    original = on_ray._describe_shards
+
     def describe_and_change(*given: Any) -> Any:
-        found = describe.describe_on_ray(*given)
+        found = original(*given)
         shards(data, (11, 9))
         return found
 
-    monkeypatch.setattr(on_ray, "describe_on_ray", describe_and_change)
+    monkeypatch.setattr(on_ray, "_describe_shards", describe_and_change)
     options = on_ray.Options(
         tokenizer=tokenizer,
         data=on_ray.CaptionShardsConfig(path=str(data)),
@@ -161,6 +162,17 @@ def test_a_shard_that_changes_after_it_is_indexed_is_refused(
     )
     with pytest.raises(StorageError, match="00001.tar: the shard has changed since it was indexed"):
         on_ray.tokenize_on_ray(options, on_ray.RayOptions(actors=2))
+
+
+@pytest.mark.slow
+def test_a_folder_that_machines_do_not_share_is_refused(
+    tmp_path: Path, tokenizer: str, ray: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = shards(tmp_path / "in", (3,)), tmp_path / "out"
+    monkeypatch.setattr(on_ray, "_VISIBLE_S", 0.0)
+    monkeypatch.setattr(on_ray, "_find_folder", lambda *_: None)
+    assert main(arguments(tokenizer, data, out)) == 2
+    assert f"--out: this machine does not see what a worker of Ray wrote to {out}" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_refused_before_ray_starts(

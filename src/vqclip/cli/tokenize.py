@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ray = ray_options(options)
     done = tokenize(_options(options)) if ray is None else tokenize_on_ray(_options(options), ray)
     who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    print(done.describe(options.out, "other processes", who), flush=True)
+    print(done.describe(options.out, who), flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

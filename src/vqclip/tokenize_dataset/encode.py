@@ -1,22 +1,115 @@
-"""Encode the batches of a shard to the records of its token shard."""
+"""Samples of a shard to ids: batches of one shape are read and decoded in workers, and encoded in order.
+
+A batch contains samples of one shard, and is padded to ``batch_size`` rows. So each batch, and with it every id, is a
+function of the shard, the tokenizer and the batch size, and not of the process that encodes it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vqclip.data.tokens import TokenRecord
-from vqclip.data.tokens.layout import strip_padding
+from vqclip.data import RawSample
+from vqclip.data.in_order import read_in_order
+from vqclip.data.samples import ReadsSamples, read_decoded
+from vqclip.data.tokens.layout import TokenRecord, strip_padding
 from vqclip.nn.precision import Precision
-from vqclip.tokenize_dataset.batches import DecodedBatch, DecodedSample
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.towers import CaptionLengths
 
-__all__ = ["EncodedShard", "Encoders"]
+__all__ = ["DecodedBatch", "Encoders", "ShardBatches", "ShardSamples"]
+
+
+class DecodedBatch(NamedTuple):
+    """Samples of one shard, ready to be encoded."""
+
+    ids: range
+    """Numbers of the samples, usable or not, in the whole data set; the first one is row 0."""
+    images: Tensor | None
+    """``(B, 3, S, S)`` uint8, always with all B rows: black without a sample; None if no images are wanted."""
+    found: tuple[TokenRecord, ...]
+    """The usable samples, without ids."""
+    bad: tuple[dict[str, Any], ...]
+    """The unusable samples, with the keys of `vqclip.data.work_folder.BadRecord`."""
+
+
+class ShardSamples(ReadsSamples, Protocol):
+    """The part of a `ShardedSource` that reads samples."""
+
+    def key(self, index: int) -> str:
+        """See `ShardedSource.key`."""
+        ...
+
+
+class ShardBatches:
+    """Batches of one shard, by number; workers get a copy of it.
+
+    Args:
+        source: source of the samples.
+        ids: numbers of the shard's samples in the whole data set.
+        first: number of the source's first sample in the whole data set.
+        batch_size: B.
+        transform: ``(3, H, W)`` uint8 → ``(3, S, S)`` uint8; None if no images are wanted.
+        image_size: S.
+        max_pixels: larger images are bad samples.
+    """
+
+    def __init__(
+        self,
+        source: ShardSamples,
+        ids: range,
+        first: int,
+        batch_size: int,
+        transform: Callable[[Tensor], Tensor] | None,
+        image_size: int,
+        max_pixels: int,
+    ):
+        self._source, self._ids, self._first, self._batch_size = source, ids, first, batch_size
+        self._transform, self._image_size, self._max_pixels = transform, image_size, max_pixels
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return -(-len(self._ids) // self._batch_size)
+
+    def __call__(self, number: int) -> DecodedBatch:
+        """Return a batch.
+
+        Raises:
+            StorageError: the shard cannot be fetched.
+        """
+        ids = self._ids[number * self._batch_size : (number + 1) * self._batch_size]
+        read = read_in_order(self._read, ids)
+        images = None
+        if self._transform is not None:
+            images = torch.zeros(self._batch_size, 3, self._image_size, self._image_size, dtype=torch.uint8)
+            for sample_id, (_, image) in read.found.items():
+                assert image is not None
+                images[sample_id - ids.start] = image
+        found = tuple(
+            TokenRecord(self._key(sample_id), sample_id, sample.label, sample.captions, image=None, texts=None)
+            for sample_id, (sample, _) in read.found.items()
+        )
+        bad = tuple(
+            {"sample_id": bad.sample_id, "key": self._key(bad.sample_id), "kind": bad.kind, "reason": bad.reason}
+            for bad in read.bad
+        )
+        return DecodedBatch(ids, images, found, bad)
+
+    def _key(self, sample_id: int) -> str:
+        return self._source.key(sample_id - self._first)
+
+    def _read(self, sample_id: int) -> tuple[RawSample, Tensor | None]:
+        """Return a sample, and its transformed image if images are wanted."""
+        index = sample_id - self._first
+        if self._transform is None:
+            return self._source.read(index), None
+        sample, image = read_decoded(self._source, index, self._max_pixels)
+        return sample, self._transform(image)
 
 
 class Encoders:
@@ -32,69 +125,50 @@ class Encoders:
 
     def __init__(self, image: ImageTokenizer | None, text: TextTokenizer | None, batch_size: int, precision: Precision):
         self.image, self.text = image, text
-        self.lengths = CaptionLengths()
-        """Lengths of the captions encoded so far."""
         self._batch_size = batch_size
         self._precision = precision
         for tokenizer in (image, text):
             if tokenizer is not None and precision == "fp64":
                 tokenizer.double()
 
-    def encode_images(self, batch: DecodedBatch) -> list[np.ndarray] | None:
-        """Return the ids of the usable samples of a batch, ``(N, C)`` each; None without an image tokenizer."""
+    def encode_images(self, batch: DecodedBatch) -> Sequence[TokenRecord]:
+        """Return the usable samples of a batch with the ids of their images, without an image tokenizer as they are."""
         if self.image is None or batch.images is None:
-            return None
-        ids = self._ids(self.image, batch.images)
-        return [strip_padding(ids[sample.row], self.image.codebook_sizes) for sample in batch.found]
+            return batch.found
+        ids, sizes = self._ids(self.image, batch.images), self.image.codebook_sizes
+        return [
+            each._replace(image=strip_padding(ids[each.sample_id - batch.ids.start], sizes)) for each in batch.found
+        ]
 
-    def encode_captions(self, captions: Iterable[str]) -> dict[str, np.ndarray]:
-        """Return the ids ``(n, C)`` of each distinct caption, in batches that are padded with empty captions."""
-        assert self.text is not None
-        counts = Counter(captions)
+    def encode_captions(
+        self, records: Sequence[TokenRecord], between: Callable[[], object]
+    ) -> tuple[Sequence[TokenRecord], CaptionLengths]:
+        """Encode each distinct caption once, in batches that are padded with empty captions.
+
+        Args:
+            records: samples with their captions.
+            between: is called after each batch.
+
+        Returns:
+            The samples with the ids of their captions, and the lengths of all captions in tokens; without a text
+            tokenizer the samples as they are, and no lengths.
+        """
+        lengths = CaptionLengths()
+        if self.text is None:
+            return records, lengths
+        counts = Counter(caption for record in records for caption in record.captions)
         different = list(counts)
         known: dict[str, np.ndarray] = {}
         for start in range(0, len(different), self._batch_size):
             some = different[start : start + self._batch_size]
-            tokens, lengths = self.text.preprocess.with_lengths([*some, *[""] * (self._batch_size - len(some))])
-            for caption, length in zip(some, lengths, strict=False):
-                self.lengths[length] += counts[caption]
-            for caption, ids in zip(some, self._ids(self.text, tokens), strict=False):
+            tokens, sizes = self.text.preprocess.with_lengths([*some, *[""] * (self._batch_size - len(some))])
+            for caption, size, ids in zip(some, sizes, self._ids(self.text, tokens), strict=False):
+                lengths[size] += counts[caption]
                 known[caption] = strip_padding(ids, self.text.codebook_sizes)
-        return known
+            between()
+        return [each._replace(texts=tuple(known[caption] for caption in each.captions)) for each in records], lengths
 
     @torch.inference_mode()
     def _ids(self, tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor) -> np.ndarray:
         """Return ids ``(B, N, C)`` int64."""
         return tokenizer.encode(inputs, self._precision).cpu().numpy()
-
-
-class EncodedShard:
-    """Encoded samples of one shard."""
-
-    def __init__(self, encoders: Encoders):
-        self._encoders = encoders
-        self._samples: list[tuple[DecodedSample, np.ndarray | None]] = []
-        self.bad: list[dict[str, str | int]] = []
-        """Samples that are left out."""
-
-    def add(self, batch: DecodedBatch) -> None:
-        """Encode the images of a batch."""
-        images = self._encoders.encode_images(batch)
-        self._samples += [(each, None if images is None else images[n]) for n, each in enumerate(batch.found)]
-        self.bad += [
-            {"sample_id": bad.sample_id, "key": key, "kind": bad.kind, "reason": bad.reason} for key, bad in batch.bad
-        ]
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def records(self) -> Iterator[TokenRecord]:
-        """Yield the samples in order. Captions are encoded now, each distinct one once."""
-        texts: dict[str, np.ndarray] | None = None
-        if self._encoders.text is not None:
-            texts = self._encoders.encode_captions(
-                caption for sample, _ in self._samples for caption in sample.captions
-            )
-        for sample, image in self._samples:
-            ids = None if texts is None else tuple(texts[caption] for caption in sample.captions)
-            yield TokenRecord(sample.key, sample.sample_id, sample.label, sample.captions, image, ids)

@@ -1,46 +1,47 @@
 """Tokenize a data set on Ray: one job describes the shards, the next one makes the token shards.
 
-Each worker reads one shard at a time, so that no process needs the index of all samples. The bytes are those of
-`vqclip.tokenize_dataset.job`, which has the shards' descriptions and the rest from the same functions.
+Each worker reads one shard at a time, so that no process needs the index of all samples. The shards are made, recorded
+and finished by the functions of `vqclip.tokenize_dataset.job`.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
-import numpy as np
 import torch
 
 from vqclip import dist
-from vqclip.data import RawSample, ShardedSource
 from vqclip.data.in_order import require_few_bad
 from vqclip.data.libraries import require_pyarrow
-from vqclip.data.on_ray import RayCluster, RayOptions, ShareMark, connect_to_ray
+from vqclip.data.on_ray import RayCluster, RayOptions, connect_to_ray
 from vqclip.data.shard import Shard
-from vqclip.data.shard_folder import WorkResult
 from vqclip.data.sources.classes import ClassShardsConfig
+from vqclip.data.sources.reader import join_checksums
 from vqclip.data.sources.shards import CaptionShardsConfig
-from vqclip.data.tokens import Manifest
-from vqclip.data.tokens.manifest import SETTINGS_FILE, VERSIONS, Settings, SourceShard
-from vqclip.errors import ConfigError, StorageError
-from vqclip.io.json_files import read_checked
+from vqclip.data.tokens.manifest import SETTINGS_FILE, VERSIONS
+from vqclip.data.work_folder import WorkFolder
+from vqclip.errors import ConfigError, DataError, StorageError
+from vqclip.io.json_files import read_versioned
 from vqclip.process.memory import keep_freed_memory
 from vqclip.runlog.bar import ProgressBar
-from vqclip.tokenize_dataset.describe import describe_on_ray
-from vqclip.tokenize_dataset.folder import TokenFolder
-from vqclip.tokenize_dataset.maker import ShardMaker, allowed_bad, describe_cuts, describe_shards
-from vqclip.tokenize_dataset.options import Options
-from vqclip.towers import CaptionLengths
+from vqclip.tokenize_dataset.job import LAYOUT, Options, ShardMaker, TokenizeResult, finish_folder
 
 __all__ = ["tokenize_on_ray"]
 
+T = TypeVar("T")
+_VISIBLE_S = 90.0
+"""Longest wait for a file of another machine: a network file system may hide new files for a minute."""
+_Config: TypeAlias = CaptionShardsConfig | ClassShardsConfig
+_Facts: TypeAlias = list[dict[str, Any]]
+"""`ShardedSource.shards` of the whole data set."""
 
-def tokenize_on_ray(options: Options, ray: RayOptions) -> WorkResult[Manifest]:
+
+def tokenize_on_ray(options: Options, ray: RayOptions) -> TokenizeResult:
     """Tokenize a data set of tars on Ray, and write the manifest.
 
     The output folder, and data that are not at URLs, must have the same path on all machines.
@@ -55,101 +56,97 @@ def tokenize_on_ray(options: Options, ray: RayOptions) -> WorkResult[Manifest]:
             "(vqclip data pack), or use --engine local"
         )
     require_pyarrow()
-    mark = ShareMark(options.out, "--out")
-    with connect_to_ray(ray) as cluster, mark.shown():
-        cpus, gpus = cluster.cpus(options.threads + options.workers), cluster.gpus(options.device)
-        cluster.require_room(cpus, gpus)  # now, not after the shards are indexed
-        shards = data.shards()
-        described, fingerprint = describe_on_ray(cluster, data, shards)
-        job = _TokenizeJob(options, tuple(shards), describe_shards(described), fingerprint, mark, on_gpu=gpus > 0)
-        return _tokenize(job, cluster, cpus, gpus)
+    with connect_to_ray(ray) as cluster:
+        cpus, gpus = cluster.worker_size(options.threads + options.workers, options.device)
+        shards = tuple(data.shards())
+        facts, fingerprint = _describe_shards(cluster, data, shards)
+        open_job = partial(_open_maker, options, shards, facts, fingerprint, "cuda" if gpus > 0 else "cpu")
+        sizes, start, made, seen = [each["samples"] for each in facts], time.monotonic(), 0, 0
+        folder, left_out = None, list[str]()
+        with ProgressBar(sum(sizes), 0, True, "tokenize", "sample") as bar:
+            for shard, is_new in cluster.map(open_job, range(len(shards)), "shard", cpus, gpus):
+                made, seen = made + is_new, seen + is_new * sizes[shard]
+                folder = folder or _wait_for(lambda: _find_folder(options.out, len(shards)), options.out)
+                record = _wait_for(partial(folder.record, shard), options.out)
+                left_out += [each.reason for each in record.bad]
+                require_few_bad(left_out, len(left_out), int(options.tolerance * sum(sizes)), "--tolerance")
+                bar.advance(sizes[shard])
+                bar.show()
+    assert folder is not None  # there is a shard
+    return finish_folder(options, folder, made, len(shards) - made, seen, time.monotonic() - start)
 
 
-@dataclass
-class _TokenizeJob:
-    """Make token shards."""
-
-    options: Options
-    shards: tuple[Shard, ...]
-    described: tuple[SourceShard, ...]
-    fingerprint: dict[str, Any]
-    mark: ShareMark
-    on_gpu: bool
-
-    def open(self) -> Callable[[int], dict[str, Any]]:
-        """Load the tokenizers; see `RayJob.open`."""
-        self.mark.require()
-        device = dist.choose_device("cuda" if self.on_gpu else "cpu", "--device")
-        torch.set_num_threads(self.options.threads)
-        if device.type == "cpu":
-            keep_freed_memory()
-        maker = ShardMaker(self.options, self.fingerprint, self.described, device)
-        firsts = np.cumsum([0, *(each.samples for each in self.described)])
-        return lambda shard: self._make(maker, shard, int(firsts[shard]))
-
-    def _make(self, maker: ShardMaker, shard: int, first: int) -> dict[str, Any]:
-        finished, samples, is_new = maker.folder.find_finished(shard), 0, False
-        maker.lengths.clear()
-        if finished is None:
-            source = _ShardSource(self.options.data, self.shards[shard], self.described[shard], first)
-            for progress in maker.make(source, [shard]):
-                samples, finished = samples + progress.samples, progress.finished or finished
-            is_new = True
-        assert finished is not None
-        return {
-            "is_new": is_new,
-            "samples": samples,
-            "bad": sum(finished.bad.values()),
-            "lengths": list(maker.lengths.items()),
-            "context_length": maker.context_length,
-        }
+def _find_folder(out: Path, shards: int) -> WorkFolder | None:
+    """Open the folder with the settings that the workers wrote: they know the names of their devices."""
+    if not (out / SETTINGS_FILE).exists():
+        return None
+    return WorkFolder(out, read_versioned(out / SETTINGS_FILE, VERSIONS, "remove it")["settings"], shards, LAYOUT)
 
 
-class _ShardSource:
-    """One shard, whose samples have their numbers in the whole data set."""
-
-    def __init__(self, data: Any, shard: Shard, described: SourceShard, first: int):
-        self._first = first
-        self._source: ShardedSource = data.build_part([shard])
-        if self._source.shards[0]["sha256"] != described.sha256:
-            raise StorageError(
-                f"{shard}: the shard has changed since it was indexed, or is another one on machine "
-                f"{os.uname().nodename}; run the command again when it is complete",
-                "changed shard",
+def _wait_for(look: Callable[[], T | None], out: Path) -> T:
+    """Return what a worker has written when this machine sees it; raise ConfigError if it does not."""
+    end = time.monotonic() + _VISIBLE_S
+    while (found := look()) is None:
+        if time.monotonic() > end:
+            raise ConfigError(
+                f"--out: this machine does not see what a worker of Ray wrote to {out}; expected a folder that all "
+                "machines share, under the same path"
             )
-
-    def key(self, index: int) -> str:
-        return self._source.key(index - self._first)
-
-    def name(self, index: int) -> str:
-        return self._source.name(index - self._first)
-
-    def read(self, index: int) -> RawSample:
-        return self._source.read(index - self._first)
+        time.sleep(1)
+    return found
 
 
-def _tokenize(job: _TokenizeJob, cluster: RayCluster, cpus: float, gpus: float) -> WorkResult[Manifest]:
-    sizes = [shard.samples for shard in job.described]
-    allowed, lengths, context_length = allowed_bad(job.options, job.described), CaptionLengths(), None
-    made = found = seen = bad = 0
-    start = time.monotonic()
-    with ProgressBar(sum(sizes), 0, True, "tokenize", "sample") as bar:
-        for shard, done in cluster.map(job, range(len(sizes)), "shard", cpus, gpus):
-            made, found = made + done["is_new"], found + (not done["is_new"])
-            seen, bad = seen + done["samples"], bad + done["bad"]
-            lengths.update(dict(done["lengths"]))
-            context_length = done["context_length"]
-            bar.advance(sizes[shard])
+def _describe_shards(cluster: RayCluster, data: _Config, shards: Sequence[Shard]) -> tuple[_Facts, dict[str, Any]]:
+    """Index the shards; return `ShardedSource.shards` and `Source.fingerprint` of the whole data set.
+
+    Raises:
+        DataError: a shard cannot be read, or all are empty.
+    """
+    found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+    with ProgressBar(len(shards), 0, True, "index", "shard") as bar:
+        for shard, facts in cluster.map(partial(_open_indexer, data, shards), range(len(shards)), "shard", 1, 0):
+            found[shard] = facts
+            bar.advance()
             bar.show()
-            if bad > allowed:
-                break
-    folder = TokenFolder(job.options.out, _read_settings(job.options.out))
-    require_few_bad(folder.bad_reasons(), bad, allowed, folder.bad_option)
-    manifest = folder.finish(allowed)
-    cut = describe_cuts(lengths, context_length)
-    return WorkResult(made, found, seen, time.monotonic() - start, folder.missing(), manifest, cut)
+    described = [found[shard][0] for shard in range(len(shards))]
+    samples = sum(shard["samples"] for shard in described)
+    if not samples:
+        raise DataError(f"{shards[0]} and {len(shards) - 1} more: every tar is empty; expected samples")
+    checksum = join_checksums([shard["sha256"] for shard in described])
+    return described, {**found[0][1], "samples": samples, "sha256": checksum}
 
 
-def _read_settings(out: Path) -> Settings:
-    """Return the settings that the workers wrote: they know the names of their devices."""
-    return read_checked(out / SETTINGS_FILE, Settings, VERSIONS, "run the command again")
+def _open_indexer(data: _Config, shards: Sequence[Shard]) -> Callable[[int], tuple[dict[str, Any], dict[str, Any]]]:
+    def describe(shard: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        source = data.build_part([shards[shard]])
+        return source.shards[0], source.fingerprint
+
+    return describe
+
+
+def _open_maker(
+    options: Options, shards: Sequence[Shard], facts: _Facts, fingerprint: dict[str, Any], kind: str
+) -> Callable[[int], bool]:
+    """Load the tokenizers; return the function that makes a shard, and returns whether it was not finished before."""
+    device = dist.choose_device(kind, "--device")
+    torch.set_num_threads(options.threads)
+    if device.type == "cpu":
+        keep_freed_memory()
+    maker = ShardMaker(options, fingerprint, facts, device)
+
+    def make(shard: int) -> bool:
+        if maker.find_finished(shard):
+            return False
+        for _ in maker.folder.claim([shard], wait=True):
+            source = options.data.build_part([shards[shard]])  # type: ignore[attr-defined]
+            if source.shards[0]["sha256"] != facts[shard]["sha256"]:
+                raise StorageError(
+                    f"{shards[shard]}: the shard has changed since it was indexed, or is another one on machine "
+                    f"{os.uname().nodename}; run the command again when it is complete",
+                    "changed shard",
+                )
+            for _ in maker.make(source, shard, maker.ids[shard].start):
+                pass
+        return True
+
+    return make

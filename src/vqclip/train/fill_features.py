@@ -13,7 +13,7 @@ from typing import Any
 
 from vqclip import dist
 from vqclip.data.features import FeatureFolder, FeatureSettings
-from vqclip.data.on_ray import RayCluster, RayOptions, ShareMark, connect_to_ray
+from vqclip.data.on_ray import RayCluster, RayOptions, connect_to_ray
 from vqclip.errors import ConfigError
 from vqclip.runlog.bar import ProgressBar
 from vqclip.train.config import TaskConfig
@@ -57,11 +57,10 @@ def fill_features_on_ray(config: TaskConfig, ray: RayOptions) -> str:
     parent = cache.path.expanduser().absolute()
     cache = cache.model_copy(update={"folder": parent})
     config = config.model_copy(update={"data": config.data.model_copy(update={"feature_cache": cache})})
-    mark = ShareMark(parent, "data.feature_cache.folder")
-    with connect_to_ray(ray) as cluster, mark.shown():
-        cpus, gpus = cluster.cpus(1 + config.data.workers), cluster.gpus(config.run.device)
-        opener = _Opener(config, mark, on_gpu=gpus > 0)
-        [(_, described)] = cluster.map(_DescribeJob(opener), [0], "model", cpus, gpus)
+    with connect_to_ray(ray) as cluster:
+        cpus, gpus = cluster.worker_size(1 + config.data.workers, config.run.device)
+        opener = _Opener(config, on_gpu=gpus > 0)
+        [(_, described)] = cluster.map(_DescribeJob(opener).open, [0], "model", cpus, gpus)
         settings = [FeatureSettings.model_validate_json(each) for each in described["settings"]]
         folders = [FeatureFolder(parent, each) for each in settings]
         job = _ComputeJob(opener, tuple(each.digest for each in settings), tuple(each.shards for each in settings))
@@ -78,12 +77,10 @@ class _Opener:
     """Builds the networks and opens the data in a worker."""
 
     config: TaskConfig
-    mark: ShareMark
     on_gpu: bool
 
     def __call__(self) -> list[FeatureJob]:
         """Return a job for each folder of features."""
-        self.mark.require()
         device = dist.choose_device("cuda" if self.on_gpu else "cpu", "run.device")
         task = build_task(self.config, device)
         jobs = feature_jobs(self.config, task, build_data(self.config, task))
@@ -97,7 +94,7 @@ class _DescribeJob:
     opener: _Opener
 
     def open(self) -> Callable[[int], dict[str, Any]]:
-        """See `RayJob.open`."""
+        """Return the function of the item; see `RayCluster.map`."""
         jobs = self.opener()
         return lambda _: {"settings": [job.folder.settings.model_dump_json() for job in jobs]}
 
@@ -117,7 +114,7 @@ class _ComputeJob:
         return folder, item - (ends[folder] - self.shards[folder])
 
     def open(self) -> Callable[[int], dict[str, Any]]:
-        """See `RayJob.open`."""
+        """Return the function of an item; see `RayCluster.map`."""
         jobs = self.opener()
         if tuple(job.folder.settings.digest for job in jobs) != self.digests:
             raise ConfigError(
@@ -146,7 +143,7 @@ def _compute(job: _ComputeJob, folders: list[FeatureFolder], cluster: RayCluster
             locks.enter_context(computing_alone(folder))
             folder.remove_leftovers()
         with ProgressBar(sum(sizes), 0, True, "features", "sample") as bar:
-            for item, done in cluster.map(job, range(len(sizes)), "shard of features", cpus, gpus):
+            for item, done in cluster.map(job.open, range(len(sizes)), "shard of features", cpus, gpus):
                 made, seen = made + done["is_new"], seen + sizes[item] * done["is_new"]
                 bar.advance(sizes[item])
                 bar.show()

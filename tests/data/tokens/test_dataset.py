@@ -23,7 +23,7 @@ from vqclip.data.tokens import (
     write_shard,
 )
 from vqclip.data.tokens.layout import strip_padding
-from vqclip.data.tokens.manifest import Settings, ShardInfo, TokenizerInfo, json_file_bytes
+from vqclip.data.tokens.manifest import VERSIONS, Settings, ShardInfo, TokenizerInfo
 from vqclip.errors import DataError, ShapeError
 from vqclip.io.atomic import digest_file
 from vqclip.io.json_files import add_checksum
@@ -37,6 +37,7 @@ def settings() -> Settings:
         tokenizer=TokenizerInfo(image="1" * 64, text="2" * 64, weights="a" * 64, config="b" * 64, id_layout=1),
         image=IMAGE,
         text=TEXT,
+        context_length=6,
         batch_size=8,
         precision="fp32",
         device="cpu",
@@ -76,7 +77,7 @@ def token_folder(folder: Path, counts: tuple[int, ...] = (5, 0, 300, 2)) -> Path
         facts.append(ShardInfo(name=path.name, size=found.size, sha256=found.sha256, samples=count, bad={}))
         first += count
     manifest = Manifest(settings=chosen, samples=first, bad={}, shards=tuple(facts))
-    (folder / "manifest.json").write_bytes(json_file_bytes(manifest))
+    (folder / "manifest.json").write_bytes(add_checksum({**VERSIONS, **manifest.model_dump(mode="json")}))
     return folder
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from vqclip.config import Config
 from vqclip.data.tokens.layout import IdLayout
 from vqclip.errors import CheckpointError, DataError
-from vqclip.io.json_files import add_checksum, read_versioned, validation_problems
+from vqclip.io.json_files import read_versioned, validation_problems
 from vqclip.nn.precision import Precision
 
 __all__ = [
@@ -25,8 +25,6 @@ __all__ = [
     "ShardInfo",
     "SourceShard",
     "TokenizerInfo",
-    "json_file_bytes",
-    "read_json_file",
     "read_manifest",
 ]
 
@@ -65,8 +63,8 @@ class SourceShard(Config):
 
     name: str
     """File name."""
-    size: _Count
-    """Bytes."""
+    bytes: _Count
+    """Size of the file."""
     samples: _Count
     """Samples in it, unusable ones included."""
     sha256: str
@@ -82,6 +80,8 @@ class Settings(Config):
     """Layout of image ids; None if images were not tokenized."""
     text: IdLayout | None
     """Layout of text ids; None if texts were not tokenized."""
+    context_length: int | None
+    """Longest text in tokens, beyond which captions were cut; None if texts were not tokenized."""
     batch_size: int = Field(ge=1)
     """Samples at once; the shape of a batch may change the last bits of the features before quantization."""
     precision: Precision
@@ -143,24 +143,6 @@ class Manifest(ShardManifest):
         return self
 
 
-def json_file_bytes(facts: Config, **more: Any) -> bytes:
-    """Return a JSON file with format version and checksum."""
-    return add_checksum({**VERSIONS, **facts.model_dump(mode="json"), **more})
-
-
-def read_json_file(path: Path) -> dict[str, Any]:
-    """Read a file of `json_file_bytes`, and verify version and checksum.
-
-    Raises:
-        DataError: the file is damaged, not ours, or of another version.
-        OSError: it cannot be read.
-    """
-    try:
-        return read_versioned(path, VERSIONS, "tokenize again, or use the vqclip that wrote it")
-    except CheckpointError as error:
-        raise DataError(str(error)) from None
-
-
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a finished folder.
 
@@ -169,7 +151,9 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     try:
-        return Manifest.model_validate(read_json_file(path))
+        return Manifest.model_validate(
+            read_versioned(path, VERSIONS, "tokenize again, or use the vqclip that wrote it")
+        )
     except OSError as error:
         if (folder / SETTINGS_FILE).exists():
             done = len([*(folder / RECORDS).glob("*.json")])
@@ -179,5 +163,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(
             f"{path}: cannot be read ({error.strerror}); expected a folder that `vqclip tokenize` wrote"
         ) from None
+    except CheckpointError as error:
+        raise DataError(str(error)) from None
     except ValidationError as error:
         raise DataError(f"{path}: " + "; ".join(validation_problems(error))) from None

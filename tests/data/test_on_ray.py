@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,8 @@ from typing import Any
 import pytest
 
 from tests.on_ray import small_ray
-from vqclip.data.on_ray import RayCluster, RayOptions, ShareMark, connect_to_ray
-from vqclip.data.on_ray import mark as mark_module
-from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
+from vqclip.data.on_ray import RayCluster, RayOptions, connect_to_ray
+from vqclip.errors import ConfigError, StorageError, VqclipError
 
 ray = pytest.fixture(scope="module")(small_ray)
 
@@ -73,13 +73,11 @@ def nothing(item: int) -> None:
 
 
 def squares(cluster: RayCluster, deed: Callable[[int], Any], items: range = range(40)) -> dict[int, int]:
-    return {item: result["square"] for item, result in cluster.map(Job(deed), items, "shard", 1, 0)}
+    return {item: result["square"] for item, result in cluster.map(Job(deed).open, items, "shard", 1, 0)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocks", [16384, 7])
-def test_each_item_once(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
-    monkeypatch.setattr("vqclip.data.on_ray.cluster._BLOCKS", blocks)  # several items in a task
+def test_each_item_once(cluster: RayCluster) -> None:
     assert squares(cluster, nothing) == {item: item * item for item in range(40)}
     assert squares(cluster, nothing, range(0)) == {}
 
@@ -122,22 +120,21 @@ def test_errors_of_workers_arrive_in_one_line(
 
 
 @pytest.mark.slow
-def test_a_worker_that_fits_nowhere_is_refused(cluster: RayCluster) -> None:
-    with pytest.raises(ConfigError, match="3 CPUs and 0 GPUs does not fit .* the largest has 2 CPUs and 0 GPUs"):
-        list(cluster.map(Job(nothing), range(2), "shard", 3, 0))
-
-
-@pytest.mark.slow
-def test_devices_and_gpus(cluster: RayCluster) -> None:
-    assert [cluster.gpus(device) for device in ("cpu", "auto", "cuda")] == [0, 0, 1]
+def test_sizes_of_workers(cluster: RayCluster) -> None:
+    assert cluster.worker_size(2, "cpu") == cluster.worker_size(2, "auto") == (2, 0)
+    for threads, device, gpus in ((3, "cpu", 0), (1, "cuda", 1)):
+        message = f"{threads} CPUs and {gpus} GPUs does not fit .* the largest has 2 CPUs and 0 GPUs"
+        with pytest.raises(ConfigError, match=message):
+            cluster.worker_size(threads, device)
     with connect_to_ray(RayOptions(gpus=0.5)) as other:
-        assert [other.gpus(device) for device in ("auto", "cuda")] == [0.5, 0.5]
         with pytest.raises(ConfigError, match="--ray-gpus: got 0.5 with --device cpu"):
-            other.gpus("cpu")
+            other.worker_size(1, "cpu")
+        with pytest.raises(ConfigError, match="1 CPUs and 0.5 GPUs does not fit"):
+            other.worker_size(1, "auto")
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     with (
         pytest.raises(ConfigError, match=r"--engine ray: cannot import .* pip install 'vqclip\[ray\]'"),
         connect_to_ray(RayOptions()),
@@ -147,7 +144,7 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_cluster_that_does_not_answer_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     silent = SimpleNamespace(is_initialized=lambda: False)  # its `init` would try for minutes
-    monkeypatch.setattr("vqclip.data.on_ray.connection._import_ray", lambda: silent)
+    monkeypatch.setitem(sys.modules, "ray", silent)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
@@ -157,28 +154,3 @@ def test_a_cluster_that_does_not_answer_is_named_at_once(monkeypatch: pytest.Mon
                 connect_to_ray(RayOptions(address=scheme + address)),
             ):
                 pass
-
-
-def test_another_folder_of_the_same_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mark_module, "_VISIBLE_S", 0.0)
-    mark = ShareMark(tmp_path / "out", "--out")
-    with mark.shown():
-        mark.require()
-        (tmp_path / "out").rename(tmp_path / "elsewhere")
-        (tmp_path / "out").mkdir()
-        with pytest.raises(ConfigError, match=r"--out: machine .* does not see the folder .*out"):
-            mark.require()
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(ConfigError, match="--out: .* cannot be written to"),
-        ShareMark(tmp_path / "file", "--out").shown(),
-    ):
-        pass
-
-
-def test_classes_of_errors_survive() -> None:
-    from vqclip.data.on_ray.worker import read_reply
-
-    with pytest.raises(DataError, match="^bad$") as error:
-        read_reply('{"failure": "bad", "error": "DataError", "kind": "damaged shard"}')
-    assert error.value.kind == "damaged shard"

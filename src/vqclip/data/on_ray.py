@@ -1,0 +1,240 @@
+"""Run the numbered items of a job, such as its shards, on Ray: on this machine, or on a cluster.
+
+    with connect_to_ray(options) as cluster:
+        for item, result in cluster.map(open_job, range(items), "shard", *cluster.worker_size(threads, device)):
+            ...                              # open_job() runs once in each worker, and returns the function of an item
+
+Ray starts the workers, gives each CPUs and GPUs, and starts a worker again that died or whose machine did, with the
+item that it had. So items must be repeatable. All else is in a work folder that the machines share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import io
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
+
+from vqclip.config import Config
+from vqclip.data.remote import mask_credentials
+from vqclip.errors import ConfigError, VqclipError
+
+__all__ = ["RayCluster", "RayOptions", "connect_to_ray"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_STARTS = 4
+"""Times that an item is started before the job fails: its workers died."""
+_WAITING = 16
+"""Largest number of workers that wait for room on the cluster."""
+_ANSWER_S = 10.0
+"""Longest wait for a connection to a cluster."""
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # it reports to its makers otherwise
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a warning about GPUs that workers without GPUs do not use
+}
+
+
+class RayOptions(Config):
+    """Cluster of a job, and the number and size of its workers."""
+
+    address: str | None = None
+    """Ray cluster, such as auto or HOST:6379; without it RAY_ADDRESS, else a Ray on this machine for this job."""
+    actors: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    """Largest number of workers; without it Ray starts as many as the cluster has or gets room for."""
+    cpus: Annotated[float, Field(gt=0, le=1024)] | None = None
+    """CPUs of a worker; without it one for each of its threads and data workers."""
+    gpus: Annotated[float, Field(ge=0, le=1024)] | None = None
+    """GPUs of a worker, such as 0.5 for two on one; without it 1 if the cluster has GPUs."""
+
+
+@contextlib.contextmanager
+def connect_to_ray(options: RayOptions) -> Iterator[RayCluster]:
+    """Connect to a cluster, or start a Ray on this machine, for the time of the block. A Ray in use is left as it is.
+
+    Raises:
+        ConfigError: Ray is not installed, no cluster answers, or this is one of several processes of torchrun.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("--engine ray: got several processes of torchrun; expected one, as Ray starts the workers")
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigError(
+            f"--engine ray: cannot import ray ({error}); pip install 'vqclip[ray]', or --engine local"
+        ) from None
+    address = options.address or os.environ.get("RAY_ADDRESS") or "local"
+    limits = {"object_store_memory": 100 << 20, "include_dashboard": False} if address == "local" else {}
+    started = not ray.is_initialized()
+    try:
+        if started:
+            if found := re.fullmatch(r"(?:ray://)?([^/:]+):(\d{1,5})", address):  # Ray itself tries for minutes
+                socket.create_connection((found[1], int(found[2])), _ANSWER_S).close()
+            ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL, **limits)
+    except Exception as error:  # OSError, ValueError, RuntimeError, those of grpc, ...
+        raise ConfigError(
+            f"--ray-address: got {address}, which cannot be used ({_first_line(error)}); expected the address of a "
+            "running cluster (auto on one of its machines), or nothing for a Ray on this machine"
+        ) from None
+    try:
+        with contextlib.redirect_stdout(_Log()):
+            yield RayCluster(ray, options, may_grow=address != "local")
+    finally:
+        if started:
+            ray.shutdown()
+
+
+class _Log(io.TextIOBase):
+    """A stream whose lines, which Ray prints in colours, are shortened and written to the log."""
+
+    def write(self, text: str) -> int:
+        for line in re.sub(r"\x1b\[\d*m", "", text).splitlines():
+            if line.strip():
+                logger.info("Ray: %s", mask_credentials(line.strip()[:160]))
+        return len(text)
+
+
+class RayCluster:
+    """A connection to Ray; see `connect_to_ray`."""
+
+    def __init__(self, ray: Any, options: RayOptions, may_grow: bool):
+        self._ray, self._options, self._may_grow = ray, options, may_grow
+
+    def worker_size(self, threads: int, device: str) -> tuple[float, float]:
+        """Return the CPUs and GPUs of a worker: those of the options, else one CPU a thread, and perhaps a GPU.
+
+        Args:
+            threads: threads and processes that a worker runs.
+            device: ``cpu``, ``cuda``, or ``auto``: a GPU if the cluster has any.
+
+        Raises:
+            ConfigError: options and device exclude each other, or no machine of this Ray has room for a worker.
+        """
+        given, cpus = self._options.gpus, self._options.cpus or float(threads)
+        if (device == "cpu" and given) or (device == "cuda" and given == 0):
+            raise ConfigError(f"--ray-gpus: got {given:g} with --device {device}; expected auto, or leave one out")
+        has_gpus = self._ray.cluster_resources().get("GPU", 0) > 0
+        gpus = float(device == "cuda" or (device == "auto" and has_gpus)) if given is None else given
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        room = max((node.get("GPU", 0) >= gpus, node.get("CPU", 0), node.get("GPU", 0)) for node in nodes)
+        if not room[0] or room[1] < cpus:
+            text = (
+                f"a worker of {cpus:g} CPUs and {gpus:g} GPUs does not fit on any machine of Ray; the largest has "
+                f"{room[1]:g} CPUs and {room[2]:g} GPUs"
+            )
+            if not self._may_grow:
+                raise ConfigError(f"--ray-cpus, --ray-gpus: {text}; expected fewer, or fewer --threads and --workers")
+            logger.warning("%s; waiting for the cluster to add one", text)
+        return cpus, gpus
+
+    def map(
+        self, open_job: Callable[[], Callable[[int], T]], items: Sequence[int], what: str, cpus: float, gpus: float
+    ) -> Iterator[tuple[int, T]]:
+        """Yield each item with the result of the job for it, in the order in which they are finished.
+
+        Args:
+            open_job: prepares a worker, once, such as by loading a model, and returns the function item → result; it
+                is pickled.
+            items: numbers of the items.
+            what: noun for an item, for messages, such as "shard".
+            cpus: of a worker.
+            gpus: of a worker.
+
+        Raises:
+            VqclipError: the first error of an item, of the kind that the worker raised; its worker died several times;
+                or Ray failed.
+        """
+        ray = self._ray
+        kind = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=_STARTS - 1)(_Worker)
+        left, limit = [*items][::-1], self._options.actors or len(items)
+        workers: list[Any] = []
+        replies: dict[Any, tuple[Any, int | None]] = {}  # reply → worker and its item; None: it starts
+        item: int | None = None
+        try:
+            job, surroundings = ray.put(open_job), (os.getcwd(), os.environ.get("VQCLIP_CACHE"))
+            while left or any(each is not None for _, each in replies.values()):
+                starting = sum(each is None for _, each in replies.values())
+                for _ in range(min(_WAITING - starting, len(left) - starting, limit - len(workers))):
+                    workers.append(kind.remote(job, *surroundings))
+                    replies[workers[-1].start.remote()] = workers[-1], None
+                reply = ray.wait([*replies])[0][0]
+                worker, item = replies.pop(reply)
+                result = ray.get(reply)
+                if left:
+                    following = left.pop()
+                    replies[worker.run.remote(following)] = worker, following
+                if item is not None:
+                    yield item, result
+        except Exception as error:  # Ray raises errors of many classes
+            raise self._explain(error, what, item) from None
+        finally:
+            with contextlib.suppress(Exception):  # the connection may be lost
+                for worker in workers:
+                    ray.kill(worker)
+
+    def _explain(self, error: Exception, what: str, item: int | None) -> VqclipError:
+        exceptions, cause = self._ray.exceptions, getattr(error, "cause", None)
+        if isinstance(cause, VqclipError):
+            return cause
+        if isinstance(cause, OSError):
+            path = os.fsdecode(cause.filename or "")
+            return VqclipError(f"{path}: {cause.strerror or cause}".removeprefix(": "))
+        if isinstance(error, exceptions.RayTaskError):
+            logger.error("%s", mask_credentials(str(error).rstrip()))
+            return VqclipError(f"{type(cause).__name__}: {_first_line(error)}")
+        if item is not None and isinstance(error, exceptions.RayActorError | exceptions.OutOfMemoryError):
+            return VqclipError(
+                f"{what} {item}: the worker that made it died {_STARTS} times; was it killed for memory? Fewer workers "
+                "on a machine (more --ray-cpus each) or a smaller --batch-size need less"
+            )
+        return VqclipError(
+            f"Ray cannot finish the {what}s ({type(error).__name__}: {_first_line(error)}); what is finished stays: "
+            "run the same command to continue. Every machine needs the same vqclip"
+        )
+
+
+class _Worker:
+    """A process of Ray that works on items, in the working folder and with the cache folder of the driver."""
+
+    def __init__(self, open_job: Callable[[], Callable[[int], Any]], folder: str, cache: str | None):
+        self._open = open_job
+        self._work: Callable[[int], Any] | None = None
+        if (
+            sys.platform == "linux"
+        ):  # end with Ray on this machine: Ray's own end of a worker can hang, with its GPU memory
+            set_death_signal = 1
+            ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)
+        with contextlib.suppress(OSError):  # this machine may lack it
+            os.chdir(folder)
+        if cache is not None:
+            os.environ["VQCLIP_CACHE"] = cache
+
+    def start(self) -> None:
+        """Return when the process has started."""
+
+    def run(self, item: int) -> Any:
+        """Return the result for an item."""
+        self._work = self._work or self._open()  # not in the constructor, whose errors would be those of the worker
+        return self._work(item)
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of a message; of Ray's errors, which begin with a traceback, that of the cause."""
+    cause = getattr(error, "cause", None)
+    text = str(cause or error).strip() or type(error).__name__
+    return mask_credentials(text.splitlines()[0][:400])
