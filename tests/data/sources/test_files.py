@@ -78,13 +78,18 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
         ("filepath,title\na.jpg,x,y\n", [], "none of the first 1 rows can be used; row 2: 3 columns"),
         ("a.jpg,x,y\nb.jpg,x,y\n", [], "seems to have no header, since its first row is 'a.jpg', 'x', 'y'; name"),
         ("x\thttps://host/a.jpg\n", [], "seems to have no header"),
+        ("image,caption\ne.jpg,x\n", [], "images of the table are in "),
         ("filepath,title\nnone.jpg,x\n", [], "none of the 1 images can be read; the first: "),
         ("filepath,title\na.jpg,x\n", ["label=cls"], "label: no column 'cls'"),
         ("filepath,title\na.jpg,x\n", ["where={split: train}"], "where: no column 'split'"),
         ("filepath,title,split\na.jpg,x,y\n", ["where={split: train}"], "where: no row has these values"),
         ("filepath,cls\na.jpg,3\n", ["label=cls"], "the classes are numbers without names (3), which prompts would"),
         ("filepath,cls\na.jpg,2\n", ["label=cls", "classnames=[a]"], "row 2: a.jpg: class '2'; expected one of class"),
-        ("filepath,cls\na.jpg,a\n", ["label=cls", "classnames=[a, a]"], "class 'a': classnames has it more than once"),
+        (
+            "filepath,cls\na.jpg,a\na.jpg,b\n",
+            ["label=cls", "classnames=[a,b,a]"],
+            "class 'a': classnames has it more than once",
+        ),
         ("filepath,label\na.jpg,n01440764\n", [], "the classes are WordNet ids without names (n01440764)"),
         ("filepath,cls\na.jpg,\n", ["label=cls"], "row 2: a.jpg: the class is empty"),
         (f"filepath,cls\na.jpg,{'1' * 5000}\n", ["label=cls", "classnames=[a, b]"], "row 2: a.jpg: class '111"),
@@ -95,6 +100,9 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
     ],
 )
 def test_wrong_tables(folder: Path, text: str, overrides: list[str], message: str) -> None:
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+        (folder / name / "e.jpg").touch()
     (folder / "t.csv").write_text(text)
     with pytest.raises(VqclipError) as error:
         parse_source(folder / "t.csv", overrides).build()
@@ -117,7 +125,7 @@ PEOPLE = [
         "Image , Caption\n./a.jpg,x\na.jpg,z\nb.jpg,y\n",
         "",
         XZ,
-        "1 image is named in several rows: 2 rows are 1",
+        "rows of the same image file are one sample with",
     ),
     (
         "t.csv",
@@ -184,6 +192,7 @@ PEOPLE = [
     ("t.json", {"image": {"0": "a.jpg", "1": "b.jpg"}, "caption": {"0": "x", "1": "y"}}, "", XY, ""),
     ("t.json", [{"file": {"path": "a.jpg"}, "meta": {"caption": "x"}}], "", X, "captions 'meta.caption'"),
     ("t.json", [{"i": ["a.jpg"], "meta": {"c": "x"}}], "image=i captions=meta.c", X, ""),
+    ("t.csv", "filename,filepath,text\nb.jpg,sub/b.jpg,x\n", "", {"sub/b.jpg": ("x",)}, ""),
     ("t.json", {"images": SPLITS, "dataset": "coco"}, "", {"a.jpg": ("x", "z")}, ""),
     ("t.json", {"images": [{**SPLITS[0], "filepath": "sub", "filename": "b.jpg"}]}, "", {"sub/b.jpg": ("x", "z")}, ""),
     ("t.json", [{"id": "1", "image": "a.jpg", "conversations": TALK}], "", X, ""),

@@ -129,8 +129,8 @@ class TableBuilder:
         if several := int((np.bincount(sample) > 1).sum()):
             rows = len(sample) - len(first) + several
             self.notes.append(
-                f"{_count(several, 'image is', 'images are')} named in several rows: {rows} rows are "
-                f"{_count(several, 'sample', 'samples')} with all their captions"
+                f"rows of the same image file are one sample with all their captions: "
+                f"{_count(several, 'image', 'images')}, {rows} rows"
             )
         if several := int((np.bincount(images[first]) > 1).sum()):
             self.notes.append(

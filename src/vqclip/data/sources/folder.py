@@ -215,6 +215,8 @@ class FolderConfig(FileSourceConfig):
         classes = Classes.read(self.classnames, folder, builder)
         try:
             return classes.names, {name: classes.number(name) for name in folders}
+        except DataError:
+            raise
         except ValueError as error:
             if len(classes.names) != len(folders):
                 raise DataError(

@@ -203,6 +203,8 @@ def _add(row: Row, chosen: Columns, classes: Classes | None, spell: _Spelling, b
             captions += _texts(row.values, key)
         if classes is not None and chosen.label is not None:
             label = classes.number(_plain(look_up(row.values, chosen.label)))
+    except DataError:  # of the settings, not of the row
+        raise
     except ValueError as error:
         builder.add_problem(image, str(error)[:_MAX_PROBLEM], row.number)
     else:
@@ -296,8 +298,8 @@ def _image(values: Mapping[str, Any], key: str | None) -> str:
         value = next((value[name] for name in ("path", "file_name", "filename", "file", "url") if name in value), "")
     path = re.sub(r"#\d+$", "", _plain(value))  # the number of the caption, in the tables of Flickr30k
     folder = values.get("filepath")
-    if key == "filename" and isinstance(folder, str) and folder and not folder.endswith(path):
-        return f"{folder}/{path}"
+    if key == "filename" and isinstance(folder, str) and folder:
+        return folder if folder.endswith(path) else f"{folder}/{path}"
     return path
 
 
@@ -336,34 +338,39 @@ class _Spelling:
     @classmethod
     def find(cls, paths: Sequence[str], root: Path, look_beside: bool, builder: TableBuilder) -> _Spelling:
         """Return the way in which most of the paths name files; the plain one if none does."""
-        paths = [path for path in dict.fromkeys(paths) if path][:20]
+        paths = [path for path in dict.fromkeys(paths) if path and protocol_of(path) is None][:20]
         slashes = any("\\" in path for path in paths)
         endings = [("", 0)]
         if any(not path.lower().endswith(IMAGE_ENDINGS) for path in paths):
             digits = (0, 12) if any(path.isdigit() for path in paths) else (0,)
             endings += [(ending, width) for width in digits for ending in (*IMAGE_ENDINGS, ".JPG", ".PNG")]
 
-        def best(folders: Iterable[str]) -> tuple[int, _Spelling]:
-            ways = [
-                cls(folder, *each, way) for folder in folders for way in sorted({False, slashes}) for each in endings
-            ]
+        def best(folders: Iterable[str]) -> list[_Spelling]:
+            both = sorted({False, slashes})
+            ways = [cls(folder, *each, way) for folder in folders for way in both for each in endings]
             counts = [sum(os.path.isfile(root / way(path)) for path in paths) for way in ways]
             most = max(counts, default=0)
-            return (most, ways[counts.index(most)]) if most else (0, cls())
+            return [way for way, count in zip(ways, counts, strict=True) if count == most > 0]
 
-        count, found = best([""])
-        if count or not paths or not look_beside:
-            return found
+        if found := best([""]):
+            return found[0]
+        if not paths or not look_beside:
+            return cls()
         for above, start in ((root, ""), (root.parent, f"{root.parent}{os.sep}")):
             builder.read_from(above)
             try:
                 folders = sorted(each.name for each in os.scandir(above) if each.is_dir() and each.name[0] != ".")
             except OSError:
                 folders = []
-            count, found = best(f"{start}{name}/" for name in folders[:200])
-            if count:
-                builder.notes.append(f"images found in {root / found.folder}; images names another folder")
-                return found
+            found = best(f"{start}{name}/" for name in folders[:200])
+            places = [str(root / each) for each in dict.fromkeys(way.folder for way in found)]
+            if len(places) > 1:
+                raise DataError(
+                    f"{root}: images of the table are in {', '.join(places[:5])}; set images to one of them"
+                )
+            if places:
+                builder.notes.append(f"images found in {places[0]}; images names another folder")
+                return found[0]
         return cls()
 
 
