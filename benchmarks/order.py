@@ -10,7 +10,7 @@ start: a process of its own reads the index and computes its part of a batch of 
 nodes; a further process does so at the same time. Seconds begin with the process; of the index, after the imports. MB
 are its share of all memory (PSS): for index and order alone, and with Python and its modules. Milliseconds are medians,
 of a whole batch and of a rank's part. At URLs, the `data` section of a configuration is built, from the names of the
-shards on. The full order reads the indexes of all shards, made without them.
+shards on. In the full order the index has the places of all members.
 
 mixing: every shard has one topic. The figure is the variance of the topic shares of a batch, over that of independent
 draws; in the second column that of 16 successive batches together. MosaicML's py1br and a shuffle buffer are simulated
@@ -37,12 +37,13 @@ from typing import Any
 import numpy as np
 
 from vqclip.data import DataConfig
-from vqclip.data import index as shard_index
-from vqclip.data.chunks.index_file import DIGEST, IndexContent, open_index, write_index
-from vqclip.data.chunks.location import cached_index
 from vqclip.data.draws import hash_integers
 from vqclip.data.order import FullOrder, GlobalOrder, WindowedOrder
 from vqclip.data.sources.paths import find_shards
+from vqclip.data.table_file import Texts
+from vqclip.data.tars.index import BLOCK, IndexFacts, open_index, write_index
+from vqclip.data.tars.locate import cached_index
+from vqclip.data.tars.members import DIGEST, USUAL
 
 DRAWS, TOGETHER = 8, 16
 BATCH, NODES, GPUS = 32_768, 64, 8
@@ -141,44 +142,30 @@ def mixing(samples: int, shards: int, batch: int = 32_768, scale: int = 1) -> li
     return rows
 
 
-def make_chunk_index(path: Path, samples: int) -> None:
+def make_index(path: Path, samples: int, with_members: bool = False) -> None:
     """Write the index of shards that do not exist."""
     shards = -(-samples // SHARD)
     firsts = np.minimum(np.arange(shards + 1) * SHARD, samples)
     begins = np.arange(0, samples, CHUNK)
-    names = [f"{number:06}.tar" for number in range(shards)]
-    write_index(
-        path,
-        IndexContent(
-            chunk=CHUNK,
-            names=names,
-            tags=["1"] * shards,
-            lengths=np.diff(firsts) * SAMPLE_BYTES + 1024,
-            firsts=firsts,
-            starts=begins % SHARD * SAMPLE_BYTES,
-            digests=np.random.default_rng(0).integers(256, size=(len(begins), DIGEST), dtype=np.uint8),
-            members=[samples, samples, 0, 0],
-        ),
-    )
-
-
-def make_shard_indexes(folder: Path, samples: int) -> None:
-    """Write the indexes of shards that are empty but for their size, as the full order reads them."""
-    folder.mkdir()
-    offsets = np.full((SHARD, 4), -1, np.int64)
-    offsets[:, :2] = np.arange(SHARD)[:, None] * SAMPLE_BYTES + np.array([512, 6656])
-    sizes = np.tile(np.array([6000, 100, 0, 0]), (SHARD, 1))
-    keys = b"".join(b"%09d" % number for number in range(SHARD))
-    for number in range(samples // SHARD):
-        path = folder / f"{number:06}.tar"
-        with open(path, "wb") as file:
-            os.truncate(file.fileno(), SHARD * SAMPLE_BYTES + 1024)
-        status = path.stat()
-        ends = np.arange(1, SHARD + 1) * 9
-        index = shard_index.ShardIndex(
-            path, status.st_size, status.st_mtime_ns, f"{number:064x}", offsets, sizes, keys, ends
-        )
-        shard_index._write(shard_index._cache_file(path, None), index)
+    rng = np.random.default_rng(0)
+    arrays = {
+        "lengths": np.diff(firsts) * SAMPLE_BYTES + 1024,
+        "firsts": firsts,
+        "starts": begins % SHARD * SAMPLE_BYTES,
+        "digests": rng.integers(256, size=(len(begins), DIGEST), dtype=np.uint8),
+        "shard_digests": rng.integers(256, size=(shards, 32), dtype=np.uint8),
+    }
+    arrays["names"], arrays["name_ends"] = Texts.join(f"{number:06}.tar" for number in range(shards))
+    arrays["tags"], arrays["tag_ends"] = Texts.join(["1"] * shards)
+    if with_members:
+        first = np.arange(samples) % SHARD * (SAMPLE_BYTES // BLOCK)
+        none = np.full(samples, 2**32 - 1)
+        arrays["offsets"] = np.stack([first + 1, first + 13, none, none], axis=1).astype(np.uint32)
+        arrays["sizes"] = np.tile(np.array([6000, 100, 0, 0], np.uint32), (samples, 1))
+        arrays["keys"], arrays["key_ends"] = np.full(9 * samples, 48, np.uint8), np.arange(1, samples + 1) * 9
+    counts = (samples, samples, 0, 0)
+    facts = IndexFacts(chunk=CHUNK, members=counts, complete=counts, content="0" * 64, rules=USUAL.to_json())
+    write_index(path, facts, arrays)
 
 
 def memory() -> dict[str, float]:
@@ -194,12 +181,9 @@ def measure(where: str, verify: bool, began: float) -> None:
     if "://" in where:
         tree = {"sources": [{"kind": "shards", "path": where}], "order": {"kind": "windowed"}, "workers": 0}
         order = DataConfig.model_validate(tree).build(224, None, BATCH, 0).order  # type: ignore[arg-type]
-    elif path.is_dir():
-        held = [shard_index.load_index(each) for each in sorted(path.iterdir())]
-        order = GlobalOrder([sum(map(len, held))], [1.0], 1, FullOrder())
     else:
         index = open_index(path, verify=verify)
-        order = GlobalOrder([index.samples], [1.0], 1, WindowedOrder())
+        order = GlobalOrder([index.samples], [1.0], 1, FullOrder() if index.keys is not None else WindowedOrder())
     nodes = np.repeat(np.arange(NODES), GPUS).tolist()
     part = order.deal(0, BATCH, 0, nodes)
     end, after = time.time(), memory()
@@ -232,7 +216,7 @@ def measured(path: Path | str, verify: bool) -> Iterator[tuple[dict[str, Any], s
 def start(samples: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the first and a further process of a node need in the windowed order."""
     path = folder / f"{samples}.index"
-    make_chunk_index(path, samples)
+    make_index(path, samples)
     with measured(path, True) as (first, _), measured(path, False) as (further, _):
         path.unlink()
         return first, further
@@ -244,17 +228,18 @@ def start_at_urls(samples: int, folder: Path) -> dict[str, Any]:
     url = f"http://127.0.0.1:9/{{000000..{-(-samples // SHARD) - 1:06}}}.tar"
     path = cached_index(find_shards([url]))
     path.parent.mkdir(parents=True)
-    make_chunk_index(path, samples)
+    make_index(path, samples)
     with measured(url, True) as (found, _):
         path.unlink()
         return found
 
 
 def start_full(samples: int, folder: Path) -> dict[str, Any]:
-    """Return what every process needs in the full order."""
-    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
-    make_shard_indexes(folder / str(samples), samples)
-    with measured(folder / str(samples), True) as (found, _):
+    """Return what the first process of a node needs in the full order, of tars on its disk."""
+    path = folder / f"{samples}.index"
+    make_index(path, samples, with_members=True)
+    with measured(path, True) as (found, _):
+        path.unlink()
         return found
 
 
@@ -270,7 +255,7 @@ def print_start() -> None:
                 print_row(f"{samples:,} windowed, {name}", found)
         print_row(f"{samples:,} windowed, at URLs", start_at_urls(samples, Path(folder)))
         for samples in (10**6, 10**7):
-            print_row(f"{samples:,} full, each process", found := start_full(samples, Path(folder)))
+            print_row(f"{samples:,} full, first process", found := start_full(samples, Path(folder)))
         found["seconds"] *= 130
         found["since_start"] += found["seconds"] * 129 / 130
         for kind in ("pss", "uss"):

@@ -14,6 +14,10 @@ from types import FrameType
 import numpy as np
 from PIL import Image
 
+from vqclip.data.remote import RemoteConfig
+from vqclip.data.tars.open import TarSet
+from vqclip.data.tars.reader import TarReader
+
 
 def pixels(number: int, height: int = 20, width: int = 24, channels: int = 3) -> np.ndarray:
     """Smooth noise of its own for every number."""
@@ -92,3 +96,13 @@ def count_calls(function: Callable[[], None]) -> int:
     finally:
         sys.setprofile(None)
     return calls
+
+
+def open_tars(*paths: Path, cache: Path | None = None, **options) -> TarReader:
+    """A reader of tars on this machine; see `TarSet`."""
+    return TarSet(paths, RemoteConfig(), **options).open(cache)
+
+
+def member_places(reader: TarReader) -> np.ndarray:
+    """``(samples, 4, 2)``: offset and size of the members in an index of tars on this machine."""
+    return np.array([[reader.index.member(row, column) for column in range(4)] for row in range(len(reader))])

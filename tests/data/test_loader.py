@@ -14,6 +14,7 @@ from tests.data.making import caption_members, caption_shards, class_folder, enc
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, DataConfig, batch_maker
 from vqclip.data.decode import decode_image
+from vqclip.data.tars import make
 from vqclip.errors import DataError
 
 
@@ -178,15 +179,13 @@ def test_fingerprint(folder: Path) -> None:
 
 def build_on_ranks(folder: str) -> tuple[list[int], int, list[str] | None]:
     indexed: list[str] = []
-    import vqclip.data.index as index
-
-    make = index._make
-    index._make = lambda path: indexed.append(path.name) or make(path)
+    scan = make.scan_shard
+    make.scan_shard = lambda shard, *rest: indexed.append(shard.name) or scan(shard, *rest)
     try:
         data = open_data(Path(folder), sources=(CaptionShardsConfig(path=folder),))
         (batch,) = data.batches(2, 3)
     finally:
-        index._make = make
+        make.scan_shard = scan
     return batch.sample_ids.tolist(), len(batch), sorted(indexed)
 
 

@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 
-from tests.data.chunks.test_index_file import COUNTS, tiny
 from tests.data.making import class_folder
 from tests.data.remote.test_s3 import bucket, put  # noqa: F401
 from tests.data.serving import serving
+from tests.data.tars.test_index import COUNTS, tiny
 from vqclip.cli.data import main
-from vqclip.data.chunks.index_file import open_index
-from vqclip.data.chunks.location import cached_index, find_index, index_name
 from vqclip.data.remote import RemoteConfig, RemoteShard
 from vqclip.data.sources.paths import find_shards
+from vqclip.data.tars.index import open_index
+from vqclip.data.tars.locate import cached_index, find_index, index_name
+from vqclip.data.tars.open import TarSet
 from vqclip.data_tools import index as job
 from vqclip.errors import StorageError
 
@@ -48,7 +49,7 @@ def test_beside_the_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         f"{path}: 20 samples in 8 shards, chunks of 128, 0.000 GB; 8 shards read, 0 known\n"
         "training finds it beside the shards: data.order=windowed\n"
     )
-    assert find_index(shards) == path
+    assert find_index(shards).path == path
     before = path.stat().st_mtime_ns
     assert "no shard had to be read" in run(capsys, tmp_path / "a")
     assert path.stat().st_mtime_ns == before
@@ -93,12 +94,12 @@ def test_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert text.endswith(f"copy it to {tmp_path}/a/{index_name(shards)}, or make it without --out\n")
     assert find_index(shards) is None
     (tmp_path / "b" / index_name(shards)).rename(tmp_path / "a" / index_name(shards))
-    assert find_index(shards) == tmp_path / "a" / index_name(shards)
+    assert find_index(shards).path == tmp_path / "a" / index_name(shards)
     assert "beside the shards" in run(capsys, tmp_path / "a", "--out", tmp_path / "a")
     (tmp_path / "a" / index_name(shards)).unlink()
     monkeypatch.setattr(job.os, "access", lambda *_: False)  # a read-only folder; root may write to any
     assert "it is in the cache, where training on this machine" in run(capsys, tmp_path / "a")
-    assert find_index(shards) == cached_index(shards)
+    assert find_index(shards).path == cached_index(shards)
 
 
 def test_web_servers_cannot_be_written_to(
@@ -113,7 +114,7 @@ def test_web_servers_cannot_be_written_to(
         assert "secret" not in text
         assert f"for other machines copy it to {url}/{index_name(shards)}\n" in text
         there = find_shards([source], RemoteConfig())
-        assert find_index(there) == cached_index(there)
+        assert find_index(there).path == cached_index(there)
         assert index_name(there) == index_name(shards)
         assert "no shard had to be read" in run(capsys, source)
         server.files.pop("/d/3.tar")
@@ -124,7 +125,7 @@ def test_trying_whether_a_bucket_can_be_written_leaves_nothing_there(monkeypatch
     calls: list[tuple[str, str]] = []
     monkeypatch.setattr(job.RemoteFolder, "write", lambda self, name, content: calls.append(("write", name)))
     monkeypatch.setattr(job.RemoteFolder, "remove", lambda self, name: calls.append(("remove", name)))
-    place, _ = job._choose_place([RemoteShard(f"s3://b/a/{n}.tar") for n in range(3)], None)
+    place, _ = job._choose_place(TarSet([RemoteShard(f"s3://b/a/{n}.tar") for n in range(3)], RemoteConfig()), None)
     assert place.upload is not None
     assert calls == [("write", "writable"), ("remove", "writable")]
 
@@ -138,13 +139,13 @@ def test_a_bucket_without_permission_to_write(
     monkeypatch.setattr(job.RemoteFolder, "write", refuse)
     shards = [RemoteShard(f"s3://b/a/{n}.tar") for n in range(3)]
     kind = "gone"
-    place, advice = job._choose_place(shards, None)
+    place, advice = job._choose_place(TarSet(shards, RemoteConfig()), None)
     assert place.path == cached_index(shards)
     assert (place.upload, "AccessDenied; the index goes to the cache" in caplog.text) == (None, True)
     assert advice.endswith(f"for other machines copy it to s3://b/a/{index_name(shards)}")
     kind = "storage"  # the store does not answer: nothing else is chosen in its place
     with pytest.raises(StorageError):
-        job._choose_place(shards, None)
+        job._choose_place(TarSet(shards, RemoteConfig()), None)
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +236,7 @@ def test_in_a_bucket(tmp_path: Path, bucket: Any, capsys: pytest.CaptureFixture[
     assert text.endswith("training finds it beside the shards: data.order=windowed\n")
     (cache / "index").rename(tmp_path / "former")  # another machine
     there = find_shards(["s3://bucket/i/{0..7}.tar"], RemoteConfig())
-    assert find_index(there) == cached_index(there)
+    assert find_index(there).path == cached_index(there)
     assert "no shard had to be read" in run(capsys, "s3://bucket/i")
     bucket[0].rm_file(f"bucket/i/{name}")
     run(capsys, "s3://bucket/i")

@@ -14,7 +14,6 @@ import pytest
 from tests.data.making import caption_members, class_folder, encode, pixels, write_tar
 from vqclip.cli.data import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, RawSample, Source
-from vqclip.data.index import load_index
 from vqclip.data_tools.pack import Options, pack
 from vqclip.errors import ConfigError, DataError
 
@@ -132,13 +131,6 @@ def test_a_damaged_shard_is_written_again(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
     assert pack(Made(), options(tmp_path / "out")).made == 1
     assert files_of(tmp_path / "out") == before
-
-
-def test_training_need_not_index(tmp_path: Path) -> None:
-    pack(Made(), options(tmp_path / "out"))
-    with mock.patch("vqclip.data.index._index", side_effect=AssertionError("indexed again")):
-        for shard in sorted((tmp_path / "out").glob("*.tar")):
-            assert len(load_index(shard)) in (3, SHARD)
 
 
 def shards_with_damage(folder: Path, bad: int) -> CaptionShardsConfig:

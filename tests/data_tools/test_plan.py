@@ -16,9 +16,9 @@ from tests.data.making import caption_shards
 from tests.data.serving import serving
 from vqclip.cli.data import main
 from vqclip.data import CaptionShardsConfig
-from vqclip.data.chunks.location import index_name
-from vqclip.data.chunks.make import make_index
 from vqclip.data.order import FullOrder, WindowedOrder
+from vqclip.data.tars.locate import index_name
+from vqclip.data.tars.make import make_index
 from vqclip.data_tools.plan import DataCounts, Job, count_source, make_plan
 from vqclip.errors import ConfigError
 

@@ -142,7 +142,7 @@ def inject(fault: dict[str, Any]) -> None:
     before(BatchMaker, "fill", in_worker)
     before(Encoder, "__call__", in_evaluation)
     before(Tokenizer, "with_continuous", in_batch)
-    before(prepare, "load_index", in_shard)
+    before(prepare, "prepare_shard", in_shard)
     before(store, "write_optimizer", in_save)
 
 

@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tests.data.making import caption_members, encode, pixels
+from tests.data.making import caption_members, encode, member_places, open_tars, pixels
 from tests.fuzz.mutate import NUMBERS, mutated
 from vqclip.data.decode import decode_image
-from vqclip.data.index import load_index
 from vqclip.data.sources.captions import CaptionFiles
-from vqclip.data.sources.reader import ShardReader
+from vqclip.data.tars.reader import TarReader
 from vqclip.errors import DataError
 
 _BLOCK = 512
@@ -110,13 +109,13 @@ def check(data: bytes, folder: Path) -> str:
     shutil.rmtree(cache, ignore_errors=True)
     path.write_bytes(data)
     try:
-        index = load_index(path, cache)
+        reader = open_tars(path, cache=cache)
     except DataError as error:
         _require_printable(error)
         return "refused"
-    assert (index.offsets + index.sizes <= len(data)).all()
-    assert np.array_equal(load_index(path, cache).offsets, index.offsets)
-    reader = ShardReader([path], cache)
+    places = member_places(reader)
+    assert (places.sum(axis=-1) <= len(data)).all()
+    assert np.array_equal(member_places(open_tars(path, cache=cache)), places)
     for number in range(min(len(reader), _SAMPLES)):
         for read in _readers(reader, number):
             try:
@@ -124,16 +123,16 @@ def check(data: bytes, folder: Path) -> str:
             except DataError as error:
                 _require_printable(error)
     reader.close()
-    (stored,) = (cache / "index").iterdir()
-    draw = random.Random(data)
-    stored.write_bytes(mutated(draw, stored.read_bytes(), [data]))
-    again = load_index(path, cache)
-    assert np.array_equal(again.offsets, index.offsets)
-    assert again.sha256 == index.sha256
+    (part,), draw = (cache / "index").glob("*/*.part"), random.Random(data)
+    part.write_bytes(mutated(draw, part.read_bytes(), [data]))
+    reader.index.path.unlink()
+    again = open_tars(path, cache=cache)
+    assert np.array_equal(member_places(again), places)
+    assert again.sha256 == reader.sha256
     return "read"
 
 
-def _readers(reader: ShardReader, number: int) -> list[Callable[[], object]]:
+def _readers(reader: TarReader, number: int) -> list[Callable[[], object]]:
     return [
         lambda: CaptionFiles("txt_lines").parse(reader.text(number, "txt"), reader.name(number)),
         lambda: CaptionFiles("json", ("caption", "n")).parse(reader.text(number, "json"), reader.name(number)),

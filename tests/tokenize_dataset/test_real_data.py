@@ -68,7 +68,7 @@ def test_whole_sets_by_one_process_two_and_a_killed_job(real_data: Path, tmp_pat
     assert hashes(tmp_path / "two") == expected
     killed = tmp_path / "killed"
     _kill_in_the_middle(
-        [*torchrun, "vqclip", "tokenize", *options, "--out", str(killed)], killed, len(source.shards()) <= 2
+        [*torchrun, "vqclip", "tokenize", *options, "--out", str(killed)], killed, len(source.tars()) <= 2
     )
     _finish([sys.executable, "-m", "vqclip", "tokenize", *options, "--out", str(killed)])
     assert hashes(killed) == expected

@@ -823,7 +823,7 @@ def signals(number):
 
 def while_indexing(monkeypatch, number):
     """In the first of two shards; the second is not read any more."""
-    index, read = prepare.load_index, []
+    index, read = prepare.prepare_shard, []
 
     def signalled(path):
         read.append(path)
@@ -831,7 +831,7 @@ def while_indexing(monkeypatch, number):
         signals(number)()
         return index(path)
 
-    monkeypatch.setattr(prepare, "load_index", signalled)
+    monkeypatch.setattr(prepare, "prepare_shard", signalled)
 
 
 def while_building(monkeypatch, number):

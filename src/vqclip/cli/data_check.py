@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 from vqclip.cli import arguments as types
 from vqclip.cli.data_pack import OVERRIDES_HELP, SOURCE_HELP
-from vqclip.data import Source, open_source, parse_source
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, Source, open_source, parse_source
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.prepare import prepare_shard
 from vqclip.data.remote import RemoteShard
-from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.parquet import ParquetConfig, ParquetFile
+from vqclip.data.sources.shards import TarSource
 from vqclip.data_tools.check import CheckOptions, Finding, check_source, format_report
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.atomic import write_text
@@ -35,9 +35,6 @@ examples:
 """
 
 logger = logging.getLogger(__name__)
-
-_OF_FILES = ("shards", "parquet")
-"""Kinds whose path may be a list of files, so that damaged ones can be left out."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -128,12 +125,6 @@ def _limits(options: argparse.Namespace) -> CheckOptions:
     )
 
 
-def _path_of(shard: Shard | Part) -> str:
-    """Return the path or the whole URL of a shard or Parquet file; ``str`` shows no credentials."""
-    found = getattr(shard, "path", shard) if isinstance(shard, Part) else shard
-    return found.url if isinstance(found, RemoteShard) else str(found)
-
-
 def _open(path: str, overrides: Sequence[str]) -> tuple[Source, list[Finding]]:
     """Return the source without its damaged shards, and these.
 
@@ -141,17 +132,22 @@ def _open(path: str, overrides: Sequence[str]) -> tuple[Source, list[Finding]]:
         DataError: all shards are damaged, or the rest cannot be read without them.
     """
     config = parse_source(path, overrides)
+    if isinstance(config, CaptionShardsConfig | ClassShardsConfig):
+        tars = open_source(config.model_copy(update={"bad_shards": "leave_out"}))
+        assert isinstance(tars, TarSource)
+        return tars, [Finding(*each) for each in tars.tars.index.facts.damaged.items()]
     whole, damaged = [], []
     for shard in map(ParquetFile, config.files()) if isinstance(config, ParquetConfig) else config.shards():
         try:
             prepare_shard(shard)
-            whole.append(_path_of(shard))
+            found = getattr(shard, "path", shard)
+            whole.append(found.url if isinstance(found, RemoteShard) else str(found))
         except DataError as error:
             logger.warning("%s", error)
             damaged.append(Finding(str(shard), str(error).removeprefix(f"{shard}: ")))
     if not damaged:
         return open_source(config), []
-    if not whole or config.kind not in _OF_FILES:
+    if not whole or config.kind != "parquet":
         lines = "".join(f"\n  {shard}: {detail}" for shard, detail in damaged)
         raise DataError(f"{path}: {len(damaged)} damaged shards, without which it cannot be read:{lines}")
     return open_source(config.model_copy(update={"path": tuple(whole)})), damaged

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from vqclip.cli import arguments as types
 from vqclip.cli.data_pack import OVERRIDES_HELP, SOURCE_HELP
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, parse_source
-from vqclip.data.chunks.make import CHUNK
 from vqclip.data.remote import is_tar, protocol_of
 from vqclip.data.remote.urls import split_query
+from vqclip.data.tars.make import CHUNK
 from vqclip.data_tools.index import index_shards
 from vqclip.errors import ConfigError
 from vqclip.runlog.console import print_output
@@ -51,8 +51,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Make the index, and print where it is and how training finds it."""
-    shards = parse_tars(options.source, options.overrides).shards()
-    print_output(index_shards(shards, options.chunk, options.workers, options.out).describe())
+    tars = parse_tars(options.source, options.overrides).tar_set()
+    print_output(index_shards(tars, options.chunk, options.workers, options.out).describe())
 
 
 def parse_tars(path: str, overrides: Sequence[str]) -> CaptionShardsConfig | ClassShardsConfig:

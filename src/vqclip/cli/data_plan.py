@@ -15,9 +15,9 @@ from vqclip.cli import arguments as types
 from vqclip.cli.data_index import parse_tars
 from vqclip.cli.data_pack import SOURCE_HELP
 from vqclip.config import parse_config
-from vqclip.data.chunks.make import CHUNK
-from vqclip.data.chunks.tars import choose_chunk
 from vqclip.data.order import FullOrder, WindowedOrder
+from vqclip.data.tars.make import CHUNK
+from vqclip.data.tars.open import choose_chunk
 from vqclip.data_tools.plan import DataCounts, Job, Plan, count_source, make_plan
 from vqclip.errors import ConfigError, name_section
 from vqclip.io.files import format_bytes

@@ -5,7 +5,6 @@ from vqclip.data.batch_maker import LoaderOptions
 from vqclip.data.config import DataConfig
 from vqclip.data.decode import decode_image, pil_to_uint8
 from vqclip.data.eval_set import EvalSet
-from vqclip.data.index import ShardIndex, load_index
 from vqclip.data.loader import Coverage, TrainData
 from vqclip.data.order import GlobalOrder
 from vqclip.data.prepare import HasShards, open_source, prepare_sources
@@ -52,7 +51,6 @@ __all__ = [
     "ParquetConfig",
     "RawSample",
     "ScenesSourceConfig",
-    "ShardIndex",
     "ShardedSource",
     "Source",
     "SourceConfig",
@@ -68,7 +66,6 @@ __all__ = [
     "cache_folder",
     "collate_tokens",
     "decode_image",
-    "load_index",
     "mask_credentials",
     "open_source",
     "parse_source",

@@ -29,10 +29,10 @@ from torch.multiprocessing import get_sharing_strategy
 
 from vqclip.config import Config
 from vqclip.data.batch import BadSample, Batch
-from vqclip.data.chunks.supply import ChunkSupply
 from vqclip.data.dealing import share_sizes
 from vqclip.data.order import GlobalOrder
 from vqclip.data.samples import SampleMaker
+from vqclip.data.tars.ahead import ChunkSupply
 from vqclip.data.workers import StartMethod, ordered_map
 from vqclip.errors import DataError
 

@@ -8,7 +8,6 @@ from pydantic import AfterValidator, Field
 
 from vqclip import dist
 from vqclip.data.batch_maker import LoaderOptions, Tokenize
-from vqclip.data.chunks.supply import find_needs
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.features import FeatureCacheConfig
 from vqclip.data.loader import TrainData
@@ -17,6 +16,7 @@ from vqclip.data.prepare import open_source, prepare_sources
 from vqclip.data.samples import SampleMaker
 from vqclip.data.sources.base import OpensSource, Source, SourceConfigBase
 from vqclip.data.sources.kinds import SourceConfig
+from vqclip.data.tars.ahead import find_needs
 from vqclip.data.transforms import TrainTransformConfig
 from vqclip.errors import ConfigError, name_section
 

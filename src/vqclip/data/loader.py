@@ -21,10 +21,10 @@ from typing import Any
 from vqclip import dist
 from vqclip.data.batch import BadSample, Batch
 from vqclip.data.batch_maker import BatchMaker, LoaderOptions, Tokenize, make_batches
-from vqclip.data.chunks.supply import ChunkSupply, find_needs
 from vqclip.data.features import FeatureReader
 from vqclip.data.order import GlobalOrder, Order
 from vqclip.data.samples import SampleMaker
+from vqclip.data.tars.ahead import ChunkSupply, find_needs
 from vqclip.errors import DataError
 from vqclip.seeds import derive_seed
 

@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from vqclip import dist
-from vqclip.data.index import load_index
 from vqclip.data.remote import display_url
-from vqclip.data.shard import Part, Shard
+from vqclip.data.shard import Part
 from vqclip.data.sources.base import OpensSource, Source
 from vqclip.data.sources.files import skip_next_check
 from vqclip.errors import DataError, name_section, printable
@@ -34,14 +33,14 @@ _ROUND_S = 10.0
 """Seconds of work after which a rank finishes its current shard and meets the others."""
 _WAIT_S = 0.2
 """Seconds between two looks at what another job is making."""
-_Named: TypeAlias = list[tuple[str, Shard | Part]]
+_Named: TypeAlias = list[tuple[str, Part]]
 """Parts, each with the key path of its source."""
 
 
 class HasShards(Protocol):
     """The config of a source that can be prepared."""
 
-    def shards(self) -> Sequence[Shard | Part]:
+    def shards(self) -> Sequence[Part]:
         """Return the tars or other parts, after drawing missing ones; none for a source without an index."""
         ...
 
@@ -164,14 +163,14 @@ def _log_once(text: str) -> None:
     logger.info("%s", printable(text, one_line=True))
 
 
-def prepare_shard(shard: Shard | Part) -> Any:
+def prepare_shard(shard: Part) -> Any:
     """Index one shard if its index is missing or outdated; return False if another job is about to have made it.
 
     Raises:
         DataError: it is damaged, or cannot be read.
     """
     try:
-        return shard.prepare() if isinstance(shard, Part) else load_index(shard)
+        return shard.prepare()
     except OSError as error:
         raise DataError(f"{shard}: cannot be indexed: {error}") from error
 

@@ -17,7 +17,7 @@ import numpy as np
 import safetensors.numpy
 import torch
 
-from vqclip.errors import CheckpointError, DataError
+from vqclip.errors import CheckpointError, DataError, StorageError
 from vqclip.io.atomic import write_file
 from vqclip.io.json_files import add_checksum, verify_checksum
 from vqclip.io.tensors import checksums, open_tensors
@@ -81,24 +81,23 @@ def save_table(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, np.nda
         name: name of the data, for the message.
 
     Raises:
-        DataError: it cannot be written.
+        StorageError: it cannot be written.
     """
     content = table_bytes(facts, arrays)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, content)
     except OSError as error:
-        raise DataError(
-            f"{path.parent}: the index of {name} cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder "
-            "with room"
+        raise StorageError(
+            f"{path.parent}: the index of {name} cannot be written ({error.strerror}); set VQCLIP_CACHE, or --out of "
+            "vqclip data index, to a folder with room"
         ) from None
 
 
 def table_bytes(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return the content of a table; see `save_table`."""
     plain = {key: np.ascontiguousarray(value) for key, value in arrays.items()}
-    sums = checksums({key: _tensor(value) for key, value in plain.items()}) if plain else {}
-    return safetensors.numpy.save(plain, {"facts": add_checksum({**facts, _CHECKSUMS: sums}).decode()})
+    return safetensors.numpy.save(plain, {"facts": add_checksum({**facts, _CHECKSUMS: _sums(plain)}).decode()})
 
 
 def open_table(path: Path, expected: Mapping[str, object], verify: bool | Collection[str] = True) -> Table:
@@ -121,14 +120,13 @@ def open_table(path: Path, expected: Mapping[str, object], verify: bool | Collec
                 if facts.get(key) != value:
                     raise DataError(f"{path}: {key} is {facts.get(key)!r}; expected {value!r}")
             sums = verify_checksum(path, facts, text.encode()).pop(_CHECKSUMS, None)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except CheckpointError as error:
         raise DataError(str(error)) from None
-    names = tensors.keys() & (verify if isinstance(verify, Collection) else tensors.keys() if verify else ())
-    found = checksums({name: tensors[name] for name in names}) if names else {}
-    if not isinstance(sums, dict) or sums.keys() != tensors.keys() or found != {name: sums[name] for name in names}:
+    names = arrays.keys() & (verify if isinstance(verify, Collection) else arrays.keys() if verify else ())
+    found = _sums({name: arrays[name] for name in names})
+    if not isinstance(sums, dict) or sums.keys() != arrays.keys() or found != {name: sums[name] for name in names}:
         raise DataError(f"{path}: does not match its own checksums: the file is damaged")
-    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     for array in arrays.values():
         array.flags.writeable = False
     return Table({key: value for key, value in facts.items() if key not in (_CHECKSUMS, "sha256")}, arrays)
@@ -166,5 +164,8 @@ def _parse_facts(path: Path, text: bytes) -> dict[str, Any]:
     return facts
 
 
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(array if array.flags.writeable else array.copy())  # it warns of those that are read-only
+def _sums(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+    flat = {name: array.reshape(-1).view(np.uint8) for name, array in arrays.items() if array.size}
+    # torch warns of arrays that are read-only.
+    tensors = {name: torch.from_numpy(each if each.flags.writeable else each.copy()) for name, each in flat.items()}
+    return {**dict.fromkeys(arrays, 0), **(checksums(tensors) if tensors else {})}

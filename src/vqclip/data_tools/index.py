@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vqclip.data.chunks.counts import known_counts
-from vqclip.data.chunks.index_file import ChunkIndex
-from vqclip.data.chunks.location import cached_index, data_folder, index_name
-from vqclip.data.chunks.make import IndexMaker
-from vqclip.data.chunks.parts import LocalParts, PartFolder, RemoteParts
 from vqclip.data.remote import RemoteConfig, RemoteShard, TransferConfig, beneath, display_url, protocol_of
 from vqclip.data.remote.folder import STORES, RemoteFolder, require_writable
 from vqclip.data.remote.urls import path_in_url
 from vqclip.data.shard import Shard
+from vqclip.data.tars.counts import known_counts
+from vqclip.data.tars.index import TarIndex
+from vqclip.data.tars.locate import cached_index, data_folder, index_name
+from vqclip.data.tars.make import IndexMaker, Parts
+from vqclip.data.tars.open import TarSet
 from vqclip.errors import ConfigError, StorageError
 from vqclip.io.files import expand_home
 from vqclip.runlog.bar import ProgressBar
@@ -41,7 +41,7 @@ class _Place:
 
     path: Path
     """The index on this machine."""
-    parts: PartFolder
+    parts: Parts
     upload: RemoteFolder | None = None
     """The folder at a URL that it is copied to."""
     name: str = ""
@@ -55,7 +55,7 @@ class _Place:
 class IndexResult:
     """A made index."""
 
-    index: ChunkIndex
+    index: TarIndex
     where: str
     """Its path or URL."""
     made: int
@@ -73,11 +73,11 @@ class IndexResult:
         return f"{text}, {int(index.lengths.sum()) / 1e9:,.3f} GB; {read}\n{self.advice}"
 
 
-def index_shards(shards: Sequence[Shard], chunk: int, workers: int = 1, out: str | None = None) -> IndexResult:
+def index_shards(tars: TarSet, chunk: int, workers: int = 1, out: str | None = None) -> IndexResult:
     """Make the index of some shards, unless it is up to date.
 
     Args:
-        shards: plain tars.
+        tars: the shards, and how their members are grouped.
         chunk: samples of a chunk.
         workers: threads that read.
         out: folder or its URL; default beside the shards, or the cache.
@@ -87,8 +87,9 @@ def index_shards(shards: Sequence[Shard], chunk: int, workers: int = 1, out: str
         DataError: shards are damaged, or the index cannot be written.
         StorageError: a server cannot be reached.
     """
-    place, advice = _choose_place(shards, out)
-    maker = IndexMaker(shards, place.parts)
+    shards = tars.shards
+    place, advice = _choose_place(tars, out)
+    maker = IndexMaker(shards, place.parts, tars.rules, tars.leave_out)
     index = maker.find_current(place.path, chunk)
     made, is_new = 0, index is None
     if index is None:
@@ -117,37 +118,37 @@ def _read_all(maker: IndexMaker, workers: int) -> int:
     return missing
 
 
-def _choose_place(shards: Sequence[Shard], out: str | None) -> tuple[_Place, str]:
+def _choose_place(tars: TarSet, out: str | None) -> tuple[_Place, str]:
     """Return the place of an index, and advice on it for the user."""
-    folder, name = data_folder(shards), index_name(shards)
+    shards = tars.shards
+    folder, name, cached = data_folder(shards), index_name(shards, tars.rules), cached_index(shards, tars.rules)
     options = next((each.options for each in shards if isinstance(each, RemoteShard)), RemoteConfig())
     beside = path_in_url(beneath(folder, name)) if isinstance(folder, str) else f"{folder}/{name}"
     found = "training finds it beside the shards: data.order=windowed"
     if out is not None:
         target = _require_out(out)
         if str(target) == str(folder):
-            return _place_in(target, name, options, shards), found
+            return _place_in(target, name, options, cached), found
         hint = (
             f"training looks for it beside the shards: copy it to {beside}"
             if folder
             else "the shards have no common folder"
         )
-        return _place_in(target, name, options, shards), f"{hint}, or make it without --out"
+        return _place_in(target, name, options, cached), f"{hint}, or make it without --out"
     if isinstance(folder, Path) and os.access(folder, os.W_OK):
-        return _place_in(folder, name, options, shards), found
+        return _place_in(folder, name, options, cached), found
     if isinstance(folder, str) and protocol_of(folder) in STORES and _is_writable(folder, options):
-        return _place_in(folder, name, options, shards), found
-    cached = cached_index(shards)
+        return _place_in(folder, name, options, cached), found
     others = f"; for other machines copy it to {beside}" if folder else ""
-    place = _Place(cached, LocalParts(cached.with_suffix(".parts")))
+    place = _Place(cached, Parts(cached.with_suffix(".parts")))
     return place, f"it is in the cache, where training on this machine finds it: data.order=windowed{others}"
 
 
-def _place_in(folder: Path | str, name: str, options: TransferConfig, shards: Sequence[Shard]) -> _Place:
+def _place_in(folder: Path | str, name: str, options: TransferConfig, cached: Path) -> _Place:
     if isinstance(folder, Path):
-        return _Place(folder / name, LocalParts(folder / PARTS))
-    parts = RemoteParts(RemoteFolder(f"{folder}/{PARTS}", options))
-    return _Place(cached_index(shards), parts, RemoteFolder(folder, options), name)
+        return _Place(folder / name, Parts(folder / PARTS))
+    parts = Parts(cached.with_suffix(".parts"), RemoteFolder(f"{folder}/{PARTS}", options))
+    return _Place(cached, parts, RemoteFolder(folder, options), name)
 
 
 def _require_out(out: str) -> Path | str:
@@ -178,7 +179,7 @@ def _is_writable(folder: str, options: TransferConfig) -> bool:
     return True
 
 
-def _compare_counts(shards: Sequence[Shard], index: ChunkIndex) -> None:
+def _compare_counts(shards: Sequence[Shard], index: TarIndex) -> None:
     """Warn if files beside the shards give other counts of samples."""
     try:
         counts = known_counts(shards)

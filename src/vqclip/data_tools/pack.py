@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field
 
 from vqclip.config import Config
-from vqclip.data import Source, load_index
+from vqclip.data import Source
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.in_order import InOrderReader, SamplesRead, ShardSlices, require_few_bad
 from vqclip.data.lookup import locate
@@ -151,7 +151,6 @@ class PackFolder(ShardFolder[PackRecord, PackManifest]):
         stats |= {"failed_to_download": 0, "failed_to_resize": failed}
         stats["status_dict"] = {"success": tally.samples, "unusable": failed}
         write_file(self.folder / self.name(shard).replace(".tar", "_stats.json"), json.dumps(stats, indent=1).encode())
-        load_index(self.folder / self.name(shard))
         self.add_record(shard, file, tally.samples, tally.bad, captions=tally.captions)
 
     def make_manifest(self, records: Sequence[PackRecord], samples: int, bad: dict[str, int]) -> PackManifest:

@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vqclip.data.chunks.counts import known_counts
-from vqclip.data.chunks.index_file import open_index
-from vqclip.data.chunks.location import find_index
-from vqclip.data.chunks.survey import survey
 from vqclip.data.order import FullOrder, WindowedOrder
 from vqclip.data.remote import RemoteShard
 from vqclip.data.sources.base import SourceConfigBase
+from vqclip.data.sources.classes import ClassShardsConfig
+from vqclip.data.sources.shards import CaptionShardsConfig
+from vqclip.data.tars.counts import known_counts
+from vqclip.data.tars.locate import find_index
+from vqclip.data.tars.make import survey
 from vqclip.errors import ConfigError, DataError
 
 __all__ = ["DataCounts", "Job", "Plan", "count_source", "make_plan"]
@@ -107,21 +108,21 @@ def count_source(source: SourceConfigBase, chunk: int) -> DataCounts:
         DataError: it consists of other files, or has neither index nor counts.
         StorageError: its server cannot be reached.
     """
-    shards = source.shards()
+    tars = source.tar_set() if isinstance(source, CaptionShardsConfig | ClassShardsConfig) else None
+    shards = [] if tars is None else tars.shards
     plain = [each for each in shards if isinstance(each, Path | RemoteShard)]
-    if not plain or len(plain) < len(shards):
+    if tars is None or not plain or len(plain) < len(shards):
         raise DataError(f"kind {source.kind}: only the sizes of plain tars are known; expected {_NUMBERS} instead")
-    path = find_index(plain)
+    index = find_index(plain, tars.rules)
     at_urls, weight = any(isinstance(each, RemoteShard) for each in plain), source.weight or 1.0
-    if path is not None:
-        index = open_index(path, verify=False)
+    if index is not None:
         size = int(index.lengths.sum())
         return DataCounts(int(index.firsts[-1]), len(plain), size, index.chunk, weight, at_urls)
     counts = known_counts(plain)
     if counts is None or not sum(counts):
         others = f" and {len(plain) - 1} more" if plain[1:] else ""
         raise DataError(f"{plain[0]}{others}: no index; make it (vqclip data index SOURCE), or give {_NUMBERS}")
-    size = sum(length for length, _ in survey(plain))
+    size = sum(each.length for each in survey(plain))
     return DataCounts(sum(counts), len(plain), size, chunk, weight, at_urls, is_indexed=False)
 
 

@@ -21,8 +21,8 @@ from vqclip.data.libraries import require_pyarrow
 from vqclip.data.on_ray import RayCluster, RayOptions, connect_to_ray
 from vqclip.data.shard import Shard
 from vqclip.data.sources.classes import ClassShardsConfig
-from vqclip.data.sources.reader import join_checksums
 from vqclip.data.sources.shards import CaptionShardsConfig
+from vqclip.data.tars.index import content_digest
 from vqclip.data.tokens.manifest import SETTINGS_FILE, VERSIONS
 from vqclip.data.work_folder import WorkFolder
 from vqclip.errors import ConfigError, DataError, StorageError
@@ -58,7 +58,7 @@ def tokenize_on_ray(options: Options, ray: RayOptions) -> TokenizeResult:
     require_pyarrow()
     with connect_to_ray(ray) as cluster:
         cpus, gpus = cluster.worker_size(options.threads + options.workers, options.device)
-        shards = tuple(data.shards())
+        shards = tuple(data.tars())
         facts, fingerprint = _describe_shards(cluster, data, shards)
         open_job = partial(_open_maker, options, shards, facts, fingerprint, "cuda" if gpus > 0 else "cpu")
         sizes, start, made, seen = [each["samples"] for each in facts], time.monotonic(), 0, 0
@@ -112,7 +112,7 @@ def _describe_shards(cluster: RayCluster, data: _Config, shards: Sequence[Shard]
     samples = sum(shard["samples"] for shard in described)
     if not samples:
         raise DataError(f"{shards[0]} and {len(shards) - 1} more: every tar is empty; expected samples")
-    checksum = join_checksums([shard["sha256"] for shard in described])
+    checksum = content_digest([shard["sha256"] for shard in described])
     return described, {**found[0][1], "samples": samples, "sha256": checksum}
 
 

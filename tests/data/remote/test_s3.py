@@ -14,12 +14,12 @@ from tests.data import serving
 from tests.data.loading import global_batches, open_data, same
 from tests.data.making import caption_members, caption_shards, class_folder, write_tar
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
-from vqclip.data.chunks import cache as chunk_cache
-from vqclip.data.chunks.location import cached_index
-from vqclip.data.chunks.make import make_index
 from vqclip.data.remote import RemoteConfig, RemoteShard, transfer
 from vqclip.data.remote.retry import Deadline
 from vqclip.data.sources.paths import find_shards
+from vqclip.data.tars import cache as chunk_cache
+from vqclip.data.tars.locate import cached_index
+from vqclip.data.tars.make import make_index
 from vqclip.errors import DataError, StorageError
 
 pytestmark = pytest.mark.faults
@@ -198,7 +198,7 @@ def test_data_ten_times_the_cache_come_once_an_epoch(
     size = sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
     order = {"kind": "windowed", "chunk": 4, "window": 6}
     everything = CaptionShardsConfig(path="s3://bucket/ten", remote=OPTIONS)
-    make_index(everything.shards(), cached_index(everything.shards()), 4)
+    make_index(everything.tars(), cached_index(everything.tars()), 4)
     source = everything.model_copy(update={"remote": RemoteConfig(cache_gib=0.1 * size / 2**30, **OPTIONS)})
     there = open_data(tmp_path, sources=(source,), order=order, batch_size=4)
     here = open_data(tmp_path, sources=(CaptionShardsConfig(path=str(tmp_path / "a")),), order=order, batch_size=4)

@@ -28,7 +28,6 @@ from tests.training import run_tree
 from vqclip import dist
 from vqclip.cli.train import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, EvalSet, EvalTransformConfig
-from vqclip.data.index import load_index
 from vqclip.data.prepare import prepare_sources
 from vqclip.data.remote import RemoteConfig, RemoteShard, display_url, retry, transfer
 from vqclip.data.remote import cache as cache_module
@@ -290,19 +289,8 @@ def test_batches_from_urls_are_those_from_files(server: FaultyServer, tmp_path: 
     assert here.fingerprint == there.fingerprint
     expected = global_batches(here, 0, 5, 1)
     assert same(global_batches(there, 0, 5, 2), expected)
-    tars = [request for request in server.requests if request.endswith(".tar")]
-    assert len(tars) == len(set(tars)) == 5
     assert [source.classnames for source in there.samples.sources][1] == ("cat", "dog", "red panda")
-
-    # With room for two shards of five, and workers: the same, but fetched again and again.
-    for path in kept(cache):
-        path.unlink()
-    limit = 2 * max(len(body) for body in server.files.values())
-    small = tuple(source.model_copy(update={"remote": RemoteConfig(cache_gib=limit / 2**30)}) for source in remote)
-    data = open_data(tmp_path, sources=small, workers=2)
-    assert same(global_batches(data, 0, 5, 1), expected)
-    assert len([request for request in server.requests if request.endswith(".tar")]) > 2 * len(tars)
-    assert sum(path.stat().st_size for path in kept(cache)) <= limit
+    assert kept(cache) == []  # no shard was stored whole
 
 
 def test_data_that_do_not_fit_are_warned_about(
@@ -310,11 +298,11 @@ def test_data_that_do_not_fit_are_warned_about(
 ) -> None:
     url = server.add(caption_shards(tmp_path / "a", (2, 2)))
     size = len(server.files["/00000.tar"]) / 2**30
-    CaptionShardsConfig(path=f"{url}/{{00000..00001}}.tar", remote={"cache_gib": 1.5 * size}).build()
-    assert "do not fit in remote.cache_gib=" in caplog.text
-    caplog.clear()
-    CaptionShardsConfig(path=f"{url}/{{00000..00001}}.tar", remote={"cache_gib": 3 * size}).build()
+    path = f"{url}/{{00000..00001}}.tar"
+    CaptionShardsConfig(path=path, remote={"cache_gib": 3 * size}).build()
     assert "do not fit" not in caplog.text
+    CaptionShardsConfig(path=path, remote={"cache_gib": 1.5 * size}).build()
+    assert "do not fit in remote.cache_gib=" in caplog.text
 
 
 @pytest.mark.parametrize("waits", ["server", "consumer"])
@@ -343,7 +331,7 @@ def test_only_the_server_can_be_slow(monkeypatch: pytest.MonkeyPatch, waits: str
 
 
 def evict(cache: Path) -> None:
-    for path in kept(cache):
+    for path in [*kept(cache), *(cache / "chunks").glob("*-chunk")]:
         path.unlink()
 
 
@@ -351,51 +339,25 @@ def test_a_shard_that_changes_is_noticed_when_it_is_fetched_again(
     server: FaultyServer, tmp_path: Path, cache: Path
 ) -> None:
     write_tar(tmp_path / "0.tar", caption_members(0, 3))
-    url = f"{server.add(tmp_path)}/0.tar"
-    server.tags["/0.tar"] = '"a"'
-    config = CaptionShardsConfig(path=url)
-    source = config.build()
-    first = source.fingerprint
-    expected = source.read(0)
-    evict(cache)
-    server.tags["/0.tar"] = '"b"'  # the same content from another machine: no change
-    assert source.read(0) == expected
-    evict(cache)
-    former = server.files["/0.tar"]
-    changed = bytearray(former)
-    changed[600] ^= 1
-    server.files["/0.tar"] = bytes(changed)
-    was, now = (hashlib.sha256(data).hexdigest() for data in (former, changed))
-    with pytest.raises(StorageError) as error:
-        source.read(1)
-    assert str(error.value) == (
-        f"{url}: has changed since it was indexed: SHA-256 {was} then, {now} now. Restore the former file, or start "
-        "the run again, which indexes the new one (a run with checkpoints then reports the difference, and continues "
-        "if run.resume_allow contains data)"
-    )
-    assert config.build().fingerprint != first  # as the next start sees it
-    evict(cache)
-    source = config.build()
-    server.files["/0.tar"] = write_tar(tmp_path / "0.tar", caption_members(0, 9)).read_bytes()
-    with pytest.raises(StorageError, match=r"has changed since it was indexed: \d+ bytes then, \d+ now\. Restore"):
-        source.read(0)
-    assert len(config.build()) == 9
-
-
-def test_the_former_file_put_back_is_read_again(server: FaultyServer, tmp_path: Path, cache: Path) -> None:
-    write_tar(tmp_path / "0.tar", caption_members(0, 3))
     config = CaptionShardsConfig(path=f"{server.add(tmp_path)}/0.tar")
     source = config.build()
     expected, former = source.read(1), server.files["/0.tar"]
     evict(cache)
+    source.tars.close()
     server.files["/0.tar"] = former.replace(b"caption", b"CAPTION")
-    with pytest.raises(StorageError, match="Restore the former file"):
+    with pytest.raises(StorageError, match=r"0\.tar: changed since they were indexed.*Restore the former") as error:
         source.read(1)
-    assert kept(cache) == []
+    assert error.value.kind == "changed shard"
     server.files["/0.tar"] = former
     assert source.read(1) == expected
     again = config.build()
     assert (again.fingerprint, again.read(1)) == (source.fingerprint, expected)
+    evict(cache)
+    again.tars.close()
+    server.files["/0.tar"] = write_tar(tmp_path / "0.tar", caption_members(0, 9)).read_bytes()
+    with pytest.raises(StorageError, match=r"has changed since it was indexed: \d+ bytes then, \d+ bytes now"):
+        again.read(0)
+    assert len(config.build()) == 9  # as the next start sees it
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -408,10 +370,10 @@ def test_a_change_at_a_url_ends_the_run_and_replaces_nothing(
     data = DataConfig(sources=(source,), workers=workers, max_bad_fraction=0.9).build(SIZE, tokenize, 4, 0)
     evict(cache)
     server.files["/00000.tar"] = server.files["/00000.tar"].replace(b"caption", b"CAPTION")
-    with pytest.raises(StorageError, match=rf"^{url}/00000.tar: has changed since it was indexed: SHA-256 "):
+    with pytest.raises(StorageError, match=rf"{url}/00000.tar: changed since they were indexed"):
         next(data.batches(0, 1))
     evict(cache)
-    with pytest.raises(StorageError, match=rf"^{url}/00000.tar: has changed since it was indexed: "):
+    with pytest.raises(StorageError, match=rf"{url}/00000.tar: changed since they were indexed"):
         list(EvalSet(data.samples.sources[0], EvalTransformConfig().build(SIZE), max_bad_fraction=0.9))
     assert data.replaced == 0
     assert len(source.build()) == 4  # the next start takes what is there
@@ -422,10 +384,10 @@ def test_a_damaged_shard_is_not_kept(server: FaultyServer, tmp_path: Path, cache
     url = f"{server.url}/0.tar"
     server.files["/0.tar"] = whole[: len(whole) // 2 // 512 * 512]
     with pytest.raises(DataError, match=f"{url}: truncated"):
-        load_index(RemoteShard(url))
+        CaptionShardsConfig(path=url).build()
     assert kept(cache) == []
     server.files["/0.tar"] = whole
-    assert len(load_index(RemoteShard(url))) == 3
+    assert len(CaptionShardsConfig(path=url).build()) == 3
 
 
 def test_storage_that_fails_is_no_bad_sample(
@@ -576,11 +538,10 @@ def test_ranks_deal_remote_shards_out(ranks: RankPool, server: FaultyServer, tmp
     url = server.add(caption_shards(tmp_path, (1,) * 5))
     pattern = f"{url}/{{00000..00004}}.tar"
     assert ranks(2, prepare_on_rank, pattern, str(cache)) == [5, 5]
-    assert sorted(server.requests) == [f"GET /{number:05d}.tar" for number in range(5)]
+    assert server.sent <= 1.1 * sum(map(len, server.files.values()))
     del server.files["/00003.tar"]  # which is noticed on rank 1
     evict(cache)
-    for path in (cache / "index").iterdir():
-        path.unlink()
+    shutil.rmtree(cache / "index")
     with pytest.raises(RankError) as error:
         ranks(2, prepare_on_rank, pattern, str(cache))
     for rank in (0, 1):

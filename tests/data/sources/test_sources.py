@@ -85,12 +85,14 @@ def test_bad_json_is_named(tmp_path: Path, content: bytes, message: str) -> None
 
 def test_wrong_layout_is_told_at_once(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", {"1.jpg": b"", "1.json": b"{}"})
-    assert "none of the 1 samples has a member .txt" in refusal(CaptionShardsConfig(path=str(path)).build)
+    message = refusal(CaptionShardsConfig(path=str(path)).build)
+    assert "none of the 1 samples has an image (.jpg, .png, .webp, ...) and a caption (.txt)" in message
+    assert "the members end in .jpg (1), .json (1). Captions in the .json?" in message
     folder = class_folder(tmp_path / "c")
     message = refusal(CaptionShardsConfig(path=str(folder / "train")).build)
     assert "is it a source of kind: classes?" in message
     path = write_tar(tmp_path / "b.tar", {"1.txt": b""})
-    assert "has a member image" in refusal(CaptionShardsConfig(path=str(path)).build)
+    assert "the members end in .txt (1)" in refusal(CaptionShardsConfig(path=str(path)).build)
 
 
 def test_a_shard_that_changes_or_goes_is_noticed(tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_class_names_and_prompts_are_bounded(tmp_path: Path) -> None:
 
 
 def test_many_shards_need_few_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vqclip.data.open_files._most_open_files", lambda: 64)
+    monkeypatch.setattr("vqclip.data.tars.store._most_open_files", lambda: 64)
     folder = caption_shards(tmp_path, (1,) * 90)
     source = CaptionShardsConfig(path=str(folder)).build()
     before = len(os.listdir("/proc/self/fd"))

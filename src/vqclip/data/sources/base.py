@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
 from pydantic import BeforeValidator, Field
 
 from vqclip.config import Config
-from vqclip.data.shard import Part, Shard
+from vqclip.data.shard import Part
 from vqclip.errors import ConfigError
 
 __all__ = [
@@ -94,7 +94,7 @@ class ShardedSource(Source, Protocol):
 class OpensSource(Protocol):
     """Prepares and opens a source."""
 
-    def shards(self) -> Sequence[Shard | Part]:
+    def shards(self) -> Sequence[Part]:
         """Return what is indexed before the first sample is read; see `SourceConfigBase.shards`."""
         ...
 
@@ -163,7 +163,7 @@ class SourceConfigBase(Config):
         """Return whether a folder is plainly of this kind; only kinds of this package are asked."""
         return False
 
-    def shards(self) -> Sequence[Shard | Part]:
+    def shards(self) -> Sequence[Part]:
         """Return what is indexed before the first sample is read, for `vqclip.data.prepare_sources`; by default none.
 
         Raises:

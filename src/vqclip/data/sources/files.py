@@ -22,7 +22,7 @@ import numpy as np
 from pydantic import PrivateAttr
 
 from vqclip.data.remote import display_url, local_path, protocol_of
-from vqclip.data.shard import Part, Shard
+from vqclip.data.shard import Part
 from vqclip.data.sources.base import NumberedSource, RawSample, SourceConfigBase
 from vqclip.data.sources.captions import CaptionFiles, require_usable
 from vqclip.data.sources.file_table import PROBLEM, FileTable, checksum, load_table, versions
@@ -97,7 +97,7 @@ class FileSourceConfig(SourceConfigBase):
             for start in range(0, len(table), PART_SIZE)
         ]
 
-    def shards(self) -> Sequence[Shard | Part]:
+    def shards(self) -> Sequence[Part]:
         """Return the parts, after making the table; for `vqclip.data.prepare_sources`.
 
         Raises:

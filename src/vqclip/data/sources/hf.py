@@ -98,10 +98,11 @@ class HfConfig(TableConfig):
         """See `PackedConfig.open_stream`."""
         return HfStream(self)
 
-    def open_tars(self, *args: Any) -> PackedSource:
-        """See `PackedConfig.open_tars`."""
+    def build(self, cache: Path | None = None) -> PackedSource:
+        """See `PackedConfig.build`."""
+        source = super().build(cache)
         self._data = None
-        return super().open_tars(*args)
+        return source
 
 
 def _require_datasets() -> Any:

@@ -25,18 +25,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from pydantic import PrivateAttr
 
-from vqclip.data.chunks.reader import ChunkReader
-from vqclip.data.chunks.tars import ChunkedTars
 from vqclip.data.decode import image_format
-from vqclip.data.index import load_index
 from vqclip.data.remote import RemoteConfig
 from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.base import OpensSource, RawSample, SourceConfigBase
 from vqclip.data.sources.captions import CaptionFiles
 from vqclip.data.sources.paths import strip_common_folders
 from vqclip.data.sources.prompts import Prompts
-from vqclip.data.sources.reader import ShardReader
 from vqclip.data.sources.shards import TarSource
+from vqclip.data.tars.open import TarSet
+from vqclip.data.tars.reader import TarReader
 from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder
 from vqclip.errors import DataError, StorageError, encodable, printable
 from vqclip.io.files import cache_folder, format_bytes
@@ -110,6 +108,7 @@ class PackedConfig(SourceConfigBase):
 
     _stream: Stream | None = PrivateAttr(None)
     _opened: dict[str, Any] | None = PrivateAttr(None)
+    _chunk: int | None = PrivateAttr(None)
 
     def identity(self) -> dict[str, Any]:
         """Return JSON values that differ if the samples may differ: settings, and sizes and times of files.
@@ -165,24 +164,24 @@ class PackedConfig(SourceConfigBase):
             self._opened = {"folder": str(folder.path), "missing": missing, **self.share()}
         return [_PiecePart(self, folder, piece) for piece in self._opened["missing"]]
 
-    def shards(self) -> Sequence[Shard]:
-        """Return the tars, after packing what is missing; see `SourceConfigBase.shards`."""
-        return self._pack(self.folder())
+    def shards(self) -> Sequence[Part]:
+        """See `SourceConfigBase.shards`; what is missing is packed."""
+        return self._tar_set(self.folder()).parts()
 
     def in_chunks(self, chunk: int) -> OpensSource:
         """See `SourceConfigBase.in_chunks`."""
-        return _InChunks(self, chunk)
+        self._chunk = chunk
+        return self
 
     def build(self, cache: Path | None = None) -> PackedSource:
         """Open the data, after packing and indexing what is missing."""
         folder = self.folder(cache)
-        return self.open_tars(ShardReader(self._pack(folder), cache), folder)
-
-    def open_tars(self, reader: ShardReader | ChunkReader, folder: WorkFolder | None = None) -> PackedSource:
-        """Open the packed tars with a reader of them."""
-        source = PackedSource(self, folder or self.folder(), reader)
+        source = PackedSource(self, folder, self._tar_set(folder).open(cache))
         self._opened = self._stream = None  # the next run compares the data again
         return source
+
+    def _tar_set(self, folder: WorkFolder) -> TarSet:
+        return TarSet(self._pack(folder), self.transfer, chunk=self._chunk)
 
     def stream(self) -> Stream:
         """Return the opened data; they stay open until `build`."""
@@ -255,42 +254,14 @@ class _PiecePart:
         return f"{self.folder.settings['pieces'][self.piece][0]}: piece {self.piece}"
 
     def prepare(self, cache: Path | None = None) -> bool:
-        """Pack and index the piece; return False if another process is packing it."""
+        """Pack the piece; return False if another process is packing it."""
         for piece in self.folder.claim([self.piece]):
             write_piece(self.folder, piece, self.config.stream())
         return self.folder.record(self.piece) is not None
 
 
-class _InChunks:
-    """Prepares and opens a packed source to be read in chunks."""
-
-    def __init__(self, config: PackedConfig, chunk: int):
-        self._config, self._chunk = config, chunk
-        self._tars: ChunkedTars | None = None
-        self.set_opened, self.pieces = config.set_opened, config.pieces
-
-    @property
-    def opened(self) -> dict[str, Any] | None:
-        """See `PackedConfig.opened`."""
-        return self._config.opened
-
-    def shards(self) -> Sequence[Shard | Part]:
-        """See `SourceConfigBase.shards`."""
-        return self._chunked().shards()
-
-    def build(self, cache: Path | None = None) -> PackedSource:
-        """See `SourceConfigBase.build`."""
-        return self._chunked().build(cache)  # type: ignore[return-value]
-
-    def _chunked(self) -> ChunkedTars:
-        if self._tars is None:
-            config = _PackedTars(self._config.shards(), self._config.transfer, self._config)
-            self._tars = ChunkedTars(config, self._chunk, self._config.open_tars)
-        return self._tars
-
-
 def write_piece(folder: WorkFolder, piece: int, stream: Stream) -> ItemRecord:
-    """Write the tar of a piece, index it, and record it.
+    """Write the tar of a piece, and record it.
 
     Raises:
         StorageError: the piece cannot be read or fetched, or the tar cannot be written.
@@ -324,7 +295,6 @@ def write_piece(folder: WorkFolder, piece: int, stream: Stream) -> ItemRecord:
         record = folder.add_record(piece, file, samples, (), **counts)
     except OSError as error:
         raise StorageError(f"{folder.file(piece)}: cannot be written: {error.strerror}") from None
-    load_index(folder.file(piece))
     size, done = format_bytes(file.size), folder.items - folder.missing()
     logger.info("packed %d of %d pieces into %s: %d samples, %s", done, folder.items, folder.path, samples, size)
     return record
@@ -367,14 +337,15 @@ class PackedSource(TarSource):
     Args:
         config: the packed data.
         folder: the folder of the tars.
-        reader: reads them.
+        tars: reads them.
 
     Raises:
         DataError: there are no samples.
     """
 
-    def __init__(self, config: PackedConfig, folder: WorkFolder, reader: ShardReader | ChunkReader):
-        self.config, self._reader, settings = config, reader, folder.settings
+    def __init__(self, config: PackedConfig, folder: WorkFolder, tars: TarReader):
+        super().__init__(tars)
+        self.config, settings = config, folder.settings
         self.classnames = tuple(settings["classnames"])
         self.templates = config.prompts if settings["has_prompts"] else ()
         self._prompts = Prompts(self.templates, self.classnames)
@@ -383,7 +354,7 @@ class PackedSource(TarSource):
         records = folder.records() or []
         self._ends = np.cumsum([record.samples for record in records], dtype=np.int64)
         total = {key: sum(record.facts[key] for record in records) for key in ("unusable", "grouped", "repeated")}
-        self.notes: tuple[str, ...] = tuple(settings["notes"])
+        self.notes = tuple(settings["notes"])
         if total["grouped"]:
             rows = total["grouped"] + len(self)
             self.notes += (f"{rows:,} rows are {len(self):,} samples: neighbouring rows of one image are one",)
@@ -401,7 +372,7 @@ class PackedSource(TarSource):
 
     def read(self, index: int) -> RawSample:
         """Return image, captions and label of one sample; see `Source.read`."""
-        reader = self._reader
+        reader = self.tars
         try:
             image = reader.read(index, "image")
         except StorageError:
@@ -424,11 +395,11 @@ class PackedSource(TarSource):
 
     def name(self, index: int) -> str:
         """Return file and row, for messages: ``/data/train.parquet: row 17``."""
-        return printable(f"{self._pieces[self._piece(index)]}: row {int(self._reader.key(index))}", one_line=True)
+        return printable(f"{self._pieces[self._piece(index)]}: row {int(self.tars.key(index))}", one_line=True)
 
     def place(self, index: int) -> str:
         """Return file and row; see `vqclip.data.images.ImageSource.place`."""
-        return f"{self._places[self._piece(index)]}/{self._reader.key(index)}".lstrip("/")
+        return f"{self._places[self._piece(index)]}/{self.tars.key(index)}".lstrip("/")
 
     def _piece(self, index: int) -> int:
         if not 0 <= index < len(self):
@@ -439,18 +410,4 @@ class PackedSource(TarSource):
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`; of the packed samples, so the place of the data does not count."""
         prompts = self._prompts.sha256
-        return {"kind": "packed", "samples": len(self), "sha256": self._reader.sha256, "prompts_sha256": prompts}
-
-
-class _PackedTars(NamedTuple):
-    """The tars of a packed source, for `ChunkedTars`."""
-
-    tars: Sequence[Shard]
-    remote: RemoteConfig
-    config: PackedConfig
-
-    def shards(self) -> Sequence[Shard]:
-        return self.tars
-
-    def build(self, cache: Path | None = None) -> PackedSource:
-        return self.config.build(cache)
+        return {"kind": "packed", "samples": len(self), "sha256": self.tars.sha256, "prompts_sha256": prompts}

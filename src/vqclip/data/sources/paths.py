@@ -31,7 +31,10 @@ _MAX_SHARDS = 10_000_000
 
 
 def find_shards(
-    paths: Sequence[str | Path], remote: RemoteConfig | None = None, endings: Sequence[str] = TAR_ENDINGS
+    paths: Sequence[str | Path],
+    remote: RemoteConfig | None = None,
+    endings: Sequence[str] = TAR_ENDINGS,
+    allow_missing: bool = False,
 ) -> list[Shard]:
     """Return all shards that the paths name, in the given order.
 
@@ -42,13 +45,16 @@ def find_shards(
             named. Shards at URLs are not checked until they are downloaded.
         remote: how shards at URLs are downloaded, and the size of the cache, which compressed ones need too.
         endings: of the files in a folder; for other files than tars.
+        allow_missing: return shards of a pattern with braces that are missing, too.
 
     Raises:
         DataError: a path names nothing or cannot be read, a shard is missing or listed twice, or a protocol is not
             allowed.
     """
     try:
-        shards = [shard for path in paths for shard in _find(str(path), remote or RemoteConfig(), endings)]
+        shards = [
+            shard for path in paths for shard in _find(str(path), remote or RemoteConfig(), endings, allow_missing)
+        ]
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from None
     seen: set[Shard] = set()
@@ -103,12 +109,12 @@ def _choices(content: str) -> list[str]:
     return [f"{number:0{width}d}" for number in range(first, last + step, step)]
 
 
-def _find(path: str, remote: RemoteConfig, endings: Sequence[str]) -> list[Shard]:
+def _find(path: str, remote: RemoteConfig, endings: Sequence[str], allow_missing: bool) -> list[Shard]:
     protocol = protocol_of(path)
     if protocol is None:
-        return [_shard_at(file, remote) for file in _find_local(path, endings)]
+        return [_shard_at(file, remote) for file in _find_local(path, endings, allow_missing)]
     if protocol == "file":
-        return [_shard_at(file, remote) for file in _find_local(local_path(path), endings)]
+        return [_shard_at(file, remote) for file in _find_local(local_path(path), endings, allow_missing)]
     return [shard for url in expand_braces(path) for shard in remote_shards(url, remote, endings)]
 
 
@@ -116,7 +122,7 @@ def _shard_at(path: Path, remote: RemoteConfig) -> Shard:
     return GzipShard.at(path, remote) if is_gzip(path.name) and path.is_file() else path
 
 
-def _find_local(path: str, endings: Sequence[str]) -> list[Path]:
+def _find_local(path: str, endings: Sequence[str], allow_missing: bool) -> list[Path]:
     exact = expand_home(path)
     full = str(exact)
     if os.path.isdir(exact):  # unlike Path.is_dir, also for a pattern that is longer than a name of a file
@@ -137,9 +143,12 @@ def _find_local(path: str, endings: Sequence[str]) -> list[Path]:
         )
     if len(missing) == len(names):
         raise DataError(f"{path}: matches no file: none of the {len(names)} exists, such as {names[0].absolute()}")
-    if missing:
+    if missing and not allow_missing:
         shown = ", ".join(str(name) for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise DataError(f"{path}: {len(missing)} of {len(names)} shards are missing: {shown}")
+        raise DataError(
+            f"{path}: {len(missing)} of {len(names)} shards are missing: {shown}. Name the folder or a pattern such as "
+            f"*{endings[0]}, or leave them out: bad_shards: leave_out"
+        )
     return [name.absolute() for name in names]
 
 

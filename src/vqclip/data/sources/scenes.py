@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from vqclip.data.shard import Shard
+from vqclip.data.shard import Part
 from vqclip.data.sources.base import SourceConfigBase
 from vqclip.data.sources.classes import ClassShards, ClassShardsConfig
 from vqclip.data.sources.shards import CaptionShards, CaptionShardsConfig
@@ -31,8 +31,8 @@ class ScenesSourceConfig(SourceConfigBase):
         """Return whether images have classes."""
         return self.split in ("test", "heldout")
 
-    def shards(self) -> Sequence[Shard]:
-        """Return the tars of the split, after drawing missing ones; for `vqclip.data.prepare_sources`."""
+    def shards(self) -> Sequence[Part]:
+        """See `SourceConfigBase.shards`; missing tars are drawn."""
         return self._shards_config(None).shards()
 
     def build(self, cache: Path | None = None) -> CaptionShards | ClassShards:

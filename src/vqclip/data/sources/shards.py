@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from vqclip.data.chunks.reader import ChunkReader
-from vqclip.data.chunks.tars import ChunkedTars
 from vqclip.data.remote import RemoteConfig, display_url, is_tar
-from vqclip.data.shard import Shard
-from vqclip.data.sources.base import FolderContent, OpensSource, RawSample, SourceConfigBase
+from vqclip.data.shard import Part, Shard
+from vqclip.data.sources.base import FolderContent, OpensSource, RawSample, Source, SourceConfigBase
 from vqclip.data.sources.captions import CaptionFiles
 from vqclip.data.sources.class_folder import CLASSNAMES
 from vqclip.data.sources.paths import find_shards
-from vqclip.data.sources.reader import ShardReader
+from vqclip.data.tars.members import KINDS, MemberRules
+from vqclip.data.tars.open import TarSet, describe_left_out
+from vqclip.data.tars.reader import TarReader
 from vqclip.errors import DataError
 
-__all__ = ["CaptionShards", "CaptionShardsConfig"]
+__all__ = ["CaptionShards", "CaptionShardsConfig", "Endings", "OpensTars", "TarSource", "require_members"]
+
+Endings = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^\.?[^/\s]+$")], ...],
+    BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
+]
+"""Endings of the names of members; one may be written alone."""
 
 
 class CaptionShardsConfig(SourceConfigBase):
-    """Tars whose samples are an image (jpg, jpeg, png, webp) with a caption (txt or json) of the same name."""
+    """Tars whose samples are an image (jpg, png, webp, ...) with a caption (txt or json) of the same name."""
 
     endings: ClassVar[Mapping[str, tuple[str, ...]]] = {"shards": (".tar", ".tar.gz", ".tgz")}
 
@@ -38,6 +44,13 @@ class CaptionShardsConfig(SourceConfigBase):
     """txt: the whole .txt is the caption. txt_lines: every line is one. json: values of `json_keys` in the .json."""
     json_keys: tuple[str, ...] = ("caption",)
     """Keys of the .json with a caption or a list of captions."""
+    image_member: Endings = ()
+    """Ending of the members with the images, if it is another one (`image.jpg` for `0.image.jpg`), or if samples have
+    several images. Of several endings, the first that a sample has."""
+    caption_member: Endings = ()
+    """Ending of the members with the captions, such as `caption.txt`; with captions json that of the .json."""
+    bad_shards: Literal["refuse", "leave_out"] = "refuse"
+    """leave_out: shards that are missing, cut short or damaged are left out, and counted in a message."""
     remote: RemoteConfig = RemoteConfig()
     """Download and caching of shards at URLs."""
 
@@ -59,57 +72,87 @@ class CaptionShardsConfig(SourceConfigBase):
         """Return whether there are tars without a file of class names."""
         return CLASSNAMES not in content.files and any(map(is_tar, content.files))
 
-    def shards(self) -> Sequence[Shard]:
-        """Return the tars, for `vqclip.data.prepare_sources`.
+    def tars(self) -> Sequence[Shard]:
+        """Return the tars.
 
         Raises:
             DataError: there are none, or one is missing.
         """
-        return find_shards([self.path] if isinstance(self.path, str) else self.path, self.remote)
+        paths = [self.path] if isinstance(self.path, str) else self.path
+        return find_shards(paths, self.remote, allow_missing=self.bad_shards == "leave_out")
+
+    def shards(self) -> Sequence[Part]:
+        """See `SourceConfigBase.shards`."""
+        return self.tar_set().parts()
 
     def in_chunks(self, chunk: int) -> OpensSource:
         """See `SourceConfigBase.in_chunks`."""
-        return ChunkedTars(self, chunk, partial(CaptionShards, self))
+        return OpensTars(lambda: self.tar_set(chunk), lambda tars: CaptionShards(self, tars))
 
     def build(self, cache: Path | None = None) -> CaptionShards:
         """Open the shards, after indexing those without an index."""
-        return CaptionShards(self, ShardReader(self.shards(), cache))
+        return CaptionShards(self, self.tar_set().open(cache))
 
     def build_part(self, shards: Sequence[Shard]) -> CaptionShards:
         """Open some of the shards, for processes that share a data set; none of their samples may be usable."""
-        return CaptionShards(self, ShardReader(shards), is_part=True)
+        return CaptionShards(self, self.tar_set(shards=shards).open(), is_part=True)
+
+    def tar_set(self, chunk: int | None = None, shards: Sequence[Shard] | None = None) -> TarSet:
+        """Return the tars, or some of them, to be opened, for an order with chunks of ``chunk`` samples."""
+        rules = MemberRules(self.image_member, self.caption_member, "json" if self.captions == "json" else "txt")
+        shards = self.tars() if shards is None else shards
+        return TarSet(shards, self.remote, rules, self.bad_shards == "leave_out", chunk)
+
+
+@dataclass(frozen=True)
+class OpensTars:
+    """Prepares and opens a source of tars; see `OpensSource`."""
+
+    tars: Callable[[], TarSet]
+    """Finds the tars."""
+    make: Callable[[TarReader], Source]
+    """Makes the source."""
+
+    def shards(self) -> Sequence[Part]:
+        """See `SourceConfigBase.shards`."""
+        return self.tars().parts()
+
+    def build(self, cache: Path | None = None) -> Source:
+        """See `SourceConfigBase.build`."""
+        return self.make(self.tars().open(cache))
 
 
 class TarSource:
-    """Base of sources that read tars: their names, keys and shards come from `_reader`."""
+    """Base of sources that read tars: their names, keys, shards and notes come from a reader.
 
-    _reader: ShardReader | ChunkReader
-    notes: tuple[str, ...] = ()
+    Args:
+        tars: reads the shards.
+    """
 
-    @property
-    def chunks(self) -> ChunkReader | None:
-        """Reader of the chunks, if the source is read in chunks."""
-        return self._reader if isinstance(self._reader, ChunkReader) else None
+    def __init__(self, tars: TarReader):
+        self.tars = tars
+        """Reader of the shards."""
+        self.notes = describe_left_out(tars.index)
 
     def __len__(self) -> int:
-        return len(self._reader)
+        return len(self.tars)
 
     def name(self, index: int) -> str:
         """Return shard and sample, for messages."""
-        return self._reader.name(index)
+        return self.tars.name(index)
 
     def key(self, index: int) -> str:
         """Return the sample's name in its shard; see `ShardedSource.key`."""
-        return self._reader.key(index)
+        return self.tars.key(index)
 
     def place(self, index: int) -> str:
         """Return shard and sample; see `vqclip.data.images.ImageSource.place`."""
-        return self._reader.place(index)
+        return self.tars.place(index)
 
     @property
     def shards(self) -> list[dict[str, str | int]]:
         """See `ShardedSource.shards`."""
-        return self._reader.shards
+        return self.tars.shards
 
 
 class CaptionShards(TarSource):
@@ -117,7 +160,7 @@ class CaptionShards(TarSource):
 
     Args:
         config: the place of the captions.
-        reader: reads the shards.
+        tars: reads the shards.
         is_part: whether these are some of the shards, which need no usable sample.
 
     Raises:
@@ -127,34 +170,47 @@ class CaptionShards(TarSource):
     classnames: tuple[str, ...] = ()
     templates: tuple[str, ...] = ()
 
-    def __init__(self, config: CaptionShardsConfig, reader: ShardReader | ChunkReader, is_part: bool = False):
+    def __init__(self, config: CaptionShardsConfig, tars: TarReader, is_part: bool = False):
+        super().__init__(tars)
         self.config = config
-        self._reader = reader
         self._captions = CaptionFiles(config.captions, config.json_keys)
         where = ", ".join(map(display_url, [config.path] if isinstance(config.path, str) else config.path))
         if not is_part:
-            require_members(self._reader, "image", self._captions.kind, where)
+            require_members(tars, self._captions.kind, where)
 
     def read(self, index: int) -> RawSample:
         """Return image and captions of one sample; see `Source.read`."""
-        text = self._reader.text(index, self._captions.kind)
-        return RawSample(self._reader.read(index, "image"), self._captions.parse(text, self.name(index)))
+        text = self.tars.text(index, self._captions.kind)
+        return RawSample(self.tars.read(index, "image"), self._captions.parse(text, self.name(index)))
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`."""
-        settings = self._captions.fingerprint
-        return {"kind": "shards", "samples": len(self), "sha256": self._reader.sha256, **settings}
+        settings = {"sha256": self.tars.sha256, **self._captions.fingerprint}
+        if self.config.image_member or self.config.caption_member:
+            settings["members"] = self.tars.rules.to_json()
+        return {"kind": "shards", "samples": len(self), **settings}
 
 
-def require_members(reader: ShardReader | ChunkReader, first: str, second: str, path: object) -> None:
-    """Raise DataError if no sample has these members: then the layout is wrong, not a single sample."""
-    if not len(reader):
+def require_members(tars: TarReader, kind: str, path: object) -> None:
+    """Raise DataError if no sample has an image and a member of a kind: then the layout is wrong, not a sample."""
+    facts = tars.index.facts
+    if facts.complete[KINDS.index(kind)]:
+        return
+    if facts.damaged and not len(tars):
+        raise DataError(f"{path}: all shards are missing or damaged; {describe_left_out(tars.index)[0]}")
+    found = ", ".join(f".{name} ({count})" for name, count in sorted(facts.endings.items(), key=lambda e: -e[1])[:8])
+    if not found:
         raise DataError(f"{path}: every tar is empty; expected samples, such as 000000000.jpg and 000000000.txt")
-    for kind in (first, second):
-        if not reader.count(kind):
-            what = "image (.jpg, .png, .webp, ...)" if kind == "image" else f".{kind}"
-            hint = " Captions in the .json? Set captions: json and json_keys." if kind == "txt" else ""
-            if kind == "txt" and reader.count("cls"):
-                hint = " The samples have a .cls: is it a source of kind: classes?"
-            raise DataError(f"{path}: none of the {len(reader)} samples has a member {what}.{hint}")
+    hint = " Set image_member and caption_member to the endings of the images and captions."
+    if facts.ambiguous:
+        hint = f" {describe_left_out(tars.index)[-1]}."
+    elif tars.count("image") and kind == "txt" and tars.count("cls"):
+        hint = " The samples have a .cls: is it a source of kind: classes?"
+    elif tars.count("image") and kind == "txt" and facts.complete[KINDS.index("json")]:
+        hint = " Captions in the .json? Set captions: json and json_keys."
+    what = "label (.cls)" if kind == "cls" else f"caption (.{kind})"
+    raise DataError(
+        f"{path}: none of the {len(tars)} samples has an image (.jpg, .png, .webp, ...) and a {what} of the same name; "
+        f"the members end in {found}.{hint}"
+    )

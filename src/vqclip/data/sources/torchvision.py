@@ -83,10 +83,11 @@ class TorchvisionConfig(PackedConfig):
             self._data = TorchvisionStream(self)
         return self._data
 
-    def open_tars(self, *args: Any) -> PackedSource:
-        """See `PackedConfig.open_tars`."""
+    def build(self, cache: Path | None = None) -> PackedSource:
+        """See `PackedConfig.build`."""
+        source = super().build(cache)
         self._data = None
-        return super().open_tars(*args)
+        return source
 
 
 def _find_class(config: TorchvisionConfig) -> type:

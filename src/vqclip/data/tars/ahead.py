@@ -1,4 +1,4 @@
-"""The chunks that a node needs next, fetched by all its data workers together.
+"""Fetch chunks at URLs before they are needed, in threads of all data workers of a node together.
 
 The cache of a node holds the chunks of the present window, which are needed in each of its rounds. What is left of the
 cache is for the next window, which is fetched after the first round of the present one. Before, chunks of the present
@@ -7,22 +7,123 @@ window may have been unused for longer than those of the former one, which the c
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.utils.data import get_worker_info
 
-from vqclip.data.chunks.ahead import FetchAhead, PlannedFetch
-from vqclip.data.chunks.reader import ChunkReader
 from vqclip.data.order import GlobalOrder, WindowedOrder
-from vqclip.errors import ConfigError
+from vqclip.data.tars.reader import TarReader
+from vqclip.errors import ConfigError, StorageError
 
-__all__ = ["ChunkSupply", "NodeNeeds", "find_needs"]
+__all__ = ["ChunkSupply", "FetchAhead", "NodeNeeds", "PlannedFetch", "find_needs"]
 
 logger = logging.getLogger("vqclip.data")
+
+_THREADS = 4
+
+
+class PlannedFetch(NamedTuple):
+    """A chunk that will be needed."""
+
+    position: int
+    """Place of the sample that needs it first; ascending. Behind it, the reader has fetched it."""
+    size: int
+    """Bytes of the chunk."""
+    chunk: int
+    """Number of the chunk."""
+
+
+class FetchAhead:
+    """Fetches chunks in the order of need, several at a time, up to a number of bytes ahead of the reader.
+
+    The workers of a machine divide the chunks among them: each takes every K-th. Chunks that the reader has come to
+    before are left out: they may not be needed any more. So is a chunk that cannot be fetched, since the reader meets
+    the same error when it needs the chunk. Make it in the process that reads: threads do not survive a fork.
+
+    Args:
+        plan: the chunks that the machine needs, in the order of need; may be without end.
+        fetch: puts a chunk into the cache; called in several threads.
+        room: bytes that the workers of the machine together may fetch beyond the position of `advance`; one chunk for
+            each worker is always allowed.
+        worker: number of this worker, from 0.
+        workers: number K of workers of the machine.
+        threads: number of chunks that this worker fetches at a time.
+    """
+
+    def __init__(
+        self,
+        plan: Iterable[PlannedFetch],
+        fetch: Callable[[int], object],
+        room: int,
+        worker: int = 0,
+        workers: int = 1,
+        threads: int = _THREADS,
+    ):
+        self._plan = itertools.islice(plan, worker, None, workers)
+        self._fetch, self._room = fetch, room // workers
+        self._changed = threading.Condition()
+        self._first: PlannedFetch | None = None  # of the plan
+        self._ahead: deque[PlannedFetch] = deque()
+        self._bytes, self._position, self._closed = 0, -1, False
+        self._error: BaseException | None = None
+        for _ in range(threads):
+            threading.Thread(target=self._run, name="vqclip-fetch", daemon=True).start()
+
+    def advance(self, position: int) -> None:
+        """Allow more chunks to be fetched, since the reader has come to `position`.
+
+        Raises:
+            Exception: any error of the threads that is not a StorageError.
+        """
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            self._position = max(position, self._position)
+            while self._ahead and self._ahead[0].position <= self._position:
+                self._bytes -= self._ahead.popleft().size
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the threads after the chunks that they fetch now."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while (planned := self._next()) is not None:
+                with contextlib.suppress(StorageError):
+                    self._fetch(planned.chunk)
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+
+    def _next(self) -> PlannedFetch | None:
+        """Wait until the next chunk may be fetched, and return it; None at the end."""
+        with self._changed:
+            while not self._closed:
+                self._first = self._first or next(self._plan, None)
+                if self._first is None:
+                    return None
+                planned, size = self._first, self._bytes + self._first.size
+                if planned.position <= self._position:
+                    self._first = None  # the reader was faster
+                elif size <= self._room or not self._ahead:
+                    self._first, self._bytes = None, size
+                    self._ahead.append(planned)
+                    return planned
+                else:
+                    self._changed.wait()
+        return None
 
 
 class NodeNeeds:
@@ -37,7 +138,7 @@ class NodeNeeds:
     """
 
     def __init__(
-        self, readers: Mapping[int, ChunkReader], order: GlobalOrder, batch_size: int, rank: int, nodes: Sequence[int]
+        self, readers: Mapping[int, TarReader], order: GlobalOrder, batch_size: int, rank: int, nodes: Sequence[int]
     ):
         assert isinstance(order.kind, WindowedOrder)
         self.readers, self._order, self._chunk = readers, order, order.kind.chunk
@@ -133,12 +234,14 @@ class NodeNeeds:
 def find_needs(
     sources: Sequence[object], order: GlobalOrder, batch_size: int, rank: int, nodes: Sequence[int]
 ) -> NodeNeeds | None:
-    """Return what a node needs of the sources with shards at URLs that are read in chunks; None if there are none.
+    """Return what a node needs of the sources with shards at URLs, under a windowed order; None if there are none.
 
     Raises:
         ConfigError: the windows of these sources do not fit in the cache.
     """
-    readers = {number: getattr(source, "chunks", None) for number, source in enumerate(sources)}
+    if not isinstance(order.kind, WindowedOrder):
+        return None
+    readers = {number: getattr(source, "tars", None) for number, source in enumerate(sources)}
     remote = {number: reader for number, reader in readers.items() if reader is not None and reader.is_remote}
     if not remote:
         return None

@@ -1,4 +1,4 @@
-"""Reading in chunks gives the samples that reading shard by shard gives, or an error that names what is wrong."""
+"""Reading in chunks gives the samples that an index of members gives, or an error that names what is wrong."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.making import caption_members, write_tar
+from tests.data.making import caption_members, open_tars, write_tar
 from tests.data.serving import FaultyServer, answer
-from vqclip.data.chunks.cache import ChunkCache
-from vqclip.data.chunks.index_file import ByteRange
-from vqclip.data.chunks.make import make_index
-from vqclip.data.chunks.reader import ChunkReader
-from vqclip.data.chunks.store import ChunkStore
-from vqclip.data.chunks.table import ROW
 from vqclip.data.remote import RemoteConfig, RemoteShard
 from vqclip.data.remote.retry import Deadline
 from vqclip.data.shard import Shard
-from vqclip.data.sources.reader import ShardReader
+from vqclip.data.tars import make
+from vqclip.data.tars.cache import ChunkCache
+from vqclip.data.tars.index import ByteRange
+from vqclip.data.tars.make import make_index
+from vqclip.data.tars.members import USUAL
+from vqclip.data.tars.reader import ROW, TarReader
 from vqclip.errors import DataError, StorageError
 
 COUNTS = (0, 5, 1, 0, 7)
@@ -44,12 +43,15 @@ def shards(tmp_path: Path) -> list[Path]:
 
 def open_reader(
     shards: Sequence[Shard], folder: Path, local: Sequence[Path] | None = None, chunk: int = 4
-) -> ChunkReader:
-    index = make_index(local or [shard for shard in shards if isinstance(shard, Path)], folder / "index", chunk)
-    return ChunkReader(shards, index, ChunkStore(shards, index), ChunkCache(folder / "chunks", 1 << 30), 20.0)
+) -> TarReader:
+    """A reader that reads in chunks, as of data at URLs or too large for an index of members."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make, "MOST_WITH_MEMBERS", 0)
+        index = make_index(local or [shard for shard in shards if isinstance(shard, Path)], folder / "index", chunk)
+    return TarReader(shards, index, USUAL, ChunkCache(folder / "chunks", 1 << 30), 20.0)
 
 
-def outcome(reader: ChunkReader | ShardReader, sample: int, kind: str) -> bytes | tuple[str, str]:
+def outcome(reader: TarReader, sample: int, kind: str) -> bytes | tuple[str, str]:
     try:
         return reader.read(sample, kind)
     except StorageError:
@@ -58,7 +60,7 @@ def outcome(reader: ChunkReader | ShardReader, sample: int, kind: str) -> bytes 
         return str(error), error.kind
 
 
-def require_equal(reader: ChunkReader, expected: ShardReader) -> None:
+def require_equal(reader: TarReader, expected: TarReader) -> None:
     assert len(reader) == len(expected) == sum(COUNTS)
     for kind in ("image", "txt", "json", "cls"):
         assert reader.count(kind) == expected.count(kind)
@@ -68,13 +70,13 @@ def require_equal(reader: ChunkReader, expected: ShardReader) -> None:
         assert reader.name(sample) == expected.name(sample)
         assert reader.key(sample) == expected.key(sample)
         assert reader.place(sample) == expected.place(sample)
-    facts = [{key: value for key, value in shard.items() if key != "sha256"} for shard in expected.shards]
-    assert reader.shards == facts
+    assert reader.shards == expected.shards
+    assert reader.sha256 == expected.sha256
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 13, 100])
 def test_samples_are_those_of_the_shards(shards: list[Path], tmp_path: Path, chunk: int) -> None:
-    reader, expected = open_reader(shards, tmp_path, chunk=chunk), ShardReader(shards)
+    reader, expected = open_reader(shards, tmp_path, chunk=chunk), open_tars(*shards)
     require_equal(reader, expected)
     require_equal(pickle.loads(pickle.dumps(reader)), expected)
     assert sum(path.stat().st_size for path in (tmp_path / "chunks").iterdir()) < 20_000  # tables only
@@ -88,7 +90,7 @@ def tables(folder: Path) -> list[Path]:
 
 
 def test_a_damaged_table_is_made_again(shards: list[Path], tmp_path: Path) -> None:
-    reader, expected = open_reader(shards, tmp_path, chunk=13), ShardReader(shards)
+    reader, expected = open_reader(shards, tmp_path, chunk=13), open_tars(*shards)
     assert reader.read(0, "image") == expected.read(0, "image")
     (table,) = tables(tmp_path)
     whole = table.read_bytes()
@@ -145,14 +147,14 @@ def flipped(handler: BaseHTTPRequestHandler, body: bytes) -> None:
     answer(handler, body[:-600] + bytes([body[-600] ^ 1]) + body[-599:], part=handler.headers["Range"])
 
 
-def open_remote(server: FaultyServer, shards: list[Path], folder: Path) -> ChunkReader:
+def open_remote(server: FaultyServer, shards: list[Path], folder: Path) -> TarReader:
     server.add(shards[0].parent, "/d")
     remote = [RemoteShard(f"{server.url}/d/{path.name}", RemoteConfig(tries=2, total_s=20.0)) for path in shards]
     return open_reader(remote, folder, shards)
 
 
 def test_shards_on_a_server(shards: list[Path], tmp_path: Path, server: FaultyServer) -> None:
-    reader, expected = open_remote(server, shards, tmp_path), ShardReader(shards)
+    reader, expected = open_remote(server, shards, tmp_path), open_tars(*shards)
     for sample in range(len(expected)):
         for kind in ("image", "txt", "json"):
             one, other = outcome(reader, sample, kind), outcome(expected, sample, kind)
@@ -171,7 +173,7 @@ def test_shards_on_a_server(shards: list[Path], tmp_path: Path, server: FaultySe
 def test_damage_on_the_way_and_changes_on_the_server(
     shards: list[Path], tmp_path: Path, server: FaultyServer, pauses: list[float]
 ) -> None:
-    reader, expected = open_remote(server, shards, tmp_path), ShardReader(shards)
+    reader, expected = open_remote(server, shards, tmp_path), open_tars(*shards)
     reader.read(0, "image")
     server.faults["/d/4.tar"] = [flipped]
     assert reader.read(12, "image") == expected.read(12, "image")

@@ -1,37 +1,41 @@
-"""Locate the index of a data set: beside its shards, or in the cache.
+"""Locate the index of a list of shards: beside them, or in the cache.
 
-Its name is a function of the names of the shards, so training finds what `vqclip data index` wrote, and a folder can
-have an index for each list of shards.
+Its name is a function of the names of the shards and of the rules by which their members are grouped, so training finds
+what `vqclip data index` wrote, and a folder can have an index for each list of shards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from vqclip.data.chunks.index_file import ChunkIndex, open_index
 from vqclip.data.remote import RemoteShard, display_url, protocol_of
 from vqclip.data.remote.retry import Deadline, FetchError, retry
 from vqclip.data.remote.transfer import open_url
 from vqclip.data.remote.urls import beneath, path_in_url, split_query
 from vqclip.data.shard import Shard
 from vqclip.data.sources.paths import common_folder, strip_common_folders
+from vqclip.data.tars.index import TarIndex, open_index
+from vqclip.data.tars.members import USUAL, MemberRules
 from vqclip.errors import DataError, StorageError
 from vqclip.io.atomic import write_file
 from vqclip.io.file_locks import hold_lock
 from vqclip.io.files import cache_folder
 
-__all__ = ["cached_index", "data_folder", "find_index", "fits", "index_name", "local_tag", "lock_index", "shard_names"]
+__all__ = ["cached_index", "data_folder", "find_index", "index_name", "local_state", "lock_index", "shard_names"]
 
 logger = logging.getLogger("vqclip.data")
 
 _DIGITS = 12
 _LARGEST_OF_SHARD = 64 << 20
 """Bytes of a fetched index for each shard at most: a shard of 350 million samples in chunks of 128."""
+MISSING = (0, "missing")
+"""Size and tag of a shard that is not there."""
 
 
 def shard_names(shards: Sequence[Shard]) -> list[str]:
@@ -39,9 +43,9 @@ def shard_names(shards: Sequence[Shard]) -> list[str]:
     return strip_common_folders(_paths(shards))
 
 
-def index_name(shards: Sequence[Shard]) -> str:
+def index_name(shards: Sequence[Shard], rules: MemberRules = USUAL) -> str:
     """Return the name of the index of some shards, beside them."""
-    return f"vqclip-{_digest(shard_names(shards))[:_DIGITS]}.index"
+    return f"vqclip-{_digest(shard_names(shards), rules)[:_DIGITS]}.index"
 
 
 def data_folder(shards: Sequence[Shard]) -> Path | str | None:
@@ -60,34 +64,35 @@ def data_folder(shards: Sequence[Shard]) -> Path | str | None:
     return common + queries.pop() if common.count("/") > 1 and len(queries) == 1 else None
 
 
-def cached_index(shards: Sequence[Shard], cache: Path | None = None) -> Path:
+def cached_index(shards: Sequence[Shard], rules: MemberRules = USUAL, cache: Path | None = None) -> Path:
     """Return the place of the index of some shards in the cache."""
-    return (cache or cache_folder()) / "index" / f"{_digest(_paths(shards))[:24]}.chunks"
+    return (cache or cache_folder()) / "index" / f"{_digest(_paths(shards), rules)[:24]}.tars"
 
 
-def find_index(shards: Sequence[Shard], cache: Path | None = None) -> Path | None:
-    """Return the index of some shards on this machine; None if there is none, or it is outdated.
+def find_index(shards: Sequence[Shard], rules: MemberRules = USUAL, cache: Path | None = None) -> TarIndex | None:
+    """Return the index of some shards, opened; None if there is none, or it is outdated.
 
     That of shards at URLs is fetched from beside them into the cache, once; afterwards the server is not asked.
 
     Args:
-        shards: plain tars.
+        shards: the tars.
+        rules: how their members are grouped.
         cache: the cache folder; default `vqclip.io.files.cache_folder()`.
 
     Raises:
         StorageError: the server cannot be reached.
     """
-    folder, cached = data_folder(shards), cached_index(shards, cache)
-    places = [folder / index_name(shards)] if isinstance(folder, Path) else []
-    for place in (*places, cached):
-        if _is_usable(place, shards):
-            return place
+    folder, cached = data_folder(shards), cached_index(shards, rules, cache)
+    beside = [folder / index_name(shards, rules)] if isinstance(folder, Path) else []
+    for place in (*beside, cached):
+        if (index := _open_current(place, shards, rules)) is not None:
+            return index
     if isinstance(folder, str):
         with lock_index(cached, "lock"):
-            if _is_usable(cached, shards):
-                return cached
-            if _fetch(beneath(folder, index_name(shards)), shards, cached) and _is_usable(cached, shards):
-                return cached
+            index = _open_current(cached, shards, rules)
+            if index is None and _fetch(beneath(folder, index_name(shards, rules)), shards, cached):
+                index = _open_current(cached, shards, rules)
+            return index
     return None
 
 
@@ -108,38 +113,34 @@ def lock_index(path: Path, name: str) -> Iterator[None]:
         ) from None
 
 
-def fits(index: ChunkIndex, shards: Sequence[Shard]) -> bool:
-    """Return whether an index has these shards, and local ones have the size and time that they had."""
-    return index.has_names(shard_names(shards)) and all(
-        _is_unchanged(shard, int(index.lengths[number]), index.tag(number))
-        for number, shard in enumerate(shards)
-        if isinstance(shard, Path)
-    )
-
-
-def local_tag(status: os.stat_result) -> str:
-    """Return the tag of a shard on this machine."""
-    return str(status.st_mtime_ns)
-
-
-def _is_unchanged(shard: Path, length: int, tag: str) -> bool:
-    with contextlib.suppress(OSError):
-        status = shard.stat()
-        return (status.st_size, local_tag(status)) == (length, tag)
-    return False
-
-
-def _is_usable(path: Path, shards: Sequence[Shard]) -> bool:
-    if not path.exists():
-        return False
+def local_state(shard: Path) -> tuple[int, str]:
+    """Return size and tag of a shard on this machine, as they are in an index."""
     try:
-        usable = fits(open_index(path, verify=False), shards)
+        status = shard.stat()
+    except OSError:
+        return MISSING
+    return status.st_size, str(status.st_mtime_ns)
+
+
+def _open_current(path: Path, shards: Sequence[Shard], rules: MemberRules) -> TarIndex | None:
+    """Open an index; None if it is missing or damaged, or of other shards; local ones must be as they were."""
+    if not path.exists():
+        return None
+    try:
+        index = open_index(path, verify=False)
     except DataError as error:
         logger.warning("%s", error)
-        return False
-    if not usable:
-        logger.warning("%s: is of other shards, or of these before they changed; it is not used", path)
-    return usable
+        return None
+    if index.has_shards(shard_names(shards), rules) and all(
+        local_state(shard) == (int(index.lengths[number]), index.tag(number))
+        for number, shard in enumerate(shards)
+        if isinstance(shard, Path)
+    ):
+        return index
+    # One in the cache is made again.
+    level = logging.INFO if path.parent.name == "index" else logging.WARNING
+    logger.log(level, "%s: is of other shards, or of these before they changed; it is not used", path)
+    return None
 
 
 def _fetch(url: str, shards: Sequence[Shard], path: Path) -> bool:
@@ -186,5 +187,6 @@ def _paths(shards: Sequence[Shard]) -> list[str]:
     return [path_in_url(each.url) if isinstance(each, RemoteShard) else str(each) for each in shards]
 
 
-def _digest(names: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape")).hexdigest()
+def _digest(names: Sequence[str], rules: MemberRules) -> str:
+    more = [] if rules == USUAL else [json.dumps(rules.to_json(), sort_keys=True)]
+    return hashlib.sha256("\n".join([*names, *more]).encode("utf-8", "surrogateescape")).hexdigest()

@@ -19,10 +19,10 @@ from tests.data.making import caption_shards
 from tests.data.serving import FaultyServer, answer, reset_at_once, status
 from vqclip import dist
 from vqclip.data import Batch, CaptionShardsConfig, TrainData
-from vqclip.data.chunks import cache as cache_module
-from vqclip.data.chunks.location import cached_index
-from vqclip.data.chunks.make import make_index
 from vqclip.data.remote import RemoteConfig
+from vqclip.data.tars import cache as cache_module
+from vqclip.data.tars.locate import cached_index
+from vqclip.data.tars.make import make_index
 from vqclip.errors import StorageError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_times")]

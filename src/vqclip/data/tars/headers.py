@@ -90,7 +90,7 @@ class TarWalk:
         self._begin = -1
         self._zeros_at = -1
         if length == 0:
-            raise DataError(f"{path}: is empty (0 bytes); expected a tar file")
+            raise DataError(f"{path}: is empty (0 bytes); expected a tar file: copy it again")
 
     def walk(self, blocks: Iterable[bytes]) -> Iterator[tuple[memoryview, list[Member]]]:
         """Yield all bytes again, each time with the members whose headers begin in them; then `finish`.
@@ -149,7 +149,10 @@ class TarWalk:
             return
         if at < end:
             left = end - at
-            raise DataError(f"{path}: truncated at offset {at}: a tar header has {_BLOCK} bytes, {left} are left")
+            raise DataError(
+                f"{path}: truncated at offset {at}: a tar header has {_BLOCK} bytes, {left} are left; copy the "
+                "shard again"
+            )
         if end == self._length:
             raise DataError(
                 f"{path}: ends at offset {end} without the end-of-archive mark, so members may be missing; copy the "
@@ -289,9 +292,13 @@ def _refuse_other_formats(path: Shard, start: bytes) -> None:
                 f"{path}: is {name}-compressed; shards are read at random places, so unpack it to a plain tar"
                 + (", or name it .tar.gz: it is then unpacked in the cache" if name == "gzip" else "")
             )
+    if start.startswith(b"version https://git-lfs"):
+        raise DataError(f"{path}: is a pointer of Git LFS, not the file itself; fetch it: git lfs pull")
     is_text = not _CONTROL.search(start) or start.startswith((b"\xff\xfe", b"\xfe\xff"))  # UTF-16, as Excel writes it
     if is_text or start.startswith(b"PAR1"):
         kind = "text, such as a csv or tsv table" if is_text else "a Parquet table"
+        if start.lstrip()[:15].lower().startswith((b"<html", b"<!doctype html")):
+            kind = "a page of HTML, as servers send it in place of a file; download it again"
         raise DataError(
             f"{path}: is {kind}, not a tar; expected a shard: a tar of images, each with a .txt, .json or .cls of the "
             "same name (img2dataset makes shards from a table of URLs)"

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from vqclip.data.chunks import supply
-from vqclip.data.chunks.supply import ChunkSupply, NodeNeeds, find_needs
 from vqclip.data.order import GlobalOrder, WindowedOrder
+from vqclip.data.tars import ahead
+from vqclip.data.tars.ahead import ChunkSupply, NodeNeeds, find_needs
 
 SIZE, CHUNK, WINDOW, G = 96, 4, 6, 6
 """Four windows of four rounds; each round is a batch."""
@@ -48,7 +48,7 @@ class Reader:
 
 def needs_of(reader: Reader, rank: int = 0, nodes: Sequence[int] = (0,)) -> NodeNeeds:
     order = GlobalOrder([SIZE], [1.0], 7, WindowedOrder(chunk=CHUNK, window=WINDOW))
-    needs = find_needs([SimpleNamespace(chunks=reader)], order, G, rank, nodes)
+    needs = find_needs([SimpleNamespace(tars=reader)], order, G, rank, nodes)
     assert needs is not None
     return needs
 
@@ -87,7 +87,7 @@ def test_the_slowest_worker_decides(monkeypatch: pytest.MonkeyPatch, ranks: int,
         (1, 2),
     ):  # only the first fetches: one process holds one set of threads
         info: Any = SimpleNamespace(id=worker, num_workers=2)
-        monkeypatch.setattr(supply, "get_worker_info", lambda info=info: info)
+        monkeypatch.setattr(ahead, "get_worker_info", lambda info=info: info)
         each.advance(step)
         found.append(reader.count(expected[len(found)]))
     each.close()
@@ -98,7 +98,7 @@ def test_workers_of_a_node_divide_its_chunks(monkeypatch: pytest.MonkeyPatch) ->
     parts: list[set[int]] = []
     for rank, worker in ((0, 0), (0, 1), (2, 0), (2, 1)):
         info: Any = SimpleNamespace(id=worker, num_workers=2)
-        monkeypatch.setattr(supply, "get_worker_info", lambda info=info: info)
+        monkeypatch.setattr(ahead, "get_worker_info", lambda info=info: info)
         reader = Reader(cache_room=24)
         each = ChunkSupply(needs_of(reader, rank, (5, 9, 5)), STEPS, workers=2)
         each.advance(0)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.data import serving
-from tests.data.chunks.test_location import remote
 from tests.data.serving import FaultyServer
-from vqclip.data.chunks.counts import known_counts
+from tests.data.tars.test_locate import remote
+from vqclip.data.tars.counts import known_counts
 from vqclip.errors import StorageError
 
 

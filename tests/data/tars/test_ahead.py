@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vqclip.data.chunks.ahead import FetchAhead, PlannedFetch
+from vqclip.data.tars.ahead import FetchAhead, PlannedFetch
 from vqclip.errors import StorageError
 
 PLAN = [PlannedFetch(position=10 * number, size=100, chunk=number) for number in range(100)]

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from vqclip.data.chunks import cache as module
-from vqclip.data.chunks.cache import ChunkCache
 from vqclip.data.remote.retry import Deadline
+from vqclip.data.tars import cache as module
+from vqclip.data.tars.cache import ChunkCache
 from vqclip.errors import StorageError
 
 SIZE = 4000

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vqclip.data.open_files import OpenFiles
+from vqclip.data.tars.store import OpenFiles
 from vqclip.errors import StorageError
 
 

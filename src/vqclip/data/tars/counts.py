@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from vqclip.data.chunks.location import data_folder
 from vqclip.data.remote import RemoteConfig, RemoteShard, beneath
 from vqclip.data.remote.shard import fetch_bytes
 from vqclip.data.remote.urls import split_query
 from vqclip.data.shard import Shard
+from vqclip.data.tars.locate import data_folder
 from vqclip.errors import StorageError
 from vqclip.io.files import read_bounded
 

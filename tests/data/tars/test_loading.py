@@ -20,12 +20,12 @@ from tests.data.serving import FaultyServer
 from tests.ranks import RankPool
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, TrainData
-from vqclip.data.chunks.index_file import open_index
-from vqclip.data.chunks.location import cached_index, index_name
-from vqclip.data.chunks.make import make_index
-from vqclip.data.chunks.reader import ChunkReader
 from vqclip.data.remote import RemoteConfig
 from vqclip.data.sources.base import SourceConfigBase
+from vqclip.data.tars.index import open_index
+from vqclip.data.tars.locate import cached_index, index_name
+from vqclip.data.tars.make import make_index
+from vqclip.data.tars.reader import TarReader
 from vqclip.errors import ConfigError, DataError, StorageError
 
 WINDOWED = {"kind": "windowed", "chunk": 6, "window": 3}
@@ -70,13 +70,12 @@ def expected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.
         for config in (CaptionShardsConfig, ClassShardsConfig):
             context.setattr(config, "in_chunks", SourceConfigBase.in_chunks)
         data = open_data(folder, sources=sources(folder), order=WINDOWED)
-        assert not any(source.chunks for source in data.samples.sources)
         return global_batches(data, 0, STEPS, 1)
 
 
 def open_chunks(where: Path | str, remote: RemoteConfig | None = None, **options) -> TrainData:
     data = open_data(Path(), sources=sources(where, remote), order=WINDOWED, **options)
-    assert all(isinstance(source.chunks, ChunkReader) for source in data.samples.sources)
+    assert all(isinstance(source.tars, TarReader) for source in data.samples.sources)
     return data
 
 
@@ -112,7 +111,7 @@ def test_batches_of_shards_on_a_server(
     assert len(tars) <= sum(
         len(reader.index.ranges(chunk))
         for source in data.samples.sources
-        if (reader := source.chunks)
+        for reader in [source.tars]
         for chunk in range(len(reader.index))
     )
     assert not (cache / "shards").exists() or not list((cache / "shards").glob("*.tar"))
@@ -172,7 +171,7 @@ def test_indexes_that_do_not_fit(
         DataError, match=r"data\.sources\[0\]: http.*00000\.tar and 3 more: no index.*vqclip data index"
     ):
         open_data(folder, sources=(one_source(url, 0.9 * size),), order=WINDOWED)
-    shards = one_source(url, 0.9 * size).shards()
+    shards = one_source(url, 0.9 * size).tars()
     index = make_index(sorted((folder / "a").iterdir()), tmp_path / "index", 4)
     server.files[f"/a/{index_name(shards)}"] = index.path.read_bytes()
     with pytest.raises(ConfigError, match=r"order\.chunk: got 6, and the index .* has chunks of 4 samples.*--chunk 6"):
@@ -192,17 +191,18 @@ def test_indexes_that_do_not_fit(
 
 
 def test_other_indexes_that_cannot_be_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vqclip.data.tars.make.MOST_WITH_MEMBERS", 0)
     local = CaptionShardsConfig(path=str(folder / "a"))
     data = open_data(folder, sources=(local,), order=WINDOWED)
-    path = cached_index(local.shards())
+    path = cached_index(local.tars())
     with monkeypatch.context() as context:
-        context.setattr("vqclip.data.chunks.tars.MAX_CHUNK", 5000)
+        context.setattr("vqclip.data.tars.open.MAX_CHUNK", 5000)
         with pytest.raises(DataError, match=r"data\.sources\[0\]: .*a chunk of 6 samples has .*--chunk 16"):
             open_data(folder, sources=(local,), order=WINDOWED)
     content = bytearray(path.read_bytes())
     content[content.find(open_index(path).digests[1].tobytes())] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"the index is damaged.*It was in the cache and is removed: start again"):
+    with pytest.raises(DataError, match=r"the file is damaged.*It was in the cache and is removed: start again"):
         open_data(folder, sources=(local,), order=WINDOWED)
     assert open_data(folder, sources=(local,), order=WINDOWED).fingerprint == data.fingerprint
     assert open_data(folder, sources=(local,), order={"kind": "windowed", "chunk": 4}).epoch_size == sum(COUNTS)
@@ -213,13 +213,12 @@ def test_compressed_tars_are_read_sample_by_sample(folder: Path) -> None:
         path.with_suffix(".tar.gz").write_bytes(gzip.compress(path.read_bytes()))
         path.unlink()
     data = open_data(folder, sources=(CaptionShardsConfig(path=str(folder / "b")),), order=WINDOWED)
-    assert [source.chunks for source in data.samples.sources] == [None]
     assert next(data.batches()).sample_ids.sort().values.tolist() == list(range(10))
 
 
 def test_the_index_is_beside_the_data(folder: Path, server: FaultyServer) -> None:
     url = server.add(folder / "a", "/a")
-    shards = one_source(url).shards()
+    shards = one_source(url).tars()
     index = make_index(sorted((folder / "a").iterdir()), folder / "index", 3)
     server.files[f"/a/{index_name(shards)}"] = index.path.read_bytes()
     server.requests.clear()
@@ -237,7 +236,7 @@ def test_each_byte_is_fetched_once_an_epoch(server: FaultyServer, tmp_path: Path
     gib = 2 * 10 * (sum(sizes) / 60 + 3 * 100 + 4096) / 0.95 / 2**30
     source = CaptionShardsConfig(path=f"{url}/{{00000..00009}}.tar", remote=RemoteConfig(cache_gib=gib, tries=2))
     index = make_index(sorted((tmp_path / "a").iterdir()), tmp_path / "index", 3)
-    server.files[f"/{index_name(source.shards())}"] = index.path.read_bytes()
+    server.files[f"/{index_name(source.tars())}"] = index.path.read_bytes()
     data = open_data(tmp_path, sources=(source,), order=order, batch_size=10)
     sent = server.sent
     ids = torch.cat([batch.sample_ids for batch in data.batches(0, 36)])
@@ -267,7 +266,7 @@ def test_the_cache_may_go_and_shards_may_change(
 def test_an_outdated_index_in_the_cache_gives_way(folder: Path, server: FaultyServer) -> None:
     """To the one beside the shards, after a run has met the difference."""
     url, tars = server.add(folder / "a", "/a"), sorted((folder / "a").iterdir())
-    shards = one_source(url).shards()
+    shards = one_source(url).tars()
     beside = f"/a/{index_name(shards)}"
     server.files[beside] = make_index(tars, folder / "index", 6).path.read_bytes()
     data = open_data(folder, sources=(one_source(url),), order=WINDOWED)
@@ -295,5 +294,5 @@ def test_ranks_make_one_index_together(
     assert results[0][1] == results[1][1]
     ids = np.stack([np.array(result[0]) for result in results], axis=1).ravel()
     assert ids.tolist() == expected[2][0].tolist()
-    assert len(list((cache / "index").glob("*.chunks"))) == 3
+    assert len(list((cache / "index").glob("*.tars"))) == 3
     assert dist.world_size() == 1

@@ -9,7 +9,7 @@ import pytest
 
 from tests.data.making import count_calls, write_tar
 from tests.fuzz import shards
-from vqclip.data.tar import Member, TarWalk
+from vqclip.data.tars.headers import Member, TarWalk
 from vqclip.errors import DataError
 
 

@@ -1,0 +1,320 @@
+"""The index of a list of shards: one table, mapped into memory and shared by all processes of a machine.
+
+A chunk is a number of consecutive samples of the concatenated shards, so it may cross the ends of shards. The bytes of
+the chunks partition all shards that have samples. See `vqclip.data.tars.members` for where a sample begins.
+
+    lengths        int64 (shards,)        bytes of each shard
+    firsts         int64 (shards + 1,)    first sample of each shard
+    starts         int64 (chunks,)        byte where each chunk begins, in the shard of its first sample
+    digests        uint8 (chunks, 16)     see `chunk_digest`
+    shard_digests  uint8 (shards, 32)     SHA-256 of the digests of the samples of each shard
+    names, tags    Texts (shards)         paths below the common folder; ETags, or modification times in ns
+
+Of tars on this machine, up to a number of bytes, the place of every member too, so that one `pread` reads it:
+
+    offsets        uint32 (samples, 4)    first byte of each of `KINDS`, in blocks of 512 bytes
+    sizes          uint32 (samples, 4)    bytes of each of `KINDS`
+    keys           Texts (samples)        names of the samples
+
+1.3e9 samples in chunks of 128 take 250 MB without the members, and about 50 bytes a sample with them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from vqclip.data.table_file import Table, Texts, open_table, save_table
+from vqclip.data.tars.members import DIGEST, KINDS, MemberRules
+from vqclip.errors import CheckpointError, DataError, encodable, printable
+from vqclip.io.json_files import Strict, validate
+
+__all__ = ["BLOCK", "ByteRange", "TarIndex", "chunk_digest", "content_digest", "open_index", "write_index"]
+
+BLOCK = 512
+"""Bytes of a block of a tar."""
+_FORMAT: dict[str, object] = {"format": "vqclip index of tars", "format_version": 1}
+_REMEDY = "make it again: vqclip data index SOURCE"
+_SHARDS_AT_ONCE = 4096
+_MISSING = 2**32 + np.array([-1, -2], np.int64)
+"""`NONE` and `AMBIGUOUS` as offsets in an index."""
+Count = Annotated[int, Field(ge=0, le=2**50)]
+Counts = Annotated[tuple[Count, ...], Field(min_length=len(KINDS), max_length=len(KINDS), strict=False)]
+
+
+class ByteRange(NamedTuple):
+    """Bytes of one shard."""
+
+    shard: int
+    """Number of the shard."""
+    first: int
+    """First byte."""
+    end: int
+    """Byte after the last one."""
+
+
+class IndexFacts(Strict):
+    """What an index says of its shards as a whole."""
+
+    chunk: Annotated[int, Field(ge=1, le=1 << 20)]
+    """Samples of a chunk."""
+    members: Counts
+    """Samples with each of `KINDS`."""
+    complete: Counts
+    """Samples with an image and each of `KINDS`."""
+    content: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """`content_digest`: equal if the same samples are stored in the same bytes, whatever the names of the shards."""
+    rules: dict[str, Any]
+    """`MemberRules.to_json`."""
+    largest: Count = 0
+    """Bytes of the largest chunk."""
+    scattered: str = ""
+    """Name of a shard that cannot be read in chunks, since members of a sample are apart; "" without one."""
+    endings: dict[str, int] = {}
+    ignored: dict[str, int] = {}
+    ambiguous: dict[str, int] = {}
+    """See `vqclip.data.tars.members.ShardScan`."""
+    damaged: dict[str, str] = {}
+    """Name of each shard that is left out since it is damaged or missing, and the reason."""
+
+
+class TarIndex:
+    """An open index; see the module's docstring. Its arrays are read-only and mapped from the file.
+
+    Use `open_index`. It can be pickled: the copy opens the same file.
+    """
+
+    def __init__(self, path: Path, facts: IndexFacts, arrays: Mapping[str, np.ndarray]):
+        self.path, self.facts = path, facts
+        self.chunk = facts.chunk
+        self.lengths, self.firsts = arrays["lengths"], arrays["firsts"]
+        self.starts, self.digests, self.shard_digests = arrays["starts"], arrays["digests"], arrays["shard_digests"]
+        self.names, self.tags = _texts(arrays, "names"), _texts(arrays, "tags")
+        self.keys = _texts(arrays, "keys") if "keys" in arrays else None
+        """Names of the samples; None if the index has no members."""
+        self._offsets, self._sizes = arrays.get("offsets"), arrays.get("sizes")
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return int(self.firsts[-1])
+
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+        return len(self.lengths)
+
+    def shard_name(self, number: int) -> str:
+        """Return the path of a shard, without the folders that all shards have in common and without credentials."""
+        return printable(self.names.read(number), one_line=True)
+
+    def tag(self, number: int) -> str:
+        """Return the ETag of a shard; of a local file its modification time in ns."""
+        return self.tags.read(number)
+
+    def has_shards(self, names: Sequence[str], rules: MemberRules) -> bool:
+        """Return whether these are the names of the shards, in order, and the rules by which they were indexed."""
+        expected = Texts.join(names)
+        same = all(map(np.array_equal, self.names, expected))
+        return same and self.facts.rules == rules.to_json()
+
+    def shard_of(self, sample: int) -> int:
+        """Return the shard of a sample."""
+        return int(self.firsts.searchsorted(sample, side="right")) - 1
+
+    def member(self, sample: int, column: int) -> tuple[int, int]:
+        """Return offset and size of a member, of an index that has them; see `SampleTable`."""
+        assert self._offsets is not None
+        assert self._sizes is not None
+        block = int(self._offsets[sample, column])
+        return (block * BLOCK, int(self._sizes[sample, column])) if block < _MISSING[1] else (block - 2**32, 0)
+
+    def samples_of(self, chunk: int) -> range:
+        """Return the numbers of the samples of a chunk."""
+        return range(chunk * self.chunk, min((chunk + 1) * self.chunk, self.samples))
+
+    def ranges(self, chunk: int) -> tuple[ByteRange, ...]:
+        """Return the bytes of a chunk: one range for each shard with samples of it, in order.
+
+        Raises:
+            IndexError: there is no such chunk.
+        """
+        if not 0 <= chunk < len(self):
+            raise IndexError(chunk)
+        samples = self.samples_of(chunk)
+        shard, last = self.shard_of(samples[0]), self.shard_of(samples[-1])
+        found, start = [], int(self.starts[chunk])
+        for number in range(shard, last + 1):
+            end = int(self.lengths[number])
+            if number == last and samples.stop < int(self.firsts[last + 1]):
+                end = int(self.starts[chunk + 1])
+            if self.firsts[number] < self.firsts[number + 1]:  # an empty shard is never read
+                found.append(ByteRange(number, start, end))
+            start = 0
+        return tuple(found)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open_same_index, (self.path, self.facts.content)
+
+
+def chunk_digest(samples: bytes) -> bytes:
+    """Return the digest of a chunk: that of the digests of its samples, so that no shard needs those before it.
+
+    Args:
+        samples: the first 16 bytes of the SHA-256 of each sample's bytes, concatenated.
+
+    Returns:
+        The first 16 bytes of their SHA-256.
+    """
+    return hashlib.sha256(samples).digest()[:DIGEST]
+
+
+def content_digest(shards: Sequence[str]) -> str:
+    """Return the checksum of a data set from those of its shards, in hexadecimal."""
+    return hashlib.sha256("".join(shards).encode()).hexdigest()
+
+
+def write_index(path: Path, facts: IndexFacts, arrays: Mapping[str, np.ndarray]) -> TarIndex:
+    """Write an index atomically, and open it.
+
+    Args:
+        path: the file.
+        facts: its facts; ``largest`` is computed.
+        arrays: see the module's docstring; a column of texts is two arrays, ``names`` and ``name_ends``.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    facts = facts.model_copy(update={"largest": max(0, _largest_chunk(TarIndex(path, facts, arrays)))})
+    save_table(path, {**_FORMAT, **facts.model_dump(mode="json")}, arrays, encodable(str(path)))
+    return open_index(path, verify=False)
+
+
+def open_index(path: Path, verify: bool = True) -> TarIndex:
+    """Open an index.
+
+    Args:
+        path: the file.
+        verify: compare the checksums and check all numbers, which reads the file once; one process of a machine should.
+
+    Raises:
+        DataError: it is missing, damaged, of another version, or points outside of the shards.
+    """
+    try:
+        table = open_table(path, _FORMAT, verify)
+        facts = validate(path, IndexFacts, {key: each for key, each in table.facts.items() if key not in _FORMAT})
+        _require_arrays(path, table, facts)
+        index = TarIndex(path, facts, table.arrays)
+        if verify:
+            _require_consistent(index)
+    except (DataError, CheckpointError) as error:
+        raise DataError(f"{error}; {_REMEDY}") from None
+    return index
+
+
+def _open_same_index(path: Path, content: str) -> TarIndex:
+    index = open_index(path, verify=False)
+    if index.facts.content != content:
+        raise DataError(f"{path}: the index was replaced by one of other data while it was in use; start again")
+    return index
+
+
+def _texts(arrays: Mapping[str, np.ndarray], name: str) -> Texts:
+    return Texts(arrays[name], arrays[f"{name[:-1]}_ends"])
+
+
+def _require_arrays(path: Path, table: Table, facts: IndexFacts) -> None:
+    """Check names, types and shapes of the arrays of an untrusted index."""
+    got = {name: (str(array.dtype), array.shape) for name, array in table.arrays.items()}
+    shards, firsts = table.arrays.get("lengths"), table.arrays.get("firsts")
+    rows = len(shards) if shards is not None and shards.ndim else 0
+    samples = int(firsts[-1]) if firsts is not None and firsts.shape == (rows + 1,) and firsts.dtype == np.int64 else -1
+    chunks = -(-samples // facts.chunk)
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {
+        "lengths": ("int64", (rows,)),
+        "firsts": ("int64", (rows + 1,)),
+        "starts": ("int64", (chunks,)),
+        "digests": ("uint8", (chunks, DIGEST)),
+        "shard_digests": ("uint8", (rows, 32)),
+        "name_ends": ("int64", (rows,)),
+        "tag_ends": ("int64", (rows,)),
+    }
+    if "offsets" in got:
+        expected |= {name: ("uint32", (samples, len(KINDS))) for name in ("offsets", "sizes")}
+        expected["key_ends"] = ("int64", (samples,))
+    expected |= {name: ("uint8", got[name][1]) for name in ("names", "tags", "keys") if name in got}
+    if got != expected or samples < 0 or not {"names", "tags"} <= got.keys() or ("offsets" in got) != ("keys" in got):
+        raise DataError(f"{path}: contains other arrays than an index")
+
+
+def _require_consistent(index: TarIndex) -> None:
+    """Check the numbers of an untrusted index, some thousand shards at a time.
+
+    Raises:
+        DataError: chunks or members outside of shards, or not in ascending order; counts that do not fit.
+    """
+    problem = None
+    if index.firsts[0] != 0 or (np.diff(index.firsts) < 0).any():
+        problem = "counts of samples"
+    elif ((index.lengths < 0) | (index.lengths > 2**50)).any():
+        problem = "sizes of shards"
+    elif max(*index.facts.members, *index.facts.complete) > index.samples:
+        problem = "counts of members"
+    elif not all(texts.are_consistent for texts in (index.names, index.tags, index.keys) if texts is not None):
+        problem = "names"
+    elif not _members_are_inside(index):
+        problem = "places of members"
+    else:
+        problem = None if _largest_chunk(index) == index.facts.largest else "byte ranges"
+    if problem:
+        raise DataError(f"{index.path}: has {problem} that contradict each other")
+
+
+def _members_are_inside(index: TarIndex) -> bool:
+    if index._offsets is None or index._sizes is None:
+        return True
+    for number in range(index.shards):
+        rows = slice(int(index.firsts[number]), int(index.firsts[number + 1]))
+        blocks = index._offsets[rows].astype(np.int64)
+        ends = np.where(blocks < _MISSING[1], blocks * BLOCK + index._sizes[rows], 0)
+        if (ends > index.lengths[number]).any():
+            return False
+    return True
+
+
+def _largest_chunk(index: TarIndex) -> int:
+    """Return the bytes of the largest chunk; -1 if a chunk begins outside of its shard, or not before the next one."""
+    largest, base, previous = 0, 0, -1
+    for first in range(0, len(index.lengths), _SHARDS_AT_ONCE):
+        firsts = index.firsts[first : first + _SHARDS_AT_ONCE + 1]
+        lengths = index.lengths[first : first + _SHARDS_AT_ONCE]
+        shard, numbers = _shards_of_chunks(firsts, index.chunk)
+        starts, offsets = index.starts[numbers], _offsets(lengths, firsts)
+        is_first = np.arange(numbers.start, numbers.stop) * index.chunk == firsts[shard]
+        fits = (starts >= 0) & (starts < lengths[shard]) & (starts % BLOCK == 0) & ((starts == 0) == is_first)
+        sizes = np.diff(base + offsets[shard] + starts, prepend=[] if previous < 0 else previous)
+        if not fits.all() or (sizes <= 0).any():
+            return -1
+        if len(starts):
+            largest, previous = max(largest, int(sizes.max(initial=0))), base + int(offsets[shard[-1]] + starts[-1])
+        base += int(offsets[-1])
+    return max(largest, base - max(previous, 0))
+
+
+def _offsets(lengths: np.ndarray, firsts: np.ndarray) -> np.ndarray:
+    """Return the position of each shard, and the end, in the concatenated shards that have samples."""
+    return np.cumsum(np.concatenate(([0], np.where(np.diff(firsts) > 0, lengths, 0))), dtype=np.int64)
+
+
+def _shards_of_chunks(firsts: np.ndarray, chunk: int) -> tuple[np.ndarray, slice]:
+    """Return the chunks that begin in some shards, and for each the shard of its first sample, from 0."""
+    numbers = -(-firsts // chunk)
+    return np.repeat(np.arange(len(firsts) - 1), np.diff(numbers)), slice(int(numbers[0]), int(numbers[-1]))
