@@ -267,27 +267,27 @@ def _clean_jpeg(data: bytes) -> tuple[bytes, int]:
     Walks from marker to marker like libjpeg, in time linear in the bytes.
     """
     frame, orientation, pieces, begin = b"", 0, list[bytes](), 2
-    at, parts, scans = 2, 0, 0
-    while (found := _MARKER.search(data, at)) and found[1] != b"\xd9":
+    at, parts, scans, size = 2, 0, 0, len(data)
+    while (found := _MARKER.search(data, at)) is not None and (marker := found[1]) != b"\xd9":
         start, at = found.span()
-        at += max(2, data[at] << 8 | data[at + 1] if at + 2 <= len(data) else 2)
-        is_frame = not frame and found[1] in _FRAMES
-        parts, scans = parts + 1, scans + (found[1] == b"\xda")
-        if is_frame or (scans == 0 and found[1] in _METADATA):
+        at += max(2, data[at] << 8 | data[at + 1] if at + 2 <= size else 2)
+        parts += 1
+        if marker == b"\xda":
+            scans += 1
+        elif not scans and (marker in _METADATA or (not frame and marker in _FRAMES)):
             pieces.append(data[begin:start])
             begin = at
-        if is_frame:
-            frame = data[start:at]
-        elif not orientation and scans == 0 and data[start + 1 : start + 2] == b"\xe1":
-            exif = data[start + 4 : at]
-            orientation = _exif_orientation(exif) if exif.startswith(b"Exif\0\0") else 0
+            if marker in _FRAMES:
+                frame = data[start:at]
+            elif marker == b"\xe1" and not orientation and data.startswith(b"Exif\0\0", start + 4):
+                orientation = _exif_orientation(data[start + 4 : at])
         if parts > _MAX_PARTS or scans > MAX_SCANS:
             raise DataError(
                 f"jpeg image of more than {MAX_SCANS} scans or {_MAX_PARTS} segments; it is not decoded",
                 "too many scans",
             )
     if not frame:
-        raise IndexError("no frame header")
+        raise IndexError("no frame header before the pixels")
     return b"".join([data[:2], frame, *pieces, data[begin:]]), orientation or 1
 
 
