@@ -12,6 +12,7 @@ from tests.data.making import caption_shards
 from tests.towers.huggingface.making import make_image, make_text
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
 from vqclip import checkpoint, load_tokenizer
+from vqclip.data.tokens import TokenRecord
 from vqclip.errors import OtherRunError
 from vqclip.model import CLIP
 from vqclip.tokenize_dataset.encode import Encoders
@@ -116,7 +117,7 @@ def test_checkpoints_and_exports_need_no_folder_of_the_towers(tmp_path, shards, 
     captions = ["a red star", "two", ""]
     ids = text.float().encode(captions)
     assert torch.equal(ids, model.text.encode(captions))
-    encoders = Encoders(None, text, 2, "fp32")
-    found = encoders.encode_captions(captions)
-    assert [len(found[each]) for each in captions] == [5, 3, 2]
-    assert found["a red star"].tolist() == ids[0, :5].tolist()
+    records = [TokenRecord("", number, -1, (each,), None, None) for number, each in enumerate(captions)]
+    found, _ = Encoders(None, text, 2, "fp32").encode_captions(records, between=lambda: None)
+    assert [len(each.texts[0]) for each in found] == [5, 3, 2]
+    assert found[0].texts[0].tolist() == ids[0, :5].tolist()

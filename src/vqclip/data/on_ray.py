@@ -214,9 +214,8 @@ class _Worker:
     def __init__(self, open_job: Callable[[], Callable[[int], Any]], folder: str, cache: str | None):
         self._open = open_job
         self._work: Callable[[int], Any] | None = None
-        if (
-            sys.platform == "linux"
-        ):  # end with Ray on this machine: Ray's own end of a worker can hang, with its GPU memory
+        # End with Ray on this machine: Ray's own end of a worker can hang, with its GPU memory.
+        if sys.platform == "linux":
             set_death_signal = 1
             ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)
         with contextlib.suppress(OSError):  # this machine may lack it

@@ -1,10 +1,10 @@
-"""Tokenize a data set: each input shard becomes one token shard, made by whichever process claims it.
+"""Tokenize a data set: each input shard becomes one token shard, made by the process that claims it.
 
     index the shards together                   # a collective; from here on no process waits for another
     folder = work folder: tokenizer, data, versions; refused if it was begun with others
     for shard in folder.claim():
         batches, decoded in workers -> ids -> Parquet file -> record of the shard
-    manifest                                    # if every shard is finished, by whichever process
+    manifest                                    # as soon as every shard is finished
 
 The bytes of a token shard depend on the settings and the shard alone, so any processes, on any engine, write the same.
 """
@@ -46,7 +46,7 @@ from vqclip.tokenizer.hub import find_folder
 from vqclip.tokenizer.loading import load_tokenizer
 from vqclip.towers import CaptionLengths
 
-__all__ = ["LAYOUT", "Options", "ShardMaker", "TokenizeResult", "allowed_bad", "finish_folder", "tokenize"]
+__all__ = ["LAYOUT", "Options", "ShardMaker", "TokenizeResult", "finish_folder", "tokenize"]
 
 LAYOUT = FolderLayout(VERSIONS, SUFFIX, command="vqclip tokenize", option="--out")
 """Layout of the work folder."""
@@ -81,6 +81,16 @@ class Options(Config):
     """Larger images are unusable."""
     timeout_s: float = 240.0
     """Longest wait for a worker."""
+
+    def require_few_bad(self, reasons: Sequence[str], more: int, samples: int) -> None:
+        """Raise DataError if more samples of a data set are unusable than are allowed.
+
+        Args:
+            reasons: why; the message shows some.
+            more: number of further ones.
+            samples: samples of the data set.
+        """
+        require_few_bad(reasons, len(reasons) + more, int(self.tolerance * samples), "--tolerance")
 
 
 @dataclass(frozen=True)
@@ -164,11 +174,6 @@ def tokenize(options: Options) -> TokenizeResult:
     return finish_folder(options, folder, made, len(sizes) - len(left), seen, time.monotonic() - start)
 
 
-def allowed_bad(options: Options, shards: Sequence[SourceShard]) -> int:
-    """Return the number of samples that may be unusable."""
-    return int(options.tolerance * sum(shard.samples for shard in shards))
-
-
 class ShardMaker:
     """Loaded tokenizers, and the work folder that they write to.
 
@@ -188,7 +193,7 @@ class ShardMaker:
 
     def __init__(self, options: Options, data: dict[str, Any], facts: Sequence[dict[str, Any]], device: torch.device):
         shards = tuple(map(SourceShard.model_validate, facts))
-        self._options, self._allowed = options, allowed_bad(options, shards)
+        self._options = options
         self._encoders, tokenizer = _load_encoders(options, device)
         image, text = self._encoders.image, self._encoders.text
         self._settings = Settings(
@@ -245,8 +250,7 @@ class ShardMaker:
                 batches, range(len(batches)), options.workers, timeout_s=options.timeout_s, section="tokenize"
             ):
                 left_out += batch.bad
-                reasons = (str(each["reason"]) for each in left_out)
-                require_few_bad(reasons, bad + len(left_out), self._allowed, "--tolerance")
+                options.require_few_bad([each["reason"] for each in left_out], bad, self.ids[-1].stop)
                 records += self._encoders.encode_images(batch)
                 self.folder.renew()
                 yield len(batch.ids)
@@ -267,7 +271,7 @@ def finish_folder(
     if records is None:
         return TokenizeResult(made, found, samples, seconds, folder.missing(), None, None)
     bad = [each for record in records for each in record.bad]
-    require_few_bad((each.reason for each in bad), len(bad), allowed_bad(options, settings.shards), "--tolerance")
+    options.require_few_bad([each.reason for each in bad], 0, sum(shard.samples for shard in settings.shards))
     shards = tuple(
         ShardInfo(
             name=record.name,

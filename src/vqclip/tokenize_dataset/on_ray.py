@@ -16,7 +16,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from vqclip import dist
-from vqclip.data.in_order import require_few_bad
 from vqclip.data.libraries import require_pyarrow
 from vqclip.data.on_ray import RayCluster, RayOptions, connect_to_ray
 from vqclip.data.shard import Shard
@@ -69,7 +68,7 @@ def tokenize_on_ray(options: Options, ray: RayOptions) -> TokenizeResult:
                 folder = folder or _wait_for(lambda: _find_folder(options.out, len(shards)), options.out)
                 record = _wait_for(partial(folder.record, shard), options.out)
                 left_out += [each.reason for each in record.bad]
-                require_few_bad(left_out, len(left_out), int(options.tolerance * sum(sizes)), "--tolerance")
+                options.require_few_bad(left_out, 0, sum(sizes))
                 bar.advance(sizes[shard])
                 bar.show()
     assert folder is not None  # there is a shard

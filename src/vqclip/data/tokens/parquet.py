@@ -64,13 +64,12 @@ def write_shard(file: BinaryIO, records: Iterable[TokenRecord], image: IdLayout 
         "captions": [list(row.captions) for row in rows],
     }
     if image is not None:
-        flat = _concatenate([row.image for row in rows if row.image is not None], image)
-        columns["image_ids"] = arrow.FixedSizeListArray.from_arrays(arrow.array(flat), image.size)
+        ids = np.concatenate(
+            [np.empty(0, image.type), *(row.image.reshape(-1) for row in rows if row.image is not None)]
+        )
+        columns["image_ids"] = arrow.FixedSizeListArray.from_arrays(arrow.array(ids), image.size)
     if text is not None:
-        texts = [row.texts or () for row in rows]
-        each = [ids for some in texts for ids in some]
-        inner = arrow.ListArray.from_arrays(_ends(ids.size for ids in each), arrow.array(_concatenate(each, text)))
-        columns["text_ids"] = arrow.ListArray.from_arrays(_ends(map(len, texts)), inner)
+        columns["text_ids"] = [[ids.reshape(-1) for ids in row.texts or ()] for row in rows]
     table = arrow.table(columns, schema=arrow.schema(list(schema.items())))
     # Fewer rows for large samples, so that every group is within the reader's limits. Plain encoding takes 4 bytes for
     # a one-byte id.
@@ -93,16 +92,6 @@ def _size(row: TokenRecord) -> int:
     return (
         len(row.key.encode()) + sum(each.nbytes for each in ids) + sum(len(each.encode()) + 8 for each in row.captions)
     )
-
-
-def _concatenate(arrays: list[np.ndarray], layout: IdLayout) -> np.ndarray:
-    return np.concatenate([np.empty(0, layout.type), *(array.reshape(-1) for array in arrays)], dtype=layout.type)
-
-
-def _ends(sizes: Iterable[int]) -> Any:
-    """Return the offsets of lists of these sizes."""
-    arrow, _ = require_pyarrow()
-    return arrow.array(np.cumsum([0, *sizes]), arrow.int32())
 
 
 class TokenGroup:
