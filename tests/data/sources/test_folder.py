@@ -140,6 +140,8 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
             ["0.txt", "several images of one name: 1", "1 file .txt without an image", "(.psd 1)"],
         ),
         ("0.jpg 0.txt 0.png", ["image_endings=[.jpg]"], ["0.txt", "(.png 1)"]),
+        ("0.jpg 0.caption 1.JPG 1.caption", [], ["0.caption", "1.caption"]),
+        ("0.JPG 0.TXT", [], ["0.TXT"]),
         ("0.jpg 1.jpg metadata.csv", [], ["metadata.csv", "1 file that metadata.csv does not name, such as 1.jpg"]),
     ],
 )

@@ -29,6 +29,8 @@ class CaptionFiles:
     """See `vqclip.data.CaptionShardsConfig.captions`."""
     json_keys: tuple[str, ...] = ()
     """Keys of the .json with captions; see `collect_captions`."""
+    ending: str = ""
+    """Ending of the file's name beside an image, such as .txt."""
 
     @property
     def kind(self) -> Literal["txt", "json"]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from vqclip.data.table_file import Table, Texts, find_table, save_table
 
-__all__ = ["PROBLEM", "FileTable", "TableBuilder", "checksum", "input_state", "load_table", "versions"]
+__all__ = ["PROBLEM", "FileTable", "TableBuilder", "checksum", "input_state", "load_table", "span", "versions"]
 
 PROBLEM = -2
 """Label of a row that cannot be used; its one caption says why."""
@@ -213,6 +213,13 @@ def _read_table(table: Table) -> FileTable:
         facts=dict(facts["facts"]),
         inputs=dict(facts["inputs"]),
     )
+
+
+def span(texts: Texts, start: int, stop: int) -> bytes:
+    """Return the strings ``start`` to ``stop`` and their ends in bytes, for checksums."""
+    ends = texts.ends[start:stop]
+    first = int(texts.ends[start - 1]) if start else 0
+    return texts.content[first : int(ends[-1]) if len(ends) else first].tobytes() + (ends - first).tobytes()
 
 
 def checksum(*parts: bytes) -> str:

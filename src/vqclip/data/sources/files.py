@@ -25,7 +25,7 @@ from vqclip.data.remote import display_url, local_path, protocol_of
 from vqclip.data.shard import Part
 from vqclip.data.sources.base import NumberedSource, RawSample, SourceConfigBase
 from vqclip.data.sources.captions import CaptionFiles, require_usable
-from vqclip.data.sources.file_table import PROBLEM, FileTable, checksum, load_table, versions
+from vqclip.data.sources.file_table import PROBLEM, FileTable, checksum, load_table, span, versions
 from vqclip.data.sources.prompts import Prompts
 from vqclip.data.sources.reader import MAX_BYTES, MAX_IMAGE_BYTES
 from vqclip.data.table_file import find_table, save_table
@@ -87,7 +87,7 @@ class FileSourceConfig(SourceConfigBase):
             FilePart(
                 table=table,
                 root=root,
-                second="" if second is None else f".{second.kind}",
+                second="" if second is None else second.ending,
                 start=start,
                 stop=min(start + PART_SIZE, len(table)),
                 name=name,
@@ -233,8 +233,10 @@ class FileSource(NumberedSource):
 
     def _read_file(self, index: int, column: int) -> bytes:
         """Read the image (column 0) or the file of its captions (1)."""
-        name, second = self.name(index), "" if self._captions is None else f".{self._captions.kind}"
-        what, most = ("image", MAX_IMAGE_BYTES) if column == 0 else (second, MAX_BYTES[second.removeprefix(".")])
+        name, what, second, most = self.name(index), "image", "", MAX_IMAGE_BYTES
+        if self._captions is not None:
+            second = self._captions.ending
+            what, most = (what, most) if column == 0 else (second, MAX_BYTES[self._captions.kind])
         try:
             file = _files_of(self._table.paths.read(index), self._root, second)[column]
         except DataError as error:
@@ -303,11 +305,12 @@ class FilePart:
         Raises:
             DataError: a file is written to while it is read, or the cache cannot be written.
         """
-        paths = "\n".join(self.table.paths.read(row) for row in range(self.start, self.stop))
-        facts = {**versions(self.name), "paths": checksum(f"{self.second}\n{paths}".encode("utf-8", "surrogatepass"))}
+        paths = span(self.table.paths, self.start, self.stop)
+        facts = {**versions(self.name), "paths": checksum(paths, self.second.encode())}
         index = find_table(self.file, facts, self.name, lambda table: FileIndex(**table.arrays))
-        if index is not None and self.file in self.checked:
-            self.checked.discard(self.file)
+        is_fresh = self.file in self.checked
+        self.checked.discard(self.file)
+        if index is not None and is_fresh:
             return index
         changed, new = self._update(index)
         if changed or index is None:

@@ -30,6 +30,8 @@ __all__ = ["FolderConfig"]
 Captions = Literal["classes", "txt", "txt_lines", "json", "metadata", "names"]
 METADATA = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.json", "captions.json")
 """Files with the captions of a folder."""
+_TEXTS = (".txt", ".TXT", ".caption", ".cap", ".text")
+"""Endings of files with a caption."""
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".token")
 
 
@@ -44,10 +46,10 @@ class FolderConfig(FileSourceConfig):
     path: Place
     """The folder, on this machine. A `zeroshot_classification_templates.txt` in a folder of classes is read."""
     captions: Captions | None = None
-    """classes: every subfolder is a class. txt, txt_lines, json: a file of the same name beside each image, in
-    subfolders too (img2dataset's `files`), as for `shards`. metadata: a metadata.csv, metadata.jsonl or captions.json
-    in the folder, as Hugging Face's imagefolder has it. names: the name of each image's file without its ending, with
-    "_" and "-" read as blanks. null: found out where it is plain."""
+    """classes: every subfolder is a class. txt, txt_lines, json: a file of the same name beside each image (.txt,
+    .caption, .cap or .text; .json), in subfolders too (img2dataset's `files`), as for `shards`. metadata: a
+    metadata.csv, metadata.jsonl or captions.json in the folder, as Hugging Face's imagefolder has it. names: the name
+    of each image's file without its ending, with "_" and "-" read as blanks. null: found out where it is plain."""
     json_keys: tuple[str, ...] = ("caption",)
     """Keys of the .json with a caption or a list of captions, such as `caption` or `meta.caption`."""
     file_key: str | None = None
@@ -95,7 +97,9 @@ class FolderConfig(FileSourceConfig):
     def caption_files(self, table: FileTable) -> CaptionFiles | None:
         """Return the captions in files beside the images."""
         mode = table.facts["captions"]
-        return CaptionFiles(mode, self.json_keys) if mode in ("txt", "txt_lines", "json") else None
+        if mode not in ("txt", "txt_lines", "json"):
+            return None
+        return CaptionFiles(mode, self.json_keys, table.facts["ending"])
 
     def table(self) -> FileTable:
         """List the images; raises DataError for a missing folder or another layout."""
@@ -116,34 +120,34 @@ class FolderConfig(FileSourceConfig):
         if not images:
             raise DataError(f"{folder}: no image ({', '.join(self.image_endings)}) in it or below it")
         others = [path for path in paths if not self._is_image(path)]
+        ending = ".json" if mode == "json" else _text_ending(images, set(paths))[1]
         if mode == "names":
             for path in images:
                 builder.add(path, [_caption_of(path)])
         else:
             _add_with_files(images, builder)
             stems = {os.path.splitext(path)[0] for path in images}
-            ending = "json" if mode == "json" else "txt"
-            beside = {path for path in others if path.endswith((".txt", ".json"))}
+            beside = {path for path in others if path.endswith((ending, ".txt", ".json"))}
             lost = [path for path in beside if path.endswith(ending) and os.path.splitext(path)[0] not in stems]
             if lost:
-                builder.notes.append(f"left out: {_files(len(lost))} .{ending} without an image, such as {min(lost)}")
+                builder.notes.append(f"left out: {_files(len(lost))} {ending} without an image, such as {min(lost)}")
             others = [path for path in others if path not in beside]
         builder.notes += _describe_left_out(others, "of other endings")
-        return builder.finish(facts={"captions": mode})
+        return builder.finish(facts={"captions": mode, "ending": ending})
 
     def _is_image(self, name: str) -> bool:
         return name.lower().endswith(self.image_endings)
 
     def _find_captions(self, folder: Path, images: list[str], paths: set[str]) -> Captions:
         """Return where the captions of a folder without metadata are; raises DataError if it is not plain."""
-        stems = [os.path.splitext(path)[0] for path in images]
-        texts, objects = (sum(f"{stem}{ending}" in paths for stem in stems) for ending in (".txt", ".json"))
+        texts, ending = _text_ending(images, paths)
+        objects = _count_beside(images, ".json", paths)
         if images and 2 * max(texts, objects) >= len(images):
             return "txt" if 2 * texts >= len(images) else "json"
         if texts or objects:
             raise DataError(
-                f"{folder}: {len(images)} images, of which {texts} have a .txt and {objects} a .json of the same name; "
-                "is it a folder of classes, or are captions missing? Set captions: classes, txt or json"
+                f"{folder}: {len(images)} images, of which {texts} have a {ending} and {objects} a .json of the same "
+                "name; is it a folder of classes, or are captions missing? Set captions: classes, txt or json"
             )
         tables = [path for path in paths if path.endswith(_TABLES) and os.path.basename(path) != TEMPLATES]
         hint = f"; a table with their captions is named as the path: {folder / min(tables)}" if tables else ""
@@ -248,6 +252,15 @@ class FolderConfig(FileSourceConfig):
             builder.notes.append(f"left out: {_files(len(lost))} that {path.name} does not name, such as {min(lost)}")
         table.facts["captions"] = "metadata"
         return table
+
+
+def _text_ending(images: Sequence[str], paths: set[str]) -> tuple[int, str]:
+    """Return how many images have a file with a caption, and its ending."""
+    return max(((_count_beside(images, ending, paths), ending) for ending in _TEXTS), key=lambda found: found[0])
+
+
+def _count_beside(images: Sequence[str], ending: str, paths: set[str]) -> int:
+    return sum(f"{os.path.splitext(path)[0]}{ending}" in paths for path in images)
 
 
 def _add_with_files(images: Sequence[str], builder: TableBuilder) -> None:
