@@ -1,245 +1,338 @@
-"""The folder of fetched shards: its bound, who is in use, who dies."""
+"""The folder of chunks or shards: its limits, what dies in it, who shares it."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
-import hashlib
 import multiprocessing
 import os
+import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from vqclip.data.remote import cache as cache_module
-from vqclip.data.remote.cache import CachedShard, PartialShard, ShardCache
+from vqclip.data.remote import cache as module
+from vqclip.data.remote.cache import BoundedCache, PartialFile
 from vqclip.data.remote.retry import Deadline
 from vqclip.errors import StorageError
 
-SIZE = 1000
+SIZE = 4000
+"""With the end, 4016 bytes in the cache."""
+CONTEXT = multiprocessing.get_context("fork")
 
 
 def content(key: str) -> bytes:
-    return key.encode() * (SIZE // len(key))
+    return (key.encode() * SIZE)[:SIZE]
 
 
 class Folder:
-    """A cache of three shards, and what was fetched into it."""
+    """A cache of a number of chunks, and what was made for it."""
 
-    def __init__(self, folder: Path, limit: int = 3 * SIZE, wait_s: float = 0.0):
-        self.path, self.wait_s = folder, wait_s
-        self.cache = ShardCache(folder, limit)
-        self.fetched: list[str] = []
+    def __init__(self, path: Path, chunks: int = 4, wait_s: float = 0.0):
+        self.path, self.wait_s = path, wait_s
+        self.cache = BoundedCache(path, chunks * 4016)
+        self.made: list[str] = []
 
-    def open(self, key: str, fill: Callable[[PartialShard], None] | None = None) -> CachedShard:
-        def ordinary(part: PartialShard) -> None:
-            self.fetched.append(key)
-            part.reserve(SIZE)
-            part.write(content(key))
+    def read(self, key: str) -> bytes:
+        def make() -> bytes:
+            self.made.append(key)
+            return content(key)
 
-        return self.cache.open(key, None, fill or ordinary, Deadline(self.wait_s))
-
-    def use(self, *keys: str) -> None:
-        for key in keys:
-            with self.held(key) as file:
-                assert os.pread(file, 2 * SIZE, 0) == content(key)
-
-    @contextlib.contextmanager
-    def held(self, key: str) -> Iterator[int]:
-        file = self.open(key).file
+        file = self.open(key, make)
         try:
-            yield file
+            return os.pread(file, SIZE, 0)
         finally:
             os.close(file)
 
-    @property
-    def keys(self) -> str:
-        return "".join(sorted(path.name[0] for path in self.path.glob("*.tar")))
+    def open(self, key: str, make: Callable[[], bytes]) -> int:
+        return self.cache.open(key, lambda part: part.write(make()), Deadline(self.wait_s))
+
+    def use(self, *keys: str) -> None:
+        for key in keys:
+            assert self.read(key) == content(key)
 
     @property
-    def size(self) -> int:
-        return sum(path.stat().st_size for path in self.path.iterdir())
+    def keys(self) -> str:
+        return "".join(sorted(path.name for path in self.path.iterdir() if path.name not in ("lock", "ledger")))
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path / "shards")
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    monkeypatch.setattr(module, "_USED_S", 0.0)
+    monkeypatch.setattr(module, "_FILLED", 1.0)
+    return Folder(tmp_path / "chunks")
 
 
-def test_the_least_recently_used_go_first(folder: Folder) -> None:
-    folder.use(*"abc")
-    assert folder.keys == "abc"
-    folder.use(*"ad")
-    assert folder.keys == "acd"
-    folder.use(*"ce")
-    assert folder.keys == "cde"
-    assert folder.fetched == list("abcde")
-    folder.use("b")
-    assert folder.keys == "bce"
-    assert folder.size <= folder.cache.limit
+def test_chunks_are_made_once_and_the_least_recently_used_go_first(folder: Folder) -> None:
+    folder.use(*"abcd", *"abcd")
+    assert folder.made == list("abcd")
+    folder.use("a", "e")
+    assert folder.keys == "acde"
+    folder.use("c", "f", "g")
+    assert folder.keys == "cefg"
+    assert folder.made == list("abcdefg")
 
 
 def test_what_a_clock_that_was_ahead_left_over_goes_first(folder: Folder) -> None:
-    folder.use(*"abc")
-    for path in folder.path.glob("b-*.tar"):
-        os.utime(path, ns=(path.stat().st_atime_ns + 3600 * 10**9, path.stat().st_mtime_ns))
-    folder.use("d", "a")
-    assert folder.keys == "acd"
+    folder.use(*"abcd")
+    hour_ahead = time.time_ns() + 3600 * 10**9
+    for number, key in enumerate("cab"):
+        os.utime(folder.path / key, ns=(hour_ahead + number,) * 2)
+    folder.use("b", "e", "f")  # the use of b is now, by the right clock
+    assert folder.keys == "bdef"
+    folder.use("d", "g")
+    assert folder.keys == "defg"
+    assert folder.made == list("abcdefg")
 
 
-def test_random_use_stays_within_the_bound(folder: Folder) -> None:
-    for number in range(60):
-        folder.use("abcdefg"[number * number * 5 % 7])
-        assert folder.size <= folder.cache.limit
-    assert len(folder.keys) == 3
+def test_an_open_chunk_stays_readable(folder: Folder) -> None:
+    file = folder.open("a", lambda: content("a"))
+    folder.use(*"bcdefg")
+    assert "a" not in folder.keys
+    assert os.pread(file, SIZE, 0) == content("a")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(file, b"x")
+    os.close(file)
 
 
-def test_what_is_in_use_stays(folder: Folder) -> None:
-    with folder.held("a") as a, folder.held("b"):
-        folder.use(*"cdef")
-        assert folder.keys == "abf"
-        with folder.held("c"):
-            with pytest.raises(
-                StorageError, match=r"no room for 1000 bytes in .*/shards, after 0.0 s of .*=0: .* in use"
-            ):
-                folder.use("d")
-            assert folder.keys == "abc"
-            assert not list(folder.path.glob("*.part"))
-        assert os.pread(a, 5, 0) == b"aaaaa"
-    folder.use("d")
-    assert folder.size <= folder.cache.limit
+def test_the_folder_is_not_read_for_each_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scans, shrink = [], BoundedCache._shrink
+    monkeypatch.setattr(BoundedCache, "_shrink", lambda self, more: scans.append(more) or shrink(self, more))
+    folder = Folder(tmp_path / "chunks", 100)
+    for number in range(300):
+        folder.use(f"{number:03d}")
+        assert sum(path.stat().st_size for path in folder.path.iterdir()) <= folder.cache.limit + 24
+    assert len(scans) <= 1 + 200 // 5  # once at the start, then once in a twentieth of the limit
+    assert len(list(folder.path.iterdir())) >= 94
 
 
-def test_room_is_waited_for(tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "shards", SIZE, wait_s=20)
-    with folder.held("a"):
-        other = threading.Thread(target=folder.use, args=("b",))
-        other.start()
-        other.join(0.2)
-        assert other.is_alive()
-        assert folder.keys == "a"
-    other.join(20)
-    assert folder.keys == "b"
+def test_the_number_of_files_is_bounded(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FILES", 3)
+    folder.use(*"abcdefg")
+    assert len(folder.keys) <= 3
 
 
-def test_a_shard_on_its_way_counts_in_full(folder: Folder) -> None:
-    def fill(part: PartialShard) -> None:
-        part.reserve(2 * SIZE)
-        with pytest.raises(StorageError, match="no room for"):
-            folder.open("b", lambda other: other.reserve(2 * SIZE))
-        folder.use("c")
-        part.write(bytes(2 * SIZE))
-
-    os.close(folder.open("a", fill).file)
-    assert folder.keys == "ac"
+def test_a_chunk_that_is_larger_than_the_cache_is_refused(folder: Folder) -> None:
+    with pytest.raises(StorageError, match=r"/a: has 20016 bytes or more, and the cache may take 16064 \(remote\.c"):
+        folder.open("a", lambda: bytes(20_000))
+    assert folder.keys == ""
 
 
-def test_content_without_an_announced_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "_STEP", 64)
-    folder = Folder(tmp_path / "shards")
-    folder.use(*"abc")
-    held = folder.open("d", lambda part: [part.write(b"x" * 100) for _ in range(25)])
-    os.close(held.file)
-    assert held.sha256 == hashlib.sha256(b"x" * 2500).hexdigest()
-    assert (folder.keys, folder.size) == ("d", 2500)
-    with pytest.raises(StorageError, match=r"has 3100 bytes or more, and the cache may take 3000 \(remote.cache_gib="):
-        folder.open("e", lambda part: [part.write(b"x" * 100) for _ in range(40)])
-    assert not list(folder.path.glob("*.part"))
-
-
-def test_nothing_half_fetched_remains(folder: Folder) -> None:
-    def fail(part: PartialShard) -> None:
-        part.reserve(SIZE)
-        part.write(b"half")
+def test_nothing_half_made_remains(folder: Folder) -> None:
+    def fail() -> bytes:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         folder.open("a", fail)
-    assert [path.name for path in folder.path.iterdir()] == ["lock"]
-
-
-def test_a_new_try_begins_anew(folder: Folder) -> None:
-    def twice(part: PartialShard) -> None:
-        part.reserve(SIZE)
-        part.write(b"half of it")
-        part.restart()
-        part.write(content("a"))
-
-    held = folder.open("a", twice)
-    assert held.sha256 == hashlib.sha256(content("a")).hexdigest()
-    os.close(held.file)
-    folder.use("a")
-    assert folder.fetched == []
-
-
-def test_another_content_is_fetched_where_one_is_wanted(folder: Folder) -> None:
-    os.close(folder.open("a", lambda part: part.write(b"old")).file)
-    wanted = hashlib.sha256(b"new").hexdigest()
-    held = folder.cache.open("a", wanted, lambda part: part.write(b"new"), Deadline(1))
-    assert held.sha256 == wanted
-    os.close(held.file)
-    folder.cache.remove("a")
     assert folder.keys == ""
 
 
-def hold_a_part(folder: Path, ready) -> None:
-    def fill(part: PartialShard) -> None:
-        part.reserve(2 * SIZE)
-        part.write(b"half")
+@pytest.mark.parametrize("rest", [b"", b"a" * 10, content("a"), content("a") + module._footer(SIZE + 1)])
+def test_a_chunk_that_was_cut_short_is_made_again(folder: Folder, rest: bytes) -> None:
+    folder.use("a")
+    (folder.path / "a").write_bytes(rest)
+    folder.use("a")
+    assert folder.made == ["a", "a"]
+
+
+@pytest.mark.parametrize("rest", [None, b"", b"x" * 15, bytes(24), module._MARK + b"\xff" * 16])
+def test_a_damaged_ledger_is_made_again(folder: Folder, rest: bytes | None) -> None:
+    folder.use(*"abcd")
+    ledger = folder.path / "ledger"
+    ledger.unlink() if rest is None else ledger.write_bytes(rest)
+    folder.use(*"efgh")
+    assert len(folder.keys) == 4
+
+
+def test_the_folder_may_be_removed(folder: Folder) -> None:
+    def make() -> bytes:
+        if not folder.made:
+            folder.made.append("a")
+            for path in folder.path.iterdir():
+                path.unlink()
+            folder.path.rmdir()
+        return content("a")
+
+    folder.wait_s = 9.0
+    os.close(folder.open("a", make))
+    assert folder.keys == "a"
+
+
+def test_a_full_disk_and_a_folder_of_another_user_are_explained(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.use("a")
+    for code, text in ((errno.ENOSPC, "No space left on device"), (errno.EACCES, "Permission denied")):
+
+        def refuse(*_: object, code: int = code) -> int:
+            raise OSError(code, os.strerror(code))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", refuse)
+            with pytest.raises(StorageError, match=rf"/chunks: cannot be written \({text}\); set VQCLIP_CACHE to a"):
+                folder.use("b")
+            folder.use("a")
+    assert folder.keys == "a"
+    folder.use("b")
+
+
+def test_threads_wait_for_the_one_that_makes(folder: Folder) -> None:
+    folder.wait_s = 20.0
+
+    def make() -> bytes:
+        folder.made.append("a")
+        time.sleep(0.05)
+        return content("a")
+
+    threads = [threading.Thread(target=lambda: os.close(folder.open("a", make))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert folder.made == ["a"]
+
+
+def hold(path: Path, ready) -> None:
+    def make() -> bytes:
         ready.set()
         signal.pause()
+        return b""
 
-    Folder(folder).open("a", fill)
+    Folder(path).open("a", make)
 
 
 def test_a_process_that_dies_leaves_nothing_that_counts(folder: Folder) -> None:
-    context = multiprocessing.get_context("fork")
-    ready = context.Event()
-    process = context.Process(target=hold_a_part, args=(folder.path, ready))
+    ready = CONTEXT.Event()
+    process = CONTEXT.Process(target=hold, args=(folder.path, ready))
     process.start()
     try:
         assert ready.wait(30)
-        with pytest.raises(StorageError, match="another process has been fetching this shard for 0 s"):
+        with pytest.raises(StorageError, match=r"/a.part: another process has been fetching this file for 0 s"):
             folder.use("a")
-        with pytest.raises(StorageError, match="no room for 2000 bytes"):
-            folder.open("b", lambda part: part.reserve(2 * SIZE))
-        assert (folder.path / "a.part").stat().st_size == 2 * SIZE
+        (folder.path / "x.part").write_bytes(bytes(3 * 4016))  # of one that died before
     finally:
         process.kill()
         process.join(30)
-    assert (folder.path / "a.part").exists()
-    folder.use(*"bcd")  # which needs all the room
-    assert [path.name for path in folder.path.glob("*.part")] == []
-    (folder.path / "a.part").write_bytes(b"rubbish of somebody who died")
+    folder.use(*"bcdef")
+    assert "part" not in folder.keys
     folder.use("a")
-    assert folder.keys == "acd"
 
 
-def test_a_full_disk_is_explained(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StorageError, match=r"/shards: cannot be written \(No space left on device\); set VQCLIP_CACHE"):
-        folder.use("a")
-    assert [path.name for path in folder.path.iterdir()] == ["lock"]
+# ---- shards, which are written in blocks
 
 
-def test_a_shard_is_on_the_disk_before_it_has_its_name(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BoundedCache:
+    monkeypatch.setattr(module, "_STEP", 64)
+    monkeypatch.setattr(module, "_FILLED", 1.0)
+    return BoundedCache(tmp_path / "shards", 3000, durable=True)
+
+
+def read(cache: BoundedCache, key: str, fill: Callable[[PartialFile], object]) -> bytes:
+    file = cache.open(key, fill, Deadline(0))
+    try:
+        return os.pread(file, 10_000, 0)
+    finally:
+        os.close(file)
+
+
+def test_a_shard_of_any_length_is_what_was_written(shards: BoundedCache) -> None:
+    def twice(part: PartialFile) -> None:
+        part.reserve(2000)
+        part.write(b"half of it")
+        part.restart()
+        for _ in range(25):
+            part.write(b"x" * 100)
+
+    assert read(shards, "a", twice) == b"x" * 2500
+    with pytest.raises(StorageError, match=r"has 3100 bytes or more, and the cache may take 3000"):
+        read(shards, "b", lambda part: [part.write(b"y" * 100) for _ in range(40)])
+    assert read(shards, "c", lambda part: part.write(b"z")) == b"z"
+    assert {path.name for path in shards.folder.iterdir()} == {"c", "ledger", "lock"}
+
+
+def test_a_shard_on_its_way_counts_in_full(shards: BoundedCache) -> None:
+    def fill(part: PartialFile) -> None:
+        part.reserve(2000)
+        with pytest.raises(StorageError, match="no room for 2000 bytes in .*/shards, after 0.0 s of .*=0: other proc"):
+            read(shards, "b", lambda other: other.reserve(2000))
+        read(shards, "c", lambda other: other.write(b"c" * 1000))
+        part.write(bytes(2000))
+
+    read(shards, "a", fill)
+    assert sum(path.stat().st_size for path in shards.folder.iterdir()) <= 3000 + 24
+
+
+def test_a_shard_is_on_the_disk_before_it_has_its_name(shards: BoundedCache, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file))[1])
     monkeypatch.setattr(os, "replace", lambda old, new: (done.append("rename"), replace(old, new))[1])
-    folder.use("a")
-    assert done == [str(folder.path / "a.part"), "rename", str(folder.path)]
+    read(shards, "a", lambda part: part.write(b"a"))
+    assert done == [str(shards.folder / "a.part"), "rename", str(shards.folder)]
 
 
-def test_a_lock_is_shared_by_readers(folder: Folder) -> None:
-    with folder.held("a") as one, folder.held("a") as two:
-        fcntl.flock(one, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.flock(two, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    assert folder.fetched == ["a"]
+# ---- several processes
+
+
+def work(path: Path, chunks: int, seed: int, seconds: float, results) -> None:
+    """Reads random chunks of 40."""
+    draws, made, end = random.Random(seed), 0, time.monotonic() + seconds
+    cache = BoundedCache(path, chunks * 4016)
+    while time.monotonic() < end:
+        key = f"{draws.randrange(40):04d}"
+
+        def make(key: str = key) -> bytes:
+            nonlocal made
+            made += 1
+            time.sleep(draws.random() / 500)
+            return content(key)
+
+        file = cache.open(key, lambda part, make=make: part.write(make()), Deadline(30))
+        assert os.pread(file, SIZE, 0) == content(key)
+        os.close(file)
+    results.put(made)
+
+
+def watch(path: Path, end: float) -> int:
+    largest = 0
+    while time.monotonic() < end:
+        sizes = []
+        for entry in path.iterdir() if path.exists() else ():
+            try:
+                sizes.append(entry.stat().st_size)
+            except FileNotFoundError:
+                continue
+        largest = max(largest, sum(sizes))
+    return largest
+
+
+@pytest.mark.faults
+def test_processes_share_it_within_the_bound(tmp_path: Path) -> None:
+    """Two runs with other limits; one is killed again and again."""
+    path, results = tmp_path / "chunks", CONTEXT.Queue()
+    others = [CONTEXT.Process(target=work, args=(path, 20, seed, 12.0, results)) for seed in range(2)]
+    for each in others:
+        each.start()
+    draws, end, kills = random.Random(0), time.monotonic() + 10, 0
+    largest = 0
+    while time.monotonic() < end:
+        victim = CONTEXT.Process(target=work, args=(path, 10, kills, 60.0, CONTEXT.Queue()))
+        victim.start()
+        largest = max(largest, watch(path, time.monotonic() + draws.random() / 3))
+        os.kill(victim.pid or 0, signal.SIGKILL)
+        victim.join()
+        kills += 1
+    for each in others:
+        each.join(60)
+        assert each.exitcode == 0
+    assert kills > 10
+    assert sum(results.get() for _ in others) > 100
+    # Scanning is not one moment: what is removed and what replaces it may both be counted.
+    assert largest <= 24 * 4016
+    Folder(path, 8, 20).use(*(f"{number:04d}" for number in range(40)))
+    assert sum(each.stat().st_size for each in path.iterdir()) <= 8 * 4016 + 24
+    assert not list(path.glob("*.part"))

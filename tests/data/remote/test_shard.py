@@ -39,7 +39,7 @@ OPTIONS = {"tries": 4, "timeout_s": 5.0, "total_s": 30.0}
 
 def kept(cache: Path) -> list[Path]:
     """Everything in the cache that is a shard or a part of one."""
-    return sorted(path for path in (cache / "shards").glob("*") if path.name != "lock")
+    return sorted(path for path in (cache / "shards").glob("*") if path.name not in ("lock", "ledger"))
 
 
 def fetched(url: str, **options) -> bytes:
@@ -62,12 +62,12 @@ def shard(server: FaultyServer) -> str:
     return f"{server.url}/0.tar"
 
 
-def test_a_shard_is_fetched_once_and_lies_under_its_hashes(server: FaultyServer, shard: str, cache: Path) -> None:
+def test_a_shard_is_fetched_once_and_lies_under_its_hash(server: FaultyServer, shard: str, cache: Path) -> None:
     body = server.files["/0.tar"]
     assert fetched(shard) == fetched(shard) == body
     assert server.requests == ["GET /0.tar"]
     (path,) = kept(cache)
-    assert path.name == f"{hashlib.sha256(shard.encode()).hexdigest()}-{hashlib.sha256(body).hexdigest()}.tar"
+    assert path.name == f"{hashlib.sha256(shard.encode()).hexdigest()}.tar"
     assert path.read_bytes() == body
 
 
@@ -202,21 +202,21 @@ def test_all_waits_have_one_deadline(
         if moment == 5:
             os.close(other)  # who fetched has died
 
-    monkeypatch.setattr(cache_module, "time", SimpleNamespace(sleep=later, time_ns=time.time_ns))
+    monkeypatch.setattr(cache_module, "time", SimpleNamespace(sleep=later, time=time.time, time_ns=time.time_ns))
     monkeypatch.setattr("vqclip.data.remote.retry._sleep", later)
     folder = cache / "shards"
     folder.mkdir()
-    in_use, blocking = folder / "x.tar", folder / f"{RemoteShard(shard).key}.part"
+    in_use, blocking = folder / "x.part", folder / f"{RemoteShard(shard).key}.tar.part"
     in_use.write_bytes(bytes(1 << 20))
-    other, reader = (os.open(path, os.O_RDWR | os.O_CREAT) for path in (blocking, in_use))
+    other, filling = (os.open(path, os.O_RDWR | os.O_CREAT) for path in (blocking, in_use))
     try:
         fcntl.flock(other, fcntl.LOCK_EX)
-        fcntl.flock(reader, fcntl.LOCK_SH)
+        fcntl.flock(filling, fcntl.LOCK_EX)
         text = refusal(shard, total_s=12.0, cache_gib=2**-10)
     finally:
-        os.close(reader)
+        os.close(filling)
     assert "no room for 255744 bytes in" in text
-    assert "after 13.0 s of remote.total_s=12: all else in it is in use" in text
+    assert "after 13.0 s of remote.total_s=12: other processes fill it" in text
     moment = 0.0
     in_use.unlink()
     other = os.open(blocking, os.O_RDWR | os.O_CREAT)

@@ -13,10 +13,10 @@ import pytest
 from tests.data.making import caption_members, open_tars, write_tar
 from tests.data.serving import FaultyServer, answer
 from vqclip.data.remote import RemoteConfig, RemoteShard
+from vqclip.data.remote.cache import BoundedCache
 from vqclip.data.remote.retry import Deadline
 from vqclip.data.shard import Shard
 from vqclip.data.tars import make
-from vqclip.data.tars.cache import ChunkCache
 from vqclip.data.tars.index import ByteRange
 from vqclip.data.tars.make import make_index
 from vqclip.data.tars.members import USUAL
@@ -48,7 +48,7 @@ def open_reader(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(make, "MOST_WITH_MEMBERS", 0)
         index = make_index(local or [shard for shard in shards if isinstance(shard, Path)], folder / "index", chunk)
-    return TarReader(shards, index, USUAL, ChunkCache(folder / "chunks", 1 << 30), 20.0)
+    return TarReader(shards, index, USUAL, BoundedCache(folder / "chunks", 1 << 30), 20.0)
 
 
 def outcome(reader: TarReader, sample: int, kind: str) -> bytes | tuple[str, str]:

@@ -157,7 +157,7 @@ def test_what_passes_is_tried_again(server: FaultyServer, url: str, pauses: list
         (status(503), "HTTP 503", 4),
         (status(404), "not found (404)", 1),
         (status(403), "HTTP 403", 1),
-        (status(206), "HTTP 206 with Content-Range ''; expected that of a part", 1),
+        (status(206), "HTTP 206 Partial Content with Content-Range ''; expected 206 and a part", 1),
         (status(206, Content_Range="bytes 0-9/*" + "9" * 99), "with Content-Range 'bytes 0-9/*999", 1),
         (status(206, Content_Range=f"bytes 0-9/{len(BODY)}"), "sent bytes 0-9/255744; asked for bytes 100-299", 4),
     ],

@@ -20,7 +20,7 @@ from tests.data.serving import FaultyServer, answer, reset_at_once, status
 from vqclip import dist
 from vqclip.data import Batch, CaptionShardsConfig, TrainData
 from vqclip.data.remote import RemoteConfig
-from vqclip.data.tars import cache as cache_module
+from vqclip.data.remote import cache as cache_module
 from vqclip.data.tars.locate import cached_index
 from vqclip.data.tars.make import make_index
 from vqclip.errors import StorageError

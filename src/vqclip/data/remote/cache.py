@@ -1,21 +1,25 @@
-"""A folder of downloaded shards with a size limit, shared by all processes of a machine.
+"""A folder of files with a limit on bytes and files, shared by all processes of a machine: chunks, or whole shards.
 
-- `<hash of the URL>-<hash of the content>.tar` is a complete shard and is never written to again. It is in use while a
-  process has it open under a shared lock.
-- `<hash of the URL>.part` is being downloaded by the process that holds its exclusive lock. It has its final size from
-  the beginning, so that unfinished downloads count towards the limit.
+- `<key>` is a complete file and is never written to again. It may be removed at any time; processes that have it open
+  can still read it.
+- `<key>.part` is being made by the process that holds its exclusive lock. It has its size before its content is
+  written. A process that dies releases its locks, so an unlocked part is a leftover.
+- `ledger` has the sum of the sizes, and the number of files. Sizes are added before files are written. They are
+  subtracted only when the limit is reached: then the files are counted, and removed, the least recently used first,
+  until a twentieth of the limit is free. So the sum is never too small, also after a process was killed, and the folder
+  is listed once in thousands of files, not for each.
 
-A process that dies releases its locks, so an unlocked part is a leftover.
+After a power cut a file may be shorter. Small files end with a mark and the number of bytes before it; large ones are
+on the disk before they get their name (``durable``), and contain nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import os
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,209 +28,267 @@ from vqclip.errors import StorageError
 from vqclip.io.file_locks import hold_lock, is_at, remove_unlocked, try_lock
 from vqclip.io.files import cache_folder, order_of_use, sync_folder
 
-__all__ = ["CachedShard", "PartialShard", "ShardCache", "ShardInCache"]
+__all__ = ["BoundedCache", "PartialFile", "ShardInCache"]
 
-_POLL_S = 0.05
+_FILLED = 0.95
+"""Fraction of the limit that is left in use when files are removed."""
+_FILES = 1 << 18
+"""Limit on the number of files."""
+_MARK = b"vqchunk1"
 _STEP = 64 << 20
-"""Bytes reserved at a time when the server announces no size."""
+"""Bytes reserved at a time for a file whose size is not known."""
+_USED_S = 1.0
+"""The time of the last use of a file is written at most so often."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 
 
-class CachedShard(NamedTuple):
-    """A complete shard, which is not removed until its descriptor is closed."""
-
-    file: int
-    """A descriptor under a shared lock."""
-    sha256: str
-    """Checksum of its content."""
+class _Ledger(NamedTuple):
+    size: int
+    files: int
 
 
-class ShardCache:
-    """The cache folder.
+class BoundedCache:
+    """The folder.
 
     Args:
         folder: created on first use.
         limit: largest size of all files in it, in bytes.
+        durable: write files to the disk before they get their name, and no mark at their end.
     """
 
-    def __init__(self, folder: Path, limit: int):
-        self.folder, self.limit = folder, limit
+    def __init__(self, folder: Path, limit: int, durable: bool = False):
+        self.folder, self.limit, self.durable = folder, limit, durable
 
-    def open(
-        self, key: str, sha256: str | None, fill: Callable[[PartialShard], None], deadline: Deadline
-    ) -> CachedShard:
-        """Open a shard, after downloading it if it is missing.
+    @property
+    def room(self) -> int:
+        """Bytes that are never removed as long as no more is used at a time."""
+        return int(self.limit * _FILLED)
+
+    def open(self, key: str, fill: Callable[[PartialFile], object], deadline: Deadline) -> int:
+        """Return a read-only descriptor of a file, after making it if it is missing; the caller closes it.
+
+        Of the processes and threads that ask for one file at a time, one makes it and the others wait.
 
         Args:
-            key: hash of its URL.
-            sha256: checksum of the wanted content; None accepts any.
-            fill: writes a missing shard into a `PartialShard`. The result is opened even if its checksum differs.
-            deadline: ends the waits for space and for another process that downloads the same shard.
+            key: a name for a file, of letters, digits and hyphens; another content needs another key.
+            fill: writes the content. Unless `durable`, the file has 16 more bytes at the end.
+            deadline: ends the waits for space and for another process that makes the same file.
 
         Raises:
-            StorageError: from `fill`; or the folder cannot be written, or waiting timed out.
+            StorageError: the folder cannot be written, the file is larger than the cache, or waiting timed out.
         """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            while True:
-                found = self._find(key, sha256)
-                if found is None and (part := self._begin(key, deadline)) is not None:
-                    found = self._finish(part, sha256, fill)
-                if found is not None:
-                    return found
-                if deadline.left < 0:
+        path, pause = self.folder / key, _FIRST_PAUSE_S
+        while True:
+            try:
+                if (file := self._find_or_make(path, fill, deadline)) is not None:
+                    return file
+            except OSError as error:
+                # The folder may be removed at any time; then it is made again.
+                if not isinstance(error, FileNotFoundError) or deadline.left < 0:
                     raise StorageError(
-                        f"{self.folder}/{key}.part: another process has been fetching this shard for "
-                        f"{deadline.total_s:g} s (remote.total_s); is it stuck?"
-                    )
-                time.sleep(_POLL_S)
-        except OSError as error:
-            raise StorageError(
-                f"{self.folder}: cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder with room, or "
-                "lower remote.cache_gib"
-            ) from None
+                        f"{self.folder}: cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder with "
+                        "room, or lower remote.cache_gib"
+                    ) from None
+            if deadline.left < 0:
+                raise StorageError(
+                    f"{path}.part: another process has been fetching this file for {deadline.total_s:g} s "
+                    "(remote.total_s); is it stuck?"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def remove(self, key: str) -> None:
-        """Remove a shard's files that are not in use."""
-        if not self.folder.exists():
-            return
-        with hold_lock(self.folder / "lock"):
-            for path in self.folder.glob(f"{key}-*.tar"):
-                remove_unlocked(path)
+        """Remove a file, so that a damaged one is made again."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.folder / key).unlink()
 
-    def make_room(self, part: PartialShard, size: int) -> None:
-        """Grow a part to `size` bytes, after removing other files: leftovers first, then the least recently used.
+    def _find_or_make(self, path: Path, fill: Callable[[PartialFile], object], deadline: Deadline) -> int | None:
+        """Open or make a file; None while another process makes it."""
+        if (file := self._find(path)) is not None:
+            return file
+        with self._claim(path) as part:
+            if part is None:
+                return None
+            file = self._find(path)  # another process may have finished it just before the lock
+            if file is None:
+                partial = PartialFile(self, path, part, deadline)
+                fill(partial)
+                file = partial.finish()
+            return file
 
-        Raises:
-            StorageError: it is larger than the cache, or the shards in use leave no space for it.
-        """
+    def _find(self, path: Path) -> int | None:
+        """Open a complete file; None if it is missing or cut short."""
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        status = os.fstat(file)
+        if not self.durable:
+            size = status.st_size - len(_footer(0))
+            if size < 0 or os.pread(file, len(_footer(0)), size) != _footer(size):
+                os.close(file)
+                return None
+        if abs(time.time() - status.st_mtime) > _USED_S:  # also a time in the future, from a wrong clock
+            _mark_used(file)
+        return file
+
+    @contextlib.contextmanager
+    def _claim(self, path: Path) -> Iterator[int | None]:
+        """Hold the lock of a part, and remove the part unless it became the file; None if another holds it."""
+        part = path.with_name(f"{path.name}.part")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if not (try_lock(file) and is_at(file, part)):
+                yield None
+                return
+            try:
+                yield file
+            finally:
+                if is_at(file, part):
+                    part.unlink()
+        finally:
+            os.close(file)
+
+    def reserve(self, part: PartialFile, size: int) -> None:
+        """Give a part more bytes, after removing other files if the limit is reached; see `PartialFile.reserve`."""
         if size > self.limit:
+            name = "" if self.durable else f"{part.path}: "  # the caller names a shard
             raise StorageError(
-                f"has {size} bytes or more, and the cache may take {self.limit} (remote.cache_gib="
-                f"{self.limit / 2**30:g}): not fetched"
+                f"{name}has {size} bytes or more, and the cache may take {self.limit} "
+                f"(remote.cache_gib={self.limit / 2**30:g}): not fetched"
             )
+        more, files = size - part.size, int(not part.size)
         while True:
             with hold_lock(self.folder / "lock"):
-                if self._remove(size - part.size, part.path):
-                    part.grow(size)
+                used = self._read()
+                if used is None or used.size + more > self.limit or used.files >= _FILES:
+                    used = self._shrink(more)
+                if used.size + more <= self.limit:
+                    self._write(_Ledger(used.size + more, used.files + files))
+                    os.ftruncate(part.file, size)
                     return
+                self._write(used)
             if part.deadline.left < 0:
                 raise StorageError(
                     f"no room for {size} bytes in {self.folder}, after {part.deadline.spent:.1f} s of remote.total_s="
-                    f"{part.deadline.total_s:g}: all else in it is in use. Raise remote.cache_gib, or use fewer "
+                    f"{part.deadline.total_s:g}: other processes fill it. Raise remote.cache_gib, or use fewer "
                     "data.workers"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(_LONGEST_PAUSE_S)
 
-    def _remove(self, more: int, keep: Path) -> bool:
-        """Remove files until `more` bytes fit; return whether they do."""
-        files: list[tuple[bool, int, int, Path]] = []
-        for path in self.folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # a part that became a shard
-                status = path.stat()
-                files.append((path.suffix != ".part", order_of_use(status.st_atime_ns), status.st_size, path))
-        over = sum(size for _, _, size, _ in files) + more - self.limit
-        for is_whole, _, size, path in sorted(files):
-            if path != keep and path.suffix in (".part", ".tar") and (over > 0 or not is_whole):
-                over -= size if remove_unlocked(path) else 0
-        return over <= 0
-
-    def _find(self, key: str, sha256: str | None) -> CachedShard | None:
-        for path in sorted(self.folder.glob(f"{key}-{sha256 or '*'}.tar")):
-            try:
-                file = os.open(path, os.O_RDONLY)
-            except FileNotFoundError:
-                continue
-            fcntl.flock(file, fcntl.LOCK_SH)  # an exclusive lock is held only to remove the file or to finish it
-            if is_at(file, path):
-                with contextlib.suppress(PermissionError):  # another user's file; at worst it is removed too early
-                    os.utime(file, ns=(time.time_ns(), os.fstat(file).st_mtime_ns))
-                return CachedShard(file, path.stem.rpartition("-")[2])
-            os.close(file)
+    def _read(self) -> _Ledger | None:
+        """Return what the ledger says; None if it is missing or damaged."""
+        with contextlib.suppress(OSError, struct.error):
+            mark, *numbers = struct.unpack("<8sQQ", (self.folder / "ledger").read_bytes())
+            return _Ledger(*numbers) if mark == _MARK else None
         return None
 
-    def _begin(self, key: str, deadline: Deadline) -> PartialShard | None:
-        """Return the part of a shard, locked; None while another process holds it."""
-        path = self.folder / f"{key}.part"
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        if try_lock(file) and is_at(file, path):
-            return PartialShard(self, path, file, deadline)
-        os.close(file)
-        return None
-
-    def _finish(self, part: PartialShard, sha256: str | None, fill: Callable[[PartialShard], None]) -> CachedShard:
+    def _write(self, used: _Ledger) -> None:
+        file = os.open(self.folder / "ledger", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            found = self._find(part.path.stem, sha256)  # another process may have finished it just before the lock
-            if found is None:
-                fill(part)
-                return part.seal()
-        except BaseException:
-            part.discard()
-            raise
-        part.discard()
-        return found
+            os.pwrite(file, struct.pack("<8sQQ", _MARK, *used), 0)
+        finally:
+            os.close(file)
+
+    def _shrink(self, more: int) -> _Ledger:
+        """Count the files, and remove leftovers and the least recently used files until `more` bytes are free."""
+        whole: list[tuple[int, int, str]] = []
+        size = files = 0
+        for entry in os.scandir(self.folder):
+            with contextlib.suppress(FileNotFoundError):  # a part that became a file, or was discarded
+                status = entry.stat(follow_symlinks=False)
+                if entry.name.endswith(".part"):
+                    if remove_unlocked(Path(entry.path)):
+                        continue
+                elif entry.name in ("ledger", "lock"):
+                    continue
+                else:
+                    whole.append((order_of_use(status.st_mtime_ns), status.st_size, entry.path))
+                size, files = size + status.st_size, files + 1
+        if size + more > self.limit or files >= _FILES:
+            for _, each, path in sorted(whole):
+                if size + more <= self.room and files < _FILES * _FILLED:
+                    break
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                size, files = size - each, files - 1
+        return _Ledger(size, files)
 
 
-class PartialShard:
-    """A shard that is being downloaded.
+class PartialFile:
+    """A file that is being made.
 
     Args:
-        cache: the cache that it belongs to.
-        path: its file.
-        file: descriptor of the file, exclusively locked.
+        cache: where it will be.
+        path: its later name.
+        file: descriptor of the part, exclusively locked.
         deadline: ends its waits.
     """
 
-    def __init__(self, cache: ShardCache, path: Path, file: int, deadline: Deadline):
-        self._cache, self.path, self._file, self.deadline = cache, path, file, deadline
-        self.restart()
+    def __init__(self, cache: BoundedCache, path: Path, file: int, deadline: Deadline):
+        self._cache, self.path, self.file, self.deadline = cache, path, file, deadline
+        self.size = self._written = 0
+        self._footer = 0 if cache.durable else len(_footer(0))
 
     def restart(self) -> None:
         """Discard the content."""
-        os.ftruncate(self._file, 0)
-        self.size = self.written = 0
-        self._digest = hashlib.sha256()
+        self._written = 0
 
     def reserve(self, size: int) -> None:
-        """Reserve `size` bytes in total; see `ShardCache.make_room`."""
-        self._cache.make_room(self, size)
+        """Reserve room for `size` bytes in total.
 
-    def grow(self, size: int) -> None:
-        """Allocate `size` bytes on the disk."""
-        if size > self.size:
-            os.posix_fallocate(self._file, 0, size)
-            self.size = size
+        Raises:
+            StorageError: they are more than the cache may take, or other processes leave no room for them.
+        """
+        if size + self._footer > self.size:
+            self._cache.reserve(self, size + self._footer)
+            self.size = size + self._footer
 
     def write(self, block: bytes) -> None:
-        """Append bytes, and reserve more space if necessary."""
-        needed = self.written + len(block)
-        if needed > self.size:
-            self.reserve(max(needed, min(self.size + _STEP, self._cache.limit)))
-        for start in range(0, len(block), 1 << 20):
-            self._write(block[start : start + (1 << 20)])
-        self._digest.update(block)
+        """Append bytes, and reserve more room if necessary."""
+        needed = self._written + len(block)
+        if needed + self._footer > self.size:
+            step = _STEP if self._written else 0
+            self.reserve(max(needed, min(self.size + step, self._cache.limit)))
+        self._append(block)
 
-    def _write(self, data: bytes) -> None:
-        while data:
-            count = os.pwrite(self._file, data, self.written)
-            self.written += count
-            data = data[count:]
+    def _append(self, block: bytes) -> None:
+        view = memoryview(block)
+        while view:
+            count = os.pwrite(self.file, view[: 1 << 20], self._written)
+            view, self._written = view[count:], self._written + count
 
-    def seal(self) -> CachedShard:
-        """Give the complete shard its name in the cache."""
-        sha256 = self._digest.hexdigest()
-        os.ftruncate(self._file, self.written)
-        os.fsync(self._file)
-        os.utime(self._file)  # used now, not when the first byte came; otherwise it would be removed first
-        os.replace(self.path, self.path.with_name(f"{self.path.stem}-{sha256}.tar"))
-        sync_folder(self.path.parent)
-        fcntl.flock(self._file, fcntl.LOCK_SH)
-        return CachedShard(self._file, sha256)
+    def finish(self) -> int:
+        """Give the file its name, and return a read-only descriptor."""
+        if self._cache.durable:
+            os.ftruncate(self.file, self._written)
+            os.fsync(self.file)
+        else:
+            self.reserve(self._written)
+            self._append(_footer(self._written))
+            os.ftruncate(self.file, self._written)
+        _mark_used(self.file)
+        part = self.path.with_name(f"{self.path.name}.part")
+        file = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.replace(part, self.path)
+        except BaseException:
+            os.close(file)
+            raise
+        if self._cache.durable:
+            sync_folder(self.path.parent)
+        return file
 
-    def discard(self) -> None:
-        """Remove the file."""
-        if is_at(self._file, self.path):  # otherwise it has become a shard
-            self.path.unlink()
-        os.close(self._file)
+
+def _footer(size: int) -> bytes:
+    return struct.pack("<8sQ", _MARK, size)
+
+
+def _mark_used(file: int) -> None:
+    with contextlib.suppress(PermissionError):  # another user's file; at worst it is removed too early
+        now = time.time_ns()  # the file system's own clock ticks some hundred times a second
+        os.utime(file, ns=(now, now))
 
 
 class ShardInCache:
@@ -241,7 +303,11 @@ class ShardInCache:
 
     def discard(self) -> None:
         """Remove the copy in the cache, so that a damaged one is made again."""
-        self._cache().remove(self.key)
+        self._cache.remove(f"{self.key}.tar")
 
-    def _cache(self) -> ShardCache:
-        return ShardCache(cache_folder() / "shards", self.options.cache_bytes)
+    def _open(self, fill: Callable[[PartialFile], object]) -> int:
+        return self._cache.open(f"{self.key}.tar", fill, Deadline(self.options.total_s))
+
+    @property
+    def _cache(self) -> BoundedCache:
+        return BoundedCache(cache_folder() / "shards", self.options.cache_bytes, durable=True)

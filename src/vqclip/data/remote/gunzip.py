@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vqclip.data.remote.cache import PartialShard, ShardInCache
-from vqclip.data.remote.retry import Deadline, RemoteConfig
+from vqclip.data.remote.cache import PartialFile, ShardInCache
+from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import digest
 from vqclip.errors import DataError, StorageError
 from vqclip.io.files import open_regular
@@ -98,12 +98,11 @@ class GzipShard(ShardInCache):
         """Hash of path, size and modification time, so that a changed file has another index and another tar."""
         return digest(f"{self.path}\n{self.stamp[0]}\n{self.stamp[1]}")
 
-    def open(self, length: int | None = None, sha256: str | None = None) -> int:
+    def open(self, length: int | None = None) -> int:
         """Return a descriptor of the tar in the cache, after decompressing it if necessary; see `RemoteShard.open`.
 
         Args:
             length: not used; a plain tar's size decides nothing here.
-            sha256: the tar's checksum when it was indexed.
 
         Raises:
             DataError: the gzip data are damaged, truncated, or grow by more than a factor of 100.
@@ -117,10 +116,9 @@ class GzipShard(ShardInCache):
             raise StorageError(
                 f"{self}: the shard has changed since it was listed; start the run again", "changed shard"
             )
-        found = self._cache().open(self.key, sha256, self._fill, Deadline(self.options.total_s))
-        return found.file
+        return self._open(self._fill)
 
-    def _fill(self, part: PartialShard) -> None:
+    def _fill(self, part: PartialFile) -> None:
         part.restart()
         try:
             with open_regular(self.path) as file:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from vqclip.data.remote.cache import PartialShard, ShardInCache
+from vqclip.data.remote.cache import PartialFile, ShardInCache
 from vqclip.data.remote.gunzip import TAR_ENDINGS, GzipError, gunzip, is_gzip
 from vqclip.data.remote.retry import Deadline, FetchError, RemoteConfig, retry
 from vqclip.data.remote.transfer import Body, ChangedError, Span, list_urls, open_url
@@ -41,27 +40,19 @@ class RemoteShard(ShardInCache):
         """Its protocol, and its host or bucket."""
         return "/".join(self.url.split("/", 3)[:3])
 
-    def open(self, length: int | None = None, sha256: str | None = None) -> int:
-        """Return a descriptor of the shard in the cache, after downloading it if necessary.
+    def open(self, length: int | None = None) -> int:
+        """Return a descriptor of the shard in the cache, after downloading it if necessary; the caller closes it.
 
-        Close it soon: an open shard cannot be removed, and other processes may wait for its space.
+        A change may stay unnoticed as long as the cache contains the former file.
 
         Args:
             length: its size in bytes when it was indexed; None if it is not indexed yet.
-            sha256: its checksum when it was indexed.
 
         Raises:
-            StorageError: it cannot be downloaded, is larger than the cache, or has changed since it was indexed (`kind`
-                is then "changed shard"). A change may stay unnoticed as long as the cache contains the former file, so
-                no sample is replaced because of it.
+            StorageError: it cannot be downloaded, is larger than the cache, or has another size than when it was
+                indexed (`kind` is then "changed shard").
         """
-        deadline = Deadline(self.options.total_s)
-        found = self._cache().open(self.key, sha256, lambda part: self._fill(part, length), deadline)
-        if sha256 is not None and sha256 != found.sha256:
-            os.close(found.file)
-            self.discard()  # otherwise the next start would find this content, whatever the server has by then
-            raise self.change_error(f"SHA-256 {sha256}", found.sha256)
-        return found.file
+        return self._open(lambda part: self._fill(part, length))
 
     def read(self, first: int, end: int, length: int, deadline: Deadline) -> bytes:
         """Download a range of the shard into memory; it is not cached.
@@ -89,7 +80,7 @@ class RemoteShard(ShardInCache):
         except ChangedError as error:
             raise self.change_error(f"{length} bytes", error) from None
 
-    def _fill(self, part: PartialShard, length: int | None) -> None:
+    def _fill(self, part: PartialFile, length: int | None) -> None:
         def fetch() -> None:
             part.restart()
             with open_url(self.url, self.options.timeout_s, part.deadline) as body:
@@ -99,7 +90,7 @@ class RemoteShard(ShardInCache):
 
         retry(fetch, self.url, self.options, part.deadline)
 
-    def _copy(self, body: Body, part: PartialShard) -> None:
+    def _copy(self, body: Body, part: PartialFile) -> None:
         received = [0]
         try:
             if body.length is not None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vqclip.data.remote import RemoteConfig
+from vqclip.data.remote.cache import BoundedCache
 from vqclip.data.shard import Part, Shard
-from vqclip.data.tars.cache import ChunkCache
 from vqclip.data.tars.index import TarIndex, open_index
 from vqclip.data.tars.locate import cached_index, data_folder, find_index, lock_index
 from vqclip.data.tars.make import CHUNK, IndexMaker, Parts
@@ -88,7 +88,7 @@ class TarSet:
                 self.remote.cache_gib,
                 index.chunk,
             )
-        chunks = ChunkCache((cache or cache_folder()) / "chunks", self.remote.cache_bytes)
+        chunks = BoundedCache((cache or cache_folder()) / "chunks", self.remote.cache_bytes)
         return TarReader(self.shards, index, self.rules, chunks, self.remote.total_s)
 
     @property

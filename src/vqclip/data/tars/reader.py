@@ -29,11 +29,11 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from vqclip.data.remote.cache import BoundedCache
 from vqclip.data.remote.retry import Deadline
 from vqclip.data.shard import Shard
 from vqclip.data.sources.reader import MAX_BYTES
 from vqclip.data.table_file import Texts
-from vqclip.data.tars.cache import ChunkCache
 from vqclip.data.tars.headers import TarWalk
 from vqclip.data.tars.index import ByteRange, TarIndex, chunk_digest
 from vqclip.data.tars.members import AMBIGUOUS, KINDS, NONE, USUAL, MemberRules, MemberScan, SampleTable
@@ -87,7 +87,7 @@ class TarReader:
     """
 
     def __init__(
-        self, shards: Sequence[Shard], index: TarIndex, rules: MemberRules, cache: ChunkCache, total_s: float = 60.0
+        self, shards: Sequence[Shard], index: TarIndex, rules: MemberRules, cache: BoundedCache, total_s: float = 60.0
     ):
         self._table: _OpenTable | None = None  # the one in use; first, since `__del__` needs it
         self._last: tuple[int, list[Extent]] | None = None
@@ -283,7 +283,7 @@ class TarReader:
 
     def _open(self, chunk: int) -> int:
         deadline = Deadline(self._total_s)  # also of a fetch that begins after a wait for another one
-        return self._cache.open(self._key(chunk), lambda: self._make(chunk, deadline), deadline)
+        return self._cache.open(self._key(chunk), lambda part: part.write(self._make(chunk, deadline)), deadline)
 
     def _open_needed(self, chunk: int) -> int:
         try:
