@@ -13,7 +13,7 @@ from tests.data.serving import FaultyServer
 from tests.ranks import RankPool
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.data.prepare import prepare_sources
-from vqclip.data.remote.gunzip import GzipError, gunzip
+from vqclip.data.remote.shard import GzipError, gunzip
 from vqclip.errors import DataError, StorageError
 
 
@@ -115,7 +115,7 @@ def prepare_on_rank(folder: Path, cache: Path) -> tuple[dict, int]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("VQCLIP_CACHE", str(cache))
         made: list[int] = []
-        from vqclip.data.remote import gunzip as module
+        from vqclip.data.remote import shard as module
 
         fill = module.GzipShard._fill
         monkeypatch.setattr(module.GzipShard, "_fill", lambda *args: (made.append(1), fill(*args))[1])

@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from vqclip.data.remote.retry import Deadline, RemoteConfig
+from vqclip.data.remote.retry import Deadline
 from vqclip.errors import StorageError
 from vqclip.io.file_locks import hold_lock, is_at, remove_unlocked, try_lock
-from vqclip.io.files import cache_folder, order_of_use, sync_folder
+from vqclip.io.files import order_of_use, sync_folder
 
-__all__ = ["BoundedCache", "PartialFile", "ShardInCache"]
+__all__ = ["BoundedCache", "PartialFile"]
 
 _FILLED = 0.95
 """Fraction of the limit that is left in use when files are removed."""
@@ -289,25 +289,3 @@ def _mark_used(file: int) -> None:
     with contextlib.suppress(PermissionError):  # another user's file; at worst it is removed too early
         now = time.time_ns()  # the file system's own clock ticks some hundred times a second
         os.utime(file, ns=(now, now))
-
-
-class ShardInCache:
-    """Base of shards whose tars are in the cache while they are used."""
-
-    options: RemoteConfig
-
-    @property
-    def key(self) -> str:
-        """Name in the cache."""
-        raise NotImplementedError
-
-    def discard(self) -> None:
-        """Remove the copy in the cache, so that a damaged one is made again."""
-        self._cache.remove(f"{self.key}.tar")
-
-    def _open(self, fill: Callable[[PartialFile], object]) -> int:
-        return self._cache.open(f"{self.key}.tar", fill, Deadline(self.options.total_s))
-
-    @property
-    def _cache(self) -> BoundedCache:
-        return BoundedCache(cache_folder() / "shards", self.options.cache_bytes, durable=True)

@@ -1,18 +1,73 @@
-"""Shards at URLs: which a URL names, and reading one."""
+"""Shards that are not plain tars on this machine: at URLs, and compressed ones; and the shards that a URL names.
+
+A shard that is not read by ranges is whole in a bounded cache while it is used. gzip has no random access: the tar
+inside is what is cached, indexed and digested, so a run does not notice whether its shards are compressed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from vqclip.data.remote.cache import PartialFile, ShardInCache
-from vqclip.data.remote.gunzip import TAR_ENDINGS, GzipError, gunzip, is_gzip
+from vqclip.data.remote.cache import BoundedCache, PartialFile
 from vqclip.data.remote.retry import Deadline, FetchError, RemoteConfig, retry
 from vqclip.data.remote.transfer import Body, ChangedError, Span, list_urls, open_url
 from vqclip.data.remote.urls import digest, display_url, file_name, protocol_of
 from vqclip.errors import DataError, StorageError
+from vqclip.io.files import Stamp, cache_folder, open_regular
 
-__all__ = ["RemoteShard", "fetch_bytes", "fetch_text", "remote_shards"]
+__all__ = [
+    "TAR_ENDINGS",
+    "GzipError",
+    "GzipShard",
+    "RemoteShard",
+    "fetch_bytes",
+    "fetch_text",
+    "gunzip",
+    "is_gzip",
+    "is_tar",
+    "remote_shards",
+]
+
+TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
+"""Endings of the names of shards."""
+_BLOCK = 1 << 20
+_MAX_RATIO = 100
+"""Largest ratio of decompressed to compressed bytes. Tars of small images reach 10; zeros, 1,000."""
+
+
+def is_tar(name: str) -> bool:
+    """Return whether a file's name is that of a shard: .tar, .tar.gz or .tgz."""
+    return name.endswith(TAR_ENDINGS)
+
+
+def is_gzip(name: str) -> bool:
+    """Return whether a file's name is that of a compressed shard: .tar.gz or .tgz."""
+    return name.endswith((".tar.gz", ".tgz"))
+
+
+class ShardInCache:
+    """Base of shards whose tars are in the cache while they are used."""
+
+    options: RemoteConfig
+
+    @property
+    def key(self) -> str:
+        """Name in the cache."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Remove the copy in the cache, so that a damaged one is made again."""
+        self._cache.remove(f"{self.key}.tar")
+
+    def _open(self, fill: Callable[[PartialFile], object]) -> int:
+        return self._cache.open(f"{self.key}.tar", fill, Deadline(self.options.total_s))
+
+    @property
+    def _cache(self) -> BoundedCache:
+        return BoundedCache(cache_folder() / "shards", self.options.cache_bytes, durable=True)
 
 
 @dataclass(frozen=True)
@@ -119,6 +174,106 @@ class RemoteShard(ShardInCache):
         )
 
 
+def _count(blocks: Iterator[bytes], received: list[int]) -> Iterator[bytes]:
+    for block in blocks:
+        received[0] += len(block)
+        yield block
+
+
+@dataclass(frozen=True)
+class GzipShard(ShardInCache):
+    """A .tar.gz on this machine, whose tar is in the cache while it is used.
+
+    Args:
+        path: the compressed file.
+        options: size of the cache, and the longest wait for another process that decompresses the same file.
+        stamp: its size and modification time when it was listed.
+    """
+
+    path: Path
+    options: RemoteConfig = field(compare=False, repr=False)
+    stamp: Stamp = field(compare=False, repr=False)
+
+    @classmethod
+    def at(cls, path: Path, options: RemoteConfig) -> GzipShard:
+        """Return the shard at a path; raises OSError if it is missing."""
+        return cls(path, options, Stamp.of(path))
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self.path.name
+
+    @property
+    def key(self) -> str:
+        """Hash of path, size and modification time, so that a changed file has another index and another tar."""
+        return digest(f"{self.path}\n{self.stamp.size}\n{self.stamp.modified_ns}")
+
+    def open(self, length: int | None = None) -> int:
+        """Return a descriptor of the tar in the cache, after decompressing it if necessary; see `RemoteShard.open`.
+
+        Args:
+            length: not used; a plain tar's size decides nothing here.
+
+        Raises:
+            DataError: the gzip data are damaged, truncated, or grow by more than a factor of 100.
+            StorageError: the file is missing or has changed, or the cache has no room.
+        """
+        try:
+            unchanged = Stamp.of(self.path) == self.stamp
+        except OSError as error:
+            raise StorageError(f"{self}: shard cannot be opened: {error.strerror}") from None
+        if not unchanged:
+            raise StorageError(
+                f"{self}: the shard has changed since it was listed; start the run again", "changed shard"
+            )
+        return self._open(self._fill)
+
+    def _fill(self, part: PartialFile) -> None:
+        part.restart()
+        try:
+            with open_regular(self.path) as file:
+                for block in gunzip(iter(lambda: file.read(_BLOCK), b"")):
+                    part.write(block)
+        except GzipError as error:
+            raise DataError(f"{self}: {error}", "damaged shard") from None
+        except StorageError as error:
+            raise StorageError(f"{self}: {error}") from None
+
+
+class GzipError(Exception):
+    """Damaged, truncated or far too large gzip data."""
+
+
+def gunzip(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Decompress gzip data of any number of members; zeros after the last one are skipped.
+
+    Raises:
+        GzipError: it is damaged or truncated, or grows by more than a factor of 100.
+    """
+    decoder, is_new, received, returned = zlib.decompressobj(wbits=31), True, 0, 0
+    for block in blocks:
+        received += len(block)
+        rest = block.lstrip(b"\0") if is_new and received > len(block) else block
+        while rest:
+            try:
+                data = decoder.decompress(rest, _BLOCK)
+            except zlib.error as error:
+                raise GzipError(f"damaged gzip data near byte {received}: {error}") from None
+            returned += len(data)
+            if returned > _MAX_RATIO * received + _BLOCK:
+                raise GzipError(f"more than {_MAX_RATIO} times its size when decompressed")
+            yield data
+            is_new, rest = False, decoder.unconsumed_tail
+            if decoder.eof:
+                rest, is_new, decoder = decoder.unused_data.lstrip(b"\0"), True, zlib.decompressobj(wbits=31)
+    if not is_new or not received:
+        raise GzipError(f"truncated: ends in the middle of its gzip data, after {received} bytes; copy it again")
+
+
 def remote_shards(url: str, options: RemoteConfig, endings: Sequence[str] = TAR_ENDINGS) -> list[RemoteShard]:
     """Return the shard at a URL, or, except at http, the shards of a folder or a glob, sorted by name.
 
@@ -153,12 +308,6 @@ def remote_shards(url: str, options: RemoteConfig, endings: Sequence[str] = TAR_
             f"{display_url(url)}: matches nothing; expected {what}. Are the names of bucket and folder right?"
         )
     return [RemoteShard(f"{protocol}://{name}", options) for name in sorted(found)]
-
-
-def _count(blocks: Iterator[bytes], received: list[int]) -> Iterator[bytes]:
-    for block in blocks:
-        received[0] += len(block)
-        yield block
 
 
 def fetch_text(url: str, options: RemoteConfig, limit: int) -> str:
