@@ -144,10 +144,17 @@ def differences_after_a_resume(tree, cache):
     return compared
 
 
-@pytest.mark.parametrize(("processes", "parallel"), [(1, "ddp"), (2, "ddp"), (2, "fsdp")])
-@pytest.mark.parametrize("tower", ["tiny", "captions"])
+@pytest.mark.parametrize(
+    ("tower", "processes", "parallel"),
+    [
+        ("tiny", 1, "ddp"),
+        ("captions", 2, "ddp"),
+        ("captions", 2, "fsdp"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("captions", 1, "ddp"), ("tiny", 2, "fsdp")]),
+    ],
+)
 def test_a_resumed_run_equals_the_one_that_saved_in_every_attribute(
-    tmp_path, shards, ranks, processes, parallel, tower
+    tmp_path, shards, ranks, tower, processes, parallel
 ):
     """Nothing that later steps depend on lives outside of the checkpoint, on any rank; also with a tower that ships."""
     changes = {"train__parallel": parallel, "guards": {"spikes": {"window": 10}}}
