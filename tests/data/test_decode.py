@@ -133,7 +133,8 @@ def test_one_transparent_colour() -> None:
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
 def test_sixteen_bits_are_scaled(kind: str) -> None:
     values = np.random.default_rng(0).integers(0, 65536, (HEIGHT, WIDTH), dtype=np.uint16)
-    data = encode(Image.fromarray(values), kind)
+    data = b"P5 24 20 65535\n" + values.astype(">u2").tobytes()  # which Pillow 10 cannot write
+    data = data if kind == "PPM" else encode(Image.fromarray(values), kind)
     assert np.array_equal(rgb(data), np.stack([values >> 8] * 3, -1))
     assert read_image(data).largest == values.max()
 
