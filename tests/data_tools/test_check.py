@@ -153,7 +153,7 @@ def test_placeholders_as_captions_notes_and_black_images(tmp_path: Path) -> None
     source = CaptionShardsConfig(path=str(write_tar(tmp_path / "0.tar", members))).build()
     with mock.patch.object(source, "notes", ("left out: 12 files of other endings (.psd 12)",)):
         report = check_source(source, CheckOptions(min_side=8))
-    assert [each.detail for each in report.warnings["placeholder as caption"]] == ["'nan'", "'None'", "'N/A'"]
+    assert [each.detail[:6] for each in report.warnings["placeholder as caption"]] == ["'nan' ", "'None'", "'N/A' "]
     assert [each.sample[-9:] for each in report.warnings["black image"]] == ["000000004"]
     shown = format_report(report)
     assert "left out: 12 files of other endings (.psd 12)" in shown.partition("warnings")[2]

@@ -216,7 +216,8 @@ def format_report(report: CheckReport, examples: int = 3) -> str:
         lines.append(f"\n{title}{'' if section or notes else ': none'}")
         lines += [f"  {note}" for note in notes]
         for kind, found in section.items():
-            lines.append(f"  {kind:<26}{len(found):>9,} {100 * len(found) / max(1, report.samples):>6.2f} %")
+            share = 100 * len({each.sample for each in found}) / max(1, report.samples)
+            lines.append(f"  {kind:<26}{len(found):>9,} {share:>6.2f} %")
             lines += [f"      {each.sample}: {each.detail}" for each in found[:examples]]
             if 0 < examples < len(found):
                 lines.append(f"      and {len(found) - examples:,} more")

@@ -23,13 +23,14 @@ from vqclip.data.sources.classes import ClassShardsConfig
 from vqclip.data.sources.shards import CaptionShardsConfig
 from vqclip.data.tars.counts import known_counts
 from vqclip.data.tars.locate import find_index
-from vqclip.data.tars.make import survey
+from vqclip.data.tars.make import MOST_WITH_MEMBERS, survey
 from vqclip.errors import ConfigError, DataError
 
 __all__ = ["DataCounts", "Job", "Plan", "count_source", "make_plan"]
 
-_CHUNK_BYTES, _SHARD_BYTES, _TABLE_BYTES = 24, 96, 80
-"""Bytes of a chunk and of a shard in the index, and of a sample in the cache beside its data."""
+_CHUNK_BYTES, _SHARD_BYTES, _MEMBER_BYTES, _TABLE_BYTES = 24, 96, 50, 80
+"""Bytes in the index of a chunk, of a shard, and of a sample if it has their members; of a sample in the cache beside
+its data."""
 _FILLED = 0.95
 """Part of the cache that is filled."""
 _NUMBERS = "--samples, --shards and --bytes"
@@ -47,6 +48,17 @@ class DataCounts:
     weight: float = 1.0
     at_urls: bool = True
     is_indexed: bool = True
+
+    @property
+    def has_members(self) -> bool:
+        """Whether the index has the place of every member, so that nothing is cached."""
+        return not self.at_urls and self.bytes <= MOST_WITH_MEMBERS
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index."""
+        members = self.samples * _MEMBER_BYTES * self.has_members
+        return -(-self.samples // self.chunk) * _CHUNK_BYTES + self.shards * _SHARD_BYTES + members
 
 
 @dataclass(frozen=True)
@@ -152,7 +164,7 @@ def make_plan(data: Sequence[DataCounts], job: Job) -> Plan:
         shards=sum(each.shards for each in data),
         bytes=sum(each.bytes for each in data),
         order=job.order.kind,
-        index_bytes=sum(-(-each.samples // each.chunk) * _CHUNK_BYTES + each.shards * _SHARD_BYTES for each in data),
+        index_bytes=sum(each.index_bytes for each in data),
         cache_bytes=cache,
         cache_limit=limit,
         epoch_steps=samples / job.batch_size,
@@ -185,7 +197,11 @@ def _windowed_needs(each: DataCounts, number: int, job: Job, order: WindowedOrde
     # Lanes are dealt to nodes in equal parts; a lane that two of them share is fetched by both.
     lanes = math.ceil(windows.lanes / job.nodes) + (windows.lanes % job.nodes > 0)
     data = each.bytes / each.samples if each.at_urls else 0
-    cache = 2 * windows.most_rows * min(lanes, windows.lanes) * order.chunk * (data + _TABLE_BYTES)
+    cache = (
+        0
+        if each.has_members
+        else 2 * windows.most_rows * min(lanes, windows.lanes) * order.chunk * (data + _TABLE_BYTES)
+    )
     fetched = each.weight * (1 + _shared_lanes(windows.lanes, job.nodes) * each.at_urls)
     return _Needs(cache, fetched * each.bytes, fetched * _requests(each) * each.at_urls)
 

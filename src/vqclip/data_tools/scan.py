@@ -92,7 +92,7 @@ class _Scanner:
                 found.lengths = [*self._options.tokenize([*sample.captions])[1]]
             if not self._source.templates:
                 found.remarks += [
-                    ("placeholder as caption", repr(each))
+                    ("placeholder as caption", f"{each!r} looks like a missing value")
                     for each in sample.captions
                     if each.strip().lower() in _PLACEHOLDERS
                 ]
