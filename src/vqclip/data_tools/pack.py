@@ -30,8 +30,8 @@ from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.in_order import InOrderReader, SamplesRead, ShardSlices, require_few_bad
 from vqclip.data.lookup import locate
 from vqclip.data.shard_folder import ShardFolder, ShardRecord, WorkResult
+from vqclip.data.sources.captions import DEFAULT_TEMPLATE
 from vqclip.data.sources.class_folder import CLASSNAMES, MAX_LINE, TEMPLATES
-from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
 from vqclip.data.tokens.manifest import ShardInfo, ShardManifest
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.data_tools.samples import PackedSample, SamplePacker

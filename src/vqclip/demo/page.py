@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gradio as gr
 
-from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
+from vqclip.data.sources.captions import DEFAULT_TEMPLATE
 from vqclip.demo import fragments
 from vqclip.demo.answers import MAX_FILE_BYTES, Answers
 from vqclip.demo.respond import Request, Response, respond

@@ -14,8 +14,8 @@ from pydantic import AfterValidator, model_validator
 from torch import Tensor
 
 from vqclip.data import Source
+from vqclip.data.sources.captions import DEFAULT_TEMPLATE
 from vqclip.data.sources.class_folder import LocalFolder, read_templates
-from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
 from vqclip.evaluation.datasets import LabelledData, open_labelled
 from vqclip.evaluation.details import Details, Interval
 from vqclip.evaluation.encode import Encoded, Encoder, Mode

@@ -1,16 +1,29 @@
-"""Read the captions of a sample from its .txt or .json."""
+"""Captions of a sample: from its .txt or .json, from the values of a table, or prompts with the name of its class."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
 
 from vqclip.errors import DataError, quote_names
 
-__all__ = ["MAX_CAPTION", "CaptionFiles", "collect_captions", "find_texts", "look_up", "require_usable"]
+__all__ = [
+    "DEFAULT_TEMPLATE",
+    "MAX_CAPTION",
+    "CaptionFiles",
+    "Prompts",
+    "Templates",
+    "collect_captions",
+    "find_texts",
+    "look_up",
+    "require_usable",
+]
 
 MAX_CAPTION = 65_536
 """Characters of a caption at most. The whole caption is tokenized before it is cut to the context length, so a few
@@ -157,3 +170,40 @@ def require_usable(captions: tuple[str, ...], name: str) -> tuple[str, ...]:
                 f"{name}: caption with a lone surrogate at character {error.start}: {caption[:80]!r}", "not UTF-8"
             ) from None
     return captions
+
+
+DEFAULT_TEMPLATE = "a photo of a {c}"
+"""Prompt of data with classes and without prompts."""
+
+
+def _have_places(templates: tuple[str, ...]) -> tuple[str, ...]:
+    if not templates or not all("{c}" in each for each in templates):
+        raise ValueError(f"got {list(templates)}; expected prompts with {{c}} for the class name")
+    return templates
+
+
+Templates = Annotated[tuple[str, ...], AfterValidator(_have_places)]
+"""At least one prompt, each with ``{c}`` for the class name."""
+
+
+class Prompts:
+    """Every template with the name of a class.
+
+    Args:
+        templates: prompts with ``{c}``.
+        classnames: names of the classes.
+    """
+
+    def __init__(self, templates: Sequence[str], classnames: Sequence[str]):
+        self._of = [tuple(each.replace("{c}", name) for each in templates) for name in classnames]
+
+    def of(self, label: int, where: str) -> tuple[str, ...]:
+        """Return the prompts of a class; raise DataError, which begins with ``where``, for a number of no class."""
+        if not 0 <= label < len(self._of):
+            raise DataError(f"{where}; expected a class number, 0 to {len(self._of) - 1}", "class number")
+        return self._of[label]
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of all prompts."""
+        return hashlib.sha256("\n".join(prompt for each in self._of for prompt in each).encode()).hexdigest()

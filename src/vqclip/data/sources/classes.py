@@ -9,8 +9,8 @@ from typing import Any, Literal
 from vqclip.data.remote import RemoteConfig
 from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.base import FolderContent, OpensSource, Place, RawSample, SourceConfigBase
+from vqclip.data.sources.captions import Prompts
 from vqclip.data.sources.class_folder import CLASSNAMES, choose_split, open_folder, read_lines, read_templates
-from vqclip.data.sources.prompts import Prompts
 from vqclip.data.sources.shards import Endings, OpensTars, TarSource, require_members
 from vqclip.data.tars.members import MemberRules
 from vqclip.data.tars.open import TarSet

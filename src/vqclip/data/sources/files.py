@@ -24,9 +24,8 @@ from pydantic import PrivateAttr
 from vqclip.data.remote import display_url, local_path, protocol_of
 from vqclip.data.shard import Part
 from vqclip.data.sources.base import NumberedSource, RawSample, SourceConfigBase
-from vqclip.data.sources.captions import CaptionFiles, require_usable
+from vqclip.data.sources.captions import CaptionFiles, Prompts, require_usable
 from vqclip.data.sources.file_table import PROBLEM, FileTable, checksum, load_table, span, versions
-from vqclip.data.sources.prompts import Prompts
 from vqclip.data.sources.reader import MAX_BYTES, MAX_IMAGE_BYTES
 from vqclip.data.table_file import find_table, save_table
 from vqclip.errors import ConfigError, DataError, StorageError, encodable, printable

@@ -14,14 +14,13 @@ from pydantic import model_validator
 from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.remote import is_tar
 from vqclip.data.sources.base import FolderContent, Place
-from vqclip.data.sources.captions import CaptionFiles
+from vqclip.data.sources.captions import DEFAULT_TEMPLATE, CaptionFiles
 from vqclip.data.sources.class_folder import TEMPLATES, LocalFolder, read_templates
 from vqclip.data.sources.csv_table import read_table
 from vqclip.data.sources.file_table import FileTable, TableBuilder
 from vqclip.data.sources.files import FileSourceConfig, local_file
 from vqclip.data.sources.json_table import read_objects
 from vqclip.data.sources.listing import Classes, ClassNames, Columns, describe_ids, is_split, list_images
-from vqclip.data.sources.prompts import DEFAULT_TEMPLATE
 from vqclip.errors import DataError, encodable
 from vqclip.io.files import walk_files
 
@@ -60,7 +59,8 @@ class FolderConfig(FileSourceConfig):
     """Names of the classes, for folders called by numbers or ids: a list in the order of the folders, or of their
     numbers; or a file, see `csv`."""
     image_endings: tuple[str, ...] = IMAGE_ENDINGS
-    """Endings of the images' names. Where masks lie beside the images, name those of the images, such as [.jpg]."""
+    """Endings of the images' names. Of images that differ in the ending alone, such as an image and its mask, the first
+    ending is read where captions are in files."""
 
     @model_validator(mode="after")
     def _has_keys(self) -> FolderConfig:
@@ -125,8 +125,17 @@ class FolderConfig(FileSourceConfig):
             for path in images:
                 builder.add(path, [_caption_of(path)])
         else:
-            _add_with_files(images, builder)
-            stems = {os.path.splitext(path)[0] for path in images}
+            stems: dict[str, list[str]] = {}
+            for path in images:
+                stems.setdefault(os.path.splitext(path)[0], []).append(path)
+            for same in stems.values():
+                builder.add(min(same, key=self._preference))
+            if len(images) > len(stems):
+                several = next(sorted(same, key=self._preference) for same in stems.values() if len(same) > 1)
+                builder.notes.append(
+                    f"left out: {_files(len(images) - len(stems))} named as another image but for the ending, such as "
+                    f"{several[1]} beside {several[0]}; image_endings chooses"
+                )
             beside = {path for path in others if path.endswith((ending, ".txt", ".json"))}
             lost = [path for path in beside if path.endswith(ending) and os.path.splitext(path)[0] not in stems]
             if lost:
@@ -137,6 +146,10 @@ class FolderConfig(FileSourceConfig):
 
     def _is_image(self, name: str) -> bool:
         return name.lower().endswith(self.image_endings)
+
+    def _preference(self, name: str) -> int:
+        """Return the place of the ending of an image's name among those that are read."""
+        return next(place for place, ending in enumerate(self.image_endings) if name.lower().endswith(ending))
 
     def _find_captions(self, folder: Path, images: list[str], paths: set[str]) -> Captions:
         """Return where the captions of a folder without metadata are; raises DataError if it is not plain."""
@@ -261,19 +274,6 @@ def _text_ending(images: Sequence[str], paths: set[str]) -> tuple[int, str]:
 
 def _count_beside(images: Sequence[str], ending: str, paths: set[str]) -> int:
     return sum(f"{os.path.splitext(path)[0]}{ending}" in paths for path in images)
-
-
-def _add_with_files(images: Sequence[str], builder: TableBuilder) -> None:
-    """Add images with captions in files; several of one name, such as an image and its mask, are one bad sample."""
-    stems: dict[str, list[str]] = {}
-    for path in images:
-        stems.setdefault(os.path.splitext(path)[0], []).append(path)
-    for first, *others in stems.values():
-        if others:
-            names = ", ".join(os.path.basename(path) for path in (first, *others))
-            builder.add_problem(first, f"several images of one name: {names}; image_endings chooses")
-        else:
-            builder.add(first)
 
 
 def _caption_of(path: str) -> str:

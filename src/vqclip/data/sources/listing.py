@@ -23,11 +23,10 @@ from vqclip.config import did_you_mean
 from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.remote import protocol_of
 from vqclip.data.sources.base import Place
-from vqclip.data.sources.captions import find_texts, look_up
+from vqclip.data.sources.captions import DEFAULT_TEMPLATE, Templates, find_texts, look_up
 from vqclip.data.sources.class_folder import LocalFolder, read_lines
 from vqclip.data.sources.file_table import FileTable, TableBuilder
 from vqclip.data.sources.files import FileSourceConfig, local_file
-from vqclip.data.sources.prompts import DEFAULT_TEMPLATE, Templates
 from vqclip.errors import DataError, quote_names
 
 __all__ = ["ClassNames", "Classes", "Columns", "ListConfig", "Row", "describe_ids", "is_split", "list_images"]

@@ -29,9 +29,8 @@ from vqclip.data.decode import image_format
 from vqclip.data.remote import RemoteConfig
 from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.base import OpensSource, RawSample, SourceConfigBase
-from vqclip.data.sources.captions import CaptionFiles
+from vqclip.data.sources.captions import CaptionFiles, Prompts
 from vqclip.data.sources.paths import strip_common_folders
-from vqclip.data.sources.prompts import Prompts
 from vqclip.data.sources.shards import TarSource
 from vqclip.data.tars.open import TarSet
 from vqclip.data.tars.reader import TarReader

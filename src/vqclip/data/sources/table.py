@@ -21,9 +21,8 @@ from typing import Any, Literal, NamedTuple
 from vqclip.data.remote import RemoteConfig, display_url, local_path, protocol_of
 from vqclip.data.remote.shard import fetch_bytes
 from vqclip.data.sources.base import RawSample
-from vqclip.data.sources.captions import require_usable
+from vqclip.data.sources.captions import DEFAULT_TEMPLATE, Prompts, Templates, require_usable
 from vqclip.data.sources.packed import PackedConfig, StreamSample
-from vqclip.data.sources.prompts import DEFAULT_TEMPLATE, Prompts, Templates
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES, read_image
 from vqclip.errors import ConfigError, DataError, StorageError, printable, quote_names
 

@@ -19,10 +19,9 @@ from torch import Tensor
 from vqclip.config import did_you_mean
 from vqclip.data.libraries import name_errors
 from vqclip.data.sources.base import RawSample
-from vqclip.data.sources.captions import require_usable
+from vqclip.data.sources.captions import DEFAULT_TEMPLATE, Templates, require_usable
 from vqclip.data.sources.file_table import checksum
 from vqclip.data.sources.packed import PackedConfig, PackedSource, Piece, StreamSample, stamp
-from vqclip.data.sources.prompts import DEFAULT_TEMPLATE, Templates
 from vqclip.data.sources.reader import read_image
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.files import expand_home, walk_files
