@@ -31,7 +31,7 @@ class Squares:
 
 
 def test_each_worker_fills_rows_of_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_maker, "PART_ROWS", 2)
+    monkeypatch.setattr(batch_maker, "SLICE_ROWS", 2)
     batches = list(make_batches(Squares(), range(3, 8), LoaderOptions(workers=3)))
     assert [step for step, *_ in batches] == [3, 4, 5, 6, 7]
     assert [square for _, squares, _ in batches for square in squares] == [n**2 for n in range(21, 56)]
@@ -45,7 +45,7 @@ def test_each_worker_fills_rows_of_one_tensor(monkeypatch: pytest.MonkeyPatch) -
 def test_a_batch_is_pinned_once_all_parts_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of different batches arrive in any order; without a GPU torch pins nothing, so that is simulated."""
     pinned: list[list[int]] = []
-    monkeypatch.setattr(batch_maker, "PART_ROWS", 2)
+    monkeypatch.setattr(batch_maker, "SLICE_ROWS", 2)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.tolist()) or tensor + 100)
 
     def out_of_order(function, tasks, *args, **options):
@@ -87,7 +87,7 @@ def test_prefetch_is_bounded(rows: int, size: int, workers: int, limit: int, pla
     chosen = PrefetchPlan.choose(rows, size, workers, 2, limit)
     assert chosen == plan
     if size and rows >= workers:
-        assert chosen.tasks * workers / chosen.parts * size <= max(limit, size)
+        assert chosen.tasks * workers / chosen.slices * size <= max(limit, size)
 
 
 def test_too_little_shared_memory_is_refused_before_a_worker_dies_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ WINDOWED = {"kind": "windowed", "chunk": 3, "window": 2}
 def test_global_batches_do_not_depend_on_ranks_and_workers(
     folder: Path, world_size, workers, order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_maker, "PART_ROWS", 2)  # so that workers share a batch
+    monkeypatch.setattr(batch_maker, "SLICE_ROWS", 2)  # so that workers share a batch
     options = {"order": order, "weight": 0.55}  # 6.6 samples of the second source an epoch: 6, 7, ...
     expected = global_batches(open_data(folder, **options), 0, 7, 1)  # 70 samples, more than epochs of 29 and 30
     data = open_data(folder, workers=workers, **options)

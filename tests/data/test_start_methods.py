@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 def test_batches_do_not_depend_on_the_start_method(
     folder: Path, method, order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_maker, "PART_ROWS", 2)
+    monkeypatch.setattr(batch_maker, "SLICE_ROWS", 2)
     expected = global_batches(open_data(folder, order=order), 0, 7, 1)
     for count in (0, 1, 5):
         data = open_data(folder, workers=count, start_method=method, order=order)

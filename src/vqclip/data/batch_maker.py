@@ -1,7 +1,7 @@
 """A rank's share of each global batch, made by the data workers together: each fills some rows of tensors they share.
 
-main process    allocate the tensors of batch t; send them to the workers, part by part
-worker          fill the rows of a part; return everything else about them, which is small
+main process    allocate the tensors of batch t; send them to the workers, slice by slice
+worker          fill the rows of a slice; return everything else about them, which is small
 main process    batch t = its tensors and what the workers returned, in the order of the rows
 
 Large tensors are never copied between processes. Those on their way to a GPU are copied once, to page-locked memory, in
@@ -44,8 +44,8 @@ Tokenize = Callable[[list[str]], tuple[Tensor, Sequence[int]]]
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name → shape and dtype of a tensor of a batch; the first dimension is rows."""
 
-PART_ROWS = 128
-"""Smallest number of rows for which a batch is split: fewer take less than a second, and each part costs the order of
+SLICE_ROWS = 128
+"""Smallest number of rows for which a batch is split: fewer take less than a second, and each slice costs the order of
 the whole batch once more."""
 
 _SHARED_MEMORY = "/dev/shm"
@@ -113,13 +113,13 @@ class BatchMaker:
             **{name: ((rows, *each.shape[1:]), each.dtype) for name, each in empty.items()},
         }
 
-    def fill(self, step: int, part: int, parts: int, tensors: Mapping[str, Tensor]) -> Rows:
-        """Write one of ``parts`` equal parts of this rank's rows to ``tensors``, and return what else belongs to it."""
+    def fill(self, step: int, number: int, slices: int, tensors: Mapping[str, Tensor]) -> Rows:
+        """Write one of equal slices of this rank's rows to ``tensors``, and return what else belongs to it."""
         if self.supply is not None:
             self.supply.advance(step)
         slots, places = self.order.deal(step, self.batch_size, self.rank, self.nodes)
         count = len(slots.sample)
-        first, end = count * part // parts, count * (part + 1) // parts
+        first, end = count * number // slices, count * (number + 1) // slices
         captions, ids, labels, bad = [], [], [], []
         for row, slot in enumerate(zip(*(each[first:end].tolist() for each in slots), strict=True), first):
             sample, replaced = self.samples.make(*slot)
@@ -144,7 +144,7 @@ class BatchMaker:
         )
 
     def join(self, step: int, tensors: Mapping[str, Tensor], rows: Sequence[Rows]) -> Batch:
-        """Return the batch, from its tensors and what `fill` returned for each part."""
+        """Return the batch, from its tensors and what `fill` returned for each slice."""
         ids = [each for some in rows for each in some.ids]
         return Batch(
             step=step,
@@ -170,10 +170,10 @@ def _feature(name: str) -> str:
 class PrefetchPlan(NamedTuple):
     """Division of batches among workers, within a number of bytes."""
 
-    parts: int
-    """Parts of a batch."""
+    slices: int
+    """Slices of a batch."""
     tasks: int
-    """Parts that each worker prepares ahead."""
+    """Slices that each worker prepares ahead."""
 
     @classmethod
     def choose(cls, rows: int, batch_bytes: int, workers: int, prefetch: int, limit_bytes: int) -> PrefetchPlan:
@@ -187,9 +187,9 @@ class PrefetchPlan(NamedTuple):
             limit_bytes: limit for all workers together.
         """
         affordable = max(1, limit_bytes // max(batch_bytes, 1))
-        # With few batches ahead, there must be a part for each worker, or its first task is already too much.
-        parts = max(1, min(workers, rows, max(rows // PART_ROWS, math.ceil(workers / affordable))))
-        return cls(parts, max(1, min(prefetch * workers, affordable) * parts // workers))
+        # With few batches ahead, there must be a slice for each worker, or its first task is already too much.
+        slices = max(1, min(workers, rows, max(rows // SLICE_ROWS, math.ceil(workers / affordable))))
+        return cls(slices, max(1, min(prefetch * workers, affordable) * slices // workers))
 
 
 def make_batches(
@@ -211,17 +211,17 @@ def make_batches(
     rows = next(iter(layout.values()))[0][0]
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
     plan = PrefetchPlan.choose(rows, size, max(workers, 1), options.prefetch, round(options.prefetch_gib * 2**30))
-    parts = plan.parts if workers else 1
+    slices = plan.slices if workers else 1
     if workers:
-        _require_shared_memory(size, math.ceil(plan.tasks * workers / parts) + 1)
+        _require_shared_memory(size, math.ceil(plan.tasks * workers / slices) + 1)
     batches = deque[_OpenBatch]()
 
     def tasks() -> Iterator[_Task]:
         for step in steps:
             tensors = {name: _allocate(*each, workers > 0) for name, each in layout.items()}
-            batches.append(_OpenBatch(step, tensors, parts))
-            for part in range(parts):
-                yield _Task(batches[-1].key, step, part, parts, tensors)
+            batches.append(_OpenBatch(step, tensors, slices))
+            for number in range(slices):
+                yield _Task(batches[-1].key, step, number, slices, tensors)
 
     results = ordered_map(
         _Filler(maker),
@@ -233,7 +233,7 @@ def make_batches(
         start_method=options.start_method,
     )
     with contextlib.closing(results):
-        while filled := list(itertools.islice(results, parts)):
+        while filled := list(itertools.islice(results, slices)):
             batch = batches.popleft()
             yield maker.join(batch.step, batch.tensors, [each.rows for each in filled])
 
@@ -263,36 +263,36 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, is_shared: bool) -> Te
 
 
 class _Task(NamedTuple):
-    """A part of a batch that a worker fills."""
+    """A slice of a batch that a worker fills."""
 
     key: int
     step: int
-    part: int
-    parts: int
+    number: int
+    slices: int
     tensors: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class _Filler:
-    """Fills parts; runs in the workers."""
+    """Fills slices; runs in the workers."""
 
     maker: BatchMaker
 
     def __call__(self, task: _Task) -> _Filled:
-        return _Filled(task.key, self.maker.fill(task.step, task.part, task.parts, task.tensors))
+        return _Filled(task.key, self.maker.fill(task.step, task.number, task.slices, task.tensors))
 
 
 @dataclass(frozen=True)
 class _Filled:
-    """A part of a batch whose rows are written."""
+    """A slice of a batch whose rows are written."""
 
     key: int
     rows: Rows
 
     def pin_memory(self) -> _Filled:
-        """Pin the tensors of the batch when this is its last part; called by torch's DataLoader in a thread."""
+        """Pin the tensors of the batch when this is its last slice; called by torch's DataLoader in a thread."""
         if (batch := _OpenBatch.by_key.get(self.key)) is not None:
-            batch.pin_after_last_part()
+            batch.pin_after_last_slice()
         return self
 
 
@@ -303,12 +303,12 @@ class _OpenBatch:
     """All of this process: the thread that pins memory sees only what comes from the workers."""
     _keys = itertools.count()
 
-    def __init__(self, step: int, tensors: dict[str, Tensor], parts: int):
-        self.step, self.tensors, self._missing = step, tensors, parts
+    def __init__(self, step: int, tensors: dict[str, Tensor], slices: int):
+        self.step, self.tensors, self._missing = step, tensors, slices
         self.key = next(self._keys)
         self.by_key[self.key] = self
 
-    def pin_after_last_part(self) -> None:
+    def pin_after_last_slice(self) -> None:
         self._missing -= 1
         if not self._missing:
             self.tensors = {name: each.pin_memory() for name, each in self.tensors.items()}

@@ -1,6 +1,6 @@
 """Training data: global batches that depend only on (configuration, data, seed, step).
 
-for step in range(start, stop):                        # in the workers, ahead of time; each makes a part of the rows
+for step in range(start, stop):                        # in the workers, ahead of time; each fills a slice of the rows
     slots, places = order.deal(step, G, rank, nodes)   # (source, sample, epoch) of this rank's samples; 0 ... G - 1
     samples = make each slot, or a substitute for a bad sample
     yield Batch(stacked images, tokenized captions, sample ids, places)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from vqclip.data.table_file import Table, Texts, find_table, save_table
+from vqclip.io.files import Stamp
 
 __all__ = ["PROBLEM", "FileTable", "TableBuilder", "checksum", "input_state", "load_table", "span", "versions"]
 
@@ -166,10 +167,9 @@ def _count(count: int, one: str, many: str) -> str:
 def input_state(path: str | Path) -> list[int]:
     """Return size and modification time of a file or folder; -1 if there is none."""
     try:
-        status = os.stat(path)
+        return [*Stamp.of(path)]
     except (OSError, ValueError):
         return [-1, -1]
-    return [status.st_size, status.st_mtime_ns]
 
 
 def load_table(file: Path, name: str, make: Callable[[], FileTable]) -> FileTable:

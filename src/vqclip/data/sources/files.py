@@ -29,7 +29,7 @@ from vqclip.data.sources.file_table import PROBLEM, FileTable, checksum, load_ta
 from vqclip.data.sources.reader import MAX_BYTES, MAX_IMAGE_BYTES
 from vqclip.data.table_file import find_table, save_table
 from vqclip.errors import ConfigError, DataError, StorageError, encodable, printable
-from vqclip.io.files import cache_folder, expand_home, open_regular
+from vqclip.io.files import Stamp, cache_folder, expand_home, open_regular
 from vqclip.process import progress
 
 __all__ = ["FilePart", "FileSource", "FileSourceConfig", "local_file", "skip_next_check"]
@@ -245,8 +245,7 @@ class FileSource(NumberedSource):
             raise DataError(f"{name}: {what} of {size} bytes; at most {most} are read", "too many bytes")
         try:
             with open_regular(Path(file)) as stream:
-                status = os.fstat(stream.fileno())
-                if (status.st_size, status.st_mtime_ns) != (size, modified):
+                if Stamp.of(stream.fileno()) != (size, modified):
                     raise StorageError(
                         f"{name}: {what} has changed since it was indexed; start the run again", "changed file"
                     )
@@ -364,14 +363,14 @@ def _hash(path: str) -> tuple[int, int, bytes]:
     """Return size, time and SHA-256 of a file; one that is too large to be used is not read, a missing one has -1."""
     try:
         with open_regular(Path(path)) as file:
-            before = os.fstat(file.fileno())
-            digest = hashlib.sha256(file.read() if before.st_size <= MAX_IMAGE_BYTES else b"")
-            after = os.fstat(file.fileno())
+            before = Stamp.of(file.fileno())
+            digest = hashlib.sha256(file.read() if before.size <= MAX_IMAGE_BYTES else b"")
+            after = Stamp.of(file.fileno())
     except (OSError, ValueError):
         return MISSING, 0, bytes(32)
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+    if before != after:
         raise DataError(f"{path}: was written to while it was indexed; start again when it is complete")
-    return before.st_size, before.st_mtime_ns, digest.digest()
+    return *before, digest.digest()
 
 
 def _files_of(text: str, root: Path, second: str) -> list[str]:

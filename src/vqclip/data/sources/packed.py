@@ -36,7 +36,7 @@ from vqclip.data.tars.open import TarSet
 from vqclip.data.tars.reader import TarReader
 from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder
 from vqclip.errors import DataError, StorageError, encodable, printable
-from vqclip.io.files import cache_folder, format_bytes
+from vqclip.io.files import Stamp, cache_folder, format_bytes
 from vqclip.io.tars import write_tar
 from vqclip.process import progress
 
@@ -225,10 +225,9 @@ def stamp(paths: Iterable[str | Path]) -> list[list[Any]]:
     found = []
     for path in paths:
         try:
-            status = Path(path).stat()
+            found.append([encodable(str(path)), *Stamp.of(path)])
         except OSError as error:
             raise StorageError(f"{path}: cannot be read: {error.strerror}", "unreadable file") from None
-        found.append([encodable(str(path)), status.st_size, status.st_mtime_ns])
     return found
 
 

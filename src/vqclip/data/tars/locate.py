@@ -25,7 +25,7 @@ from vqclip.data.tars.members import USUAL, MemberRules
 from vqclip.errors import DataError, StorageError
 from vqclip.io.atomic import write_file
 from vqclip.io.file_locks import hold_lock
-from vqclip.io.files import cache_folder
+from vqclip.io.files import Stamp, cache_folder
 
 __all__ = ["cached_index", "data_folder", "find_index", "index_name", "local_state", "lock_index", "shard_names"]
 
@@ -116,10 +116,10 @@ def lock_index(path: Path, name: str) -> Iterator[None]:
 def local_state(shard: Path) -> tuple[int, str]:
     """Return size and tag of a shard on this machine, as they are in an index."""
     try:
-        status = shard.stat()
+        stamp = Stamp.of(shard)
     except OSError:
         return MISSING
-    return status.st_size, str(status.st_mtime_ns)
+    return stamp.size, str(stamp.modified_ns)
 
 
 def _open_current(path: Path, shards: Sequence[Shard], rules: MemberRules) -> TarIndex | None:

@@ -17,6 +17,7 @@ from vqclip.data.remote.transfer import NoRangesError
 from vqclip.data.shard import Shard
 from vqclip.data.tars.index import ByteRange, TarIndex
 from vqclip.errors import StorageError
+from vqclip.io.files import Stamp
 
 __all__ = ["OpenFiles", "ShardStore"]
 
@@ -166,8 +167,7 @@ class OpenFiles:
             # Non-blocking: a pipe in place of the shard must not make the run wait.
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            status = os.fstat(file)  # before every read, as the file may change while it is open
-            if (status.st_size, status.st_mtime_ns) != stamp:
+            if Stamp.of(file) != stamp:  # before every read, as the file may change while it is open
                 raise StorageError(
                     f"{name}: the shard has changed since it was indexed; start the run again", "changed shard"
                 )
