@@ -19,6 +19,7 @@ import torch.distributed as c10d
 from torch import Tensor, nn
 
 from vqclip.dist._history import recent_collectives
+from vqclip.dist._torch_versions import describe_collectives
 from vqclip.errors import ConfigError
 
 _BLOCKS = ("averaging the gradients", "gathering the weights")
@@ -114,6 +115,7 @@ def planned_ranks(world_size: int, machine: int) -> Iterator[None]:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
+    describe_collectives()
     c10d.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     before = os.environ.get("LOCAL_WORLD_SIZE")
     os.environ["LOCAL_WORLD_SIZE"] = str(min(machine, world_size))

@@ -130,12 +130,15 @@ def _shift_right(x: Any, by: Any) -> Any:
     return op.Cast(op.BitShift(op.Cast(x, to=unsigned), op.Cast(by, to=unsigned), direction="RIGHT"), to=signed)
 
 
-def _scalar(value: float, dtype: int, layout: str = "", device: str = "", pin_memory: bool = False) -> Any:
-    """Make a constant; the exporter's own translation would round it to float32 on the way to float64."""
+def _scalar(s: float, dtype: int, layout: str = "", device: str = "", pin_memory: bool = False) -> Any:
+    """Make a constant; the exporter's own translation would round it to float32 on the way to float64.
+
+    The arguments are named as those of ``aten.scalar_tensor``: torch 2.8 looks for them by name.
+    """
     from onnxscript import ir, opset18
 
     op: Any = opset18
-    return op.Constant(value=ir.tensor(value, dtype=ir.DataType(dtype)))
+    return op.Constant(value=ir.tensor(s, dtype=ir.DataType(dtype)))
 
 
 def _info(tokenizer: AnyTokenizer, folder: Path, programs: dict[Part, ExportedProgram]) -> dict[str, Any]:
