@@ -123,7 +123,7 @@ def image_format(data: bytes) -> str:
     """
     if (match := _FIRST_BYTES.match(data[:96])) is not None:
         return str(match.lastgroup)
-    got = f"begins with {bytes(data[:12])!r} ({len(data)} bytes)"
+    got = f"begins with {bytes(data[:12])!r} ({len(data)} bytes); convert it to one of these"
     raise DataError(f"not a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF image: {got}", "image format")
 
 
@@ -375,7 +375,8 @@ def _clean_tiff(data: bytes) -> tuple[bytes, int]:
     orientation, width, height = number(0x0112, 1), number(256), number(257)
     fields.pop(0x0112, None)
     if number(259, 1) not in _TIFF_COMPRESSIONS:
-        raise DataError(f"tiff image of compression {number(259)}; expected {_TIFF_COMPRESSIONS}", "image format")
+        expected = "none, CCITT, LZW, JPEG, deflate or PackBits"
+        raise DataError(f"tiff image of compression {number(259)}; expected {expected}", "image format")
     is_tiled = 322 in fields
     across, down = (number(322), number(323)) if is_tiled else (width, min(height, number(278, height)))
     planes = number(277, 1) if number(284, 1) == 2 else 1
