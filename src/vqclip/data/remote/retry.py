@@ -46,9 +46,9 @@ class RemoteConfig(TransferConfig):
     """Download and caching of shards at URLs. No option changes which samples are read."""
 
     cache_gib: Annotated[float, Field(gt=0, le=1e6)] = 100.0
-    """Largest size in GiB of the downloaded shards of all runs on this machine, in `shards` of the cache folder, and
-    likewise of the chunks of shards that the windowed order reads, in `chunks`. The least recently used are removed
-    first. In the order `full`, shards that do not fit are downloaded again and again."""
+    """Largest size in GiB of the downloaded chunks of all runs on this machine, in `chunks` of the cache folder, and
+    likewise of shards that cannot be read in chunks, in `shards`: compressed ones, and those of servers that send whole
+    files only. The least recently used are removed first."""
 
     @property
     def cache_bytes(self) -> int:
