@@ -41,10 +41,16 @@ def for_each(fn: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any
     return results
 
 
-def start_process(function: Callable[..., Any], *args: Any) -> mp.process.BaseProcess:
-    """Run a function in a process of its own, forked from the server that has imported torch and vqclip."""
+def fork_server() -> mp.context.ForkServerContext:
+    """Return the way to start processes that are forked from the server that has imported torch and vqclip."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
+    return context
+
+
+def start_process(function: Callable[..., Any], *args: Any) -> mp.process.BaseProcess:
+    """Run a function in a process of its own, forked from the server."""
+    context = fork_server()
     # Not daemonic: a daemon may have no children, and a rank under test may start data loader workers.
     process = context.Process(target=function, args=args)
     with _environment({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.making import caption_shards
+from tests.ranks import fork_server
 from tests.training import run_tree
 from vqclip import dist
 from vqclip.errors import ConfigError
@@ -73,7 +74,7 @@ def take(folder):
 
 
 def test_the_end_of_the_context_frees_the_folder(tmp_path):
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+    with fork_server().Pool(1) as pool:
         with RunLock(tmp_path) as lock:
             lock.acquire()
             assert "in use" in pool.apply(take, (tmp_path,))
