@@ -13,7 +13,7 @@ import pytest
 
 from tests.data.making import caption_members, class_folder, encode, pixels, write_tar
 from vqclip.cli.data import main
-from vqclip.data import CaptionShardsConfig, ClassShardsConfig, RawSample, Source
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, RawSample, Source, parse_source
 from vqclip.data_tools.pack import Options, pack
 from vqclip.errors import ConfigError, DataError
 
@@ -59,7 +59,7 @@ def assert_same_samples(first: Source, second: Source) -> None:
 def test_every_caption_and_every_byte_come_back(tmp_path: Path) -> None:
     done = pack(Made(), options(tmp_path / "out"))
     assert done.manifest is not None
-    assert (done.made, done.samples, done.manifest.samples, done.manifest.captions) == (3, COUNT, COUNT, 25)
+    assert (done.made, done.samples, done.manifest["samples"], done.manifest["captions"]) == (3, COUNT, COUNT, 25)
     packed = CaptionShardsConfig(path=str(tmp_path / "out"), captions="json").build()
     assert_same_samples(Made(), packed)
     assert [packed.key(index) for index in (0, 4, 5, 12)] == ["000000000", "000000004", "000010000", "000020002"]
@@ -69,14 +69,13 @@ def test_every_caption_and_every_byte_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("labelled", [False, True])
-def test_the_bytes_depend_neither_on_workers_nor_on_the_time_nor_on_parts(tmp_path: Path, labelled: bool) -> None:
+def test_the_bytes_depend_neither_on_workers_nor_on_the_time(tmp_path: Path, labelled: bool) -> None:
     source = ClassShardsConfig(path=str(class_folder(tmp_path / "in", COUNT))).build() if labelled else Made()
     for name, workers in (("one", 0), ("two", 2)):
         pack(source, options(tmp_path / name, workers=workers))
-    for part in (2, 1, 1):
-        done = pack(source, options(tmp_path / "parts", part=(part, 2)))
-    assert (done.made, done.found, done.missing) == (0, 2, 0)
-    assert files_of(tmp_path / "one") == files_of(tmp_path / "two") == files_of(tmp_path / "parts")
+    done = pack(source, options(tmp_path / "two"))
+    assert (done.made, done.found, done.missing) == (0, 3, 0)
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
 
 
 def test_labels_and_prompts_come_back(tmp_path: Path) -> None:
@@ -110,17 +109,18 @@ def test_labels_and_own_captions_come_back(tmp_path: Path) -> None:
 def test_an_interrupted_job_continues_with_the_same_bytes(tmp_path: Path) -> None:
     class Dying(Made):
         def read(self, index: int) -> RawSample:
-            if index == 12:  # in the last of three shards, which is begun before the second is written
+            if index == 12:  # in the last of three shards
                 raise KeyboardInterrupt
             return super().read(index)
 
     pack(Made(), options(tmp_path / "whole"))
-    with mock.patch("vqclip.data_tools.pack._require_room"), pytest.raises(KeyboardInterrupt):
+    with mock.patch("vqclip.data_tools.pack._estimate_size", return_value=0.0), pytest.raises(KeyboardInterrupt):
         pack(Dying(), options(tmp_path / "out"))
-    assert [path.name for path in (tmp_path / "out").glob("*.tar")] == ["00000.tar"]
-    (tmp_path / "out" / ".tmp-00001.tar-killed").write_bytes(b"half")
+    assert [path.name for path in (tmp_path / "out").glob("0*.tar")] != []
+    assert not (tmp_path / "out" / "00002.tar").exists()
+    (tmp_path / "out" / ".tmp-00002.tar-killed").write_bytes(b"half")
     done = pack(Made(), options(tmp_path / "out"))
-    assert (done.made, done.found) == (2, 1)
+    assert (done.made, done.found) == (1, 2)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
@@ -150,7 +150,7 @@ def test_bad_samples_are_left_out_up_to_a_share_and_named(tmp_path: Path) -> Non
     assert not [*(tmp_path / "out").glob("*.tar")]
     done = pack(source, options(tmp_path / "out", bad_fraction=0.2))
     assert done.manifest is not None
-    assert (done.manifest.samples, done.manifest.bad) == (8, {"image format": 2})
+    assert (done.manifest["samples"], done.manifest["bad"]) == (8, {"image format": 2})
     lines = (tmp_path / "out" / "bad_samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["key"] for line in lines] == ["000000000", "000000001"]
     assert CaptionShardsConfig(path=str(tmp_path / "out")).build().key(0) == "000000002"
@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_refused_before_it_is_written(tmp_path: Path) -> No
     free = shutil.disk_usage(tmp_path)._replace(free=9_000)
     with (
         mock.patch("shutil.disk_usage", return_value=free),
-        pytest.raises(ConfigError, match=r"has room for 0\.0 GB, but 13 samples need"),
+        pytest.raises(DataError, match=r"has room for 0\.0 GB, and about 0\.0 GB are needed; OUT: name a folder"),
     ):
         pack(Made(), options(tmp_path / "out"))
     assert not [*(tmp_path / "out").glob("*.tar")]
@@ -176,6 +176,22 @@ def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a file")
     with pytest.raises(ConfigError, match="OUT: .*file: cannot be made"):
         pack(Made(), options(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_rows_are_packed_without_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labelled: bool) -> None:
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    images = [*(encode(pixels(index)) for index in range(6)), b"no image"]
+    texts = {"label": ["cat", "dog", "dog", "cat", "cat", "cat", "cat"]} if labelled else {"caption": list("abcdefg")}
+    parquet.write_table(pyarrow.table({"image": images, **texts}), tmp_path / "a.parquet")
+    done = pack(parse_source(tmp_path / "a.parquet"), options(tmp_path / "out", bad_fraction=0.2))
+    assert done.manifest is not None
+    assert (done.manifest["samples"], done.manifest["bad"]) == (6, {"image format": 1})
+    assert not (tmp_path / "cache" / "packed").exists()
+    rows = parse_source(tmp_path / "a.parquet").build()
+    packed = parse_source(tmp_path / "out").build()
+    assert [packed.read(index) for index in range(6)] == [rows.read(index) for index in range(6)]
 
 
 def test_class_names_that_could_not_be_read_back_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Captioned images become OUT/00000.tar, ... as img2dataset writes them; labelled ones OUT/SPLIT/0.tar, ... beside the
 class names and prompts, as clip_benchmark does. Images keep their bytes, and samples their order. Run the same command
-again to continue after a stop.
+again to continue after a stop; machines that share OUT run it at the same time.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import Any
 
 from vqclip.cli import arguments as types
 from vqclip.data import FolderConfig, open_source, parse_source
-from vqclip.data_tools.pack import Options, PackManifest, pack
+from vqclip.data.sources.packed import PackedConfig
+from vqclip.data_tools.pack import Options, pack
 from vqclip.errors import ConfigError
 from vqclip.io.files import expand_home
 
@@ -24,7 +26,7 @@ EXAMPLES = """\
 examples:
   vqclip data pack photos.csv shards/photos
   vqclip data pack /datasets/flowers shards/flowers --split train --workers 8
-  vqclip data pack annotations.json shards/coco --part 1/4     # on the first of four machines
+  vqclip data pack annotations.json shards/coco --workers 8      # on each of four machines that share the folder
 """
 SOURCE_HELP = "file, folder, pattern or URL of the data"
 """Help of ``SOURCE``."""
@@ -39,13 +41,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("out", type=types.path, metavar="OUT", help="folder to write to: a new one, or one that was begun")
     add("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
     add("--split", type=_split, default="train", help="folder of the shards of labelled data (%(default)s)")
-    add(
-        "--part",
-        type=_part,
-        default=(1, 1),
-        metavar="I/N",
-        help="write every N-th shard only, from the I-th on, where N machines share one OUT (1/1)",
-    )
     types.add_fields(parser, Options, *_FIELDS)
 
 
@@ -54,26 +49,18 @@ def run(options: argparse.Namespace) -> None:
     config, out = parse_source(options.source, options.overrides), expand_home(options.out).absolute()
     if isinstance(config, FolderConfig) and out.resolve().is_relative_to(config.listing.resolve()):
         raise ConfigError(f"OUT: {out} is inside SOURCE, whose folders are data; expected a folder elsewhere")
-    source = open_source(config)
-    fields = {name: getattr(options, name) for name in ("split", "part", *_FIELDS)}
-    done = pack(source, Options(out=out, **fields))
-    print(done.describe(out, "other parts"), flush=True)
+    data = config if isinstance(config, PackedConfig) and config.is_packed else open_source(config)
+    done = pack(data, Options(out=out, **{name: getattr(options, name) for name in ("split", *_FIELDS)}))
+    print(done.describe(out), flush=True)
     if done.manifest is not None:
         print(_how_to_read(done.manifest, out, options.split), flush=True)
 
 
-def _how_to_read(manifest: PackManifest, out: Path, split: str) -> str:
-    if manifest.settings.layout == "classes":
+def _how_to_read(manifest: dict[str, Any], out: Path, split: str) -> str:
+    if manifest["layout"] == "classes":
         return f"read them with {{kind: classes, path: {out}, split: {split}}}"
-    several = ", captions: json" if manifest.captions > manifest.samples else ""
+    several = ", captions: json" if manifest["captions"] > manifest["samples"] else ""
     return f"read them with {{kind: shards, path: {out}{several}}}"
-
-
-def _part(given: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", given)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise argparse.ArgumentTypeError(f"got {given!r}, expected I/N, such as 1/4 to 4/4 on four machines")
-    return int(match[1]), int(match[2])
 
 
 def _split(given: str) -> str:

@@ -10,7 +10,7 @@
     for item in folder.claim():                          # items that nobody has finished or is making
         file = folder.write(item, content)               # folder.renew() now and then
         folder.add_record(item, file, samples)           # now it is finished
-    if (records := folder.records()) is not None:        # every item is finished, by whichever process
+    if (records := folder.records()) is not None:        # every item is finished
         folder.finish(records, manifest)
 
 Processes meet in this folder alone. A file is written before its record, both atomically, so a record means a finished
@@ -284,7 +284,8 @@ class WorkFolder:
             atomic.remove_leftovers(folder)
         if not self.missing():
             for path in (self.path / _CLAIMS).glob("*"):
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # another user's file
+                    path.unlink()
 
     def _take(self, item: int) -> ProcessLock | None:
         """Claim an item; return None if another process is making it."""

@@ -170,7 +170,7 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "x.py").touch()
     assert "x.py: is a file; expected a folder" in refusal(tmp_path / "x.py")
     made().save_to_disk(tmp_path / "a")
-    assert "captions: no column 'words'; its columns: image (struct" in refusal(tmp_path / "a", captions="words")
+    assert "captions: no column 'words'; its columns: 'image', 'caption'" in refusal(tmp_path / "a", captions="words")
     assert "leave them out" in refusal(tmp_path / "a", streaming=True)
     (file,) = (tmp_path / "a").glob("*.arrow")
     file.write_bytes(file.read_bytes()[:3000])

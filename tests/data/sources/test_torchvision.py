@@ -229,5 +229,5 @@ def test_without_class_names() -> None:
 def test_an_image_of_another_type_is_a_bad_sample() -> None:
     stream = TorchvisionConfig(**FAKE).open_stream()
     stream._data = [(torch.zeros(3, 4, 4), 0)] * 12
-    _, error, _ = next(stream.read(0))
+    error = next(stream.read(0)).sample
     assert "FakeData: row 0: image is torch.float32" in str(error)

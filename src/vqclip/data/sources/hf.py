@@ -18,11 +18,11 @@ from vqclip.data.sources.packed import PackedSource, Piece, StreamSample, stamp
 from vqclip.data.sources.table import (
     RowParser,
     TableConfig,
-    find_classes,
     find_columns,
     group_rows,
     parse_groups,
     read_batch,
+    read_classes,
 )
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.files import expand_home
@@ -79,7 +79,6 @@ class HfConfig(TableConfig):
 
     def identity(self) -> dict[str, Any]:
         """See `PackedConfig.identity`: the files of the data set, or the commit of one that is streamed."""
-        settings = self.model_dump(mode="json", exclude={"weight", "remote", "templates"})
         folder = expand_home(self.path)
         if not self.streaming:
             files: Any = stamp(_files_of(self.data()))
@@ -87,7 +86,7 @@ class HfConfig(TableConfig):
             files = stamp(sorted(each for each in folder.rglob("*") if each.is_file()))
         else:
             files = _commit(self)
-        return {**settings, "folder": os.getcwd(), "files": files}
+        return {**self.settings(), "folder": os.getcwd(), "files": files}
 
     def share(self) -> dict[str, Any]:
         """See `PackedConfig.share`; not of a part of a split, nor of a stream."""
@@ -197,7 +196,6 @@ class HfStream:
 
     def __init__(self, config: HfConfig):
         self._where, self._streaming = config.where, config.streaming
-        self.notes: tuple[str, ...] = ()
         with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
             data = config.data().with_format("arrow")  # images stay undecoded; `save_to_disk` stores other formats
             features = data.features
@@ -205,22 +203,23 @@ class HfStream:
             columns = find_columns(schema, config, config.where)
             if not self._streaming:
                 data.data.table.select(columns.names).validate(full=True)  # otherwise reading could leave the file
-            label = columns.label
-            if label and not columns.classnames:
-                if self._streaming:
-                    raise ConfigError(
-                        f"{config.where}: classnames: missing; expected the names of the classes in column {label!r} "
-                        "(without streaming they are found)"
-                    )
-                names = find_classes([data.data.column(label).to_pylist()], label, config.where)
-                columns = columns._replace(classnames=names)
-                self.notes = (f"{len(names)} classes are the values of column {label!r}, sorted",)
+            classes = read_classes(columns, config, config.where, lambda: self._values(data, columns.label or ""))
             self._data = data.select_columns(columns.names)
             self._divide()
         folder = expand_home(config.path).absolute()
-        self._parser = RowParser(columns, config, folder if folder.is_dir() else Path.cwd())
-        self.classnames, self.has_prompts = columns.classnames, bool(self._parser.templates)
+        self._parser = RowParser(columns, config, classes, folder if folder.is_dir() else Path.cwd())
+        self.classnames, self.has_prompts = self._parser.classnames, self._parser.has_prompts
+        self.notes = columns.notes
         self._fetches = config.urls != "refuse"
+
+    def _values(self, data: Any, label: str) -> list[list[Any]]:
+        """Return the values of the label; a stream would have to be read twice."""
+        if self._streaming:
+            raise ConfigError(
+                f"{self._where}: classnames: missing; expected the names of the classes in column {label!r} (without "
+                "streaming they are found)"
+            )
+        return [data.select_columns([label])[:].column(0).to_pylist()]
 
     def _divide(self) -> None:
         """Divide rows into pieces; a stream has a piece for each of its files."""

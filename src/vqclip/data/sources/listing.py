@@ -29,18 +29,36 @@ from vqclip.data.sources.file_table import FileTable, TableBuilder
 from vqclip.data.sources.files import FileSourceConfig, local_file
 from vqclip.errors import DataError, quote_names
 
-__all__ = ["ClassNames", "Classes", "Columns", "ListConfig", "Row", "describe_ids", "is_split", "list_images"]
+__all__ = [
+    "CAPTION_COLUMNS",
+    "IMAGE_COLUMNS",
+    "LABEL_COLUMNS",
+    "ClassNames",
+    "Classes",
+    "Columns",
+    "ListConfig",
+    "Row",
+    "describe_ids",
+    "find_column",
+    "guess_column",
+    "is_split",
+    "list_images",
+    "plain_text",
+]
 
-_IMAGES = (
+IMAGE_COLUMNS = (
     *("filepath", "file_path", "image_path", "img_path", "imagepath", "filename", "file_name", "image_name"),
     *("image_file", "image_filename", "image", "images", "img", "path", "file", "photo", "url", "image_url"),
     *("image_id", "imageid", "img_id", "id"),
 )
-_CAPTIONS = (
+CAPTION_COLUMNS = (
     *("caption", "captions", "text", "texts", "title", "sentence", "sentences", "comment", "description"),
     *("raw", "alt_text", "alt", "prompt", "conversations", "messages"),
 )
-_LABELS = ("label", "labels", "class", "class_name", "classname", "category", "category_name", "target")
+LABEL_COLUMNS = (
+    *("label", "labels", "cls", "class", "class_name", "classname", "category", "category_name", "target"),
+    *("fine_label", "class_id", "label_id", "species"),
+)
 _NUMBERED = re.compile(r"(caption|text|sentence|comment|title)s?[ _]?\d+")
 _SPLIT = re.compile(
     r"(train(val|ing)?|restval|val(id|idation)?|test(ing)?|dev|eval|minival)[ _-]?(\d+|set|data|images)?"
@@ -167,7 +185,9 @@ def list_images(
     chosen = _choose(columns, names, builder, path)
     spell = _Spelling.find([_image(row.values, chosen.image) for row in usable], root, look_beside, builder)
     classes = Classes.read(columns.classnames, path, builder) if chosen.label else None
-    wanted = {_find(names, key, "where", path): set(map(str, _as_list(each))) for key, each in columns.where.items()}
+    wanted = {
+        find_column(names, key, "where", path): set(map(str, _as_list(each))) for key, each in columns.where.items()
+    }
     splits = Counter[str]()
     split = next((name for name in names if name.strip().lower() == "split" and name not in wanted), None)
     left_out = 0
@@ -201,7 +221,7 @@ def _add(row: Row, chosen: Columns, classes: Classes | None, spell: _Spelling, b
         for key in chosen.captions or ():
             captions += _texts(row.values, key)
         if classes is not None and chosen.label is not None:
-            label = classes.number(_plain(look_up(row.values, chosen.label)))
+            label = classes.number(plain_text(look_up(row.values, chosen.label)))
     except DataError:  # of the settings, not of the row
         raise
     except ValueError as error:
@@ -223,25 +243,25 @@ def _choose(columns: Columns, names: Sequence[str], builder: TableBuilder, path:
 
     def find(setting: str, name: str | None, usual: Sequence[str]) -> str | None:
         if name is not None:
-            return _find(names, name, setting, path)
-        found = _guess(names, usual)
+            return find_column(names, name, setting, path)
+        found = guess_column(names, usual)
         if found is not None and found not in ("filepath", "title"):
             guessed.append(f"{setting} {found!r}")
         return found
 
     settings, lower = columns.settings, {name.lower(): name for name in names}
     given = columns.image or (lower.get("filename") if "filepath" in lower else None)  # Karpathy's: folder and name
-    image = find(settings[0], given, _IMAGES)
+    image = find(settings[0], given, IMAGE_COLUMNS)
     captions: tuple[str, ...] | None = None
     if columns.captions is not None:
-        captions = tuple(_find(names, name, settings[1], path) for name in columns.captions)
+        captions = tuple(find_column(names, name, settings[1], path) for name in columns.captions)
     elif columns.label is None and not columns.classnames:
         numbered = tuple(name for name in names if _NUMBERED.fullmatch(name.strip().lower()))
-        one = find(settings[1], None, _CAPTIONS)
+        one = find(settings[1], None, CAPTION_COLUMNS)
         captions = numbered if one is None and numbered else None if one is None else (one,)
     label = columns.label
     if label is not None or captions is None:
-        label = find("label", label, _LABELS)
+        label = find("label", label, LABEL_COLUMNS)
     if image is None or (captions is None and label is None):
         setting = settings[0 if image is None else 1]
         what = "the images" if image is None else "captions or classes"
@@ -267,7 +287,7 @@ def _names(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Itera
             yield from _names(value, f"{prefix}{key}.", depth + 1)
 
 
-def _guess(names: Sequence[str], usual: Sequence[str]) -> str | None:
+def guess_column(names: Sequence[str], usual: Sequence[str]) -> str | None:
     """Return the first usual name that a column has, in any case, or else a key in an object."""
     for part in (lambda name: name, lambda name: name.rpartition(".")[2]):
         known = {part(name).strip().lower(): name for name in reversed(names)}
@@ -276,7 +296,7 @@ def _guess(names: Sequence[str], usual: Sequence[str]) -> str | None:
     return None
 
 
-def _find(names: Sequence[str], name: str, setting: str, path: Path) -> str:
+def find_column(names: Sequence[str], name: str, setting: str, path: Path) -> str:
     """Return the column of a name, without regard to blanks and, if none is equal, to case."""
     for same in (lambda text: text, str.strip, lambda text: text.strip().lower()):
         found = [each for each in names if same(each) == same(name)]
@@ -295,14 +315,14 @@ def _image(values: Mapping[str, Any], key: str | None) -> str:
         (value,) = value
     if isinstance(value, Mapping):
         value = next((value[name] for name in ("path", "file_name", "filename", "file", "url") if name in value), "")
-    path = re.sub(r"#\d+$", "", _plain(value))  # the number of the caption, in the tables of Flickr30k
+    path = re.sub(r"#\d+$", "", plain_text(value))  # the number of the caption, in the tables of Flickr30k
     folder = values.get("filepath")
     if key == "filename" and isinstance(folder, str) and folder:
         return folder if folder.endswith(path) else f"{folder}/{path}"
     return path
 
 
-def _plain(value: object) -> str:
+def plain_text(value: object) -> str:
     """Return a name or number as text: whole numbers without a point, "" for nulls and other values."""
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else "" if math.isnan(value) else str(value)

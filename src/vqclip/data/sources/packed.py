@@ -17,7 +17,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -26,11 +26,14 @@ import numpy as np
 from pydantic import PrivateAttr
 
 from vqclip.data.decode import image_format
+from vqclip.data.in_order import require_few_bad
+from vqclip.data.lookup import locate
 from vqclip.data.remote import RemoteConfig
 from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.base import OpensSource, RawSample, SourceConfigBase
 from vqclip.data.sources.captions import CaptionFiles, Prompts
 from vqclip.data.sources.paths import strip_common_folders
+from vqclip.data.sources.reader import MAX_BYTES
 from vqclip.data.sources.shards import TarSource
 from vqclip.data.tars.open import TarSet
 from vqclip.data.tars.reader import TarReader
@@ -76,6 +79,8 @@ class StreamSample(NamedTuple):
     sample: RawSample | DataError
     rows: int = 1
     """Rows that it was made of: those of one image, each with a caption."""
+    name: str = ""
+    """Its name for messages; empty: that of the piece, with the number."""
 
 
 class Stream(Protocol):
@@ -138,13 +143,18 @@ class PackedConfig(SourceConfigBase):
         found: RemoteConfig = getattr(self, "remote", RemoteConfig())
         return found
 
+    @property
+    def is_packed(self) -> bool:
+        """Return whether samples are packed, not read where they are."""
+        return True
+
     def share(self) -> dict[str, Any]:
         """Return JSON values by which another process of this machine opens the data without asking a server."""
         return {}
 
     @property
     def opened(self) -> dict[str, Any] | None:
-        """What `pieces` has found, for the other processes of this machine."""
+        """Folder and missing pieces that `pieces` has found, for the other processes of this machine."""
         return self._opened
 
     def set_opened(self, opened: dict[str, Any] | None) -> None:
@@ -215,6 +225,7 @@ class PackedConfig(SourceConfigBase):
 
     def _pack(self, folder: WorkFolder) -> list[Shard]:
         """Pack what is missing, or wait for other processes that do; return the tars."""
+        folder.remove_leftovers()
         for piece in folder.claim(wait=True):
             write_piece(folder, piece, self.stream())
         return [folder.file(piece) for piece in range(folder.items)]
@@ -258,39 +269,70 @@ class _PiecePart:
         return self.folder.record(self.piece) is not None
 
 
-def write_piece(folder: WorkFolder, piece: int, stream: Stream) -> ItemRecord:
+def write_piece(
+    folder: WorkFolder,
+    piece: int,
+    stream: Stream,
+    check: Callable[[RawSample], object] | None = None,
+    limit: int | None = None,
+) -> ItemRecord:
     """Write the tar of a piece, and record it.
 
+    In a folder of `vqclip data pack`, keys are those of img2dataset: number of the piece, then number of the sample in
+    it. In the cache they are numbers of rows.
+
+    Args:
+        folder: the folder of the tars.
+        piece: number of the piece.
+        stream: the source.
+        check: raises DataError for a sample that cannot be used; bad samples are then left out and recorded. None: they
+            stay as members that say why.
+        limit: largest number of samples that are left out; None: any.
+
     Raises:
+        DataError: more samples cannot be used.
         StorageError: the piece cannot be read or fetched, or the tar cannot be written.
     """
-    counts = {"samples": 0, "unusable": 0, "grouped": 0, "repeated": 0}
+    counts = {"samples": 0, "captions": 0, "unusable": 0, "grouped": 0, "repeated": 0}
+    bad: list[dict[str, Any]] = []
     seen: set[bytes] = set()
 
     def members() -> Iterator[tuple[str, dict[str, bytes]]]:
-        for row, sample, rows in stream.read(piece):
-            if counts["samples"] % _HEARTBEAT == 0:
+        for number, (row, sample, rows, name) in enumerate(stream.read(piece)):
+            if number % _HEARTBEAT == 0:
                 progress.heartbeat()
                 folder.renew()
-            counts["samples"] += 1
             counts["grouped"] += rows - 1
-            key = f"{row:09d}"
-            if isinstance(sample, RawSample):
-                digest = hashlib.blake2b(sample.image, digest_size=12).digest()
-                counts["repeated"] += digest in seen
-                seen.add(digest)
-                try:
-                    yield key, sample_members(key, sample, bool(stream.classnames), stream.has_prompts)
+            key = f"{row:09d}" if check is None else f"{piece:05d}{number:04d}"
+            try:
+                if isinstance(sample, DataError):
+                    raise sample
+                found = sample_members(key, sample, bool(stream.classnames), stream.has_prompts)
+                if check is not None:
+                    check(sample)
+            except DataError as error:
+                name = name or f"{stream.pieces[piece].name}: row {row}"
+                reason = str(error) if isinstance(sample, DataError) else f"{name}: {error}"
+                counts["unusable"] += 1
+                if check is None:
+                    counts["samples"] += 1
+                    yield key, {"json": json.dumps({"key": key, "bad": error.kind, "reason": reason}).encode()}
                     continue
-                except DataError as error:
-                    sample = error
-            counts["unusable"] += 1
-            yield key, {"json": json.dumps({"key": key, "bad": sample.kind, "reason": str(sample)}).encode()}
+                bad.append({"sample_id": row, "key": key, "kind": error.kind, "reason": reason})
+                if limit is not None:
+                    require_few_bad((each["reason"] for each in bad), len(bad), limit, "--bad-fraction")
+                continue
+            counts["samples"] += 1
+            counts["captions"] += len(sample.captions)
+            digest = hashlib.blake2b(sample.image, digest_size=12).digest()
+            counts["repeated"] += digest in seen
+            seen.add(digest)
+            yield key, found
 
     try:
         file = folder.write(piece, lambda out: write_tar(out, members()))
         samples = counts.pop("samples")
-        record = folder.add_record(piece, file, samples, (), **counts)
+        record = folder.add_record(piece, file, samples, bad, **counts)
     except OSError as error:
         raise StorageError(f"{folder.file(piece)}: cannot be written: {error.strerror}") from None
     size, done = format_bytes(file.size), folder.items - folder.missing()
@@ -326,6 +368,9 @@ def sample_members(key: str, sample: RawSample, has_classes: bool, has_prompts: 
             members["json"] = json.dumps({"key": key, "caption": captions}, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise DataError(f"caption with a lone surrogate at character {error.start}", "not UTF-8") from None
+    for name, data in members.items():
+        if len(data) > MAX_BYTES.get(name, MAX_BYTES["image"]):
+            raise DataError(f".{name} of {len(data)} bytes; at most {MAX_BYTES[name]} are read", "too many bytes")
     return members
 
 
@@ -350,7 +395,7 @@ class PackedSource(TarSource):
         self._pieces = [name for name, _ in settings["pieces"]]
         self._places = strip_common_folders(self._pieces)
         records = folder.records() or []
-        self._ends = np.cumsum([record.samples for record in records], dtype=np.int64)
+        self._starts = np.cumsum([0, *(record.samples for record in records)], dtype=np.int64)
         total = {key: sum(record.facts[key] for record in records) for key in ("unusable", "grouped", "repeated")}
         self.notes = tuple(settings["notes"])
         if total["grouped"]:
@@ -402,7 +447,7 @@ class PackedSource(TarSource):
     def _piece(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return int(np.searchsorted(self._ends, index, side="right"))
+        return locate(self._starts, index)[0]
 
     @property
     def fingerprint(self) -> dict[str, Any]:

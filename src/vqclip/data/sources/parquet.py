@@ -16,13 +16,13 @@ from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.base import FolderContent, OpensSource, Source
 from vqclip.data.sources.file_table import FileTable, TableBuilder
 from vqclip.data.sources.files import FileSourceConfig
+from vqclip.data.sources.listing import Columns, Row, list_images
 from vqclip.data.sources.packed import Piece, StreamSample, stamp
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.sources.table import (
-    Columns,
     RowParser,
+    TableColumns,
     TableConfig,
-    find_classes,
     find_columns,
     group_rows,
     image_path,
@@ -30,6 +30,7 @@ from vqclip.data.sources.table import (
     kind_of,
     parse_groups,
     read_batch,
+    read_classes,
     require_allowed,
 )
 from vqclip.errors import ConfigError, DataError, printable
@@ -82,10 +83,15 @@ class ParquetConfig(TableConfig):
         """Return the Parquet files; raises DataError if there are none, or one is missing."""
         return find_shards([self.path] if isinstance(self.path, str) else self.path, self.remote, _ENDINGS)
 
+    @property
+    def is_packed(self) -> bool:
+        """Return whether the rows are packed; otherwise they name image files."""
+        return self._image_files() is None
+
     def identity(self) -> dict[str, Any]:
         """See `PackedConfig.identity`; a file at a URL counts by its URL."""
         files = [[path.key] if isinstance(path, RemoteShard) else stamp([str(path)])[0] for path in self.files()]
-        return {**self.model_dump(mode="json", exclude={"weight", "path", "remote", "templates"}), "files": files}
+        return {**self.settings(), "path": None, "files": files}
 
     def open_stream(self) -> ParquetStream:
         """See `PackedConfig.open_stream`."""
@@ -207,16 +213,12 @@ class ParquetStream:
                 _require_same(schema, first, self.columns, str(file), str(self._files[0]))
                 pieces += self._divide(number, opened.metadata)
         self.pieces: Sequence[Piece] = pieces
-        self.notes: tuple[str, ...] = ()
-        if self.columns.label and not self.columns.classnames:
-            label = self.columns.label
-            names = find_classes(self._values(label), label, str(self._files[0]))
-            self.columns = self.columns._replace(classnames=names)
-            self.notes = (f"{len(names)} classes are the values of column {label!r}, sorted: {', '.join(names)[:200]}",)
+        where = str(self._files[0])
+        classes = read_classes(self.columns, config, where, lambda: self._values(self.columns.label or ""))
         local = self._files[0].path
-        folder = local.parent if isinstance(local, Path) else None
-        self.parser = RowParser(self.columns, config, folder)
-        self.classnames, self.has_prompts = self.columns.classnames, bool(self.parser.templates)
+        self.parser = RowParser(self.columns, config, classes, local.parent if isinstance(local, Path) else None)
+        self.classnames, self.has_prompts = self.parser.classnames, self.parser.has_prompts
+        self.notes = self.columns.notes
         self._fetches = config.urls != "refuse"
 
     def __str__(self) -> str:
@@ -284,7 +286,7 @@ class ParquetStream:
                 start, size = at, 0
 
 
-def _require_same(schema: Any, first: Any, columns: Columns, name: str, other: str) -> None:
+def _require_same(schema: Any, first: Any, columns: TableColumns, name: str, other: str) -> None:
     """Raise DataError if a file lacks a column, or has other values in it than the first file."""
     for column in columns.names:
         wanted = first.field(column).type
@@ -317,22 +319,17 @@ class ParquetFiles(FileSourceConfig):
         return self.listing.parent
 
     def table(self) -> FileTable:
-        """Read paths, captions and labels of all rows; one of them that cannot be read is a problem of its row."""
-        builder = TableBuilder()
-        files = self.parquet.files()
+        """Read paths, captions and labels of all rows."""
+        config, builder, files = self.parquet, TableBuilder(), self.parquet.files()
         for path in files:
             builder.read_from(Path(str(path)))
-        stream = ParquetStream(self.parquet)
-        parser, columns = stream.parser, stream.columns
-        builder.notes += stream.notes
-        for file in range(len(files)):
-            for number, row in stream.rows(file):
-                image = "" if isinstance(row, DataError) else image_path(row[columns.image]) or ""
-                try:
-                    if isinstance(row, DataError):
-                        raise row
-                    label = -1 if columns.label is None else parser.label(row[columns.label], "")
-                    builder.add(image, parser.captions([row], "") if columns.captions else (), label, number)
-                except DataError as error:
-                    builder.add_problem(image, str(error).removeprefix(": "), number)
-        return builder.finish(parser.columns.classnames, parser.templates)
+        stream = ParquetStream(config)
+        chosen, names = stream.columns, config.classnames or stream.classnames
+        builder.notes += chosen.notes
+        columns = Columns(chosen.image, chosen.captions, chosen.label, names, config.templates)
+        rows = (
+            Row(number, {}, str(row)) if isinstance(row, DataError) else Row(number, row)
+            for file in range(len(files))
+            for number, row in stream.rows(file)
+        )
+        return list_images(rows, columns, builder, self.listing, self.root, look_beside=True)

@@ -13,7 +13,7 @@ import binascii
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,17 +21,28 @@ from typing import Any, Literal, NamedTuple
 from vqclip.data.remote import RemoteConfig, display_url, local_path, protocol_of
 from vqclip.data.remote.shard import fetch_bytes
 from vqclip.data.sources.base import RawSample
-from vqclip.data.sources.captions import DEFAULT_TEMPLATE, Prompts, Templates, require_usable
-from vqclip.data.sources.packed import PackedConfig, StreamSample
+from vqclip.data.sources.captions import DEFAULT_TEMPLATE, Templates, collect_captions
+from vqclip.data.sources.file_table import TableBuilder
+from vqclip.data.sources.listing import (
+    CAPTION_COLUMNS,
+    IMAGE_COLUMNS,
+    LABEL_COLUMNS,
+    Classes,
+    ClassNames,
+    describe_ids,
+    find_column,
+    guess_column,
+    plain_text,
+)
+from vqclip.data.sources.packed import PackedConfig, StreamSample, stamp
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES, read_image
 from vqclip.errors import ConfigError, DataError, StorageError, printable, quote_names
 
 __all__ = [
-    "Columns",
     "Group",
     "RowParser",
+    "TableColumns",
     "TableConfig",
-    "find_classes",
     "find_columns",
     "group_rows",
     "image_path",
@@ -39,23 +50,19 @@ __all__ = [
     "kind_of",
     "parse_groups",
     "read_batch",
+    "read_classes",
     "require_allowed",
 ]
 
 _IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp", "picture", "photo", "image_bytes", "image_data", "bytes")
-_PATHS = ("image", "image_path", "filepath", "file_name", "path")
-_OTHER_PATHS = ("img", "img_path", "filename", "file", "image_file", "image_name", "image_base64", "base64", "b64")
-_URLS = ("url", "image_url", "img_url", "photo_image_url")
-_CAPTIONS = ("caption", "captions", "text", "title")
-_OTHER_CAPTIONS = ("texts", "sentence", "sentences", "description", "alt_text", "alt", "raw", "prompt", "comment")
-_LABELS = ("label", "labels", "cls")
-_OTHER_LABELS = ("class", "target", "category", "class_name", "classname", "class_id", "label_id", "species")
-_TEXT_FIELDS = ("raw", "caption", "text", "sentence")
-"""Field of a structure that holds its text, such as the sentences of Karpathy's files."""
+_BASE64_COLUMNS = ("image_base64", "base64", "b64")
+_URLS = ("url", "image_url")
 _BASE64 = ("/9j/", "iVBORw0KGgo", "UklGR", "R0lGOD")
 """Beginnings of images in base64."""
 _MANY_CLASSES = 1000
 """With more classes than this, and a class for every second row, a column of texts is not one of classes."""
+_THREADS, _AHEAD = 16, 64
+"""Requests for images at a time, and samples that wait for their turn."""
 
 
 class TableConfig(PackedConfig):
@@ -66,17 +73,15 @@ class TableConfig(PackedConfig):
 
     image: str | None = None
     """Column of the images: bytes, base64, a structure of `bytes` and `path` (as Hugging Face writes it), paths, or
-    URLs. null: the only column of bytes or of such structures, otherwise one with a usual name, such as image, jpg,
-    filepath."""
+    URLs. null: the only column of bytes or of such structures, otherwise one with a usual name, such as filepath."""
     captions: str | tuple[str, ...] | None = None
-    """Columns of the captions: texts, or lists of texts. null: caption, captions, text or title, otherwise another
-    usual name, such as sentences; without them, the captions are the prompts of the label's class."""
+    """Columns of the captions: texts, or lists of texts. null: a usual name, such as caption or text; without one, the
+    captions are the prompts of the label's class."""
     label: str | None = None
-    """Column of the classes: numbers from 0, or names. null: label, labels, cls, class, target or another usual name if
-    no captions are found."""
-    classnames: tuple[str, ...] = ()
-    """Names of the classes; may be left out if the table has them (a ClassLabel of Hugging Face), or if the label is a
-    column of names: then its values, sorted."""
+    """Column of the classes: numbers from 0, or names. null: a usual name, such as label, if there are no captions."""
+    classnames: ClassNames = ()
+    """Names of the classes in the order of their numbers, or a file of them; may be left out if the table has them (a
+    ClassLabel of Hugging Face), or if the label is a column of names: then its values, sorted."""
     templates: Templates = (DEFAULT_TEMPLATE,)
     """Prompts with `{c}` for the class name; used if the table has labels and no captions."""
     urls: Literal["refuse", "fetch", "fetch_or_replace"] = "refuse"
@@ -85,8 +90,13 @@ class TableConfig(PackedConfig):
     remote: RemoteConfig = RemoteConfig()
     """Download and caching of what is at URLs."""
 
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that decide samples, with the time of a file of class names."""
+        found = self.model_dump(mode="json", exclude={"weight", "remote", "templates"})
+        return {**found, "names": stamp([self.classnames]) if isinstance(self.classnames, Path) else None}
 
-class Columns(NamedTuple):
+
+class TableColumns(NamedTuple):
     """Columns that are read."""
 
     image: str
@@ -94,7 +104,9 @@ class Columns(NamedTuple):
     """Empty if the captions are prompts."""
     label: str | None
     classnames: tuple[str, ...]
-    """Empty if they are the values of the label."""
+    """Names of the classes in the table itself; empty without them."""
+    notes: tuple[str, ...] = ()
+    """Columns that were found by their names."""
 
     @property
     def names(self) -> list[str]:
@@ -123,7 +135,7 @@ def kind_of(stored: Any) -> str:
             return ""
         if kinds.get("bytes") == "bytes":
             return "image"
-        return "texts" if any(kinds.get(field) == "text" for field in _TEXT_FIELDS) else ""
+        return "texts" if guess_column([each for each in kinds if kinds[each] == "text"], CAPTION_COLUMNS) else ""
     if "list" in name.partition("<")[0]:
         if str(stored.value_type) == "uint8":
             return "bytes"
@@ -133,8 +145,8 @@ def kind_of(stored: Any) -> str:
     return "number" if name in ("float", "double", "halffloat") else ""
 
 
-def find_columns(schema: Any, config: TableConfig, where: str) -> Columns:
-    """Return the columns of a table: those of the configuration, otherwise those that are plain.
+def find_columns(schema: Any, config: TableConfig, where: str) -> TableColumns:
+    """Return the columns of a table: those of the configuration, otherwise those with usual names.
 
     Args:
         schema: the table's pyarrow schema.
@@ -143,95 +155,77 @@ def find_columns(schema: Any, config: TableConfig, where: str) -> Columns:
 
     Raises:
         ConfigError: a column is missing, has a wrong type, or is not plain; the message lists all columns.
+        DataError: no column has a name that the user has given.
     """
-    table = _Schema(schema, where)
     if len(set(schema.names)) < len(schema.names):
-        raise ConfigError(f"{where}: has two columns of one name; expected {table} once each")
-    image = table.image(config)
-    given = (config.captions,) if isinstance(config.captions, str) else config.captions
-    if given is not None:
-        captions = [table.require(name, "captions", ("text", "texts"), "text or lists of text") for name in given]
+        raise ConfigError(f"{where}: has two columns of one name; expected {_show(schema)} once each")
+    kinds = {name: kind_of(schema.field(name).type) for name in schema.names}
+    guessed: list[str] = []
+
+    def given(name: str, setting: str, allowed: Sequence[str], expected: str) -> str:
+        found = find_column(schema.names, name, setting, Path(where))
+        if kinds[found] not in allowed:
+            stored = schema.field(found).type
+            raise ConfigError(f"{where}: {setting}: column {found!r} is {stored}; expected {expected}")
+        return found
+
+    def guess(setting: str, allowed: Sequence[str], usual: Sequence[str], taken: str = "") -> str | None:
+        found = guess_column([name for name in schema.names if kinds[name] in allowed and name != taken], usual)
+        guessed.extend([f"{setting} {found!r}"] if found is not None else [])
+        return found
+
+    stored = [name for name in schema.names if kinds[name] in ("bytes", "image")]
+    paths = [name for name in (*IMAGE_COLUMNS, *_BASE64_COLUMNS) if config.urls != "refuse" or name not in _URLS]
+    if config.image is not None:
+        image: str | None = given(
+            config.image, "image", ("bytes", "image", "text"), "bytes, structs with bytes, or text"
+        )
+    elif len(stored) == 1:
+        (image,) = stored
     else:
-        captions = table.find("captions", (_CAPTIONS, _OTHER_CAPTIONS), ("text", "texts"), image)
-    if config.image is not None and (image in captions or (given is None and not config.label and image in _CAPTIONS)):
-        raise ConfigError(f"{where}: image: got {image!r}, a column of captions; set image to another of {table}")
-    label, readable = config.label, ("integer", "number", "text")
+        image = guess("image", ("bytes", "image"), _IMAGES) if stored else guess("image", ("text",), paths)
+    if image is None:
+        which = f"{', '.join(stored)} could all be it" if stored else "none is plainly it"
+        hint = " and urls: fetch, if they are URLs" if guess_column(schema.names, _URLS) else ""
+        raise ConfigError(f"{where}: image: which column? {which}; set image to one of {_show(schema)}{hint}")
+    captions: tuple[str, ...] = ()
+    if config.captions is not None:
+        names = (config.captions,) if isinstance(config.captions, str) else config.captions
+        captions = tuple(given(name, "captions", ("text", "texts"), "text or lists of text") for name in names)
+    elif (found := guess("captions", ("text", "texts"), CAPTION_COLUMNS, image)) is not None:
+        captions = (found,)
+    label = config.label
     if label is not None:
-        label = table.require(label, "label", readable, "class numbers or names")
+        label = given(label, "label", ("integer", "number", "text"), "class numbers or names")
     elif not captions:
-        unread = [name for name in table.matching(_CAPTIONS + _OTHER_CAPTIONS) if name != image]
-        if given is None and unread:
+        unread = guess_column([name for name in schema.names if name != image], CAPTION_COLUMNS)
+        if config.captions is None and unread is not None:
             raise ConfigError(
-                f"{where}: captions: column {unread[0]!r} is {schema.field(unread[0]).type}; expected text or lists of "
-                f"text. Set captions to another of {table}, or set label, whose prompts are then the captions"
+                f"{where}: captions: column {unread!r} is {schema.field(unread).type}; expected text or lists of text. "
+                f"Set captions to another of {_show(schema)}, or set label, whose prompts are then the captions"
             )
-        (label,) = table.find("label", (_LABELS, _OTHER_LABELS), readable, image) or (None,)
+        label = guess("label", ("integer", "number", "text"), LABEL_COLUMNS, image)
         if label is None:
             raise ConfigError(
-                f"{where}: captions: which column? None is called {', '.join(_CAPTIONS)}, and no column of classes "
-                f"{', '.join(_LABELS)}; set captions or label to one of {table}"
+                f"{where}: captions: which column? None has a usual name of captions or of classes; set captions or "
+                f"label to one of {_show(schema)}"
             )
     if label is None and config.classnames:
-        raise ConfigError(f"{where}: classnames: set, and no column is read as label; set label to one of {table}")
-    classnames = config.classnames or (_class_label_names(schema, label) if label else ())
-    if label is not None and not classnames and kind_of(schema.field(label).type) != "text":
+        raise ConfigError(
+            f"{where}: classnames: set, and no column is read as label; set label to one of {_show(schema)}"
+        )
+    classnames = _class_label_names(schema, label) if label else ()
+    if label is not None and not (config.classnames or classnames) and kinds[label] != "text":
         raise ConfigError(f"{where}: classnames: missing; expected the names of the classes in column {label!r}")
-    return Columns(image, tuple(captions), label, classnames)
+    others = [name for name in schema.names if name not in (image, label, *captions)]
+    more = f" (others: {quote_names(others[:5])})" if others else ""
+    notes = (f"columns found by their names: {', '.join(guessed)}{more}",) if guessed and others else ()
+    return TableColumns(image, captions, label, classnames, notes)
 
 
-class _Schema:
-    """The columns of a table, looked up by names of any case."""
-
-    def __init__(self, schema: Any, where: str):
-        self._schema, self._where = schema, where
-
-    def __str__(self) -> str:
-        names = dict.fromkeys(self._schema.names[:30])
-        columns = [f"{name[:80]} ({str(self._schema.types[self._schema.names.index(name)])[:80]})" for name in names]
-        return ", ".join(columns) + (", ..." if len(self._schema.names) > 30 else "")
-
-    def kind(self, name: str) -> str:
-        return kind_of(self._schema.field(name).type)
-
-    def matching(self, wanted: Sequence[str]) -> list[str]:
-        """Return the columns with one of these names, in any case, in the order of the table."""
-        return [each for each in self._schema.names if each.strip().lower() in wanted]
-
-    def find(self, key: str, tiers: Sequence[Sequence[str]], kinds: Sequence[str], image: str) -> list[str]:
-        """Return the only column of these kinds with a usual name; those of the first tier go before the others."""
-        for wanted in tiers:
-            found = [name for name in self.matching(wanted) if name != image and self.kind(name) in kinds]
-            if len(found) > 1:
-                raise ConfigError(f"{self._where}: {key}: which column? It could be {', '.join(found)}; set {key}")
-            if found:
-                return found
-        return []
-
-    def require(self, given: str, key: str, kinds: Sequence[str], expected: str) -> str:
-        """Return the column of a name that the user has given."""
-        found = [given] if given in self._schema.names else self.matching([given.strip().lower()])
-        if len(found) != 1:
-            raise ConfigError(f"{self._where}: {key}: no column {given!r}; its columns: {self}")
-        if self.kind(found[0]) not in kinds:
-            stored = self._schema.field(found[0]).type
-            raise ConfigError(f"{self._where}: {key}: column {given!r} is {stored}; expected {expected}")
-        return found[0]
-
-    def image(self, config: TableConfig) -> str:
-        """Return the column of the images."""
-        if config.image is not None:
-            expected = "bytes, structs of bytes and path, or text"
-            return self.require(config.image, "image", ("bytes", "image", "text"), expected)
-        found = [name for name in self._schema.names if self.kind(name) in ("bytes", "image")]
-        if len(found) > 1:
-            found = [name for name in found if name in self.matching(_IMAGES)] or found
-        for wanted in (_PATHS, _OTHER_PATHS, *([_URLS] if config.urls != "refuse" else [])):
-            found = found or [name for name in self.matching(wanted) if self.kind(name) == "text"]
-        if len(found) != 1:
-            which = f"{', '.join(found)} could all be it" if found else "none is plainly it"
-            hint = " If it is a column of URLs, set urls: fetch too." if self.matching(_URLS) and not found else ""
-            raise ConfigError(f"{self._where}: image: which column? {which}; set image to one of {self}{hint}")
-        return found[0]
+def _show(schema: Any) -> str:
+    columns = [f"{name[:80]} ({str(kind)[:80]})" for name, kind in zip(schema.names[:30], schema.types, strict=False)]
+    return ", ".join(columns) + (", ..." if len(schema.names) > 30 else "")
 
 
 def _class_label_names(schema: Any, label: str) -> tuple[str, ...]:
@@ -253,15 +247,15 @@ def find_classes(values: Iterable[Sequence[Any]], column: str, where: str) -> tu
         where: the table, for messages.
 
     Raises:
-        ConfigError: they are numbers without names, or nearly every row has its own.
+        ConfigError: they are ids, or nearly every row has its own.
     """
     found: set[str] = set()
     rows = 0
     for block in values:
         rows += len(block)
-        found.update(name for each in block if isinstance(each, str) and (name := each.strip()))
-    if all(name.isdecimal() for name in found):
-        raise ConfigError(f"{where}: classnames: missing; expected the names of the classes in column {column!r}")
+        found.update(name for each in block if (name := plain_text(each)))
+    if ids := describe_ids(sorted(found)):
+        raise ConfigError(f"{where}: classnames: missing: {ids}")
     if len(found) > _MANY_CLASSES and 2 * len(found) > rows:
         raise ConfigError(
             f"{where}: label: column {column!r} has {len(found)} different texts in {rows} rows; are they captions? "
@@ -270,24 +264,40 @@ def find_classes(values: Iterable[Sequence[Any]], column: str, where: str) -> tu
     return tuple(sorted(found))
 
 
+def read_classes(
+    columns: TableColumns, config: TableConfig, where: str, values: Callable[[], Iterable[Sequence[Any]]]
+) -> Classes | None:
+    """Return the classes of the label: those of the settings, of the table's features, or the values of the column.
+
+    Args:
+        columns: the columns.
+        config: the user's choice.
+        where: the table, for messages.
+        values: reads the values of the label, in blocks.
+    """
+    if columns.label is None:
+        return None
+    classes = Classes.read(config.classnames or columns.classnames, Path(where), TableBuilder())
+    return classes if classes.names else Classes(find_classes(values(), columns.label, where), Path(where))
+
+
 class RowParser:
     """Makes samples of the rows of a table.
 
     Args:
-        columns: the columns that are read, with the names of all classes.
+        columns: the columns that are read.
         config: prompts, and what to do with URLs.
+        classes: the classes of the label.
         folder: the folder that relative paths of images refer to; None: paths are not read.
     """
 
-    def __init__(self, columns: Columns, config: TableConfig, folder: Path | None):
-        self.columns, self._config, self._folder = columns, config, folder
-        self.templates = () if columns.captions or columns.label is None else config.templates
-        self._prompts = Prompts(self.templates, columns.classnames)
-        names = columns.classnames
-        self._numbers = {name: number for number, name in enumerate(names) if names.count(name) == 1}
+    def __init__(self, columns: TableColumns, config: TableConfig, classes: Classes | None, folder: Path | None):
+        self.columns, self._config, self._classes, self._folder = columns, config, classes, folder
+        self.classnames = () if classes is None else classes.names
+        self.has_prompts = not columns.captions
 
     def parse(self, rows: Sequence[Mapping[str, Any]], name: str) -> RawSample:
-        """Return the sample of the rows of one image.
+        """Return the sample of the rows of one image, without captions if they are prompts.
 
         Args:
             rows: values by column; the image is that of the first.
@@ -296,45 +306,19 @@ class RowParser:
         Raises:
             DataError: it has no image, no caption or no valid class.
         """
-        label = -1 if self.columns.label is None else self.label(rows[0][self.columns.label], name)
-        captions = self._prompts.of(label, name) if self.templates else self.captions(rows, name)
-        return RawSample(self._image(rows[0][self.columns.image], name), captions, label)
-
-    def captions(self, rows: Sequence[Mapping[str, Any]], name: str) -> tuple[str, ...]:
-        """Return the captions of rows, each once, without nulls and empty ones; raises DataError if none is left."""
-        found: dict[str, None] = {}
-        for row in rows:
-            for column in self.columns.captions:
-                texts = _texts(row[column], f"{name}: column {column!r}")
-                found |= dict.fromkeys(text.strip() for text in texts if text.strip())
-        if not found:
-            shown = ", ".join(map(repr, self.columns.captions))
-            raise DataError(f"{name}: no caption under {shown}; its columns: {quote_names(rows[0])}", "no caption")
-        return require_usable(tuple(found), name)
-
-    def label(self, value: Any, name: str) -> int:
-        """Return the number of a class, from its number or name; raises DataError for another value."""
-        names, number = self.columns.classnames, -1
-        if isinstance(value, str):
-            text = value.strip()
-            number = self._numbers.get(text, -1)
-            if number < 0 and text in names:
-                raise DataError(
-                    f"{name}: {self.columns.label} contains {text[:80]!r}, which is in classnames more than once; "
-                    "expected class numbers",
-                    "class number",
-                )
-            if number < 0 and text.isascii() and text.isdecimal() and len(text) < 19:
-                number = int(text)
-        elif isinstance(value, (int, float)) and value == value and value == int(value):
-            number = int(value)
-        self._prompts_of(number, f"{name}: {self.columns.label} contains {str(value)[:80]!r}")
-        return number
-
-    def _prompts_of(self, number: int, where: str) -> None:
-        if not 0 <= number < len(self.columns.classnames):
-            last = len(self.columns.classnames) - 1
-            raise DataError(f"{where}; expected a class number, 0 to {last}, or one of classnames", "class number")
+        columns, label = self.columns, -1
+        captions: tuple[str, ...] = ()
+        if self._classes is not None and columns.label is not None:
+            try:
+                label = self._classes.number(plain_text(rows[0][columns.label]))
+            except DataError as error:  # of the settings, not of the row
+                raise ConfigError(str(error)) from None
+            except ValueError as error:
+                raise DataError(f"{name}: {columns.label}: {error}", "class number") from None
+        if columns.captions:
+            texts = {column: [row[column] for row in rows] for column in columns.captions}
+            captions = collect_captions({**rows[0], **texts}, columns.captions, name, "column", "damaged row")
+        return RawSample(self._image(rows[0][columns.image], name), tuple(dict.fromkeys(captions)), label)
 
     def _image(self, value: Any, name: str) -> bytes:
         path = image_path(value)
@@ -399,23 +383,6 @@ def is_base64(text: str) -> bool:
     return _from_base64(text) is not None
 
 
-def _texts(value: Any, name: str) -> Iterator[str]:
-    """Yield the texts in a value: a text, a list of such values, or a structure with a usual field; nulls are skipped.
-
-    Raises:
-        DataError: it is something else.
-    """
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _texts(each, name)
-    elif isinstance(value, Mapping) and (fields := [field for field in _TEXT_FIELDS if field in value]):
-        yield from _texts(value[fields[0]], name)
-    elif value is not None and value == value:  # pandas writes NaN for a missing text
-        raise DataError(f"{name} contains a {type(value).__name__}; expected text or a list of texts", "damaged row")
-
-
 class Group(NamedTuple):
     """Neighbouring rows of one image."""
 
@@ -426,7 +393,7 @@ class Group(NamedTuple):
 
 
 def group_rows(
-    rows: Iterable[tuple[int, dict[str, Any] | DataError]], start: int, stop: int, columns: Columns
+    rows: Iterable[tuple[int, dict[str, Any] | DataError]], start: int, stop: int, columns: TableColumns
 ) -> Iterator[Group]:
     """Yield the rows from ``start`` to ``stop``, those of one image and label together if they have captions.
 
@@ -457,7 +424,7 @@ def group_rows(
         yield group
 
 
-def _key_of(row: Mapping[str, Any], columns: Columns) -> object:
+def _key_of(row: Mapping[str, Any], columns: TableColumns) -> object:
     """Return what neighbouring rows of one sample have in common; None for a row that stays alone."""
     value = row[columns.image]
     if isinstance(value, Mapping):
@@ -476,10 +443,6 @@ def read_batch(batch: Any) -> Iterator[dict[str, Any] | DataError]:
             yield {name: column[row].as_py() for name, column in zip(names, columns, strict=True)}
         except Exception as error:  # such as text that is not UTF-8
             yield DataError(f"its values cannot be read ({' '.join(str(error).split())[:200]})", "damaged row")
-
-
-_THREADS, _AHEAD = 16, 64
-"""Requests for images at a time, and samples that wait for their turn."""
 
 
 def parse_groups(groups: Iterable[Group], parser: RowParser, where: str, fetches: bool) -> Iterator[StreamSample]:
@@ -507,11 +470,14 @@ def parse_groups(groups: Iterable[Group], parser: RowParser, where: str, fetches
     if not fetches:
         yield from map(parse, groups)
         return
-    with ThreadPoolExecutor(_THREADS, "images") as pool:
-        waiting: deque[Future[StreamSample]] = deque()
+    pool = ThreadPoolExecutor(_THREADS, "images")
+    waiting: deque[Future[StreamSample]] = deque()
+    try:
         for group in groups:
             waiting.append(pool.submit(parse, group))
             if len(waiting) >= _AHEAD:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
