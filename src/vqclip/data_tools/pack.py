@@ -29,9 +29,9 @@ from vqclip.data import Source
 from vqclip.data.decode import MAX_PIXELS, decode_image
 from vqclip.data.in_order import require_few_bad
 from vqclip.data.sources.base import RawSample
+from vqclip.data.sources.captions import DEFAULT_TEMPLATE
 from vqclip.data.sources.class_folder import CLASSNAMES, MAX_LINE, TEMPLATES
 from vqclip.data.sources.packed import PackedConfig, Piece, Stream, StreamSample, require_room, write_piece
-from vqclip.data.sources.captions import DEFAULT_TEMPLATE
 from vqclip.data.work_folder import BAD_FILE, FolderLayout, ItemRecord, WorkFolder
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import ConfigError, DataError, StorageError

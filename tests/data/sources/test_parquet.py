@@ -254,10 +254,11 @@ def test_a_row_for_each_caption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         (pyarrow.array([[each] for each in CAPTIONS], pyarrow.large_list(pyarrow.large_string())), CAPTIONS),
         (pyarrow.array([[each] for each in CAPTIONS], pyarrow.list_view(pyarrow.string_view())), CAPTIONS),
         (pyarrow.array([[[each, None], []] for each in CAPTIONS]), CAPTIONS),
+        (pyarrow.array([json.dumps([each]) for each in CAPTIONS]), CAPTIONS),
         (pyarrow.array([[{"raw": each, "tokens": ["x"]}] for each in CAPTIONS]), CAPTIONS),
         (pyarrow.array([[each], None, [None, " "]][n % 3] for n, each in enumerate(CAPTIONS)), CAPTIONS[::3]),
     ],
-    ids=["dictionary", "large lists", "views", "nested", "structures", "nulls"],
+    ids=["dictionary", "large lists", "views", "nested", "spelled", "structures", "nulls"],
 )
 def test_captions_however_they_are_stored(tmp_path: Path, values: object, expected: list[str]) -> None:
     source = ParquetConfig(path=str(write(tmp_path / "a.parquet", {"IMG": IMAGES, " Caption": values}))).build()

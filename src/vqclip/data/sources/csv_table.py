@@ -21,7 +21,7 @@ from vqclip.data.sources.listing import ListConfig, Row
 from vqclip.errors import DataError, printable
 from vqclip.io.files import open_regular
 
-__all__ = ["CsvConfig", "is_utf8", "read_table", "read_text"]
+__all__ = ["CsvConfig", "is_utf8", "parse_cell", "read_table", "read_text"]
 
 _MAX_LINE = 1 << 20
 """Characters of a line. The csv module itself limits a field to 131,072."""
@@ -140,7 +140,7 @@ def _check(rows: Iterator[tuple[int, list[str]]], names: Sequence[str], separato
         if (problem := _problem(cells, len(names), separator)) is not None:
             yield Row(number, {}, problem)
         else:
-            yield Row(number, {name: _value_in(cells[place]) for name, place in places.items()})
+            yield Row(number, {name: parse_cell(cells[place]) for name, place in places.items()})
 
 
 def _problem(cells: Sequence[str], width: int, separator: str) -> str | None:
@@ -158,7 +158,7 @@ def _problem(cells: Sequence[str], width: int, separator: str) -> str | None:
     return None
 
 
-def _value_in(cell: str) -> object:
+def parse_cell(cell: str) -> object:
     """Return the list of texts or the object in a cell, as pandas writes them; other cells as they are."""
     text = cell.strip()
     if text[:2] not in ('["', "['", '{"', "{'") or text[-1] not in "]}":

@@ -22,6 +22,7 @@ from vqclip.data.remote import RemoteConfig, display_url, local_path, protocol_o
 from vqclip.data.remote.shard import fetch_bytes
 from vqclip.data.sources.base import RawSample
 from vqclip.data.sources.captions import DEFAULT_TEMPLATE, Templates, collect_captions
+from vqclip.data.sources.csv_table import parse_cell
 from vqclip.data.sources.file_table import TableBuilder
 from vqclip.data.sources.listing import (
     CAPTION_COLUMNS,
@@ -316,7 +317,7 @@ class RowParser:
             except ValueError as error:
                 raise DataError(f"{name}: {columns.label}: {error}", "class number") from None
         if columns.captions:
-            texts = {column: [row[column] for row in rows] for column in columns.captions}
+            texts = {column: [_in_cell(row[column]) for row in rows] for column in columns.captions}
             captions = collect_captions({**rows[0], **texts}, columns.captions, name, "column", "damaged row")
         return RawSample(self._image(rows[0][columns.image], name), tuple(dict.fromkeys(captions)), label)
 
@@ -357,6 +358,11 @@ def require_allowed(path: str, config: TableConfig, name: str) -> None:
     """Raise DataError, which begins with ``name``, for a URL that may not be fetched."""
     if protocol_of(path) not in (None, "file") and config.urls == "refuse":
         raise DataError(f"{name}: {display_url(path)}: URLs in tables are not fetched unless urls: fetch is set", "URL")
+
+
+def _in_cell(value: Any) -> Any:
+    """Return the list or object that a text spells, as in cells of a CSV; other values as they are."""
+    return parse_cell(value) if isinstance(value, str) else value
 
 
 def image_path(value: Any) -> str | None:
