@@ -185,6 +185,7 @@ PEOPLE = [
     ("t.json", "\n".join(map(json.dumps, OBJECTS)) + "\n", "", XY, ""),
     ("t.json", OBJECTS, "", XY, ""),
     ("t.json", {"data": OBJECTS}, "", XY, ""),
+    ("t.json", [["a.jpg", "x"], ["b.jpg", ["y"]]], "", XY, ""),
     ("t.json", {"train": OBJECTS[:1], "test": OBJECTS[1:]}, "where.split=train", X, ""),
     ("t.json", {"a.jpg": "x", "b.jpg": ["y", None, ""]}, "", XY, ""),
     ("t.json", {"a.jpg": {"caption": "x"}, "b.jpg": {"caption": "y"}}, "", XY, ""),

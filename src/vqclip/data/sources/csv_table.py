@@ -249,7 +249,8 @@ def _open_text(path: Path, encoding: str | None = None) -> TextIO:
     try:
         file = open_regular(path)
         marked = file.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff")  # type: ignore[attr-defined]
-        wanted = encoding or ("utf-16" if marked else "utf-8-sig")
+        wanted = (encoding or ("utf-16" if marked else "utf-8")).lower()
+        wanted = "utf-8-sig" if wanted in ("utf-8", "utf8") else wanted
         return io.TextIOWrapper(file, wanted, "surrogateescape" if wanted == "utf-8-sig" else "replace", newline="")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; expected a table, a text file") from None

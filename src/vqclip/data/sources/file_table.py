@@ -187,13 +187,11 @@ def load_table(file: Path, name: str, make: Callable[[], FileTable]) -> FileTabl
     if stored is not None and all(input_state(path) == state for path, state in stored.inputs.items()):
         return stored
     table = make()
-    facts = {
-        "classnames": table.classnames,
-        "templates": table.templates,
-        "facts": table.facts,
-        "inputs": table.inputs,
-    }
-    arrays = {"paths": table.paths.content, "path_ends": table.paths.ends}
+    facts = {"classnames": table.classnames, "templates": table.templates, "facts": table.facts}
+    inputs = Texts.join(table.inputs)  # as many as there are folders
+    arrays = {"inputs": inputs.content, "input_ends": inputs.ends}
+    arrays |= {"input_states": np.array(list(table.inputs.values()), np.int64).reshape(-1, 2)}
+    arrays |= {"paths": table.paths.content, "path_ends": table.paths.ends}
     arrays |= {"captions": table.captions.content, "text_ends": table.captions.ends}
     arrays |= {"caption_ends": table.caption_ends, "labels": table.labels, "rows": table.rows}
     save_table(file, versions(name) | facts, arrays, name)
@@ -202,6 +200,7 @@ def load_table(file: Path, name: str, make: Callable[[], FileTable]) -> FileTabl
 
 def _read_table(table: Table) -> FileTable:
     facts, arrays = table
+    inputs, states = Texts(arrays["inputs"], arrays["input_ends"]), arrays["input_states"].tolist()
     return FileTable(
         paths=Texts(arrays["paths"], arrays["path_ends"]),
         captions=Texts(arrays["captions"], arrays["text_ends"]),
@@ -211,7 +210,7 @@ def _read_table(table: Table) -> FileTable:
         classnames=tuple(map(str, facts["classnames"])),
         templates=tuple(map(str, facts["templates"])),
         facts=dict(facts["facts"]),
-        inputs=dict(facts["inputs"]),
+        inputs={inputs.read(index): state for index, state in enumerate(states)},
     )
 
 

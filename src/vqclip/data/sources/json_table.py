@@ -93,6 +93,8 @@ def read_json_lines(path: Path) -> Iterator[Row]:
 
 
 def _row(number: int, value: Any, problem: str = "") -> Row:
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):
+        value = {"image": value[0], "caption": value[1]}
     if isinstance(value, dict):
         return Row(number, value)
     return Row(number, {}, problem or f"got a {type(value).__name__}; expected an object")
