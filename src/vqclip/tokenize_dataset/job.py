@@ -50,7 +50,7 @@ __all__ = ["LAYOUT", "Options", "ShardMaker", "TokenizeResult", "finish_folder",
 
 LAYOUT = FolderLayout(VERSIONS, SUFFIX, command="vqclip tokenize", option="--out")
 """Layout of the work folder."""
-_MADE_WITH = ("torch", "torchvision", "pillow", "open_clip_torch", "timm")
+_MADE_WITH = ("torch", "torchvision", "simplejpeg", "pillow", "open_clip_torch", "timm", "pyarrow")
 
 
 class Options(Config):
