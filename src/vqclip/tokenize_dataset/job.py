@@ -30,8 +30,8 @@ from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.in_order import require_few_bad
 from vqclip.data.libraries import require_pyarrow
 from vqclip.data.tokens import SUFFIX, IdLayout, Manifest, TokenRecord, write_shard
-from vqclip.data.tokens.manifest import BAD_FILE, VERSIONS, Settings, ShardInfo, SourceShard, TokenizerInfo
-from vqclip.data.work_folder import FolderLayout, WorkFolder
+from vqclip.data.tokens.manifest import VERSIONS, Settings, ShardInfo, SourceShard, TokenizerInfo
+from vqclip.data.work_folder import BAD_FILE, FolderLayout, WorkFolder
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.json_files import problem_message, read_json

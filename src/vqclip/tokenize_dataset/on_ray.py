@@ -22,8 +22,8 @@ from vqclip.data.shard import Shard
 from vqclip.data.sources.classes import ClassShardsConfig
 from vqclip.data.sources.shards import CaptionShardsConfig
 from vqclip.data.tars.index import content_digest
-from vqclip.data.tokens.manifest import SETTINGS_FILE, VERSIONS
-from vqclip.data.work_folder import WorkFolder
+from vqclip.data.tokens.manifest import VERSIONS
+from vqclip.data.work_folder import SETTINGS_FILE, WorkFolder
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.json_files import read_versioned
 from vqclip.process.memory import keep_freed_memory

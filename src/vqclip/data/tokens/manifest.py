@@ -9,35 +9,17 @@ from pydantic import Field, ValidationError, model_validator
 
 from vqclip.config import Config
 from vqclip.data.tokens.layout import IdLayout
+from vqclip.data.work_folder import MANIFEST_FILE, SETTINGS_FILE
 from vqclip.errors import CheckpointError, DataError
 from vqclip.io.json_files import read_versioned, validation_problems
 from vqclip.nn.precision import Precision
 
-__all__ = [
-    "BAD_FILE",
-    "MANIFEST_FILE",
-    "RECORDS",
-    "SETTINGS_FILE",
-    "SUFFIX",
-    "VERSIONS",
-    "Manifest",
-    "Settings",
-    "ShardInfo",
-    "SourceShard",
-    "TokenizerInfo",
-    "read_manifest",
-]
+__all__ = ["SUFFIX", "VERSIONS", "Manifest", "Settings", "ShardInfo", "SourceShard", "TokenizerInfo", "read_manifest"]
 
-MANIFEST_FILE = "manifest.json"
-SETTINGS_FILE = "settings.json"
-BAD_FILE = "bad_samples.jsonl"
-RECORDS = "records"
-"""Subfolder with a file for every finished shard."""
 SUFFIX = ".parquet"
 """Ending of the names of token shards."""
 VERSIONS = {"format": "vqclip tokens", "format_version": 3}
 """Format and version of the JSON files."""
-_SHARD_NAME = r"^[0-9]{1,9}\.(tar|parquet)$"
 
 _Count = Annotated[int, Field(ge=0, le=2**40)]  # so that no manifest that is read adds up to 2**63
 _Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -103,8 +85,8 @@ class Settings(Config):
 class ShardInfo(Config):
     """A finished shard."""
 
-    name: str = Field(pattern=_SHARD_NAME)
-    """File name: a number and the format's ending, so that it cannot leave the folder."""
+    name: str = Field(pattern=r"^[0-9]{1,9}\.parquet$")
+    """File name: a number and the ending, so that it cannot leave the folder."""
     size: _Count
     """Bytes."""
     sha256: str
@@ -115,9 +97,11 @@ class ShardInfo(Config):
     """Kind of problem → number of skipped samples."""
 
 
-class ShardManifest(Config):
-    """A whole folder of shards."""
+class Manifest(Config):
+    """A whole folder of token shards."""
 
+    settings: Settings
+    """Settings of all shards."""
     samples: _Count
     """Samples in all shards."""
     bad: dict[str, _Count]
@@ -125,18 +109,8 @@ class ShardManifest(Config):
     shards: tuple[ShardInfo, ...]
     """The shards, in order."""
 
-
-class Manifest(ShardManifest):
-    """A whole folder of token shards."""
-
-    settings: Settings
-    """Settings of all shards."""
-
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
-        for shard in self.shards:
-            if not shard.name.endswith(SUFFIX):
-                raise ValueError(f"shards: got the name {shard.name}, expected one that ends in {SUFFIX}")
         total = sum(shard.samples for shard in self.shards)
         if self.samples != total:
             raise ValueError(f"samples: got {self.samples}, expected {total}, the sum over its shards")
@@ -156,7 +130,7 @@ def read_manifest(folder: Path) -> Manifest:
         )
     except OSError as error:
         if (folder / SETTINGS_FILE).exists():
-            done = len([*(folder / RECORDS).glob("*.json")])
+            done = len([*folder.glob(f"*{SUFFIX}")])
             raise DataError(
                 f"{folder}: is not finished ({done} shards are); run the same `vqclip tokenize` command again"
             ) from None
