@@ -38,6 +38,7 @@ from vqclip.data.table_file import Table, Texts, find_table, save_table
 from vqclip.data.tars.index import BLOCK, IndexFacts, TarIndex, chunk_digest, content_digest, open_index, write_index
 from vqclip.data.tars.locate import MISSING, local_state, shard_names
 from vqclip.data.tars.members import DIGEST, KINDS, USUAL, MemberRules, ShardScan, scan_shard
+from vqclip.data.tars.store import is_whole
 from vqclip.errors import DataError, StorageError, encodable
 from vqclip.io.files import open_regular
 
@@ -157,7 +158,7 @@ class IndexMaker:
         self._parts, self._stopped = parts, threading.Event()
         self.facts = survey(shards, leave_out)
         total = sum(each.length for each in self.facts)
-        self.with_members = all(isinstance(each, Path) for each in shards) and total <= MOST_WITH_MEMBERS
+        self.with_members = all(map(is_whole, shards)) and total <= MOST_WITH_MEMBERS
         """Whether the index has the places of all members."""
 
     def find_current(self, path: Path, chunk: int) -> TarIndex | None:

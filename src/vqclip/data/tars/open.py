@@ -20,6 +20,7 @@ from vqclip.data.tars.locate import cached_index, data_folder, find_index, lock_
 from vqclip.data.tars.make import CHUNK, IndexMaker, Parts
 from vqclip.data.tars.members import USUAL, MemberRules
 from vqclip.data.tars.reader import TarReader
+from vqclip.data.tars.store import is_whole
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.files import cache_folder
 
@@ -93,7 +94,7 @@ class TarSet:
 
     @property
     def _is_local(self) -> bool:
-        return all(isinstance(each, Path) for each in self.shards)
+        return all(map(is_whole, self.shards))
 
     def _require_chunks(self, index: TarIndex) -> None:
         """Raise DataError if an index cannot be read in chunks."""

@@ -37,7 +37,7 @@ from vqclip.data.table_file import Texts
 from vqclip.data.tars.headers import TarWalk
 from vqclip.data.tars.index import ByteRange, TarIndex, chunk_digest
 from vqclip.data.tars.members import AMBIGUOUS, KINDS, NONE, USUAL, MemberRules, MemberScan, SampleTable
-from vqclip.data.tars.store import ShardStore
+from vqclip.data.tars.store import ShardStore, is_whole
 from vqclip.errors import DataError, StorageError, encodable, printable
 
 __all__ = ["ROW", "TarReader", "scan_chunk"]
@@ -94,8 +94,8 @@ class TarReader:
         self._shards, self._cache, self._total_s = shards, cache, total_s
         self.index, self.rules = index, rules
         self.store = ShardStore(shards, index)
-        self.is_remote = any(not isinstance(shard, Path) for shard in shards)
-        """True if any shard is not on this machine, or compressed."""
+        self.is_remote = not all(map(is_whole, shards))
+        """True if any shard is at a URL, and is read in chunks."""
         self._in_place = index.keys is not None and not self.is_remote  # the index has the places of members
 
     def __len__(self) -> int:
@@ -120,10 +120,11 @@ class TarReader:
         if not self._in_place:
             return self._read_from_chunk(index, Extent(offset, size, crc))
         shard = self.index.shard_of(index)
-        path, stamp = self._shards[shard], self.store.stamp(shard)
-        assert isinstance(path, Path)
+        path = self._shards[shard]
+        if not isinstance(path, Path):
+            return self.store.read([ByteRange(shard, offset, offset + size)])
         try:
-            return self.store.files.read(path, stamp, offset, size, "")
+            return self.store.files.read(path, self.store.stamp(shard), offset, size, "")
         except StorageError as error:
             raise StorageError(f"{self.name(index)}{error}", error.kind) from None
 
@@ -246,7 +247,7 @@ class TarReader:
     def _has_data(self, chunk: int) -> bool:
         """Return whether the table of a chunk holds its bytes too: a shard of it is not on this machine."""
         return self.is_remote and any(
-            not isinstance(self._shards[each.shard], Path) for each in self.index.ranges(chunk)
+            not is_whole(self._shards[each.shard]) for each in self.index.ranges(chunk)
         )
 
     def _extents(self, index: int) -> list[Extent]:

@@ -19,9 +19,14 @@ from vqclip.data.tars.index import ByteRange, TarIndex
 from vqclip.errors import StorageError
 from vqclip.io.files import Stamp
 
-__all__ = ["OpenFiles", "ShardStore"]
+__all__ = ["OpenFiles", "ShardStore", "is_whole"]
 
 logger = logging.getLogger("vqclip.data")
+
+
+def is_whole(shard: Shard) -> bool:
+    """Return whether a shard is a file on this machine, or becomes one: a compressed one is unpacked into the cache."""
+    return not isinstance(shard, RemoteShard) or is_gzip(shard.name)
 
 
 class ShardStore:
