@@ -134,9 +134,13 @@ def check(data: bytes, folder: Path) -> str:
 
 def _readers(reader: TarReader, number: int) -> list[Callable[[], object]]:
     return [
-        lambda: CaptionFiles("txt_lines").parse(reader.text(number, "txt"), reader.name(number)),
-        lambda: CaptionFiles("json", ("caption", "n")).parse(reader.text(number, "json"), reader.name(number)),
-        lambda: reader.text(number, "cls"),
+        lambda: CaptionFiles("txt_lines").parse(
+            reader.text(number, "txt", reader.read(number, "txt")), reader.name(number)
+        ),
+        lambda: CaptionFiles("json", ("caption", "n")).parse(
+            reader.text(number, "json", reader.read(number, "json")), reader.name(number)
+        ),
+        lambda: reader.text(number, "cls", reader.read(number, "cls")),
         lambda: decode_image(reader.read(number, "image"), _MAX_PIXELS),
         lambda: reader.name(number).encode(),
     ]

@@ -65,8 +65,12 @@ def read_decoded(
         DataError: the sample is bad; the message names shard and sample.
     """
     raw = source.read(index)
+    return raw, _decode(source, index, raw, max_pixels, min_side)
+
+
+def _decode(source: ReadsSamples, index: int, raw: RawSample, max_pixels: int, min_side: int | None) -> Tensor:
     try:
-        return raw, decode_image(raw.image, max_pixels, min_side)
+        return decode_image(raw.image, max_pixels, min_side)
     except DataError as error:
         raise DataError(f"{source.name(index)}: {error}", error.kind) from error
 
@@ -163,11 +167,10 @@ class SampleMaker:
     def _make(self, source: int, index: int, epoch: int) -> Sample:
         sample_id, image, stored = self._id(source, index), None, self.features
         view = epoch if self.views is None else (epoch + sample_id) % self.views
+        raw = self.sources[source].read(index)
         if "image" not in stored:
-            raw, decoded = read_decoded(self.sources[source], index, self._max_pixels, self.transform.min_side)
+            decoded = _decode(self.sources[source], index, raw, self._max_pixels, self.transform.min_side)
             image = self.transform(decoded, self._augmentation.at(view, sample_id))
-        else:
-            raw = self.sources[source].read(index)
         choice = 0
         if len(raw.captions) > 1:
             choice = int(hash_integers(self._caption_seed, epoch, sample_id) % np.uint64(len(raw.captions)))

@@ -114,7 +114,7 @@ class ClassShards(TarSource):
 
     def read(self, index: int) -> RawSample:
         """Return image, prompts and label of one sample; see `Source.read`."""
-        text = self.tars.text(index, "cls")
+        text = self.tars.text(index, "cls", self.tars.read(index, "cls"))
         label = int(text) if text.isascii() and text.isdigit() else -1
         prompts = self._prompts.of(label, f"{self.name(index)}: .cls contains {text[:20]!r}")
         return RawSample(self.tars.read(index, "image"), prompts, label)

@@ -423,13 +423,17 @@ class PackedSource(TarSource):
         except DataError as error:
             if error.kind != "missing member":
                 raise
-            facts = json.loads(reader.text(index, "json"))
+            facts = json.loads(reader.text(index, "json", reader.read(index, "json")))
             raise DataError(facts["reason"], facts["bad"]) from None
-        label = int(reader.text(index, "cls")) if self.classnames else -1
+        label = int(reader.text(index, "cls", reader.read(index, "cls"))) if self.classnames else -1
         if self.templates:
             return RawSample(image, self._prompts.of(label, self.name(index)), label)
         return RawSample(
-            image, CaptionFiles("json", ("caption",)).parse(reader.text(index, "json"), self.name(index)), label
+            image,
+            CaptionFiles("json", ("caption",)).parse(
+                reader.text(index, "json", reader.read(index, "json")), self.name(index)
+            ),
+            label,
         )
 
     def key(self, index: int) -> str:

@@ -180,7 +180,7 @@ class CaptionShards(TarSource):
 
     def read(self, index: int) -> RawSample:
         """Return image and captions of one sample; see `Source.read`."""
-        text = self.tars.text(index, self._captions.kind)
+        text = self.tars.text(index, self._captions.kind, self.tars.read(index, self._captions.kind))
         return RawSample(self.tars.read(index, "image"), self._captions.parse(text, self.name(index)))
 
     @property

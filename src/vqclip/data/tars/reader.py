@@ -128,13 +128,12 @@ class TarReader:
         except StorageError as error:
             raise StorageError(f"{self.name(index)}{error}", error.kind) from None
 
-    def text(self, index: int, kind: str) -> str:
-        """Read one member as UTF-8 text, without white space or a byte order mark around it.
+    def text(self, index: int, kind: str, data: bytes) -> str:
+        """Return the member that `read` has returned as text, without white space or a byte order mark around it.
 
         Raises:
-            DataError: as `read`, or it is not UTF-8.
+            DataError: it is not UTF-8.
         """
-        data = self.read(index, kind)
         try:
             return data.decode("utf-8-sig").strip()
         except UnicodeDecodeError as error:
@@ -246,9 +245,7 @@ class TarReader:
 
     def _has_data(self, chunk: int) -> bool:
         """Return whether the table of a chunk holds its bytes too: a shard of it is not on this machine."""
-        return self.is_remote and any(
-            not is_whole(self._shards[each.shard]) for each in self.index.ranges(chunk)
-        )
+        return self.is_remote and any(not is_whole(self._shards[each.shard]) for each in self.index.ranges(chunk))
 
     def _extents(self, index: int) -> list[Extent]:
         """Return the extents of the members and the name of a sample, from the table of its chunk."""

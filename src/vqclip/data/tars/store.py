@@ -157,7 +157,9 @@ class OpenFiles:
             with self._lock:
                 file = os.dup(self._open(path, stamp, name))
             try:
-                data = _pread(file, first, size)
+                data = os.pread(file, size, first)
+                if len(data) < size:  # one call returns at most 2 GiB
+                    data += _pread(file, first + len(data), size - len(data))
             finally:
                 os.close(file)
         except OSError as error:
