@@ -121,7 +121,7 @@ def mixing(samples: int, shards: int, batch: int = 32_768, scale: int = 1) -> li
     rows = []
     for chunk, window in ((0, 0), (128, 32_768 // scale), (512, 8192 // scale), (128, 2048 // scale)):
         kind = WindowedOrder(chunk=chunk, window=window) if chunk else FullOrder()
-        order = GlobalOrder([samples], [1.0], 1, kind)
+        order = kind.build([samples], [1.0], 1)
         name = f"windowed, {window:,} chunks of {chunk}" if chunk else "full"
         figures = [simulate_mixing(order, batch, shards, 7, DRAWS, steps) for steps in (1, TOGETHER)]
         rows.append((name, figures[0], figures[1]))
@@ -183,7 +183,7 @@ def measure(where: str, verify: bool, began: float) -> None:
         order = DataConfig.model_validate(tree).build(224, None, BATCH, 0).order  # type: ignore[arg-type]
     else:
         index = open_index(path, verify=verify)
-        order = GlobalOrder([index.samples], [1.0], 1, FullOrder() if index.keys is not None else WindowedOrder())
+        order = (FullOrder() if index.keys is not None else WindowedOrder()).build([index.samples], [1.0], 1)
     nodes = np.repeat(np.arange(NODES), GPUS).tolist()
     part = order.deal(0, BATCH, 0, nodes)
     end, after = time.time(), memory()

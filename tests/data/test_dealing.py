@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vqclip.data.dealing import share_sizes
-from vqclip.data.order import FullOrder, GlobalOrder, WindowedOrder
+from vqclip.data.order import FullOrder, WindowedOrder
 
 WINDOWED = WindowedOrder(chunk=100, window=5000)
 SMALL = WindowedOrder(chunk=4, window=100)
@@ -27,7 +27,7 @@ def layout(nodes: int, ranks: int) -> list[int]:
     step=st.integers(0, 50),
 )
 def test_the_parts_of_all_ranks_are_the_global_batch(sizes: list[int], batch: int, nodes: list[int], step: int) -> None:
-    order = GlobalOrder(sizes, [1.0, 0.5, 2.0][: len(sizes)], 5, SMALL)
+    order = SMALL.build(sizes, [1.0, 0.5, 2.0][: len(sizes)], 5)
     whole = order.batch(step, batch)
     places = []
     for rank in range(len(nodes)):
@@ -42,7 +42,7 @@ def test_the_parts_of_all_ranks_are_the_global_batch(sizes: list[int], batch: in
 
 @pytest.mark.parametrize("kind", [FullOrder(), SMALL], ids=["full", "windowed"])
 def test_one_node_and_the_full_order_take_every_nth_sample(kind: FullOrder | WindowedOrder) -> None:
-    order = GlobalOrder([5000], [1.0], 5, kind)
+    order = kind.build([5000], [1.0], 5)
     nodes = [0, 0, 0] if kind is SMALL else [0, 1, 1]
     for rank in range(3):
         assert order.deal(7, 50, rank, nodes).places.tolist() == list(range(rank, 50, 3))
@@ -51,11 +51,10 @@ def test_one_node_and_the_full_order_take_every_nth_sample(kind: FullOrder | Win
 def test_a_node_gets_samples_of_its_own_lanes_only_where_the_numbers_divide() -> None:
     """In all windows but the last of a pass, whose rows are not full; also in the second pass."""
     size, batch = 1_000_003, 4080
-    order = GlobalOrder([size], [1.0], 5, WINDOWED)
-    assert isinstance(order.kind, WindowedOrder)
+    order = WINDOWED.build([size], [1.0], 5)
     for nodes, step in itertools.product((2, 3, 60), (0, 3, 117, 250)):
         passes, place = np.divmod(np.arange(step * batch, (step + 1) * batch), size)
-        windows = order.kind.windows(order.seed, 0, size, int(passes[0]))
+        windows = order.windows(0, int(passes[0]))
         assert (windows.lanes, windows.windows, int(passes[-1])) == (960, 2, step // 200)
         assert np.array_equal(order.nodes(step, batch, layout(nodes, 2)), windows.lane_of(place) % nodes)
 
@@ -65,7 +64,7 @@ def test_a_node_gets_samples_of_its_own_lanes_only_where_the_numbers_divide() ->
 )
 def test_few_chunks_are_read_by_two_nodes(nodes: int, batch: int, most: float) -> None:
     """Pairs of a node and a chunk that it reads, per chunk of the window."""
-    order = GlobalOrder([60_000], [1.0], 5, WindowedOrder(chunk=30, window=2000))
+    order = WindowedOrder(chunk=30, window=2000).build([60_000], [1.0], 5)
     pairs = set()
     for step in range(60_000 // batch):
         node = order.nodes(step, batch, layout(nodes, 2))
@@ -74,26 +73,23 @@ def test_few_chunks_are_read_by_two_nodes(nodes: int, batch: int, most: float) -
 
 
 def test_nodes_of_different_sizes_own_as_much_as_they_use() -> None:
-    order = GlobalOrder([57_600], [1.0], 5, WindowedOrder(chunk=30, window=1920))
+    order = WindowedOrder(chunk=30, window=1920).build([57_600], [1.0], 5)
     node = order.nodes(3, 600, [0, 0, 0, 0, 1, 1])
-    lanes = order.kind.windows(order.seed, 0, 57_600, 0).lane_of(np.arange(1800, 2400))
+    lanes = order.windows(0).lane_of(np.arange(1800, 2400))
     assert np.array_equal(node, np.where(lanes % 3 == 2, 1, 0))
 
 
 @pytest.mark.parametrize(("nodes", "rank", "start"), [([0, 0], 1, 1), (layout(3, 2), 5, 0), (layout(7, 1), 3, 16)])
 def test_needs_name_the_chunks_of_a_node_in_the_order_of_use(nodes: list[int], rank: int, start: int) -> None:
     sizes, batch = [6011, 900], 400
-    order, used, foreign = GlobalOrder(sizes, [1.0, 1.0], 5, SMALL), 0, 0
+    order, used, foreign = SMALL.build(sizes, [1.0, 1.0], 5), 0, 0
     found: list[dict[tuple[int, int], int]] = []
     for source in range(len(sizes)):
         needs = list(itertools.islice(order.needs(start, batch, source, rank, nodes), 3000))
         found.append({(need.passes, need.chunk): need.place for need in needs})
         assert len(found[-1]) == len(needs)
         assert [need[1:] for need in needs] == sorted(need[1:] for need in needs)
-        in_window = Counter(
-            (need.passes, int(order.kind.windows(order.seed, source, sizes[source], 0).window_of(np.array(need.place))))
-            for need in needs
-        )
+        in_window = Counter((need.passes, int(order.windows(source).window_of(np.array(need.place)))) for need in needs)
         assert max(in_window.values()) <= order.window_chunks(source, rank, nodes)
     for step in range(start, start + 20):  # over the end of the epoch
         slots = order.deal(step, batch, rank, nodes).slots

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vqclip.data.draws import KeyedGenerator, hash_integers
-from vqclip.data.order import FullOrder, GlobalOrder, Order, WindowedOrder
+from vqclip.data.order import FullOrder, WindowedOrder
 from vqclip.data.permutation import permute
 from vqclip.data.windows import Windows, apportion
+
+Order = FullOrder | WindowedOrder
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=4)
 WINDOWED = WindowedOrder(chunk=4, window=3)
@@ -45,7 +47,7 @@ def test_large_domains_look_shuffled() -> None:
 
 
 def test_billions_cost_no_memory() -> None:
-    order = GlobalOrder([2_000_000_000, 3_000_000_000], [1.0, 0.5], seed=1)
+    order = FullOrder().build([2_000_000_000, 3_000_000_000], [1.0, 0.5], seed=1)
     slots = order.batch(10**9, 4096)
     assert slots.sample.max() < 3_000_000_000
     assert (slots.epoch >= 0).all()
@@ -56,7 +58,7 @@ def test_billions_cost_no_memory() -> None:
 @settings(deadline=None)
 @given(sizes=SIZES, seed=st.integers(0, 2**63), epoch=st.integers(0, 5))
 def test_each_sample_exactly_once_an_epoch(kind: Order, sizes: list[int], seed: int, epoch: int) -> None:
-    order = GlobalOrder(sizes, [1.0] * len(sizes), seed, kind)
+    order = kind.build(sizes, [1.0] * len(sizes), seed)
     assert order.epoch_size == sum(sizes)
     slots = order[np.arange(epoch * order.epoch_size, (epoch + 1) * order.epoch_size)]
     shown = sorted(zip(slots.source.tolist(), slots.sample.tolist(), strict=True))
@@ -75,7 +77,7 @@ def test_each_sample_exactly_once_an_epoch(kind: Order, sizes: list[int], seed: 
 def test_weights_are_kept_to_one_appearance(
     kind: Order, sizes: list[int], weights: list[float], seed: int, epochs: int
 ) -> None:
-    order = GlobalOrder(sizes, weights[: len(sizes)], seed, kind)
+    order = kind.build(sizes, weights[: len(sizes)], seed)
     end = order.begin(epochs)
     slots = order[np.arange(end)]
     for source, size in enumerate(sizes):
@@ -98,7 +100,7 @@ def test_weights_are_kept_to_one_appearance(
     [(5, 0.5, [2, 3, 2, 3]), (3, 0.4, [1, 1, 1, 1, 2]), (1, 0.01, [0] * 99 + [1, 0]), (10, 0.3, [3, 3, 3])],
 )
 def test_an_epoch_has_its_part_of_the_running_total(kind: Order, size: int, weight: float, expected: list[int]) -> None:
-    order = GlobalOrder([size, 1000], [weight, 1.0], 0, kind)
+    order = kind.build([size, 1000], [weight, 1.0], 0)
     whole = order[np.arange(order.begin(len(expected)))]
     for epoch, count in enumerate(expected):
         first, end = order.begin(epoch), order.begin(epoch + 1)
@@ -106,7 +108,7 @@ def test_an_epoch_has_its_part_of_the_running_total(kind: Order, size: int, weig
         assert [order.epoch_of(each) for each in (first, end - 1, end)] == [epoch, epoch, epoch + 1]
         part = order[np.arange(end - 1, first - 1, -1)]  # as from the beginning of the run
         assert np.array_equal(part.sample[::-1], whole.sample[first:end])
-    far = GlobalOrder([size], [weight], 0, kind)[np.array([10**15 + 1, 10**15])]
+    far = kind.build([size], [weight], 0)[np.array([10**15 + 1, 10**15])]
     assert (np.abs(far.epoch - 10**15 // size) <= 1).all()  # cheap at any epoch
 
 
@@ -114,7 +116,7 @@ def test_an_epoch_has_its_part_of_the_running_total(kind: Order, size: int, weig
 @settings(deadline=None)
 @given(sizes=SIZES, batch=st.integers(1, 50), world_size=st.integers(1, 8), step=st.integers(0, 100))
 def test_world_size_changes_nothing(kind: Order, sizes: list[int], batch: int, world_size: int, step: int) -> None:
-    order = GlobalOrder(sizes, [1.0] * len(sizes), 5, kind)
+    order = kind.build(sizes, [1.0] * len(sizes), 5)
     whole = order.batch(step, batch)
     assert np.array_equal(whole.sample, order[np.arange(step * batch, (step + 1) * batch)].sample)
     for rank in range(world_size):
@@ -126,7 +128,7 @@ def test_world_size_changes_nothing(kind: Order, sizes: list[int], batch: int, w
 @ORDERS
 def test_seed_and_epoch_change_the_order(kind: Order) -> None:
     def epoch(seed: int, number: int) -> list[int]:
-        return GlobalOrder([100], [1.0], seed, kind)[np.arange(100 * number, 100 * (number + 1))].sample.tolist()
+        return kind.build([100], [1.0], seed)[np.arange(100 * number, 100 * (number + 1))].sample.tolist()
 
     assert epoch(0, 0) == epoch(0, 0)
     assert epoch(0, 0) != epoch(1, 0)
@@ -135,7 +137,7 @@ def test_seed_and_epoch_change_the_order(kind: Order) -> None:
 
 def test_the_order_is_the_same_in_every_version() -> None:
     # A change here makes runs unable to resume: raise the version of the data fingerprint with it.
-    slots = GlobalOrder([10, 5], [1.0, 2.0], seed=3)[np.arange(12)]
+    slots = FullOrder().build([10, 5], [1.0, 2.0], seed=3)[np.arange(12)]
     assert slots.source.tolist() == GOLDEN_SOURCES
     assert slots.sample.tolist() == GOLDEN_SAMPLES
 
@@ -145,7 +147,7 @@ GOLDEN_SAMPLES = [2, 6, 0, 1, 2, 7, 0, 1, 1, 4, 4, 3]
 
 
 def test_the_windowed_order_is_the_same_in_every_version() -> None:
-    slots = GlobalOrder([30, 5], [1.0, 2.0], 3, WINDOWED)[np.arange(12)]
+    slots = WINDOWED.build([30, 5], [1.0, 2.0], 3)[np.arange(12)]
     assert slots.source.tolist() == WINDOWED_SOURCES
     assert slots.sample.tolist() == WINDOWED_SAMPLES
 
@@ -195,7 +197,7 @@ def test_a_round_has_a_sample_of_every_chunk_and_goes_through_the_lanes(
 
 
 def test_a_window_as_large_as_the_source_shuffles_all_samples() -> None:
-    first = GlobalOrder([40_000], [1.0], 1, WindowedOrder(chunk=100, window=400))[np.arange(2_000)].sample
+    first = WindowedOrder(chunk=100, window=400).build([40_000], [1.0], 1)[np.arange(2_000)].sample
     assert abs(first.mean() - 20_000) < 1_000
     assert len(np.unique(first // 100)) > 380  # 2,000 draws of 400 chunks
 
@@ -206,7 +208,7 @@ def test_topics_of_a_batch_vary_as_stated(topics: int) -> None:
     size, batch = 4_000_000, 4096
     windows = {window: WindowedOrder(chunk=100, window=window) for window in (5000, 1000)}
     for kind, expected in ((FullOrder(), 1), (windows[5000], 1), (windows[1000], batch / 1000)):
-        order, of_batch = GlobalOrder([size], [1.0], 1, kind), batch / topics
+        order, of_batch = kind.build([size], [1.0], 1), batch / topics
         counts = [
             np.bincount(order.batch(t, batch).sample * topics // size, minlength=topics) for t in range(0, 960, 32)
         ]
@@ -215,7 +217,7 @@ def test_topics_of_a_batch_vary_as_stated(topics: int) -> None:
 
 
 def test_windowed_order_of_a_billion_costs_no_memory() -> None:
-    order = GlobalOrder([1_300_000_000, 77], [1.0, 2.0], 1, WindowedOrder())
+    order = WindowedOrder().build([1_300_000_000, 77], [1.0, 2.0], 1)
     slots = order.batch(10**6, 4096)
     chunks = np.unique(slots.sample[slots.source == 0] // 128)
     assert len(chunks) > 3_800

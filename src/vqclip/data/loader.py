@@ -22,7 +22,7 @@ from vqclip import dist
 from vqclip.data.batch import BadSample, Batch
 from vqclip.data.batch_maker import BatchMaker, LoaderOptions, Tokenize, make_batches
 from vqclip.data.features import FeatureReader
-from vqclip.data.order import GlobalOrder, Order
+from vqclip.data.order import FullOrder, GlobalOrder, WindowedOrder
 from vqclip.data.samples import SampleMaker
 from vqclip.data.tars.ahead import ChunkSupply, find_needs
 from vqclip.errors import DataError
@@ -83,13 +83,13 @@ class TrainData:
         seed: int,
         *,
         options: LoaderOptions,
-        order: Order,
+        order: FullOrder | WindowedOrder,
         nodes: Sequence[int] = (0,),
     ):
         sizes = [len(source) for source in samples.sources]
         self.samples = samples
         """Maker of the samples."""
-        self.order = GlobalOrder(sizes, weights, derive_seed(seed, "data", "order"), order)
+        self.order: GlobalOrder = order.build(sizes, weights, derive_seed(seed, "data", "order"))
         self.batch_size = batch_size
         self.nodes = tuple(nodes)
         """Node of every rank of the job."""

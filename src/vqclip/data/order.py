@@ -15,15 +15,17 @@ each source, so an epoch has one more than another if weight * size is a fractio
 So global batches depend neither on the world size nor on the number of workers, and resuming needs only the step.
 Memory does not grow with the number of samples.
 
-There are two orders, `FullOrder` and `WindowedOrder`; each has a mix and a shuffle.
+There are two orders, `FullGlobalOrder` and `WindowedGlobalOrder`, each with a mix and a shuffle. Their configurations,
+`FullOrder` and `WindowedOrder`, build them.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Annotated, Literal, NamedTuple, Protocol
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -34,7 +36,17 @@ from vqclip.data.draws import hash_integers
 from vqclip.data.permutation import permute
 from vqclip.data.windows import Windows, apportion
 
-__all__ = ["FullOrder", "GlobalOrder", "Need", "OrderConfig", "Part", "Slots", "WindowedOrder"]
+__all__ = [
+    "FullGlobalOrder",
+    "FullOrder",
+    "GlobalOrder",
+    "Need",
+    "OrderConfig",
+    "Part",
+    "Slots",
+    "WindowedGlobalOrder",
+    "WindowedOrder",
+]
 
 _MIX, _SAMPLES, _BLOCKS, _WINDOWS = 1, 2, 3, 4
 _BLOCK = 2**12
@@ -72,120 +84,8 @@ class Need(NamedTuple):
     """First place of the pass that needs it."""
 
 
-class Order(Protocol):
-    """Mixes the sources of an epoch, and shuffles the samples of a source."""
-
-    def mix(self, seed: int, slots: Sequence[int], epoch: int, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return for each slot of an epoch its source, and how many earlier slots of the epoch are that source's.
-
-        Args:
-            seed: seed of the order.
-            slots: slots of each source in this epoch.
-            epoch: its number.
-            slot: int64 below the sum of ``slots``.
-        """
-
-    def shuffle(self, seed: int, source: int, size: int, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
-        """Return the sample at each place of a pass through a source; a bijection of 0 ... size - 1 in each pass."""
-
-
-class FullOrder(Config):
-    """One random order of all samples; for data on local disks.
-
-    Each batch has samples of nearly all shards.
-    """
-
-    kind: Literal["full"] = "full"
-
-    def mix(self, seed: int, slots: Sequence[int], epoch: int, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Permute all slots of the epoch."""
-        starts = np.cumsum([0, *slots], dtype=np.int64)
-        slot = permute(slot, int(starts[-1]), hash_integers(seed, _MIX, epoch))
-        source = np.searchsorted(starts, slot, side="right") - 1
-        return source, slot - starts[source]
-
-    def shuffle(self, seed: int, source: int, size: int, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
-        """Permute all samples of the source."""
-        return permute(place, size, hash_integers(seed, _SAMPLES, np.int64(source), passes))
-
-
-class WindowedOrder(Config):
-    """A random order of chunks, and of the samples within a window of chunks; for data that do not fit a local disk.
-
-    A chunk is a number of consecutive samples of a source. A batch has samples of one or two windows of each source.
-    """
-
-    kind: Literal["windowed"] = "windowed"
-    chunk: Annotated[int, Field(ge=1, le=2**20)] = 128
-    """Consecutive samples that stay together: a multiple of the samples of a chunk of the index, which are 128 unless
-    it was made with others. Plain tars are read in chunks."""
-    window: Annotated[int, Field(ge=1, le=2**24)] = 32_768
-    """Chunks whose samples are shuffled together."""
-
-    def mix(self, seed: int, slots: Sequence[int], epoch: int, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Give each block of slots its share of every source, in random places of the block.
-
-        A source's turns follow one another, so that its windows and lanes do.
-        """
-        if len(slots) == 1:
-            return np.zeros_like(slot), slot
-        block, inner = np.divmod(slot, _BLOCK)
-        source, turn = np.empty_like(slot), np.empty_like(slot)
-        for number in np.unique(block).tolist():
-            mine = np.flatnonzero(block == number)
-            sources, turns = _mix_block(seed, slots, epoch, number)
-            source[mine], turn[mine] = sources[inner[mine]], turns[inner[mine]]
-        return source, turn
-
-    def shuffle(self, seed: int, source: int, size: int, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
-        """Permute the chunks of the source, and the samples of each window."""
-        sample = np.empty_like(place)
-        for number in np.unique(passes).tolist():
-            mine = np.flatnonzero(passes == number)
-            sample[mine] = self.windows(seed, source, size, number).samples(place[mine])
-        return sample
-
-    def turns(self, seed: int, slots: Sequence[int], epoch: int, slot: int) -> list[int]:
-        """Return how many slots of an epoch each source has before a slot."""
-        first = slot // _BLOCK * _BLOCK
-        source, _ = self.mix(seed, slots, epoch, np.arange(first, slot))
-        return (apportion(slots, first) + np.bincount(source, minlength=len(slots))).tolist()
-
-    def lanes(self, seed: int, source: int, size: int, passes: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, int]:
-        """Return the lane of each place, and the number of lanes."""
-        lane = np.empty_like(place)
-        for number in np.unique(passes).tolist():
-            mine = np.flatnonzero(passes == number)
-            lane[mine] = self.windows(seed, source, size, number).lane_of(place[mine])
-        return lane, self.windows(seed, source, size, 0).lanes
-
-    def windows(self, seed: int, source: int, size: int, passes: int) -> Windows:
-        """Return the windows of one pass through a source of ``size`` samples."""
-        return Windows(size, self.chunk, self.window, int(hash_integers(seed, _WINDOWS, source, passes)))
-
-
-def _mix_block(seed: int, slots: Sequence[int], epoch: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the source and the turn of each slot of a block of an epoch."""
-    first, end = block * _BLOCK, min((block + 1) * _BLOCK, sum(slots))
-    before = apportion(slots, first)
-    counts = apportion(slots, end) - before
-    key = hash_integers(seed, _BLOCKS, block, epoch, np.arange(end - first))
-    source = np.repeat(np.arange(len(slots)), counts)[np.argsort(key, kind="stable")]
-    turn = np.empty_like(source)
-    starts = before - np.cumsum(counts) + counts
-    turn[np.argsort(source, kind="stable")] = np.arange(end - first) + np.repeat(starts, counts)
-    return source, turn
-
-
-OrderConfig = Annotated[
-    Annotated[FullOrder | WindowedOrder, Field(discriminator="kind")],
-    BeforeValidator(lambda given: {"kind": given} if isinstance(given, str) else given),
-]
-"""Any order; the name of one stands for its defaults."""
-
-
-class GlobalOrder:
-    """Maps positions to samples.
+class GlobalOrder(ABC):
+    """Maps positions to samples; see `OrderConfig`, whose `build` makes it.
 
     Args:
         sizes: number of samples of every source, each at least 1.
@@ -193,20 +93,32 @@ class GlobalOrder:
             decimal numbers that they are written as: with weight 0.5 each sample appears once in two epochs, with
             weight 2 twice in each.
         seed: selects the order.
-        kind: `FullOrder` or `WindowedOrder`.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, kind: Order | None = None):
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int):
         assert len(sizes) == len(weights) >= 1
         assert all(size >= 1 for size in sizes)
         assert all(weight > 0 for weight in weights)
         self.sizes = tuple(sizes)
         self.seed = seed
-        self.kind: Order = FullOrder() if kind is None else kind
         self.slots = tuple(size * Fraction(str(weight)) for size, weight in zip(sizes, weights, strict=True))
         """Slots of every source in an epoch, on average over the epochs."""
         self.epoch_size = max(1, round(sum(self.slots)))
         """Samples in an epoch, including repetitions; epochs differ by at most one for each source with fractions."""
+
+    @abstractmethod
+    def _mix(self, slots: Sequence[int], epoch: int, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each slot of an epoch its source, and how many earlier slots of the epoch are that source's.
+
+        Args:
+            slots: slots of each source in this epoch.
+            epoch: its number.
+            slot: int64 below the sum of ``slots``.
+        """
+
+    @abstractmethod
+    def _shuffle(self, source: int, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
+        """Return the sample at each place of a pass through a source; a bijection of 0 ... size - 1 in each pass."""
 
     def __getitem__(self, positions: np.ndarray) -> Slots:
         """Return the samples at these positions (int64 array, >= 0); the cost depends only on their number."""
@@ -236,11 +148,10 @@ class GlobalOrder:
         return self.deal(step, batch_size, rank, (0,) * world_size).slots
 
     def deal(self, step: int, batch_size: int, rank: int, nodes: Sequence[int]) -> Part:
-        """Return this rank's part of global batch `step`.
+        """Return this rank's part of global batch `step`: every W-th sample, from the r-th on.
 
-        With one node, or in the full order, rank r takes every W-th sample, from the r-th on. With several, in the
-        windowed order, it gets as many samples, of chunks that its node owns where possible; see
-        `vqclip.data.dealing`. The parts of all ranks are the global batch, the same for all `nodes`.
+        With several nodes, in the windowed order, it gets as many samples, of chunks that its node owns where possible;
+        see `vqclip.data.dealing`. The parts of all ranks are the global batch, the same for all `nodes`.
 
         Args:
             step: t, from 0.
@@ -248,77 +159,8 @@ class GlobalOrder:
             rank: r.
             nodes: node of every rank.
         """
-        first, layout = step * batch_size, NodeLayout(nodes)
-        if len(layout) == 1 or isinstance(self.kind, FullOrder):
-            places = np.arange(rank, batch_size, len(nodes), dtype=np.int64)
-            return Part(self[first + places], places)
-        source, passes, place = self._places(np.arange(first, first + batch_size, dtype=np.int64))
-        places = layout.places_of(rank, self._nodes(layout, source, passes, place))
-        return Part(self._slots(source[places], passes[places], place[places]), places)
-
-    def nodes(self, step: int, batch_size: int, nodes: Sequence[int]) -> np.ndarray:
-        """Return which node makes each sample of global batch `step`: ``(G,)`` int64, from 0."""
-        assert isinstance(self.kind, WindowedOrder)
-        positions = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
-        return self._nodes(NodeLayout(nodes), *self._places(positions))
-
-    def needs(self, step: int, batch_size: int, source: int, rank: int, nodes: Sequence[int]) -> Iterator[Need]:
-        """Yield the chunks of a source that this rank's node needs from global batch `step` on, without end.
-
-        They come in the order of need, through all windows and passes; each once a pass. A batch may have a few
-        samples of other chunks as well, where `deal` moves samples to make equal parts. Windowed order only.
-        Memory is bounded by one window.
-
-        Args:
-            step: t, from 0.
-            batch_size: G, over all ranks.
-            source: number of the source.
-            rank: any rank of the node.
-            nodes: node of every rank.
-        """
-        assert isinstance(self.kind, WindowedOrder)
-        size, layout = self.sizes[source], NodeLayout(nodes)
-        passes, place = divmod(self.count_used(step, batch_size, source), size)
-        while True:
-            windows = self.kind.windows(self.seed, source, size, passes)
-            for where, chunk in windows.needs(place, layout.lanes_of(rank, windows.lanes)):
-                yield Need(chunk, passes, where)
-            passes, place = passes + 1, 0
-
-    def count_used(self, step: int, batch_size: int, source: int) -> int:
-        """Return how many samples of a source the steps before `step` use, over all epochs. Windowed order only.
-
-        Args:
-            step: t, from 0.
-            batch_size: G, over all ranks.
-            source: number of the source.
-        """
-        assert isinstance(self.kind, WindowedOrder)
-        epoch, before, slots = self._epoch(step * batch_size)
-        slot = step * batch_size - sum(before)
-        return before[source] + self.kind.turns(self.seed, slots, epoch, slot)[source]
-
-    def window_chunks(self, source: int, rank: int, nodes: Sequence[int]) -> int:
-        """Return the most chunks of a window of a source that this rank's node needs. Windowed order only."""
-        assert isinstance(self.kind, WindowedOrder)
-        windows = self.kind.windows(self.seed, source, self.sizes[source], 0)
-        return windows.most_rows * int(NodeLayout(nodes).lanes_of(rank, windows.lanes).sum())
-
-    def shared_lanes(self, source: int, nodes: Sequence[int]) -> tuple[int, int]:
-        """Return the lanes of a window of a source, and how many all nodes together need. Windowed order only."""
-        assert isinstance(self.kind, WindowedOrder)
-        lanes, layout = self.kind.windows(self.seed, source, self.sizes[source], 0).lanes, NodeLayout(nodes)
-        firsts = np.unique(layout.of_rank, return_index=True)[1].tolist()
-        return lanes, sum(int(layout.lanes_of(rank, lanes).sum()) for rank in firsts)
-
-    def _nodes(self, layout: NodeLayout, source: np.ndarray, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
-        assert isinstance(self.kind, WindowedOrder)
-        lane, lanes = np.empty_like(source), []
-        for number, size in enumerate(self.sizes):
-            mine = np.flatnonzero(source == number)
-            lane[mine], count = self.kind.lanes(self.seed, number, size, passes[mine], place[mine])
-            lanes.append(count)
-        return layout.deal(source, lane, lanes)
+        places = np.arange(rank, batch_size, len(nodes), dtype=np.int64)
+        return Part(self[step * batch_size + places], places)
 
     def _places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return for each position its source, and the pass and place there."""
@@ -327,7 +169,7 @@ class GlobalOrder:
             epoch, before, slots = self._epoch(int(left.min()))
             first, end = sum(before), sum(before) + sum(slots)
             mine = np.flatnonzero((positions >= first) & (positions < end))
-            source[mine], turn = self.kind.mix(self.seed, slots, epoch, positions[mine] - first)
+            source[mine], turn = self._mix(slots, epoch, positions[mine] - first)
             tape[mine] = np.array(before)[source[mine]] + turn
             left = left[left >= end]
         return source, *np.divmod(tape, np.array(self.sizes)[source])
@@ -344,7 +186,191 @@ class GlobalOrder:
 
     def _slots(self, source: np.ndarray, passes: np.ndarray, place: np.ndarray) -> Slots:
         sample = np.empty_like(place)
-        for number, size in enumerate(self.sizes):
+        for number in range(len(self.sizes)):
             mine = np.flatnonzero(source == number)
-            sample[mine] = self.kind.shuffle(self.seed, number, size, passes[mine], place[mine])
+            sample[mine] = self._shuffle(number, passes[mine], place[mine])
         return Slots(source, sample, passes)
+
+
+class FullGlobalOrder(GlobalOrder):
+    """One random order of all samples."""
+
+    def _mix(self, slots: Sequence[int], epoch: int, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Permute all slots of the epoch."""
+        starts = np.cumsum([0, *slots], dtype=np.int64)
+        slot = permute(slot, int(starts[-1]), hash_integers(self.seed, _MIX, epoch))
+        source = np.searchsorted(starts, slot, side="right") - 1
+        return source, slot - starts[source]
+
+    def _shuffle(self, source: int, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
+        """Permute all samples of the source."""
+        return permute(place, self.sizes[source], hash_integers(self.seed, _SAMPLES, np.int64(source), passes))
+
+
+class WindowedGlobalOrder(GlobalOrder):
+    """A random order of chunks, and of the samples within a window of chunks.
+
+    Args:
+        sizes: see `GlobalOrder`; so are weights and seed.
+        weights: see there.
+        seed: see there.
+        chunk: consecutive samples that stay together.
+        window: chunks whose samples are shuffled together.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, chunk: int, window: int):
+        super().__init__(sizes, weights, seed)
+        self.chunk, self.window = chunk, window
+
+    def windows(self, source: int, passes: int = 0) -> Windows:
+        """Return the windows of one pass through a source."""
+        key = int(hash_integers(self.seed, _WINDOWS, source, passes))
+        return Windows(self.sizes[source], self.chunk, self.window, key)
+
+    def deal(self, step: int, batch_size: int, rank: int, nodes: Sequence[int]) -> Part:
+        """Return this rank's part of global batch `step`; see `GlobalOrder.deal`."""
+        first, layout = step * batch_size, NodeLayout(nodes)
+        if len(layout) == 1:
+            return super().deal(step, batch_size, rank, nodes)
+        source, passes, place = self._places(np.arange(first, first + batch_size, dtype=np.int64))
+        places = layout.places_of(rank, self._nodes(layout, source, passes, place))
+        return Part(self._slots(source[places], passes[places], place[places]), places)
+
+    def nodes(self, step: int, batch_size: int, nodes: Sequence[int]) -> np.ndarray:
+        """Return which node makes each sample of global batch `step`: ``(G,)`` int64, from 0."""
+        positions = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
+        return self._nodes(NodeLayout(nodes), *self._places(positions))
+
+    def needs(self, step: int, batch_size: int, source: int, rank: int, nodes: Sequence[int]) -> Iterator[Need]:
+        """Yield the chunks of a source that this rank's node needs from global batch `step` on, without end.
+
+        They come in the order of need, through all windows and passes; each once a pass. A batch may have a few
+        samples of other chunks as well, where `deal` moves samples to make equal parts.
+        Memory is bounded by one window.
+
+        Args:
+            step: t, from 0.
+            batch_size: G, over all ranks.
+            source: number of the source.
+            rank: any rank of the node.
+            nodes: node of every rank.
+        """
+        size, layout = self.sizes[source], NodeLayout(nodes)
+        passes, place = divmod(self.count_used(step, batch_size, source), size)
+        while True:
+            windows = self.windows(source, passes)
+            for where, chunk in windows.needs(place, layout.lanes_of(rank, windows.lanes)):
+                yield Need(chunk, passes, where)
+            passes, place = passes + 1, 0
+
+    def count_used(self, step: int, batch_size: int, source: int) -> int:
+        """Return how many samples of a source the steps before `step` use, over all epochs.
+
+        Args:
+            step: t, from 0.
+            batch_size: G, over all ranks.
+            source: number of the source.
+        """
+        epoch, before, slots = self._epoch(step * batch_size)
+        slot = step * batch_size - sum(before)
+        return before[source] + self._turns(slots, epoch, slot)[source]
+
+    def window_chunks(self, source: int, rank: int, nodes: Sequence[int]) -> int:
+        """Return the most chunks of a window of a source that this rank's node needs."""
+        windows = self.windows(source)
+        return windows.most_rows * int(NodeLayout(nodes).lanes_of(rank, windows.lanes).sum())
+
+    def shared_lanes(self, source: int, nodes: Sequence[int]) -> tuple[int, int]:
+        """Return the lanes of a window of a source, and how many all nodes together need."""
+        lanes, layout = self.windows(source).lanes, NodeLayout(nodes)
+        firsts = np.unique(layout.of_rank, return_index=True)[1].tolist()
+        return lanes, sum(int(layout.lanes_of(rank, lanes).sum()) for rank in firsts)
+
+    def _nodes(self, layout: NodeLayout, source: np.ndarray, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
+        lane, lanes = np.empty_like(source), []
+        for number in range(len(self.sizes)):
+            for each in np.unique(passes[source == number]).tolist():
+                mine = np.flatnonzero((source == number) & (passes == each))
+                lane[mine] = self.windows(number, each).lane_of(place[mine])
+            lanes.append(self.windows(number).lanes)
+        return layout.deal(source, lane, lanes)
+
+    def _turns(self, slots: Sequence[int], epoch: int, slot: int) -> list[int]:
+        """Return how many slots of an epoch each source has before a slot."""
+        first = slot // _BLOCK * _BLOCK
+        source, _ = self._mix(slots, epoch, np.arange(first, slot))
+        return (apportion(slots, first) + np.bincount(source, minlength=len(slots))).tolist()
+
+    def _mix(self, slots: Sequence[int], epoch: int, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Give each block of slots its share of every source, in random places of the block.
+
+        A source's turns follow one another, so that its windows and lanes do.
+        """
+        if len(slots) == 1:
+            return np.zeros_like(slot), slot
+        block, inner = np.divmod(slot, _BLOCK)
+        source, turn = np.empty_like(slot), np.empty_like(slot)
+        for number in np.unique(block).tolist():
+            mine = np.flatnonzero(block == number)
+            sources, turns = _mix_block(self.seed, slots, epoch, number)
+            source[mine], turn[mine] = sources[inner[mine]], turns[inner[mine]]
+        return source, turn
+
+    def _shuffle(self, source: int, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
+        """Permute the chunks of the source, and the samples of each window."""
+        sample = np.empty_like(place)
+        for number in np.unique(passes).tolist():
+            mine = np.flatnonzero(passes == number)
+            sample[mine] = self.windows(source, number).samples(place[mine])
+        return sample
+
+
+def _mix_block(seed: int, slots: Sequence[int], epoch: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the source and the turn of each slot of a block of an epoch."""
+    first, end = block * _BLOCK, min((block + 1) * _BLOCK, sum(slots))
+    before = apportion(slots, first)
+    counts = apportion(slots, end) - before
+    key = hash_integers(seed, _BLOCKS, block, epoch, np.arange(end - first))
+    source = np.repeat(np.arange(len(slots)), counts)[np.argsort(key, kind="stable")]
+    turn = np.empty_like(source)
+    starts = before - np.cumsum(counts) + counts
+    turn[np.argsort(source, kind="stable")] = np.arange(end - first) + np.repeat(starts, counts)
+    return source, turn
+
+
+class FullOrder(Config):
+    """One random order of all samples; for data on local disks.
+
+    Each batch has samples of nearly all shards.
+    """
+
+    kind: Literal["full"] = "full"
+
+    def build(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> FullGlobalOrder:
+        """Return the order of some sources; see `GlobalOrder`."""
+        return FullGlobalOrder(sizes, weights, seed)
+
+
+class WindowedOrder(Config):
+    """A random order of chunks, and of the samples within a window of chunks; for data that do not fit a local disk.
+
+    A chunk is a number of consecutive samples of a source. A batch has samples of one or two windows of each source.
+    """
+
+    kind: Literal["windowed"] = "windowed"
+    chunk: Annotated[int, Field(ge=1, le=2**20)] = 128
+    """Consecutive samples that stay together: a multiple of the samples of a chunk of the index, which are 128 unless
+    it was made with others. Plain tars are read in chunks."""
+    window: Annotated[int, Field(ge=1, le=2**24)] = 32_768
+    """Chunks whose samples are shuffled together."""
+
+    def build(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> WindowedGlobalOrder:
+        """Return the order of some sources; see `GlobalOrder`."""
+        return WindowedGlobalOrder(sizes, weights, seed, self.chunk, self.window)
+
+
+OrderConfig = Annotated[
+    Annotated[FullOrder | WindowedOrder, Field(discriminator="kind")],
+    BeforeValidator(lambda given: {"kind": given} if isinstance(given, str) else given),
+]
+"""Any order; the name of one stands for its defaults."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vqclip.data.order import GlobalOrder, WindowedOrder
+from vqclip.data.order import WindowedOrder
 from vqclip.data.tars import ahead
 from vqclip.data.tars.ahead import ChunkSupply, NodeNeeds, find_needs
 
@@ -47,7 +47,7 @@ class Reader:
 
 
 def needs_of(reader: Reader, rank: int = 0, nodes: Sequence[int] = (0,)) -> NodeNeeds:
-    order = GlobalOrder([SIZE], [1.0], 7, WindowedOrder(chunk=CHUNK, window=WINDOW))
+    order = WindowedOrder(chunk=CHUNK, window=WINDOW).build([SIZE], [1.0], 7)
     needs = find_needs([SimpleNamespace(tars=reader)], order, G, rank, nodes)
     assert needs is not None
     return needs

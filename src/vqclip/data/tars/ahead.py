@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import get_worker_info
 
-from vqclip.data.order import GlobalOrder, WindowedOrder
+from vqclip.data.order import GlobalOrder, WindowedGlobalOrder
 from vqclip.data.tars.reader import TarReader
 from vqclip.errors import ConfigError, StorageError
 
@@ -138,10 +138,14 @@ class NodeNeeds:
     """
 
     def __init__(
-        self, readers: Mapping[int, TarReader], order: GlobalOrder, batch_size: int, rank: int, nodes: Sequence[int]
+        self,
+        readers: Mapping[int, TarReader],
+        order: WindowedGlobalOrder,
+        batch_size: int,
+        rank: int,
+        nodes: Sequence[int],
     ):
-        assert isinstance(order.kind, WindowedOrder)
-        self.readers, self._order, self._chunk = readers, order, order.kind.chunk
+        self.readers, self._order, self._chunk = readers, order, order.chunk
         self._batch_size, self._rank, self._nodes = batch_size, rank, nodes
 
     def window_bytes(self, source: int) -> int:
@@ -208,8 +212,7 @@ class NodeNeeds:
 
     def round(self, source: int) -> int:
         """Return the samples of a round of a window: one of each chunk, of all nodes."""
-        assert isinstance(self._order.kind, WindowedOrder)
-        return min(self._order.kind.window, -(-len(self.readers[source]) // self._chunk))
+        return min(self._order.window, -(-len(self.readers[source]) // self._chunk))
 
     @property
     def local_rank(self) -> tuple[int, int]:
@@ -239,7 +242,7 @@ def find_needs(
     Raises:
         ConfigError: the windows of these sources do not fit in the cache.
     """
-    if not isinstance(order.kind, WindowedOrder):
+    if not isinstance(order, WindowedGlobalOrder):  # the full order needs all of the data at any time
         return None
     readers = {number: getattr(source, "tars", None) for number, source in enumerate(sources)}
     remote = {number: reader for number, reader in readers.items() if reader is not None and reader.is_remote}
