@@ -24,6 +24,7 @@ from vqclip.data.sources.shards import CaptionShardsConfig
 from vqclip.data.tars.counts import known_counts
 from vqclip.data.tars.locate import find_index
 from vqclip.data.tars.make import MOST_WITH_MEMBERS, survey
+from vqclip.data.windows import Windows
 from vqclip.errors import ConfigError, DataError
 
 __all__ = ["DataCounts", "Job", "Plan", "count_source", "make_plan"]
@@ -153,7 +154,7 @@ def make_plan(data: Sequence[DataCounts], job: Job) -> Plan:
         raise ConfigError(f"--batch: got {job.batch_size}, more than the {samples} samples of an epoch")
     limit = job.cache_gib * 2**30 * _FILLED
     if isinstance(job.order, WindowedOrder):
-        needs = [_windowed_needs(each, number, job, job.order) for number, each in enumerate(data)]
+        needs = [_windowed_needs(each, job, job.order) for each in data]
     else:
         whole = sum(each.bytes for each in data if each.at_urls)
         needs = [_full_needs(each, job, max(0.0, 1 - limit / max(1, whole))) for each in data]
@@ -187,13 +188,13 @@ def _full_needs(each: DataCounts, job: Job, missing: float) -> _Needs:
     return _Needs(each.bytes, fetched / chunks * each.bytes, fetched / chunks * _requests(each))
 
 
-def _windowed_needs(each: DataCounts, number: int, job: Job, order: WindowedOrder) -> _Needs:
+def _windowed_needs(each: DataCounts, job: Job, order: WindowedOrder) -> _Needs:
     if order.chunk % each.chunk:
         raise ConfigError(
             f"data.order.chunk: got {order.chunk}; expected a multiple of the {each.chunk} samples of a chunk of the "
             "index"
         )
-    windows = order.windows(job.seed, number, each.samples, 0)
+    windows = Windows(each.samples, order.chunk, order.window, 0)
     # Lanes are dealt to nodes in equal parts; a lane that two of them share is fetched by both.
     lanes = math.ceil(windows.lanes / job.nodes) + (windows.lanes % job.nodes > 0)
     data = each.bytes / each.samples if each.at_urls else 0
@@ -242,7 +243,7 @@ def _advice(plan: Plan, data: Sequence[DataCounts], job: Job) -> list[str]:
         found.append(
             f"two windows do not fit in the cache: raise remote.cache_gib to {needed:,.3g}, or {lower}use more nodes"
         )
-    windows = [job.order.windows(job.seed, number, each.samples, 0) for number, each in enumerate(data)]
+    windows = [Windows(each.samples, job.order.chunk, job.order.window, 0) for each in data]
     largest = windows[int(np.argmax([each.samples for each in data]))]
     alike = job.batch_size / (largest.chunks / largest.windows)
     if alike > 2 and largest.windows > 1:
