@@ -54,9 +54,9 @@ class Bucket:
         monkeypatch.setenv("VQCLIP_CACHE", str(cache))
         config = CaptionShardsConfig(path=f"{self.url}/{{00000..{SHARDS - 1:05d}}}.tar", remote=OPTIONS)
         index = cache.parent / "the index"
-        path = cached_index(config.shards())
+        path = cached_index(config.tars())
         if not index.exists():
-            make_index(config.shards(), index, CHUNK)
+            make_index(config.tars(), index, CHUNK)
         path.parent.mkdir(parents=True)
         shutil.copyfile(index, path)
         limit = RemoteConfig(cache_gib=part * self.bytes / 2**30, **OPTIONS | {"tries": tries})
