@@ -63,7 +63,7 @@ class Texts(NamedTuple):
 
     @property
     def are_consistent(self) -> bool:
-        """Whether the arrays, which may come from anywhere, have the types and the order that `read` needs."""
+        """Return whether the arrays, which may come from anywhere, have the types and the order that `read` needs."""
         content, ends = self.content, self.ends
         if (content.dtype, content.ndim, ends.dtype, ends.ndim) != (np.uint8, 1, np.int64, 1):
             return False

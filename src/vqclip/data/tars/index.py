@@ -59,7 +59,7 @@ class ByteRange(NamedTuple):
 
 
 class IndexFacts(Strict):
-    """What an index says of its shards as a whole."""
+    """Facts of an index about its shards as a whole."""
 
     chunk: Annotated[int, Field(ge=1, le=1 << 20)]
     """Samples of a chunk."""

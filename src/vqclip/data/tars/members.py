@@ -133,7 +133,7 @@ class _Sample:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has an image, and a caption or label."""
+        """Return whether it has an image, and a caption or label."""
         return self.offsets[0] != NONE and any(offset != NONE for offset in self.offsets[1:])
 
 

@@ -40,7 +40,7 @@ class TarSet:
     shards: Sequence[Shard]
     remote: RemoteConfig
     rules: MemberRules = USUAL
-    """How members are grouped."""
+    """Rules by which members are grouped."""
     leave_out: bool = False
     """Leave out shards that are missing or damaged."""
     chunk: int | None = None
