@@ -122,7 +122,7 @@ def test_winoground_in_both_layouts(tmp_path, parquet):
 
 def test_choices_without_an_image_are_left_out(tmp_path):
     path = winoground(tmp_path, [(1, 2, 1, 2), (3, 4, 4, 3)])
-    (tmp_path / "images" / "ex_1_img_0.png").write_bytes(b"GIF89a")
+    (tmp_path / "images" / "ex_1_img_0.png").write_bytes(b"no image")
     config = WinogroundConfig(data={"path": path}, max_bad_fraction=0.5)
     (result,) = evaluate(PlainModel(12), [config])
     assert result.figures["codes_only"]["group_score"] == 1.0

@@ -194,7 +194,7 @@ def require_close(found, expected):
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_together_find_what_one_finds_where_images_are_left_out(ranks, folder, world_size):
-    broken = {f"s{i:07d}.{end}": data for i in (1, 2) for end, data in (("png", b"GIF89a"), ("cls", b"0"))}
+    broken = {f"s{i:07d}.{end}": data for i in (1, 2) for end, data in (("png", b"no image"), ("cls", b"0"))}
     write_tar(folder / "classes" / "test" / "2.tar", broken)
     alone = run(folder)
     assert alone[0]["notes"][0] == "2 of 24 images cannot be used and are left out"

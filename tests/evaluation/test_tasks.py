@@ -56,7 +56,7 @@ def folder(tmp_path):
     """Small data for every task; some images of the labelled sets cannot be used, all of them of one of two ranks."""
     for name, count in (("test", 14), ("train", 30)):
         class_shards(tmp_path / name, count)
-        damaged = {f"s{i:07d}.{end}": data for i in (0, 2) for end, data in (("png", b"GIF89a"), ("cls", b"0"))}
+        damaged = {f"s{i:07d}.{end}": data for i in (0, 2) for end, data in (("png", b"no image"), ("cls", b"0"))}
         good = {f"s{i:07d}.{end}": data for i in (1, 3) for end, data in (("png", png(9 * i)), ("cls", b"1"))}
         write_tar(tmp_path / name / "test" / "00.tar", dict(sorted((damaged | good).items())))
     caption_shards(tmp_path / "captions", CAPTIONS)
