@@ -83,7 +83,6 @@ def test_plan_from_counts_that_others_have_written(tmp_path: Path, capsys: pytes
     assert find_index(shards) is not None
     assert main(plan) == 0
     from_index = json.loads(capsys.readouterr().out)
-    assert (from_counts.pop("preparation"), from_index.pop("preparation")) == (from_index["bytes"], 0)
     assert from_counts == from_index
     assert from_index["samples"] == 20
 

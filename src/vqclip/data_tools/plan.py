@@ -52,7 +52,7 @@ class DataCounts:
 
     @property
     def has_members(self) -> bool:
-        """Whether the index has the place of every member, so that nothing is cached."""
+        """Return whether the index has the place of every member, so that nothing is cached."""
         return not self.at_urls and self.bytes <= MOST_WITH_MEMBERS
 
     @property

@@ -29,7 +29,7 @@ MAX_CAPTION = 65_536
 """Characters of a caption at most. The whole caption is tokenized before it is cut to the context length, so a few
 gigantic captions would delay every process."""
 _TEXT_KEYS = ("raw", "caption", "captions", "text", "value", "content", "sentence", "sentences", "title")
-"""Keys of an object that stands in place of a caption."""
+"""Keys of an object that is given instead of a caption."""
 _ANSWERERS = ("gpt", "assistant", "model", "bot", "chatbot")
 _MAX_DEPTH = 8
 

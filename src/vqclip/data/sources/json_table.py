@@ -167,7 +167,7 @@ def _coco(content: dict[str, Any], path: Path, notes: list[str]) -> Iterator[Row
         value = each.get("caption") if has_captions else names.get(str(number), number)
         found.setdefault(str(each.get("image_id")), []).append(value)
     if len(objects) < len(annotations):
-        notes.append(f"left out: {len(annotations) - len(objects)} annotations that are no objects")
+        notes.append(f"left out: {len(annotations) - len(objects)} annotations that are not objects")
     seen: set[str] = set()
     for number, each in enumerate(content["images"], 1):
         key = str(each.get("id")) if isinstance(each, dict) else ""

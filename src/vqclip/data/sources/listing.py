@@ -81,7 +81,7 @@ class Row(NamedTuple):
     values: Mapping[str, Any]
     """Column → value."""
     problem: str = ""
-    """What is wrong with a row that cannot be used."""
+    """Reason why the row cannot be used; empty if it can."""
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ def _as_list(value: Any) -> Sequence[Any]:
 
 @dataclass(frozen=True)
 class _Spelling:
-    """How the paths of a table are written; found out from its first ones, since others may be missing files."""
+    """Spelling of the paths of a table; found out from its first ones, since others may be missing files."""
 
     folder: str = ""
     """Beginning of relative paths."""

@@ -163,7 +163,7 @@ def find_columns(schema: Any, config: TableConfig, where: str) -> TableColumns:
     kinds = {name: kind_of(schema.field(name).type) for name in schema.names}
     guessed: list[str] = []
 
-    def given(name: str, setting: str, allowed: Sequence[str], expected: str) -> str:
+    def find_given(name: str, setting: str, allowed: Sequence[str], expected: str) -> str:
         found = find_column(schema.names, name, setting, Path(where))
         if kinds[found] not in allowed:
             stored = schema.field(found).type
@@ -178,7 +178,7 @@ def find_columns(schema: Any, config: TableConfig, where: str) -> TableColumns:
     stored = [name for name in schema.names if kinds[name] in ("bytes", "image")]
     paths = [name for name in (*IMAGE_COLUMNS, *_BASE64_COLUMNS) if config.urls != "refuse" or name not in _URLS]
     if config.image is not None:
-        image: str | None = given(
+        image: str | None = find_given(
             config.image, "image", ("bytes", "image", "text"), "bytes, structs with bytes, or text"
         )
     elif len(stored) == 1:
@@ -192,12 +192,12 @@ def find_columns(schema: Any, config: TableConfig, where: str) -> TableColumns:
     captions: tuple[str, ...] = ()
     if config.captions is not None:
         names = (config.captions,) if isinstance(config.captions, str) else config.captions
-        captions = tuple(given(name, "captions", ("text", "texts"), "text or lists of text") for name in names)
+        captions = tuple(find_given(name, "captions", ("text", "texts"), "text or lists of text") for name in names)
     elif (found := guess("captions", ("text", "texts"), CAPTION_COLUMNS, image)) is not None:
         captions = (found,)
     label = config.label
     if label is not None:
-        label = given(label, "label", ("integer", "number", "text"), "class numbers or names")
+        label = find_given(label, "label", ("integer", "number", "text"), "class numbers or names")
     elif not captions:
         unread = guess_column([name for name in schema.names if name != image], CAPTION_COLUMNS)
         if config.captions is None and unread is not None:
