@@ -204,8 +204,8 @@ def _parse(
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield number and cells of each row.
 
-    A row continues in the next lines while a quote is open. If it never closes, or the next line is a row of its own, its
-    quotes are ordinary characters; the numbers of such rows are appended to ``unbalanced``.
+    A row continues in the next lines while a quote is open. If it never closes, or the next line is a row of its own,
+    its quotes are ordinary characters; the numbers of such rows are appended to ``unbalanced``.
     """
     waiting: deque[str] = deque()
 
