@@ -38,7 +38,7 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
     rows = {
         "a.jpg,one": None,
         "none.jpg,two": "row 3: none.jpg: cannot be read: No such file",
-        ",three": "row 4: : the path of the image is empty",
+        ",three": "row 4: the path of the image is empty",
         "../a.jpg,four": "row 5: ../a.jpg: ../a.jpg: leaves the folder",
         "b.jpg, ": "row 6: b.jpg: the caption is empty",
         "https://host/a.jpg,six": "a URL; expected a file on this machine",
@@ -47,11 +47,11 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
         "p.jpg,nine": "row 10: p.jpg: cannot be read: not a regular file",
         f"c.jpg,{'x' * 65_537}": "row 11: c.jpg: caption of 65537 characters",
         f"{folder}/b.jpg,absolute": None,
-        "a.jpg,x,y": "row 13: : 3 columns, but the header has 2; texts that contain ',' need double quotes",
-        "a.jpg": "row 14: : 1 columns, but the header has 2",
-        "a.jpg,\0": "row 15: : contains a zero byte",
-        "a.jpg,caf\udce9": "row 16: : not UTF-8: a.jpg,caf\\udce9; if the table has another encoding, set encoding",
-        f"a.jpg,{'x' * (1 << 20)}": "row 17: : more than 1048576 characters",
+        "a.jpg,x,y": "row 13: 3 columns, but the header has 2; texts that contain ',' need double quotes",
+        "a.jpg": "row 14: 1 columns, but the header has 2",
+        "a.jpg,\0": "row 15: contains a zero byte",
+        "a.jpg,caf\udce9": "row 16: not UTF-8: a.jpg,caf\\udce9; if the table has another encoding, set encoding",
+        f"a.jpg,{'x' * (1 << 20)}": "row 17: more than 1048576 characters",
         "sub/../a.jpg,inside": None,
     }
     (folder / "t.csv").write_bytes(os.fsencode("filepath,title\n" + "\n".join(rows) + "\n"))
@@ -147,6 +147,17 @@ PEOPLE = [
     ("t.csv", "a.jpg,x\nb.jpg,y\n", "", XY, "no header: the first row is 'a.jpg', 'x'"),
     ("t.token", "a.jpg#0\tx\na.jpg#1\tz, 3\nb.jpg#0\ty\n", "", XY | {"a.jpg": ("x", "z, 3")}, "no header"),
     ("t.csv", "1,a.jpg,x\n2,b.jpg,y\n", "columns=[id,image,caption]", XY, ""),
+    (
+        "t.csv",
+        "id,name,caption\nROCO_1,a.jpg,x\nROCO_2,b.jpg,y\n",
+        "",
+        XY,
+        "image 'name', captions 'caption' (others: 'id'",
+    ),
+    ("t.csv", "image_id,name,caption\na,dog,x\nb,cat,y\n", "", XY, "image 'image_id'"),
+    ("t.csv", "image,label,caption_id,caption_en\na.jpg,dog,1,x\nb.jpg,cat,2,y\n", "", XY, "captions 'caption_en'"),
+    ("t.csv", "image,text_en,texture\na.jpg,x,1\nb.jpg,y,2\n", "", XY, "captions 'text_en'"),
+    ("t.json", [{"image_id": "7", "image_path": "a.jpg", "caption_tokens": ["x"], "caption_str": "x"}], "", X, "_str'"),
     ("t.csv", "img,caption_0,caption 1\na.jpg,x,z\nb.jpg,y,\n", "", XZ, ""),
     ("t.csv", "image,caption\n\"{'bytes': None, 'path': 'a.jpg'}\",x\n", "", X, ""),
     ("t.csv", "img,raw\na.jpg,\"['x', 'z']\"\nb.jpg,y\n", "", XZ, ""),
@@ -205,7 +216,7 @@ PEOPLE = [
         "left out: 1 annotations of images that are not listed, such",
     ),
     ("t.json", {**COCO, **CLASSES}, "", {"b.jpg": 0, "bad": "row 1: a.jpg: the class is empty"}, ""),
-    ("t.json", [*OBJECTS, 3], "", XY | {"bad": "row 3: : got a int; expected an object"}, ""),
+    ("t.json", [*OBJECTS, 3], "", XY | {"bad": "row 3: got a int; expected an object"}, ""),
     ("t.json", '[{"image": "a.jpg", "caption": NaN}]', "", {"bad": "row 1: a.jpg: the caption is empty"}, ""),
 ]
 
@@ -267,7 +278,7 @@ def test_a_file_that_comes_later_is_found_at_the_next_start(folder: Path) -> Non
         ("3", "got a int; expected a list of objects"),
         ('{"a": 3, "b": [1]}', "its keys: 'a', 'b'; expected a list of objects"),
         (
-            '[{"picture": "a.jpg", "caption": "x"}]',
+            '[{"drawing": "a.jpg", "caption": "x"}]',
             "image: no column has a usual name of the images; name it, image=COLUMN",
         ),
         (

@@ -59,8 +59,10 @@ EXPECTED = [RawSample(image, (caption,)) for image, caption in zip(IMAGES, CAPTI
             {"image": IMAGES, "en": CAPTIONS, "de": pyarrow.array([None] * 10, "string"), "url": CAPTIONS},
             {"captions": ("en", "de")},
         ),
+        ({"jpg": IMAGES, "txt": CAPTIONS, "__key__": CAPTIONS}, {}),
+        ({"picture": IMAGES, "caption_id": CAPTIONS, "long_caption": CAPTIONS}, {}),
     ],
-    ids=["bytes", "struct", "lists", "several columns"],
+    ids=["bytes", "struct", "lists", "several columns", "webdataset", "similar name"],
 )
 def test_rows_are_samples(tmp_path: Path, columns: dict, options: dict) -> None:
     path = write(tmp_path / "a.parquet", columns)

@@ -185,7 +185,8 @@ class FileSource(NumberedSource):
     def name(self, index: int) -> str:
         """Return list, row and file, for messages: ``/data/train.csv: row 17: images/a.jpg``."""
         path, row = _cut(self._table.paths.read(index)), int(self._table.rows[index])
-        text = f"{self._listing}: row {row}: {path}" if row >= 0 else str(self._root / path)
+        text = f"{self._listing}: row {row}" if row >= 0 else str(self._root / path)
+        text += f": {path}" if row >= 0 and path else ""
         return printable(text, one_line=True)
 
     def place(self, index: int) -> str:

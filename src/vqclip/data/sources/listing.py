@@ -40,6 +40,7 @@ __all__ = [
     "Row",
     "describe_ids",
     "find_column",
+    "guess_captions",
     "guess_column",
     "is_split",
     "list_images",
@@ -49,17 +50,21 @@ __all__ = [
 IMAGE_COLUMNS = (
     *("filepath", "file_path", "image_path", "img_path", "imagepath", "filename", "file_name", "image_name"),
     *("image_file", "image_filename", "image", "images", "img", "path", "file", "photo", "url", "image_url"),
-    *("image_id", "imageid", "img_id", "id"),
+    *("jpg", "jpeg", "png", "webp", "picture", "image_id", "imageid", "img_id", "name", "id"),
 )
 CAPTION_COLUMNS = (
     *("caption", "captions", "text", "texts", "title", "sentence", "sentences", "comment", "description"),
-    *("raw", "alt_text", "alt", "prompt", "conversations", "messages"),
+    *("raw", "alt_text", "alt", "prompt", "caption_str", "txt", "conversations", "messages"),
 )
 LABEL_COLUMNS = (
     *("label", "labels", "cls", "class", "class_name", "classname", "category", "category_name", "target"),
     *("fine_label", "class_id", "label_id", "species"),
 )
 _NUMBERED = re.compile(r"(caption|text|sentence|comment|title)s?[ _]?\d+")
+_SIMILAR = re.compile(r".*caption.*|texts?[ _.-].+")
+_OTHER = re.compile(
+    r"(.*[ _.-])?(ids?|url|lang|language|len|length|num|n|count|number|score|similarity|tokens)([ _.-].*)?"
+)
 _SPLIT = re.compile(
     r"(train(val|ing)?|restval|val(id|idation)?|test(ing)?|dev|eval|minival)[ _-]?(\d+|set|data|images)?"
 )
@@ -182,7 +187,8 @@ def list_images(
             f"{path}: none of the first {len(first)} rows can be used; row {first[0].number}: {first[0].problem}"
         )
     names = list(dict.fromkeys(name for row in usable for name in _names(row.values)))
-    chosen = _choose(columns, names, builder, path)
+    by_value = sorted(_usual_columns(names, IMAGE_COLUMNS), key=lambda name: not _names_files(usable, name, root))
+    chosen = _choose(columns, names, by_value, builder, path)
     spell = _Spelling.find([_image(row.values, chosen.image) for row in usable], root, look_beside, builder)
     classes = Classes.read(columns.classnames, path, builder) if chosen.label else None
     wanted = {
@@ -237,31 +243,29 @@ def _texts(values: Mapping[str, Any], key: str) -> list[str]:
         raise ValueError(f"{key!r} contains {error}; expected text or a list of texts") from None
 
 
-def _choose(columns: Columns, names: Sequence[str], builder: TableBuilder, path: Path) -> Columns:
-    """Return the columns that are there, and note which were guessed."""
+def _choose(
+    columns: Columns, names: Sequence[str], images: Sequence[str], builder: TableBuilder, path: Path
+) -> Columns:
+    """Return the columns that are there, and note which were guessed; the first of ``images`` is the most likely."""
     guessed: list[str] = []
 
-    def find(setting: str, name: str | None, usual: Sequence[str]) -> str | None:
+    def find(setting: str, name: str | None, usual: Sequence[str]) -> tuple[str, ...]:
         if name is not None:
-            return find_column(names, name, setting, path)
-        found = guess_column(names, usual)
-        if found is not None and found not in ("filepath", "title"):
-            guessed.append(f"{setting} {found!r}")
-        return found
+            return (find_column(names, name, setting, path),)
+        guessed.extend(f"{setting} {found!r}" for found in usual if found not in ("filepath", "title"))
+        return tuple(usual)
 
     settings, lower = columns.settings, {name.lower(): name for name in names}
     given = columns.image or (lower.get("filename") if "filepath" in lower else None)  # Karpathy's: folder and name
-    image = find(settings[0], given, IMAGE_COLUMNS)
+    image = next(iter(find(settings[0], given, images[:1])), None)
     captions: tuple[str, ...] | None = None
     if columns.captions is not None:
         captions = tuple(find_column(names, name, settings[1], path) for name in columns.captions)
     elif columns.label is None and not columns.classnames:
-        numbered = tuple(name for name in names if _NUMBERED.fullmatch(name.strip().lower()))
-        one = find(settings[1], None, CAPTION_COLUMNS)
-        captions = numbered if one is None and numbered else None if one is None else (one,)
+        captions = find(settings[1], None, guess_captions([name for name in names if name != image])) or None
     label = columns.label
     if label is not None or captions is None:
-        label = find("label", label, LABEL_COLUMNS)
+        label = next(iter(find("label", label, _usual_columns(names, LABEL_COLUMNS)[:1])), None)
     if image is None or (captions is None and label is None):
         setting = settings[0 if image is None else 1]
         what = "the images" if image is None else "captions or classes"
@@ -289,11 +293,34 @@ def _names(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Itera
 
 def guess_column(names: Sequence[str], usual: Sequence[str]) -> str | None:
     """Return the first usual name that a column has, in any case, or else a key in an object."""
+    return next(iter(_usual_columns(names, usual)), None)
+
+
+def guess_captions(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the column with a usual name of captions, all that are numbered, or the only one with a similar name."""
+    if (usual := guess_column(names, CAPTION_COLUMNS)) is not None:
+        return (usual,)
+    lower = {name: name.strip().lower() for name in names}
+    if numbered := tuple(name for name in names if _NUMBERED.fullmatch(lower[name])):
+        return numbered
+    similar = [name for name in names if _SIMILAR.fullmatch(lower[name]) and not _OTHER.fullmatch(lower[name])]
+    return tuple(similar) if len(similar) == 1 else ()
+
+
+def _usual_columns(names: Sequence[str], usual: Sequence[str]) -> list[str]:
+    """Return the columns that have usual names, in any case, in the order of these; or else such keys in objects."""
     for part in (lambda name: name, lambda name: name.rpartition(".")[2]):
         known = {part(name).strip().lower(): name for name in reversed(names)}
-        if (found := next((known[name] for name in usual if name in known), None)) is not None:
+        if found := [known[name] for name in usual if name in known]:
             return found
-    return None
+    return []
+
+
+def _names_files(rows: Sequence[Row], column: str, root: Path) -> bool:
+    """Return whether most of the values in a column are files, or end like images."""
+    paths = [path for row in rows[:20] if (path := _image(row.values, column)) and protocol_of(path) is None]
+    found = [path for path in paths if path.lower().endswith(IMAGE_ENDINGS) or os.path.isfile(root / path)]
+    return 2 * len(found) > len(paths)
 
 
 def find_column(names: Sequence[str], name: str, setting: str, path: Path) -> str:

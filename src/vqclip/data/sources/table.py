@@ -32,6 +32,7 @@ from vqclip.data.sources.listing import (
     ClassNames,
     describe_ids,
     find_column,
+    guess_captions,
     guess_column,
     plain_text,
 )
@@ -193,8 +194,9 @@ def find_columns(schema: Any, config: TableConfig, where: str) -> TableColumns:
     if config.captions is not None:
         names = (config.captions,) if isinstance(config.captions, str) else config.captions
         captions = tuple(find_given(name, "captions", ("text", "texts"), "text or lists of text") for name in names)
-    elif (found := guess("captions", ("text", "texts"), CAPTION_COLUMNS, image)) is not None:
-        captions = (found,)
+    else:
+        captions = guess_captions([name for name in schema.names if kinds[name] in ("text", "texts") and name != image])
+        guessed.extend(f"captions {name!r}" for name in captions)
     label = config.label
     if label is not None:
         label = find_given(label, "label", ("integer", "number", "text"), "class numbers or names")
