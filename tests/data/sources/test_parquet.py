@@ -72,6 +72,16 @@ def test_rows_are_samples(tmp_path: Path, columns: dict, options: dict) -> None:
     assert read_all(f"{tmp_path}/{{b,a}}.parquet", **options) == EXPECTED * 2
 
 
+@pytest.mark.parametrize("columns", [None, {"image": ["a.jpg"], "caption": ["x"]}], ids=["bytes", "paths"])
+def test_splits_that_are_read_together_are_noted(tmp_path: Path, columns: dict | None) -> None:
+    (tmp_path / "a.jpg").write_bytes(IMAGES[0])
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        write(tmp_path / f"{name}.parquet", columns)
+    note = f"files of splits test (1), train (2) are read together; path={tmp_path}/train* reads one"
+    assert note in ParquetConfig(path=str(tmp_path)).build().notes
+    assert "splits" not in " ".join(ParquetConfig(path=f"{tmp_path}/train*").build().notes)
+
+
 def test_the_kind_is_plain_and_rows_have_names(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet")
     for each in (path, tmp_path):

@@ -31,6 +31,7 @@ METADATA = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.json", "
 """Files with the captions of a folder."""
 _TEXTS = (".txt", ".TXT", ".caption", ".cap", ".text")
 """Endings of files with a caption."""
+_NO_TABLES = (TEMPLATES, "classes.txt", "README.txt", "LICENSE.txt")
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".token")
 
 
@@ -162,23 +163,30 @@ class FolderConfig(FileSourceConfig):
                 f"{folder}: {len(images)} images, of which {texts} have a {ending} and {objects} a .json of the same "
                 "name; is it a folder of classes, or are captions missing? Set captions: classes, txt or json"
             )
-        tables = [path for path in paths if path.endswith(_TABLES) and os.path.basename(path) != TEMPLATES]
-        hint = f"; a table with their captions is named as the path: {folder / min(tables)}" if tables else ""
+        tables = [path for path in paths if path.endswith(_TABLES) and os.path.basename(path) not in _NO_TABLES]
+        table = min(tables, key=lambda path: ("caption" not in path.lower(), path), default="")
+        hint = f"; a table with their captions is named as the path: {folder / table}" if tables else ""
         if images and all("/" not in path for path in images):
             raise DataError(
                 f"{folder}: {len(images)} images without captions; expected a .txt of the same name beside each, one "
                 f"of {', '.join(METADATA)}, or a subfolder for each class{hint}"
             )
         inside = sorted({path.partition("/")[0] for path in paths if "/" in path})
+        own = sorted({path.partition("/")[0] for path in images if "/" in path})
         described = [name for name in inside if any(f"{name}/{file}" in paths for file in METADATA)]
         if described or (inside and all(map(is_split, inside))):
             raise DataError(
                 f"{folder}: its subfolders are parts of a data set, not classes; name one of them as the path: "
                 f"{', '.join(str(folder / name) for name in described or inside)}{hint}"
             )
-        if len(inside) == 1 and hint:
+        if len(own) == 1 and all(path.count("/") > 1 for path in images):
             raise DataError(
-                f"{folder}: a single subfolder, {inside[0]}, which would be the class of all images{hint}; or set "
+                f"{folder}: a single subfolder with images, {own[0]}, which are in folders of their own; if these are "
+                f"classes, it is named as the path: {folder / own[0]}"
+            )
+        if len(own) == 1 and hint:
+            raise DataError(
+                f"{folder}: a single subfolder with images, {own[0]}, which would be the class of all{hint}; or set "
                 "captions: classes"
             )
         return "classes"
@@ -225,7 +233,10 @@ class FolderConfig(FileSourceConfig):
     ) -> tuple[Sequence[str], dict[str, int]]:
         """Return the names of the classes, and the number of each folder's."""
         if not self.classnames:
-            names = tuple(_read_name(name).replace("_", " ") for name in folders)
+            plain = _without_numbers(folders)
+            if plain[0] != folders[0]:
+                builder.notes.append(f"numbers and ids before the names of classes are left out: {folders[0]}, ...")
+            names = tuple(_read_name(name).replace("_", " ") for name in plain)
             _require_distinct(folder, folders, names)
             builder.notes += filter(None, [describe_ids(names)])
             return names, {name: number for number, name in enumerate(folders)}
@@ -287,6 +298,15 @@ def _read_name(name: str) -> str:
         return name
     text = os.fsencode(name).decode("latin-1")
     return text if text.isprintable() else encodable(name)
+
+
+def _without_numbers(folders: Sequence[str]) -> Sequence[str]:
+    """Return names such as 001.Albatross without the number or WordNet id, if all have one of their own and differ."""
+    found = [re.fullmatch(r"(\d+|n\d{8})[ ._-]+(\D.*)", name, re.DOTALL) for name in folders]
+    pairs = [(each[1], each[2]) for each in found if each is not None]
+    if len(pairs) < 2 or any(len({*each}) < len(folders) for each in zip(*pairs, strict=True)):
+        return folders
+    return [name for _, name in pairs]
 
 
 def _require_distinct(folder: Path, classes: Sequence[str], names: Sequence[str]) -> None:

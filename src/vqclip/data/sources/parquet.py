@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.base import FolderContent, OpensSource, Source
 from vqclip.data.sources.file_table import FileTable, TableBuilder
 from vqclip.data.sources.files import FileSourceConfig
-from vqclip.data.sources.listing import Columns, Row, list_images
+from vqclip.data.sources.listing import Columns, Row, is_split, list_images
 from vqclip.data.sources.packed import Piece, StreamSample, stamp
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.sources.table import (
@@ -218,7 +220,7 @@ class ParquetStream:
         local = self._files[0].path
         self.parser = RowParser(self.columns, config, classes, local.parent if isinstance(local, Path) else None)
         self.classnames, self.has_prompts = self.parser.classnames, self.parser.has_prompts
-        self.notes = self.columns.notes
+        self.notes = (*self.columns.notes, *_describe_splits(self._files))
         self._fetches = config.urls != "refuse"
 
     def __str__(self) -> str:
@@ -286,6 +288,18 @@ class ParquetStream:
                 start, size = at, 0
 
 
+def _describe_splits(files: Sequence[ParquetFile]) -> list[str]:
+    """Return a note on files whose names begin with those of several splits, such as train-00000-of-00002.parquet."""
+    names = [str(file).rpartition("/")[2] for file in files]
+    splits = Counter(re.split(r"[-_.]", name, maxsplit=1)[0] for name in names)
+    if len(splits) < 2 or not all(map(is_split, splits)):
+        return []
+    found = ", ".join(f"{split} ({count})" for split, count in sorted(splits.items()))
+    first = next((name for name in ("train", "training") if name in splits), min(splits))
+    folder = str(files[0]).rpartition("/")[0]
+    return [f"files of splits {found} are read together; path={folder}/{first}* reads one"]
+
+
 def _require_same(schema: Any, first: Any, columns: TableColumns, name: str, other: str) -> None:
     """Raise DataError if a file lacks a column, or has other values in it than the first file."""
     for column in columns.names:
@@ -325,7 +339,7 @@ class ParquetFiles(FileSourceConfig):
             builder.read_from(Path(str(path)))
         stream = ParquetStream(config)
         chosen, names = stream.columns, config.classnames or stream.classnames
-        builder.notes += chosen.notes
+        builder.notes += stream.notes
         columns = Columns(chosen.image, chosen.captions, chosen.label, names, config.templates)
         rows = (
             Row(number, {}, str(row)) if isinstance(row, DataError) else Row(number, row)

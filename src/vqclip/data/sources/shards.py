@@ -209,8 +209,20 @@ def require_members(tars: TarReader, kind: str, path: object) -> None:
         hint = " The samples have a .cls: is it a source of kind: classes?"
     elif tars.count("image") and kind == "txt" and facts.complete[KINDS.index("json")]:
         hint = " Captions in the .json? Set captions: json and json_keys."
+    elif tars.count("image") and tars.count(kind) and tars.index.keys is not None:
+        image, other = (_first_with(tars, each) for each in ("image", kind))
+        hint = (
+            " Members of one sample have the same path but for the ending, as a/0.jpg and a/0.txt; here are, without "
+            f"endings, an image {image!r} and a {kind} {other!r}: pack them with equal names."
+        )
     what = "label (.cls)" if kind == "cls" else f"caption (.{kind})"
     raise DataError(
         f"{path}: none of the {len(tars)} samples has an image (.jpg, .png, .webp, ...) and a {what} of the same name; "
         f"the members end in {found}.{hint}"
     )
+
+
+def _first_with(tars: TarReader, kind: str) -> str:
+    """Return the name of the first sample that has a member of a kind; there must be one."""
+    has = (sample for sample in range(len(tars)) if tars.index.member(sample, KINDS.index(kind))[0] >= 0)
+    return tars.key(next(has))
