@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -19,6 +20,7 @@ __all__ = [
     "CaptionFiles",
     "Prompts",
     "Templates",
+    "caption_path",
     "collect_captions",
     "find_texts",
     "look_up",
@@ -43,7 +45,7 @@ class CaptionFiles:
     json_keys: tuple[str, ...] = ()
     """Keys of the .json with captions; see `collect_captions`."""
     ending: str = ""
-    """Ending of the file's name beside an image, such as .txt."""
+    """Ending of the file's name beside an image, such as .txt; see `caption_path`."""
 
     @property
     def kind(self) -> Literal["txt", "json"]:
@@ -80,6 +82,13 @@ class CaptionFiles:
         if not isinstance(facts, dict):
             raise DataError(f"{name}: .json contains a {type(facts).__name__}; expected an object", "damaged JSON")
         return collect_captions(facts, self.json_keys, name, "key", "damaged JSON", " in the .json")
+
+
+def caption_path(image: str, ending: str) -> str:
+    """Return the file of an image's captions: ``a/0.txt`` for ``a/0.jpg``; of ``captions/.txt``, ``captions/0.txt``."""
+    folder, _, ending = ending.rpartition("/")
+    stem = os.path.splitext(image)[0]
+    return f"{folder}/{stem.partition('/')[2] or stem}{ending}" if folder else f"{stem}{ending}"
 
 
 def collect_captions(

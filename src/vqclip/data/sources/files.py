@@ -24,7 +24,7 @@ from pydantic import PrivateAttr
 from vqclip.data.remote import display_url, local_path, protocol_of
 from vqclip.data.shard import Part
 from vqclip.data.sources.base import NumberedSource, RawSample, SourceConfigBase
-from vqclip.data.sources.captions import CaptionFiles, Prompts, require_usable
+from vqclip.data.sources.captions import CaptionFiles, Prompts, caption_path, require_usable
 from vqclip.data.sources.file_table import PROBLEM, FileTable, checksum, load_table, span, versions
 from vqclip.data.sources.reader import MAX_BYTES, MAX_IMAGE_BYTES
 from vqclip.data.table_file import find_table, save_table
@@ -256,7 +256,9 @@ class FileSource(NumberedSource):
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             if size == MISSING and column == 1 and isinstance(error, FileNotFoundError):
-                raise DataError(f"{name}: has no {second} beside it", "missing member") from None
+                folder, _, ending = second.rpartition("/")
+                where = f"in {folder}" if folder else "beside it"
+                raise DataError(f"{name}: has no {ending} {where}", "missing member") from None
             kind = DataError if size == MISSING else StorageError  # it was not readable, or is not so any more
             raise kind(f"{name}: cannot be read: {reason}", "unreadable file") from None
         if len(data) != size:
@@ -282,7 +284,7 @@ class FilePart:
     table: FileTable
     root: Path
     second: str
-    """Ending of the caption file beside each image; "" without one."""
+    """Ending of the caption file of each image, see `caption_path`; "" without one."""
     start: int
     stop: int
     name: str
@@ -375,7 +377,7 @@ def _hash(path: str) -> tuple[int, int, bytes]:
 
 
 def _files_of(text: str, root: Path, second: str) -> list[str]:
-    """Return the image that a path names, and the caption file beside it if ``second`` is its ending.
+    """Return the image that a path names, and its caption file if ``second`` is the ending; see `caption_path`.
 
     Raises:
         DataError: the path is empty, a URL, or leaves the folder.
@@ -395,8 +397,8 @@ def _files_of(text: str, root: Path, second: str) -> list[str]:
             "images to another folder",
             "path outside",
         )
-    image = os.path.join(root, path)
-    return [image, os.path.splitext(image)[0] + second] if second else [image]
+    paths = [path, caption_path(path, second)] if second else [path]
+    return [os.path.join(root, each) for each in paths]
 
 
 def _cut(text: str) -> str:

@@ -14,7 +14,7 @@ from pydantic import model_validator
 from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.remote import is_tar
 from vqclip.data.sources.base import FolderContent, Place
-from vqclip.data.sources.captions import DEFAULT_TEMPLATE, CaptionFiles
+from vqclip.data.sources.captions import DEFAULT_TEMPLATE, CaptionFiles, caption_path
 from vqclip.data.sources.class_folder import TEMPLATES, LocalFolder, read_templates
 from vqclip.data.sources.csv_table import read_table
 from vqclip.data.sources.file_table import FileTable, TableBuilder
@@ -31,6 +31,8 @@ METADATA = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.json", "
 """Files with the captions of a folder."""
 _TEXTS = (".txt", ".TXT", ".caption", ".cap", ".text")
 """Endings of files with a caption."""
+_TEXT_FOLDERS = ("captions", "caption", "texts", "text", "txt", "prompts")
+"""Folders beside that of the images, or below it, with a file of the same name for each."""
 _NO_TABLES = (TEMPLATES, "classes.txt", "README.txt", "LICENSE.txt")
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".token")
 
@@ -47,7 +49,8 @@ class FolderConfig(FileSourceConfig):
     """The folder, on this machine. A `zeroshot_classification_templates.txt` in a folder of classes is read."""
     captions: Captions | None = None
     """classes: every subfolder is a class. txt, txt_lines, json: a file of the same name beside each image (.txt,
-    .caption, .cap or .text; .json), in subfolders too (img2dataset's `files`), as for `shards`. metadata: a
+    .caption, .cap or .text; .json), in subfolders too (img2dataset's `files`), as for `shards`; a .txt may also be in a
+    folder `captions` beside the folder of the images: images/0.jpg, captions/0.txt. metadata: a
     metadata.csv, metadata.jsonl or captions.json in the folder, as Hugging Face's imagefolder has it. names: the name
     of each image's file without its ending, with "_" and "-" read as blanks. null: found out where it is plain."""
     json_keys: tuple[str, ...] = ("caption",)
@@ -137,10 +140,14 @@ class FolderConfig(FileSourceConfig):
                     f"left out: {_files(len(images) - len(stems))} named as another image but for the ending, such as "
                     f"{several[1]} beside {several[0]}; image_endings chooses"
                 )
-            beside = {path for path in others if path.endswith((ending, ".txt", ".json"))}
-            lost = [path for path in beside if path.endswith(ending) and os.path.splitext(path)[0] not in stems]
+            place, _, plain = ending.rpartition("/")
+            if place:
+                builder.notes.append(f"captions are in the folder {place}, under the names of the images")
+            beside = {path for path in others if path.endswith((plain, ".txt", ".json"))}
+            known = {caption_path(path, ending) for path in images}
+            lost = [path for path in beside if path.endswith(plain) and path not in known]
             if lost:
-                builder.notes.append(f"left out: {_files(len(lost))} {ending} without an image, such as {min(lost)}")
+                builder.notes.append(f"left out: {_files(len(lost))} {plain} without an image, such as {min(lost)}")
             others = [path for path in others if path not in beside]
         builder.notes += _describe_left_out(others, "of other endings")
         return builder.finish(facts={"captions": mode, "ending": ending})
@@ -163,6 +170,12 @@ class FolderConfig(FileSourceConfig):
                 f"{folder}: {len(images)} images, of which {texts} have a {ending} and {objects} a .json of the same "
                 "name; is it a folder of classes, or are captions missing? Set captions: classes, txt or json"
             )
+        for name in sorted({path.partition("/")[0] for path in paths if path.endswith(".txt") and "/" in path}):
+            if images and 2 * _count_beside(images, f"{name}/.txt", paths) >= len(images):
+                raise DataError(
+                    f"{folder}: {name} has a .txt with the name of each image; if these are captions, call the folder "
+                    "captions, or put them beside the images (boxes, such as YOLO's labels, are not read)"
+                )
         tables = [path for path in paths if path.endswith(_TABLES) and os.path.basename(path) not in _NO_TABLES]
         table = min(tables, key=lambda path: ("caption" not in path.lower(), path), default="")
         hint = f"; a table with their captions is named as the path: {folder / table}" if tables else ""
@@ -279,12 +292,15 @@ class FolderConfig(FileSourceConfig):
 
 
 def _text_ending(images: Sequence[str], paths: set[str]) -> tuple[int, str]:
-    """Return how many images have a file with a caption, and its ending."""
-    return max(((_count_beside(images, ending, paths), ending) for ending in _TEXTS), key=lambda found: found[0])
+    """Return how many images have a file with a caption, and its ending; see `caption_path`."""
+    one_folder = len({path.rpartition("/")[0] and path.partition("/")[0] for path in images}) == 1
+    there = {path.partition("/")[0] for path in paths if "/" in path} if one_folder else ()
+    endings = [*_TEXTS, *(f"{name}/{ending}" for name in _TEXT_FOLDERS if name in there for ending in _TEXTS)]
+    return max(((_count_beside(images, ending, paths), ending) for ending in endings), key=lambda found: found[0])
 
 
 def _count_beside(images: Sequence[str], ending: str, paths: set[str]) -> int:
-    return sum(f"{os.path.splitext(path)[0]}{ending}" in paths for path in images)
+    return sum(caption_path(path, ending) in paths for path in images)
 
 
 def _caption_of(path: str) -> str:
