@@ -60,11 +60,14 @@ EXPECTED = [RawSample(image, (caption,)) for image, caption in zip(IMAGES, CAPTI
             {"captions": ("en", "de")},
         ),
         ({"jpg": IMAGES, "txt": CAPTIONS, "__key__": CAPTIONS}, {}),
+        ({"image": [{"bytes": None, "path": f"{n}.jpg"} for n in range(10)], "caption": CAPTIONS}, {}),
         ({"picture": IMAGES, "caption_id": CAPTIONS, "long_caption": CAPTIONS}, {}),
     ],
-    ids=["bytes", "struct", "lists", "several columns", "webdataset", "similar name"],
+    ids=["bytes", "struct", "lists", "several columns", "webdataset", "paths in structs", "similar name"],
 )
 def test_rows_are_samples(tmp_path: Path, columns: dict, options: dict) -> None:
+    for number, image in enumerate(IMAGES):
+        (tmp_path / f"{number}.jpg").write_bytes(image)
     path = write(tmp_path / "a.parquet", columns)
     assert read_all(path, **options) == EXPECTED
     write(tmp_path / "b.parquet", columns, compression="zstd")

@@ -135,7 +135,8 @@ def kind_of(stored: Any) -> str:
         kinds = {field.name: kind_of(field.type) for field in fields}
         if len(kinds) < len(fields):
             return ""
-        if kinds.get("bytes") == "bytes":
+        bytes_missing = any(field.name == "bytes" and str(field.type) == "null" for field in fields)
+        if kinds.get("bytes") == "bytes" or (bytes_missing and kinds.get("path") == "text"):
             return "image"
         return "texts" if guess_column([each for each in kinds if kinds[each] == "text"], CAPTION_COLUMNS) else ""
     if "list" in name.partition("<")[0]:
