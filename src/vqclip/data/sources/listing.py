@@ -63,8 +63,10 @@ LABEL_COLUMNS = (
 _NUMBERED = re.compile(r"(caption|text|sentence|comment|title)s?[ _]?\d+")
 _SIMILAR = re.compile(r".*caption.*|texts?[ _.-].+")
 _OTHER = re.compile(
-    r"(.*[ _.-])?(ids?|url|lang|language|len|length|num|n|count|number|score|similarity|tokens)([ _.-].*)?"
+    r"(.*[ _.-])?(ids?|url|lang|language|len|length|num|n|count|number|score|similarity|tokens|source|model|type|color)"
+    r"([ _.-].*)?"
 )
+"""Names that are similar to those of captions, of columns with other facts."""
 _SPLIT = re.compile(
     r"(train(val|ing)?|restval|val(id|idation)?|test(ing)?|dev|eval|minival)[ _-]?(\d+|set|data|images)?"
 )
