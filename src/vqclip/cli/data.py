@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 COMMANDS = {
     "draw": "draw the scenes data set",
-    "pack": "write data of any kind as WebDataset shards with their index",
+    "pack": "write data of any kind as WebDataset shards",
     "check": "read every sample, and report what is bad, duplicated or unusual",
     "index": "make the index that training needs to read shards in chunks",
     "features": "store the features of a run's frozen towers before it starts",

@@ -1,4 +1,4 @@
-"""``vqclip data pack``: write data of any kind as WebDataset shards with their index.
+"""``vqclip data pack``: write data of any kind as WebDataset shards.
 
 Captioned images become OUT/00000.tar, ... as img2dataset writes them; labelled ones OUT/SPLIT/0.tar, ... beside the
 class names and prompts, as clip_benchmark does. Images keep their bytes, and samples their order. Run the same command

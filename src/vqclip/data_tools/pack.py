@@ -1,4 +1,4 @@
-"""Pack a source into WebDataset shards with their indexes.
+"""Pack a source into WebDataset shards.
 
 captions in img2dataset's layout, for sources of kind shards:
     OUT/00000.tar  00000_stats.json ...

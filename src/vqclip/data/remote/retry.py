@@ -47,8 +47,8 @@ class RemoteConfig(TransferConfig):
 
     cache_gib: Annotated[float, Field(gt=0, le=1e6)] = 100.0
     """Largest size in GiB of the downloaded chunks of all runs on this machine, in `chunks` of the cache folder, and
-    likewise of shards that cannot be read in chunks, in `shards`: compressed ones, and those of servers that send whole
-    files only. The least recently used are removed first."""
+    likewise of files that cannot be read in chunks, in `shards`: Parquet, compressed tars, and shards of servers that
+    send whole files only. The least recently used are removed first."""
 
     @property
     def cache_bytes(self) -> int:
