@@ -47,7 +47,7 @@ def test_beside_the_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     path = tmp_path / "a" / index_name(shards)
     assert text == (
         f"{path}: 20 samples in 8 shards, chunks of 128, 0.000 GB; 8 shards read, 0 known\n"
-        "training finds it beside the shards: data.order=windowed\n"
+        "training finds it beside the shards\n"
     )
     assert find_index(shards).path == path
     before = path.stat().st_mtime_ns
@@ -232,7 +232,7 @@ def test_in_a_bucket(tmp_path: Path, bucket: Any, capsys: pytest.CaptureFixture[
     text = run(capsys, "s3://bucket/i")
     name = index_name(shards)
     assert text.startswith(f"s3://bucket/i/{name}: 20 samples in 8 shards")
-    assert text.endswith("training finds it beside the shards: data.order=windowed\n")
+    assert text.endswith("training finds it beside the shards\n")
     (cache / "index").rename(tmp_path / "former")  # another machine
     there = find_shards(["s3://bucket/i/{0..7}.tar"], RemoteConfig())
     assert find_index(there).path == cached_index(there)

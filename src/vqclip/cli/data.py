@@ -18,7 +18,7 @@ COMMANDS = {
     "draw": "draw the scenes data set",
     "pack": "write data of any kind as WebDataset shards",
     "check": "read every sample, and report what is bad, duplicated or unusual",
-    "index": "make the index that training needs to read shards in chunks",
+    "index": "make the index of tars that training needs",
     "features": "store the features of a run's frozen towers before it starts",
     "plan": "say what a run needs before it starts",
     "show": "make a contact sheet of what the model sees",

@@ -1,4 +1,4 @@
-"""``vqclip data index``: make the index that training needs to read shards in chunks.
+"""``vqclip data index``: make the index of tars that training needs.
 
 It reads every shard once and stores none. Any number of processes and machines may run the same command at once: they
 share the work. Run it again after a stop, or when shards have changed: the others are not read again.

@@ -1,4 +1,4 @@
-"""Make the index of the chunks of a source, where training finds it.
+"""Make the index of a source of tars, where training finds it.
 
 place: beside the shards if they can be written to there, else the cache of this machine
 parts of all shards  ->  index  ->  (a bucket:) upload
@@ -124,7 +124,7 @@ def _choose_place(tars: TarSet, out: str | None) -> tuple[_Place, str]:
     folder, name, cached = data_folder(shards), index_name(shards, tars.rules), cached_index(shards, tars.rules)
     options = next((each.options for each in shards if isinstance(each, RemoteShard)), RemoteConfig())
     beside = path_in_url(beneath(folder, name)) if isinstance(folder, str) else f"{folder}/{name}"
-    found = "training finds it beside the shards: data.order=windowed"
+    found = "training finds it beside the shards"
     if out is not None:
         target = _require_out(out)
         if str(target) == str(folder):
@@ -141,7 +141,7 @@ def _choose_place(tars: TarSet, out: str | None) -> tuple[_Place, str]:
         return _place_in(folder, name, options, cached), found
     others = f"; for other machines copy it to {beside}" if folder else ""
     place = _Place(cached, Parts(cached.with_suffix(".parts")))
-    return place, f"it is in the cache, where training on this machine finds it: data.order=windowed{others}"
+    return place, f"it is in the cache, where training on this machine finds it{others}"
 
 
 def _place_in(folder: Path | str, name: str, options: TransferConfig, cached: Path) -> _Place:
