@@ -9,6 +9,7 @@ import pytest
 
 from vqclip.data.tars.store import OpenFiles
 from vqclip.errors import StorageError
+from vqclip.io.files import Stamp
 
 
 def open_now() -> int:
@@ -38,11 +39,11 @@ def test_a_stale_handle_is_closed_and_the_file_opened_again(tmp_path: Path, monk
     assert files.read(path, stamp, 0, 5, "shard") == b"bytes"
     before = open_now()
 
-    def fail(file: int) -> os.stat_result:
+    def fail(file: int) -> Stamp:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fstat", fail)
+        patch.setattr(Stamp, "of", fail)
         with pytest.raises(StorageError, match="shard: cannot be read: Stale file handle"):
             files.read(path, stamp, 0, 5, "shard")
     assert open_now() == before - 1
