@@ -197,7 +197,7 @@ def test_killed_and_shared(tmp_path: Path) -> None:
     shards = many(tmp_path / "a", 400)
     parts = tmp_path / "a" / job.PARTS
     first, second = (start(tmp_path / "a", "--workers", 1) for _ in range(2))
-    while len(list(parts.glob("*.npz"))) < 20:
+    while len(list(parts.glob("*.part"))) < 20:
         time.sleep(0.01)
         assert first.poll() is None
     first.send_signal(signal.SIGKILL)
@@ -216,7 +216,7 @@ def test_killed_and_shared(tmp_path: Path) -> None:
 def test_interrupted(tmp_path: Path) -> None:
     many(tmp_path / "a", 1500)
     process = start(tmp_path / "a")
-    while len(list((tmp_path / "a" / job.PARTS).glob("*.npz"))) < 20:
+    while len(list((tmp_path / "a" / job.PARTS).glob("*.part"))) < 20:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     begin = time.monotonic()
