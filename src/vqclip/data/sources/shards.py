@@ -211,10 +211,12 @@ def require_members(tars: TarReader, kind: str, path: object) -> None:
         hint = " Captions in the .json? Set captions: json and json_keys."
     elif tars.count("image") and tars.count(kind) and tars.index.keys is not None:
         image, other = (_first_with(tars, each) for each in ("image", kind))
-        hint = (
-            " Members of one sample have the same path but for the ending, as a/0.jpg and a/0.txt; here are, without "
-            f"endings, an image {image!r} and a {kind} {other!r}: pack them with equal names."
-        )
+        stem = image.rpartition(".")[0]
+        if not stem or stem != other.rpartition(".")[0]:  # 0.input.png and 0.output.txt: the hint above
+            hint = (
+                " Members of one sample have the same path but for the ending, as a/0.jpg and a/0.txt; here are, "
+                f"without endings, an image {image!r} and a {kind} {other!r}: pack them with equal names."
+            )
     what = "label (.cls)" if kind == "cls" else f"caption (.{kind})"
     raise DataError(
         f"{path}: none of the {len(tars)} samples has an image (.jpg, .png, .webp, ...) and a {what} of the same name; "
