@@ -63,8 +63,8 @@ class RunConfig(Config):
     """Most TFLOP/s of a process's device in the precision of the run, from its data sheet, such as 989 (H100 SXM, bf16,
     dense): the metrics then include `mfu`, model FLOPs utilisation."""
     trackers: Trackers = (TensorBoardConfig(),)
-    """Programs that keep and draw the metrics, beside `metrics.jsonl`: names such as `tensorboard`, `wandb` and
-    `trackio`, or mappings with settings, such as `{kind: wandb, project: mine}`."""
+    """Programs that keep and draw the metrics, beside `metrics.jsonl`: names such as `tensorboard` and `wandb`, or
+    mappings with settings, such as `{kind: wandb, project: mine}`."""
 
     @field_validator("folder")
     @classmethod

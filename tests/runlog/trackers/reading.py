@@ -70,17 +70,3 @@ def _history(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 scalars = [item for item in parsed.history.item if len(item.nested_key) == 1]  # not parts of images
                 items = [(item.nested_key[0], json.loads(item.value_json)) for item in scalars]
                 yield parsed.history.step.num, {key: value for key, value in items if not key.startswith("_")}
-
-
-def trackio(run: Path, project: str = "vqclip") -> dict[int, dict[str, float]]:
-    import trackio as package
-
-    found: dict[int, dict[str, float]] = {}
-    run_id = (run / "trackio.id").read_text().strip()
-    assert [each.id for each in package.Api().runs(project)] == [run_id]
-    for row in package.SQLiteStorage.get_logs(project, run_id=run_id):
-        values = {key: value for key, value in row.items() if isinstance(value, (int, float)) and key != "step"}
-        if values:
-            assert row["step"] not in found, row["step"]
-            found[row["step"]] = values
-    return found

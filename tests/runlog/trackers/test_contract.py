@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -22,10 +20,10 @@ from tests.training import run_tree
 from vqclip.config import parse_config, to_yaml
 from vqclip.errors import ConfigError
 from vqclip.runlog.metrics import MetricsLog
-from vqclip.runlog.trackers import Feed, TrackerConfig, TrackioConfig, view
+from vqclip.runlog.trackers import Feed, TrackerConfig, WandbConfig, view
 from vqclip.train import TrainConfig
 
-TRACKERS = {"tensorboard": (), "wandb": pytest.mark.slow, "trackio": pytest.mark.slow}
+TRACKERS = {"tensorboard": (), "wandb": pytest.mark.slow}
 
 
 def live(kind: str, folder: Path, start: int, end: int) -> None:
@@ -54,16 +52,15 @@ def live_and_be_killed(kind: str, folder: Path, start: int, end: int) -> None:
     """The same in a process that ends as by SIGKILL."""
     name = live.__module__
     script = f"from pathlib import Path; from {name} import live; live({kind!r}, Path({str(folder)!r}), {start}, {end})"
-    environment = {**os.environ, "TRACKIO_DIR": str(folder / "trackio")}
     command = [sys.executable, "-c", f"{script}; import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert (done.stdout, "failed" in done.stderr) == ("", False)
 
 
 @pytest.mark.parametrize("checkpoint", [4, 0], ids=["a checkpoint", "none"])
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks) for kind, marks in TRACKERS.items()])
-def test_a_killed_run_is_as_a_whole_one(tmp_path, kind, checkpoint, monkeypatch):
+def test_a_killed_run_is_as_a_whole_one(tmp_path, kind, checkpoint):
     run = live
     if kind != "tensorboard":
         pytest.importorskip(kind, reason=f"the extra {kind} is not installed")
@@ -71,10 +68,6 @@ def test_a_killed_run_is_as_a_whole_one(tmp_path, kind, checkpoint, monkeypatch)
     run(kind, tmp_path, 0, 8)
     time.sleep(1.1 if kind == "tensorboard" else 0)  # it orders files by the second
     run(kind, tmp_path, checkpoint, 10)
-    if kind == "trackio":
-        for module in ("utils", "sqlite_storage"):
-            importlib.import_module(f"trackio.{module}")
-            monkeypatch.setattr(f"trackio.{module}.TRACKIO_DIR", tmp_path / "trackio")
     whole = reading.expected(tmp_path)
     found = getattr(reading, kind)(tmp_path)
     for step, row in whole.items():
@@ -139,19 +132,11 @@ def test_mistakes_are_named(tmp_path, trackers, message):
 
 
 def test_a_missing_package_is_named_before_any_work(monkeypatch):
-    monkeypatch.setattr(TrackioConfig, "package", "no_such_package")
+    monkeypatch.setattr(WandbConfig, "package", "no_such_package")
     with pytest.raises(
-        ConfigError, match=r"run\.trackers: trackio: the package .* pip install 'vqclip\[no_such_package\]'"
+        ConfigError, match=r"run\.trackers: wandb: the package .* pip install 'vqclip\[no_such_package\]'"
     ):
-        TrackioConfig().require()
-
-
-def test_a_server_in_the_environment_is_refused(monkeypatch):
-    pytest.importorskip("trackio", reason="the extra trackio is not installed")
-    monkeypatch.setenv("TRACKIO_SERVER_URL", "http://host?write_token=hunter2")
-    with pytest.raises(ConfigError, match="TRACKIO_SERVER_URL, but this tracker writes to this machine only") as error:
-        TrackioConfig().require()
-    assert "hunter2" not in str(error.value)
+        WandbConfig().require()
 
 
 def test_facts_have_settings_that_matter_and_no_credentials(tmp_path):

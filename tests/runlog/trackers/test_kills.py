@@ -35,7 +35,6 @@ def start(config: Path, folder: Path) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "VQCLIP_CACHE": str(folder / "cache"),
-        "TRACKIO_DIR": str(folder / "trackio"),
         "WANDB_BASE_URL": "http://127.0.0.1:9",  # where nobody listens
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "OMP_NUM_THREADS": "1",
@@ -51,13 +50,12 @@ def steps(run: Path) -> int:
         return 0
 
 
-def test_each_step_is_once_in_each_tracker_after_kills(tmp_path, monkeypatch):
+def test_each_step_is_once_in_each_tracker_after_kills(tmp_path):
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
-    pytest.importorskip("trackio", reason="the extra trackio is not installed")
     shards = caption_shards(tmp_path / "shards", counts=(17, 13))
     tree = run_tree(tmp_path, shards, train__steps=LAST, train__checkpoint_every=10, train__report_every=2)
     tree["train"] |= {"evaluate_every": 15, "save_in_background": False}
-    tree["run"]["trackers"] = ["tensorboard", {"kind": "wandb"}, "trackio"]
+    tree["run"]["trackers"] = ["tensorboard", {"kind": "wandb"}]
     tree["evaluation"] = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
     config, run = tmp_path / "run.yaml", tmp_path / "tiny"
     config.write_text(yaml.safe_dump(tree))
@@ -79,10 +77,7 @@ def test_each_step_is_once_in_each_tracker_after_kills(tmp_path, monkeypatch):
     whole = reading.expected(run)
     assert sorted(whole) == sorted({*range(2, LAST + 1, 2), 15, 45})
     assert "eval/pairs/codes_only/i2t_r1" in whole[15]
-    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio")
-    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", tmp_path / "trackio")
     assert reading.wandb(run) == whole
-    assert reading.trackio(run) == whole
     assert reading.tensorboard(run) == reading.rounded(whole)
     written = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert not [file for file in written if SECRET.encode() in file.read_bytes()]

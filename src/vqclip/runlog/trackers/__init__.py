@@ -11,7 +11,6 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator
 from vqclip.runlog.trackers.base import RunFacts, Tracker, TrackerConfigBase
 from vqclip.runlog.trackers.feed import Feed
 from vqclip.runlog.trackers.tensorboard import TensorBoardConfig
-from vqclip.runlog.trackers.trackio import TrackioConfig
 from vqclip.runlog.trackers.view import hyperparameters, view
 from vqclip.runlog.trackers.wandb import WandbConfig
 
@@ -23,7 +22,6 @@ __all__ = [
     "TrackerConfig",
     "TrackerConfigBase",
     "Trackers",
-    "TrackioConfig",
     "WandbConfig",
     "hyperparameters",
     "view",
@@ -41,7 +39,7 @@ def _differ(trackers: Sequence[TrackerConfigBase]) -> Sequence[TrackerConfigBase
     return trackers
 
 
-_Known = TensorBoardConfig | TrackioConfig | WandbConfig
+_Known = TensorBoardConfig | WandbConfig
 
 TrackerConfig = Annotated[Annotated[_Known, Discriminator("kind")], BeforeValidator(_section)]
 """Configuration of a tracker: its name, or a mapping with its ``kind`` and settings."""
