@@ -50,9 +50,9 @@ def update(step: TrainStep) -> None:
         parameter.grad = torch.full_like(parameter, 0.01)
     step.scaler.step(step.optimizer)
     for _ in range(GuardConfig().spikes.window):
-        step.guards.judge(torch.ones(1, dtype=torch.float64))
+        step.guards.judge_numbers(torch.ones(1, dtype=torch.float64))
     quantizers = step.model.quantizers().items()
-    step.guards.collapse.count(
+    step.guards.windows.count(
         {name: each(torch.ones(4, each.dim)).stats.local() for name, each in quantizers}, torch.tensor(False)
     )
 
@@ -154,21 +154,22 @@ def test_forged_checkpoints_end_in_checkpoint_errors(tmp_path: Path, saved: Path
     assert refused > EACH // 2
 
 
-def collapse(state: dict[str, Any], **changes: Any) -> None:
-    state["state"]["guards"]["collapse"].update(changes)
+def health(state: dict[str, Any], **changes: Any) -> None:
+    state["state"]["guards"]["health"].update(changes)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda state: collapse(state, told={"image/0": ""}, since={}),
-        lambda state: collapse(state, last=10**30),
-        lambda state: collapse(state, warnings=[{"step": 1, "text": "x" * 20_000}]),
+        lambda state: health(state, signs={"dead loss": {"kind": "dead", "name": "loss", "since": -1}}),
+        lambda state: health(state, last=10**30),
+        lambda state: health(state, warnings=[{"step": 1, "text": "x" * 20_000}]),
+        lambda state: health(state, norms=[1.0] * 1000),
         lambda state: state["state"]["replaced"].update({"x": 10**400}),
         lambda state: state["state"]["guards"].update(skipped=-5),
         lambda state: state["state"]["caption_lengths"].update({"12": 10**30}),
     ],
-    ids=["told", "last", "warnings", "replaced", "skipped", "caption lengths"],
+    ids=["signs", "last", "warnings", "norms", "replaced", "skipped", "caption lengths"],
 )
 def test_forged_counts_end_in_checkpoint_errors(tmp_path: Path, saved: Path, change: Callable[[Any], None]) -> None:
     path = tmp_path / "step-00000002"

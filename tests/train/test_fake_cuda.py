@@ -151,7 +151,7 @@ def to_host(tensor):
 PLANTED = {
     "step": (TrainStep, "_clip", lambda clip: lambda self: to_host(clip(self))),
     "quantizer": (VQ, "_replace_dead", lambda replace: lambda self, *drawn: replace(self, *map(to_host, drawn))),
-    "guards": (Guards, "judge", lambda judge: lambda self, numbers: judge(self, to_host(numbers))),
+    "guards": (Guards, "judge_numbers", lambda judge: lambda self, numbers: judge(self, to_host(numbers))),
 }
 
 

@@ -23,7 +23,8 @@ from vqclip.report.model_words import describe_data, describe_model, describe_pr
 from vqclip.report.plot import compact
 from vqclip.report.run_files import RunFiles, number_at, read_run
 from vqclip.report.text import plain
-from vqclip.report.verdict import MODALITIES, judge, newest_codebooks
+from vqclip.report.verdict import judge, newest_codebooks
+from vqclip.runlog.codebooks import MODALITIES, Codebook
 
 REPORT_FILE = "report.html"
 """Name of the page in the folder of a run."""
@@ -151,14 +152,14 @@ def _percent(rate: float | None) -> str:
     return "–" if rate is None else f"{100 * rate:.1f}"
 
 
-def _codebook_rows(run: RunFiles) -> dict[str, list[dict[str, Any]]]:
-    """Return the last values of each codebook, by modality."""
+def _codebook_rows(run: RunFiles) -> dict[str, list[tuple[Codebook, float | None]]]:
+    """Return the last values of each codebook and the bits that it uses, by modality."""
     latest = run.curves.latest
     rows = {}
     for modality in MODALITIES:
         found = newest_codebooks(run, modality)[: run_charts.MAX_ROWS]
         if found:
-            rows[modality] = [each | {"bits_used": latest.get(f"{each['name']}/bits_used")} for each in found]
+            rows[modality] = [(each, latest.get(f"{each.name}/bits_used")) for each in found]
     return rows
 
 

@@ -11,7 +11,8 @@ from vqclip.report.charts import PERCENT, Chart, Curve, heat_map, line_chart, ra
 from vqclip.report.curves import Curves
 from vqclip.report.evaluations import Task
 from vqclip.report.run_files import RunFiles
-from vqclip.report.verdict import MODALITIES, newest_codebooks
+from vqclip.report.verdict import newest_codebooks
+from vqclip.runlog.codebooks import MODALITIES
 
 MODE_TITLES = {"continuous": "continuous", "quantized": "quantized", "codes_only": "codes only"}
 MAX_CURVES = 8
@@ -58,7 +59,7 @@ def codebook_charts(run: RunFiles) -> list[Chart]:
     for modality, found in every.items():
         if not len(found) > 1:
             continue
-        names = [each["name"] for each in found[:MAX_ROWS]]
+        names = [each.name for each in found[:MAX_ROWS]]
         if len(names) <= FEW_CODEBOOKS:
             charts.append(
                 _line(f"Codes in use, {modality}", curves, [f"{name}/usage" for name in names], unit=PERCENT, floor=0.0)
@@ -68,7 +69,7 @@ def codebook_charts(run: RunFiles) -> list[Chart]:
             )
         else:
             charts.append(_codebook_map(f"Codes in use, {modality} codebooks", curves, names, "usage", 1.0, "100 %"))
-            bits = max(1e-9, math.log2(found[0]["codes"]))
+            bits = max(1e-9, math.log2(found[0].codes))
             charts.append(
                 _codebook_map(f"Bits used, {modality} codebooks", curves, names, "bits_used", bits, f"{bits:.3g} bits")
             )

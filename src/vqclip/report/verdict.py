@@ -14,14 +14,22 @@ from vqclip.losses import LossConfig
 from vqclip.report.evaluations import FigureRow
 from vqclip.report.model_words import codebook_size
 from vqclip.report.run_files import RunFiles, number_at, text_at, value_at
-from vqclip.runlog.divergence import REMEDY, DivergenceConfig
-from vqclip.runlog.signs import RESTART, USAGE, find_signs, has_collapsed, read_codebooks, suggest_remedies
+from vqclip.runlog.codebooks import MODALITIES, Codebook, read_codebooks
+from vqclip.runlog.health import (
+    RECENT,
+    REMEDY,
+    RESTART,
+    CollapseConfig,
+    DivergenceConfig,
+    Health,
+    span,
+    suggest_remedies,
+)
 
 Level = Literal["bad", "warn", "note", "good"]
 LEVELS: tuple[Level, ...] = ("bad", "warn", "note", "good")
 """From worst to best."""
 
-MODALITIES = ("image", "text")
 MANY_BAD = 0.1
 """Share of bad samples from which the data counts as ill."""
 FEW_BAD = 0.01
@@ -32,8 +40,6 @@ LONG_WAIT = 0.3
 """Share of the time spent waiting for data that is worth a warning."""
 MAX_CODEBOOKS = 1000
 """Codebooks of a page; of more, none is shown."""
-_RECENT = 5
-"""Reports whose median is the newest loss."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,6 @@ class Finding:
     text: str = ""
     """Observation in figures."""
     advice: str = ""
-    """Advice."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +71,16 @@ def judge(run: RunFiles, figures: list[FigureRow]) -> Verdict:
         run: its files.
         figures: its newest evaluation.
     """
-    parts = (
-        _check_finite,
-        _check_learning,
-        _check_collapse,
-        _check_samples,
-        _check_unused,
-        _check_divergence,
-        _check_waits,
-        _check_spikes,
-        _check_captions,
-    )
-    found = [finding for part in parts for finding in part(run)]
-    found += _check_chance(figures)
+    health = read_health(run)
+    found = [
+        *_check_finite(run),
+        *_check_health(health),
+        *_check_samples(run),
+        *_check_unused(health),
+        *_check_waits(run),
+        *_check_events(run),
+        *_check_chance(figures),
+    ]
     found.sort(key=lambda finding: LEVELS.index(finding.level))
     ill = [finding for finding in found if finding.level in ("bad", "warn")]
     if ill:
@@ -89,16 +91,48 @@ def judge(run: RunFiles, figures: list[FigureRow]) -> Verdict:
     return Verdict("good", "Healthy", [_healthy(run), *found])
 
 
+def newest_codebooks(run: RunFiles, modality: str) -> list[Codebook]:
+    """Return the codebooks of the newest report that has them."""
+    size = codebook_size(value_at(run.config, f"model.{modality}.quantizer"))
+    needed = {f"{modality}/usage_if_uniform", f"{modality}/tokens"}
+    values = next((each for each in reversed(run.curves.steps.values()) if needed <= each.keys()), None)
+    if values is None or size is None or sum(name.endswith("/usage") for name in values) > MAX_CODEBOOKS:
+        return []
+    return read_codebooks(modality, values, size)
+
+
+def read_health(run: RunFiles) -> Health:
+    """Judge the recorded reports as the run did while it trained."""
+    collapse, divergence = CollapseConfig(), DivergenceConfig()
+    try:
+        collapse = CollapseConfig.model_validate(value_at(run.config, "guards.collapse") or {})
+        divergence = DivergenceConfig.model_validate(value_at(run.config, "guards.divergence") or {})
+    except ValidationError:
+        pass  # a forged configuration
+    health = Health(collapse, divergence)
+    codes = {
+        modality: codebook_size(value_at(run.config, f"model.{modality}.quantizer")) or 0
+        for modality in MODALITIES
+        if newest_codebooks(run, modality)
+    }
+    chance, warm = _chance(run), number_at(run.config, "optim.warmup_steps") or 0
+    for step, values in run.curves.steps.items():
+        loss = values.get(_loss_name(run), math.nan), math.nan if chance is None else chance
+        loss = (values["pixels/mse"], values["pixels/variance"]) if "pixels/variance" in values else loss
+        health.add(step, values, *loss, codes, step <= warm)
+    return health
+
+
 def _healthy(run: RunFiles) -> Finding:
     steps, losses = run.curves.get(_loss_name(run))
     if not losses:
         return Finding("good", "No sign of collapse")
-    first, last = losses[0], statistics.median(losses[-_RECENT:])
+    first, last = losses[0], statistics.median(losses[-RECENT:])
     text = f"The loss {'fell' if last < first else 'went'} from {first:.3g} (step {steps[0]:,}) to {last:.3g}"
     chance = _chance(run)
     text += f"; a model that knows nothing has {chance:.3g}." if chance is not None else "."
     shares = [
-        f"{_share(statistics.mean(each['usage'] for each in found))} of the {modality} codes"
+        f"{_share(statistics.mean(each.usage for each in found))} of the {modality} codes"
         for modality in MODALITIES
         if (found := newest_codebooks(run, modality))
     ]
@@ -127,66 +161,39 @@ def _check_finite(run: RunFiles) -> Iterator[Finding]:
     yield Finding(level, title, f"{text}. {events:,} steps of this kind.", advice)
 
 
-def _check_learning(run: RunFiles) -> Iterator[Finding]:
-    """Find a model that no longer learns."""
-    chance = _chance(run)
-    warm = number_at(run.config, "optim.warmup_steps") or 0
-    named = _loss_name(run)
-
-    def signs(step: int, values: dict[str, float]) -> dict[str, str]:
-        loss = values.get(named, math.nan) if step > warm and chance is not None else math.nan
-        neutral = {"grad_norm": math.inf} | {f"{each}/embedding_cosine": 0.0 for each in MODALITIES}
-        return find_signs(neutral | values, loss, chance or 1.0)
-
-    history = list(run.curves.steps.items())
-    present = signs(*history[-1]) if history else {}
-    if not present:
-        return
-    since = {name: _since([bool(name in signs(*each)) for each in history], run) for name in present}
-    if list(present) == ["loss"] and run.curves.last_step - since["loss"] < 20:
-        return  # it may only just begin to learn
-    text = "; ".join(f"{sign} (since step {since[name]:,})" for name, sign in present.items())
-    title = f"Dead since step {min(since.values()):,}: the model no longer learns"
-    yield Finding("bad", title, f"{text}.", f"{RESTART}.")
-
-
-def _check_collapse(run: RunFiles) -> Iterator[Finding]:
-    """Find codebooks that use a few codes only."""
-    limit = number_at(run.config, "guards.collapse.usage") or USAGE
+def _check_health(health: Health) -> Iterator[Finding]:
+    """Find what the run has looked for while it trained: a dead model, collapsed codebooks, divergence."""
+    dead = [sign for sign in health.signs if sign.kind == "dead"]
+    if dead:
+        text = "; ".join(f"{sign.text} (since step {sign.since:,})" for sign in dead)
+        since = min(sign.since for sign in dead)
+        yield Finding("bad", f"Dead since step {since:,}: the model no longer learns", f"{text}.", f"{RESTART}.")
+    collapsed = {sign.name: sign.since for sign in health.signs if sign.kind == "collapsed"}
     for modality in MODALITIES:
-        every = newest_codebooks(run, modality)
-        lost = [each for each in every if has_collapsed(each, limit)]
-        if not lost:
-            continue
-        since = min(
-            _since([_was_collapsed(values, each, limit) for values in run.curves.steps.values()], run) for each in lost
-        )
-        used = sorted(round(each["usage"] * each["codes"]) for each in lost)
-        spread = f"{used[0]:,}" if used[0] == used[-1] else f"{used[0]:,} to {used[-1]:,}"
-        possible = lost[0]["usage_if_uniform"] * lost[0]["codes"]
-        text = (
-            f"{spread} of {lost[0]['codes']:,} codes in use over the newest {lost[0]['tokens']:,.0f} tokens; "
-            f"evenly used codes would be {possible:,.0f}.{_name_some(lost, every)}"
-        )
-        whole = "codebook has" if len(every) == 1 else f"{len(lost)} of {len(every)} codebooks have"
-        title = f"Collapsed since step {since:,}: {'the ' if len(every) == 1 else ''}{modality} {whole} few codes left"
-        if len(every) > 1:
-            title = f"Collapsed since step {since:,}: {len(lost)} of {len(every)} {modality} codebooks"
-        yield Finding("bad", title, text, f"{suggest_remedies(modality)}.")
+        every = [each for each in health.codebooks if each.modality == modality]
+        lost = [each for each in every if each.name in collapsed]
+        if lost:
+            since = min(collapsed[each.name] for each in lost)
+            which = f"{len(lost)} of {len(every)} {modality} codebooks"
+            which = which if len(every) > 1 else f"the {modality} codebook has few codes left"
+            text = (
+                f"{span([each.used for each in lost])} of {lost[0].codes:,} codes in use over the newest "
+                f"{lost[0].tokens:,.0f} tokens; evenly used codes would be {lost[0].possible:,.0f}."
+            )
+            text += "" if len(lost) == len(every) else f" They are {_names(lost)}."
+            yield Finding("bad", f"Collapsed since step {since:,}: {which}", text, f"{suggest_remedies(modality)}.")
+    for sign in health.signs:
+        if sign.kind == "diverged":
+            title = "Diverged: the loss is too high" if sign.name == "loss" else "Diverged: the gradient explodes"
+            yield Finding("bad", title, f"{sign.text[0].upper()}{sign.text[1:]}.", f"{REMEDY}.")
 
 
-def _was_collapsed(values: dict[str, float], codebook: dict[str, Any], limit: float) -> bool:
-    now = {each: values.get(f"{codebook['name']}/{each}") for each in ("usage", "perplexity")}
-    if None in now.values():
-        return False
-    return has_collapsed(codebook | now, limit)
-
-
-def _check_unused(run: RunFiles) -> Iterator[Finding]:
+def _check_unused(health: Health) -> Iterator[Finding]:
     """Find codebooks that use few codes, but have not collapsed."""
+    collapsed = {sign.name for sign in health.signs if sign.kind == "collapsed"}
     for modality in MODALITIES:
-        every = [each for each in newest_codebooks(run, modality) if not has_collapsed(each)]
-        few = [each for each in every if each["usage"] < UNUSED * each["usage_if_uniform"] and each["tokens"] > 0]
+        every = [each for each in health.codebooks if each.modality == modality and each.name not in collapsed]
+        few = [each for each in every if each.usage < UNUSED * each.usage_if_uniform and each.tokens > 0]
         if few:
             text = f"Less than {_share(UNUSED)} of what evenly used codes would show: {_names(few)}."
             advice = f"Fewer codes do the same: a smaller codebook. {suggest_remedies(modality)}."
@@ -220,23 +227,6 @@ def _check_samples(run: RunFiles) -> Iterator[Finding]:
         yield Finding("note", f"{replaced:,.0f} bad samples", text, advice)
 
 
-def _check_divergence(run: RunFiles) -> Iterator[Finding]:
-    """Find what the watch of the training finds: a loss that is too high for long, gradients that explode."""
-    chance, warm = _chance(run), number_at(run.config, "optim.warmup_steps") or 0
-    if chance is None:
-        return
-    try:
-        watch = DivergenceConfig.model_validate(value_at(run.config, "guards.divergence") or {}).build()
-    except ValidationError:
-        watch = DivergenceConfig().build()
-    for step, values in run.curves.steps.items():
-        if step > warm and values.get("bottleneck/share", 1.0) >= 1:
-            watch.check(step, values.get(_loss_name(run), math.nan), values.get("grad_norm", math.nan), chance)
-    for name, text in watch.signs.items():
-        title = "Diverged: the loss is too high" if name == "loss" else "Diverged: the gradient explodes"
-        yield Finding("bad", title, f"{text[0].upper()}{text[1:]}.", f"{REMEDY}.")
-
-
 def _check_waits(run: RunFiles) -> Iterator[Finding]:
     """Find a training that waits for its data."""
     waits = [value for value in run.curves.get("data_wait")[1] if math.isfinite(value)][-20:]
@@ -246,20 +236,15 @@ def _check_waits(run: RunFiles) -> Iterator[Finding]:
         yield Finding("note", "Much of the time is spent waiting for data", text, advice)
 
 
-def _check_spikes(run: RunFiles) -> Iterator[Finding]:
-    """Find steps with an unusually large loss."""
+def _check_events(run: RunFiles) -> Iterator[Finding]:
+    """Find steps with an unusually large loss, and captions that were cut."""
     if spikes := run.events.kinds.get("spike", 0):
         text = f"First at step {run.events.first_step or 0:,}; the samples of each are in events.jsonl."
-        yield Finding("note", f"{spikes:,} steps with an unusually large loss", text, "")
-
-
-def _check_captions(run: RunFiles) -> Iterator[Finding]:
-    """Find captions that were cut."""
+        yield Finding("note", f"{spikes:,} steps with an unusually large loss", text)
     shown, cut = number_at(run.summary, "captions.shown") or 0, number_at(run.summary, "captions.cut") or 0
     if shown > 0 and cut / shown >= 0.05:
-        yield Finding(
-            "note", f"{_share(cut / shown)} of the captions were cut", text_at(run.summary, "captions.told")[:500]
-        )
+        title = f"{_share(cut / shown)} of the captions were cut"
+        yield Finding("note", title, text_at(run.summary, "captions.told")[:500])
 
 
 def _check_chance(figures: list[FigureRow]) -> Iterator[Finding]:
@@ -269,27 +254,6 @@ def _check_chance(figures: list[FigureRow]) -> Iterator[Finding]:
     if judged and len(level) == len(judged):
         text = "Every figure of the newest evaluation is that of random embeddings."
         yield Finding("warn", "No better than chance", text, "Train longer, or see the findings above.")
-
-
-def newest_codebooks(run: RunFiles, modality: str) -> list[dict[str, Any]]:
-    """Return name, codes, usage and perplexity of each codebook after the newest report that has them."""
-    size = codebook_size(value_at(run.config, f"model.{modality}.quantizer"))
-    needed = {f"{modality}/usage_if_uniform", f"{modality}/tokens"}
-    values = next((each for each in reversed(run.curves.steps.values()) if needed <= each.keys()), None)
-    if values is None or size is None or sum(name.endswith("/usage") for name in values) > MAX_CODEBOOKS:
-        return []
-    try:
-        found = read_codebooks(modality, values, [size])
-    except KeyError:
-        return []
-    return [each for each in found if all(0 <= v < 1e18 for v in each.values() if isinstance(v, float))]
-
-
-def _since(present: list[bool], run: RunFiles) -> int:
-    """Return the step since which the newest reports all have a sign."""
-    steps = list(run.curves.steps)
-    count = next((number for number, each in enumerate(reversed(present)) if not each), len(present))
-    return steps[-count] if count else run.curves.last_step
 
 
 def _chance(run: RunFiles) -> float | None:
@@ -305,13 +269,8 @@ def _loss_name(run: RunFiles) -> str:
     return f"loss/{text_at(run.config, 'loss.kind') or 'total'}"
 
 
-def _name_some(codebooks: list[dict[str, Any]], every: list[dict[str, Any]]) -> str:
-    """Return the names of some of all codebooks as a sentence; empty for all of them."""
-    return "" if len(codebooks) == len(every) else f" They are {_names(codebooks)}."
-
-
-def _names(codebooks: list[dict[str, Any]]) -> str:
-    shown = ", ".join(each["name"][:60] for each in codebooks[:20])
+def _names(codebooks: list[Codebook]) -> str:
+    shown = ", ".join(each.name for each in codebooks[:20])
     return shown + (f" and {len(codebooks) - 20} more" if len(codebooks) > 20 else "")
 
 

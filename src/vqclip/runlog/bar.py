@@ -10,8 +10,8 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from vqclip.runlog.codebooks import least_used
 from vqclip.runlog.console import log_to_file
-from vqclip.runlog.names import least_used
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,8 @@ class ProgressBar:
             texts.append(f"{wait} of it waiting for data" if long else f"wait {wait}")
         if (least := least_used(figures)) is not None:
             share = f"{least.share:.0%}"
-            texts.append(f"fewest codes in use {share} ({least})" if long else f"codes {share}")
+            which = f"{least.modality} codebook {least.number}" if least.number else least.modality
+            texts.append(f"fewest codes in use {share} ({which})" if long else f"codes {share}")
         if "bytes" in figures:
             texts.append(f"size {tqdm.format_sizeof(figures['bytes'], 'B')}")
         return texts

@@ -119,7 +119,6 @@ class Checkpointer:
                 {
                     "identity": self.identity,
                     "scaler": step.scaler.state_dict(),
-                    "skipped": step.verdicts.overflows,
                     "guards": step.guards.state_dict(),
                     "best": best,
                     **counts,

@@ -1,15 +1,21 @@
-"""Checks of every step: NaN and infinity, loss spikes; and the watch for collapsed codebooks.
+"""Checks of every step: NaN and infinity, loss spikes; and the state of the run's health.
 
-    skip, facts = guards.judge(numbers)      on the device, before the update
-    event = guards.report(step, numbers)     on the host, a step later
+    skip = guards.judge(losses, gradient norm, ...)   () bool on the device: the step must change nothing
+    update(skip)                                      weights, moments, codebooks, averages; `vqclip.train.skipping`
+    ... the next step, up to its update ...
+    guards.settle()                                   record the event of the step before, or end the run
 
-The numbers are of the global batch and equal on every rank, so all ranks decide the same without communication.
+No step waits for the device: a verdict is made there, and the host reads it a step later. It is made of numbers of the
+global batch, which are equal on every rank to the last bit: all ranks skip the same steps, and read it at the same
+place. What needs the state of a step (a checkpoint, a report, an evaluation, the end) settles first.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
@@ -17,10 +23,11 @@ from pydantic import Field, JsonValue
 from torch import Tensor
 
 from vqclip.config import Config
+from vqclip.data import Batch
 from vqclip.errors import NonFiniteError
 from vqclip.io.json_files import Strict
-from vqclip.runlog.divergence import DivergenceConfig
-from vqclip.train.collapse import HEALTHY, CollapseConfig
+from vqclip.runlog.health import CollapseConfig, DivergenceConfig, Health
+from vqclip.train.code_windows import CodeWindows
 
 _SIGMA = 1.4826
 """Standard deviation of a normal distribution, in median absolute deviations."""
@@ -58,11 +65,6 @@ class GuardConfig(Config):
         return Guards(self)
 
 
-def _median(values: Tensor) -> Tensor:
-    ordered = values.sort().values
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-
-
 class Event(NamedTuple):
     """Report about an unusual step."""
 
@@ -73,11 +75,25 @@ class Event(NamedTuple):
     """Whether to skip the step."""
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """Verdict that the host has not read."""
+
+    batch: Batch
+    """Its step and samples."""
+    names: list[str]
+    numbers: Tensor
+    """Judged numbers, facts of `Guards.judge_numbers`, and of fp16 whether the gradient overflowed, and the scales; on
+    their way to the host."""
+    arrived: torch.cuda.Event | None
+    """When they are there; None on the CPU."""
+
+
 class _State(Strict):
     skipped: Annotated[int, Field(ge=0, lt=2**53)]
+    overflows: Annotated[int, Field(ge=0, lt=2**53)]
     losses: list[float]
-    collapse: dict[str, JsonValue] | None
-    divergence: dict[str, JsonValue] | None = None  # absent from checkpoints of former versions
+    health: dict[str, JsonValue]
 
 
 class Guards:
@@ -85,22 +101,62 @@ class Guards:
 
     Args:
         config: thresholds and reactions.
+
+    Attributes:
+        skipped: number of skipped steps of the run.
+        overflows: steps of the run that were skipped because a gradient overflowed in fp16.
+        events: events since the list was last cleared, with the samples of their steps.
+        batch: step and samples of the verdict that ended the run; None before.
+        health: signs of a run that goes wrong; the report adds to it.
+        windows: code counts for its codebooks; None without `GuardConfig.collapse`.
     """
 
     def __init__(self, config: GuardConfig):
         self.config = config
-        self.skipped = 0
-        """Number of skipped steps of the run."""
-        self.collapse = config.collapse.build() if config.collapse else None
-        """Watch for collapsed codebooks; the report calls it."""
-        self.divergence = config.divergence.build() if config.divergence else None
-        """Watch for a loss that rises; the report calls it, too."""
+        self.skipped = self.overflows = 0
+        self.events: list[tuple[Event, Batch]] = []
+        self.batch: Batch | None = None
+        self.health = Health(config.collapse, config.divergence)
+        self.windows = CodeWindows() if config.collapse else None
+        self._pending: _Pending | None = None
         window = config.spikes.window if config.spikes else 0
         self._losses = torch.full((window,), torch.inf, dtype=torch.float64)
         """Last losses, the newest one at the end; infinity before the first one. On the device, from its first step."""
 
-    def judge(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Judge a step on its device; never waits for it.
+    def judge(
+        self, losses: Mapping[str, Tensor], grad_norm: Tensor, batch: Batch, scaler: torch.amp.GradScaler
+    ) -> Tensor:
+        """Return () bool on the device: whether the step must change nothing.
+
+        Args:
+            losses: () by name, ``total`` first.
+            grad_norm: () of the gradient, no longer scaled.
+            batch: of the step.
+            scaler: of the loss; adapted here. In fp16 a gradient may overflow now and then, and its step is skipped.
+        """
+        assert self._pending is None
+        is_scaled = scaler.is_enabled()
+        values = losses if is_scaled else {**losses, "gradient norm": grad_norm}
+        numbers = torch.stack([value.detach().double() for value in values.values()])
+        skip, facts = self.judge_numbers(numbers)
+        parts = [numbers, facts]
+        if is_scaled:
+            one, overflowed = torch.ones_like(numbers[0]), ~grad_norm.isfinite()
+            before = scaler.scale(one)
+            scaler.update()
+            skip = skip | overflowed
+            parts.append(torch.stack([overflowed.double(), before, scaler.scale(one)]))
+        found, arrived = torch.cat(parts), None
+        if found.is_cuda:
+            found, arrived = found.to("cpu", non_blocking=True), torch.cuda.Event()  # to page-locked memory
+            arrived.record()
+        nothing = torch.empty(0)
+        samples = dataclasses.replace(batch, images=nothing, texts=nothing, features={}, captions=())
+        self._pending = _Pending(samples, list(values), found, arrived)
+        return skip
+
+    def judge_numbers(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Judge the numbers of a step on their device; never waits for it.
 
         Args:
             numbers: ``(N,)`` float64, the loss first.
@@ -121,20 +177,54 @@ class Guards:
         facts = torch.stack([median, deviation, is_spike.double()])
         return (bad | is_spike if spikes.skip else bad), facts
 
+    def settle(self) -> bool:
+        """Read the verdict on the newest step, unless it was read before; return whether the step was skipped.
+
+        Raises:
+            NonFiniteError: the run must end; on every rank.
+        """
+        if self._pending is None:
+            return False
+        pending, self._pending = self._pending, None
+        self.batch, step = pending.batch, pending.batch.step
+        if pending.arrived is not None:
+            pending.arrived.synchronize()
+        numbers, count = pending.numbers.tolist(), len(pending.names)
+        values, facts, scaling = numbers[:count], numbers[count : count + 3], numbers[count + 3 :]
+        event = self.report(step, dict(zip(pending.names, values, strict=True)), facts)
+        if event is not None:
+            self.events.append((event, pending.batch))
+        overflowed = bool(scaling and scaling[0])
+        self.overflows += overflowed
+        if scaling and scaling[2] < 1:
+            raise NonFiniteError(
+                f"step {step}: the gradient is not finite even with the loss scaled by {scaling[1]:g}, after "
+                f"{self.overflows} skipped steps; use train.precision: bf16 or fp32"
+            )
+        self.batch = None
+        return overflowed or (event is not None and event.skip)
+
     def report(self, step: int, values: Mapping[str, float], facts: Sequence[float]) -> Event | None:
         """Return a report on a step if it is unusual, and count skipped ones.
 
         Args:
             step: number of the step, from 0.
-            values: numbers of `judge` by name; ``total`` is the loss.
-            facts: the second result of `judge`.
+            values: numbers of `judge_numbers` by name; ``total`` is the loss.
+            facts: its second result.
 
         Raises:
             NonFiniteError: a number is not finite and the run must stop, or too many steps were skipped.
         """
         bad = ", ".join(f"{name} = {value}" for name, value in values.items() if not math.isfinite(value))
-        event = Event("nonfinite", bad, skip=True) if bad else self._spike(values["total"], *facts)
-        if event is None or not event.skip:
+        (median, deviation, is_spike), spikes = facts, self.config.spikes
+        if bad:
+            event = Event("nonfinite", bad, skip=True)
+        elif spikes is not None and is_spike:
+            usual = f"{median:.4g} ± {deviation:.2g} is usual (the last {spikes.window} steps)"
+            event = Event("spike", f"loss {values['total']:.4g}, where {usual}", spikes.skip)
+        else:
+            return None
+        if not event.skip:
             return event
         if bad and self.config.on_nonfinite == "stop":
             raise NonFiniteError(
@@ -149,37 +239,15 @@ class Guards:
             )
         return event
 
-    def _spike(self, loss: float, median: float, deviation: float, is_spike: float) -> Event | None:
-        spikes = self.config.spikes
-        if spikes is None or not is_spike:
-            return None
-        reason = f"loss {loss:.4g}, where {median:.4g} ± {deviation:.2g} is usual (the last {spikes.window} steps)"
-        return Event("spike", reason, spikes.skip)
-
-    def health(self) -> dict[str, Any]:
-        """Return the verdict on the run as JSON values, as `CollapseWatch.health` does; empty without a watch."""
-        if self.collapse is None and self.divergence is None:
-            return {}
-        found: dict[str, Any] = (
-            self.collapse.health() if self.collapse else {"verdict": HEALTHY, "codebooks": [], "warnings": []}
-        )
-        rise = self.divergence.health() if self.divergence else {"verdict": "", "warnings": []}
-        verdicts: list[str] = [] if found["verdict"] == HEALTHY else [found["verdict"]]
-        if rise["verdict"]:
-            verdicts.append(f"DIVERGED: {rise['verdict']}")
-        warnings = sorted([*found["warnings"], *rise["warnings"]], key=lambda each: each["step"])
-        return found | {"verdict": "; ".join(verdicts) or HEALTHY, "warnings": warnings}
-
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON part of the state; `tensors` is the other."""
-        collapse = self.collapse.state_dict() if self.collapse else None
-        divergence = self.divergence.state_dict() if self.divergence else None
         losses = [each for each in self._losses.tolist() if math.isfinite(each)]
-        return {"skipped": self.skipped, "losses": losses, "collapse": collapse, "divergence": divergence}
+        counts = {"skipped": self.skipped, "overflows": self.overflows}
+        return {**counts, "losses": losses, "health": self.health.state_dict()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the state. A collective."""
-        return self.collapse.tensors() if self.collapse else {}
+        return self.windows.tensors() if self.windows else {}
 
     def load_state_dict(self, state: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """Restore the results of `state_dict` and `tensors`.
@@ -188,10 +256,14 @@ class Guards:
             ValueError: they are not valid.
         """
         saved = _State.model_validate(state)
-        self.skipped = saved.skipped
+        self.skipped, self.overflows = saved.skipped, saved.overflows
         window = len(self._losses)
         self._losses = torch.tensor([math.inf] * window + saved.losses, dtype=torch.float64)[len(saved.losses) :]
-        if self.collapse and saved.collapse:  # None if guards.collapse was null
-            self.collapse.load_state_dict(saved.collapse, tensors or {})
-        if self.divergence and saved.divergence:
-            self.divergence.load_state_dict(saved.divergence)
+        self.health.load_state_dict(saved.health)
+        if self.windows:
+            self.windows.load(tensors or {})
+
+
+def _median(values: Tensor) -> Tensor:
+    ordered = values.sort().values
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2

@@ -84,7 +84,7 @@ def _run_or_record(training: Training, work: Callable[[], T]) -> T:
     try:
         return work()
     except NonFiniteError as error:
-        judged, checkpointer = training.step.verdicts.batch, training.checkpointer
+        judged, checkpointer = training.step.guards.batch, training.checkpointer
         batch = training.batch if judged is None else judged
         training.records.events.record("nonfinite", str(error), applied=False, batch=batch)
         checkpointer.require_finite(batch.step)

@@ -318,7 +318,7 @@ def _summarise(
         step=exported,
         best=best,
         captions=caption_summary(records.bad.lengths, task.context_length),
-        health=training.step.guards.health(),
+        health=training.step.guards.health.summary(),
     )
     if dist.is_main() and (outcome.results or outcome.failure is None):  # otherwise keep the former summary
         write_summary(summary, config)

@@ -211,7 +211,6 @@ def _restore_state(step: TrainStep[Any], state: RunState, tensors: Mapping[str, 
     if {name: type(value) for name, value in state.scaler.items()} != {n: type(v) for n, v in running.items()}:
         raise ValueError(f"scaler: got {sorted(state.scaler)}, expected numbers for {sorted(running)}")
     step.scaler.load_state_dict(dict(state.scaler))
-    step.verdicts.overflows = state.skipped
     windows = {name: tensor for name, tensor in tensors.items() if not name.startswith((AVERAGE, DISCRIMINATORS))}
     step.guards.load_state_dict(state.guards, windows)
     if step.task.discriminators is not None:

@@ -42,7 +42,6 @@ class RunState(Strict):
 
     identity: dict[str, JsonValue]
     scaler: dict[str, float | int]
-    skipped: _Count
     guards: dict[str, JsonValue]
     replaced: dict[str, _Count]
     caption_lengths: dict[Annotated[str, Field(pattern=r"^[0-9]{1,4}$")], _Count]

@@ -9,7 +9,7 @@
     skip = judge(losses, gradient norm)     on the device: true if a number is not finite
     update(sums, skip)                      optimizer step; codebooks follow their statistics; moving averages
 
-The host queues all of it on the device and waits for nothing; see `vqclip.train.verdicts`.
+The host queues all of it on the device and waits for nothing; see `vqclip.train.guards`.
 
 What is computed is the business of a task (`vqclip.train.tasks`), such as contrastive training.
 
@@ -47,7 +47,6 @@ from vqclip.train.sharding import Sharding
 from vqclip.train.skipping import restored_if, step_optimizer
 from vqclip.train.tasks.base import SamplesT, Task
 from vqclip.train.tasks.output import TaskOutput, join_outputs
-from vqclip.train.verdicts import Verdicts
 
 
 class ComputeConfig(Config):
@@ -130,7 +129,6 @@ class TrainStep(Generic[SamplesT]):
             microbatch), so towers that draw any train differently on another number of ranks (see `towers_draw`).
             Those of the quantizers depend on (seed, modality, layer, step) and are the same on every rank.
         guards: check the losses and the gradient norm before the update; by default they only have to be finite.
-            Their reports are in the `events` of ``verdicts``.
         ema: moving average of the weights; None for none.
     """
 
@@ -166,7 +164,6 @@ class TrainStep(Generic[SamplesT]):
         self.micro_batches = compute.micro_batches
         self._replay_checked = False
         """Whether the second pass over the microbatches was compared with the first."""
-        self.verdicts = Verdicts(self.guards, self.scaler)
 
     @property
     def model(self) -> nn.Module:
@@ -195,7 +192,7 @@ class TrainStep(Generic[SamplesT]):
             self._backward(losses["total"], out, local, step)
         grad_norm = self._clip()
         self.settle()
-        skip = self.verdicts.judge(losses, grad_norm, batch)
+        skip = self.guards.judge(losses, grad_norm, batch, self.scaler)
         sums = {name: each.detach() for name, each in sums.items()}
         self._update(sums, skip, step)
         terms = {name: term.detach() for name, term in losses.items()}
@@ -207,7 +204,7 @@ class TrainStep(Generic[SamplesT]):
         Raises:
             NonFiniteError: as a call; on every rank.
         """
-        skipped = self.verdicts.settle()
+        skipped = self.guards.settle()
         if self.ema is not None:
             self.ema.settle(skipped)
 
@@ -271,8 +268,8 @@ class TrainStep(Generic[SamplesT]):
         if all(each.started for each in self.task.quantizers().values()) or not skip:
             with restored_if(skip, self.task.tensors_to_update()):
                 self.task.update(sums)
-        if self.guards.collapse:
-            self.guards.collapse.count(sums, skip)
+        if self.guards.windows is not None:
+            self.guards.windows.count(sums, skip)
         if self.ema is not None:
             self.ema.update(step, skip)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from vqclip.config import Config
 from vqclip.data import mask_credentials
 from vqclip.errors import encodable
-from vqclip.runlog.names import by_codebook
+from vqclip.runlog.codebooks import MODALITIES, codebook_names
 
 _CONSTANT = ("tokens", "usage_if_uniform")
 """Figures of the window over which codes are counted; they are in ``metrics.jsonl``."""
@@ -47,12 +47,15 @@ def view(row: Mapping[str, Any]) -> View:
     numbers = {name: float(value) for name, value in row.items() if type(value) in (int, float) and name != "step"}
     scalars = {_display_name(name): value for name, value in numbers.items() if _is_shown(name, numbers)}
     histograms: dict[str, list[float]] = {}
-    for name, values in by_codebook(numbers).items():
-        modality, figure = name.split("/", 1)
-        if figure in _DRAWN and all(map(math.isfinite, values.values())):
-            histograms[f"{modality} codes/{figure} by codebook"] = list(values.values())
-        if figure == "usage":
-            scalars[f"{modality} codes/usage of the worst codebook"] = min(values.values())
+    for name in codebook_names(numbers):
+        modality, _, number = name.partition("/")
+        for figure in _DRAWN:
+            if number and f"{name}/{figure}" in numbers:
+                histograms.setdefault(f"{modality} codes/{figure} by codebook", []).append(numbers[f"{name}/{figure}"])
+    for modality in MODALITIES:
+        if usages := histograms.get(f"{modality} codes/usage by codebook"):
+            scalars[f"{modality} codes/usage of the worst codebook"] = min(usages)
+    histograms = {name: values for name, values in histograms.items() if all(map(math.isfinite, values))}
     return View(scalars, histograms)
 
 

@@ -25,7 +25,7 @@ class RecordEvents(Callback):
 
     def on_step_end(self, training: Training) -> None:
         """Record the events that the guards have reported since the step before."""
-        events, training.step.verdicts.events = training.step.verdicts.events, []
+        events, training.step.guards.events = training.step.guards.events, []
         for event, batch in events:
             training.records.events.record(event.kind, event.reason, not event.skip, batch)
             if event.kind == "nonfinite":  # if the weights are not finite, no later step can be

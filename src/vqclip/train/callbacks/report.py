@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 
 import torch
@@ -69,16 +68,16 @@ class ReportMetrics(Callback):
 def _metrics(training: Training) -> tuple[dict[str, float], float]:
     """Return the metrics of the last step, those of codebooks over a window of tokens, and its tokens. A collective."""
     step, result = training.step, training.result
-    watch = step.guards.collapse
+    windows = step.guards.windows
     found: dict[str, float | Tensor] = {f"loss/{name}": term for name, term in result.terms.items()}
     found |= {**result.figures, "grad_norm": result.grad_norm, "lr": result.lr}
     if step.scaler.is_enabled():
-        found |= {"fp16/scale": step.scaler.get_scale(), "fp16/skipped_steps": float(step.verdicts.overflows)}
+        found |= {"fp16/scale": step.scaler.get_scale(), "fp16/skipped_steps": float(step.guards.overflows)}
     tokens = sum(_count_tokens(result.stats[name]) for name in step.task.quantizers() if name in result.stats)
-    if watch is None:
+    if windows is None:
         sums = dict(zip(result.stats, sync([*result.stats.values()]), strict=True))
     else:
-        sums = watch.windows(result.stats)
+        sums = windows.sums(result.stats)
     figures = _read(found | {_TOKENS: tokens} | step.task.metrics(sums, training.done - 1))
     settings = training.config.train
     if training.done % settings.report_every == 0 or training.done == settings.steps:
@@ -101,15 +100,10 @@ def _read(figures: Mapping[str, float | Tensor]) -> dict[str, float]:
 
 
 def _warn(training: Training, figures: dict[str, float]) -> None:
-    """Have the watches check a report, and tell the new warnings."""
+    """Judge a report, and tell the new warnings."""
     step, done = training.step, training.done
     loss, chance = step.task.progress(figures, training.config.train.batch_size)
-    warming_up, warnings = done <= training.config.optim.warmup_steps, list[str]()
-    if (collapse := step.guards.collapse) is not None:
-        sizes = {name: each.codebook_sizes for name, each in step.task.quantizers().items()}
-        warnings += collapse.check(done, figures, sizes, math.nan if warming_up else loss, chance)
-    is_open = figures.get("bottleneck/share", 1.0) < 1
-    if (divergence := step.guards.divergence) is not None and not warming_up and not is_open:
-        warnings += divergence.check(done, loss, figures["grad_norm"], chance)
-    for warning in warnings:
+    codes = {name: each.codebook_sizes[0] for name, each in step.task.quantizers().items() if each.codebook_sizes}
+    warming_up = done <= training.config.optim.warmup_steps
+    for warning in step.guards.health.add(done, figures, loss, chance, codes, warming_up):
         training.records.warn(done, warning)

@@ -182,7 +182,7 @@ class PlannedStep(TrainStep[RankBatch]):
 
     def settle(self) -> None:
         """Read no verdict."""
-        self.verdicts._pending = None
+        self.guards._pending = None
 
     def _first_pass(self, local: RankBatch, step: int) -> list[TaskOutput]:
         parts = [part for _, part in super()._microbatches(local)]

@@ -24,7 +24,6 @@ from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.saving import write_tokenizer_files
 from vqclip.towers import ImageTower, TextTower
 from vqclip.train.bottleneck import BottleneckConfig
-from vqclip.train.collapse import mean_cosine
 from vqclip.train.distillation import Distillation
 from vqclip.train.distillation.features import separate_sums
 from vqclip.train.pixel_sums import error_metrics
@@ -192,7 +191,7 @@ class ContrastiveTask(Task[RankBatch]):
         found |= error_metrics(sums["errors"]) if "errors" in sums else {}
         for modality, quantizer in self.quantizers().items():
             found |= {f"{modality}/{name}": value for name, value in quantizer.metrics(sums[modality]).items()}
-            found[f"{modality}/embedding_cosine"] = mean_cosine(sums["embedded"], modality)
+            found[f"{modality}/embedding_cosine"] = _mean_cosine(sums["embedded"], modality)
         return found
 
     def progress(self, figures: Mapping[str, float], batch_size: int) -> tuple[float, float]:
@@ -265,3 +264,9 @@ def towers_draw(model: CLIP) -> bool:
 
 def _generator_states(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _mean_cosine(embedded: Stats, modality: str) -> Tensor:
+    """Return the () mean cosine of all pairs of a batch of unit vectors, from their sum and ``count``."""
+    count = embedded["count"].double()
+    return (embedded[modality].double().square().sum() - count) / (count * (count - 1)).clamp(min=1)

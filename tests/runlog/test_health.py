@@ -1,0 +1,311 @@
+"""Signs of a run that goes wrong: a dead model, collapsed codebooks, divergence."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from tests.data.making import caption_shards
+from tests.ranks import for_each
+from tests.training import run_tree
+from vqclip import dist
+from vqclip.errors import ShapeError
+from vqclip.quantizers import FSQConfig, LFQConfig, ProductConfig, ResidualConfig, VQConfig, sync
+from vqclip.runlog.health import CollapseConfig, DivergenceConfig, Health
+from vqclip.train import TrainConfig
+from vqclip.train import run as train
+from vqclip.train.code_windows import CodeWindows
+from vqclip.train.summary import render
+
+CHANCE = math.log(128)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+def resumed(health, *configs):
+    """The same from a checkpoint."""
+    state, again = json.loads(json.dumps(health.state_dict())), Health(*configs)
+    again.load_state_dict(state)
+    return again
+
+
+def said(losses, norms=None, resume=False, **config):
+    """Steps and messages of a run with these reports, ten steps apart."""
+    configs = None, DivergenceConfig(**config)
+    health, found = Health(*configs), []
+    for number, loss in enumerate(losses):
+        health = resumed(health, *configs) if resume else health
+        step, norm = 10 * (number + 1), 1.0 if norms is None else norms[number]
+        found += [(step, text) for text in health.add(step, {"grad_norm": norm}, loss, CHANCE, {}, False)]
+    return found, health
+
+
+FALLING = [CHANCE * 0.9**number for number in range(20)]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_loss_that_rises_is_told_once(resume):
+    found, health = said([*FALLING, *[3.5] * 20, *FALLING[-3:] * 3, *[3.5] * 20], resume=resume)
+    ((step, text),) = found
+    assert step == 230 + 100  # the median rises with the third high report
+    start = "the run diverges: the loss has been too high since step 230 and is 3.500 now; it was 0.809 at step 200"
+    assert text.startswith(start)
+    assert "resume it from a checkpoint of before" in text
+    assert health.summary()["warnings"] == [{"step": step, "text": text}]
+    assert health.summary()["verdict"].startswith(f"DIVERGED: {start}")
+
+
+def test_what_is_no_divergence():
+    noisy = [loss * (1.2 if number % 2 else 0.8) for number, loss in enumerate(FALLING)]
+    for losses in (FALLING, noisy, [*FALLING, 50.0, 50.0, *[0.8] * 30], [CHANCE] * 50, [math.nan] * 50):
+        assert said(losses)[0] == []
+    assert said(FALLING * 2, norms=[1.0, 5000.0] * 4 + [2.0] * 32)[0] == []
+
+
+def test_a_loss_above_that_of_a_model_that_knows_nothing():
+    ((step, text),) = said([CHANCE * 1.2] * 40)[0]
+    assert step == 50 + 100
+    assert "it was never below 5.822, and a model that knows nothing has 4.852" in text
+
+
+def test_gradients_that_explode_are_told_at_once():
+    ((step, text),) = said([3.0] * 30, norms=[2.0] * 20 + [300.0] * 10)[0]
+    assert step == 230
+    assert text.startswith("the run diverges: the gradient norm is 300, where 2 was usual. Stop it")
+
+
+def test_the_verdict_joins_dead_and_diverged():
+    configs = CollapseConfig(), DivergenceConfig()
+    health = Health(*configs)
+    for number in range(40):
+        health.add(10 * number, {"grad_norm": 0.0}, CHANCE * 1.2, CHANCE, {}, False)
+    assert health.summary()["verdict"].startswith("DEAD: the gradient is 0, so the model no longer learns; DIVERGED: ")
+    assert resumed(health, *configs).summary() == health.summary()
+    assert Health(None, None).summary() == {}
+
+
+def test_a_run_tells_it_on_the_screen_and_not_again_after_a_resume(tmp_path, monkeypatch, caplog, shards):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("vqclip.losses.ContrastiveLoss.chance", lambda *_: 0.01)
+    changes = {"guards": {"divergence": {"steps": 2}, "collapse": None}, "optim__warmup_steps": 0}
+    tree = run_tree(tmp_path, shards, **changes, train__precision="fp32", train__steps=8)
+    with caplog.at_level("WARNING"):
+        health = train(TrainConfig.model_validate(tree)).summary.health
+        tree["train"]["steps"], tree["run"]["resume_allow"] = 10, ["optim", "train"]
+        train(TrainConfig.model_validate(tree))
+    (told,) = [each for each in caplog.messages if "the run diverges: the" in each]
+    assert [told] == [f"step {each['step']}: {each['text']}" for each in health["warnings"]]
+    assert health["verdict"].startswith("DIVERGED: ")
+
+
+class Watched:
+    """A watch and one quantizer for image and text, whose steps are reports; everything else is as in a healthy run."""
+
+    def __init__(self, quantizer, **collapse):
+        self.quantizer, self.configs, self.done = quantizer, (CollapseConfig(**collapse), None), 0
+        self.windows, self.health, self.figures = CodeWindows(), Health(*self.configs), {}
+
+    def step(self, x, loss=1.0, chance=5.0, **others):
+        """Messages after a step with the tokens ``x``; ``others`` are figures that are not those of a healthy run."""
+        stats = self.quantizer(x).stats.local()
+        self.windows.count({"image": stats}, torch.tensor(False))
+        self.done += 1
+        metrics = self.quantizer.metrics(self.windows.sums({"image": stats})["image"])
+        self.figures = {f"image/{name}": float(value) for name, value in metrics.items()}
+        self.figures |= {"grad_norm": 1.0, "image/embedding_cosine": 0.5, "text/embedding_cosine": 0.5, **others}
+        codes = {"image": self.quantizer.codebook_sizes[0]}
+        return self.health.add(self.done, self.figures, loss, chance, codes, False)
+
+    def resume(self):
+        """Go on from a checkpoint."""
+        windows, self.windows = self.windows.tensors(), CodeWindows()
+        self.windows.load(windows)
+        self.health = resumed(self.health, *self.configs)
+
+
+def tokens(count, quantizer, seed=0):
+    return torch.randn(count, quantizer.dim, generator=torch.Generator().manual_seed(seed))
+
+
+def test_usage_is_that_of_a_window_whatever_the_step():
+    """1,024 tokens a step of 4,096 codes that are all used alike: not 22 % but nearly all of them."""
+    watched = Watched(LFQConfig(bits=12).build())
+    for seed in range(40):
+        assert watched.step(tokens(1024, watched.quantizer, seed)) == []
+        if seed == 0:
+            assert watched.figures["image/usage"] == pytest.approx(0.221, abs=0.01)
+        assert watched.figures["image/usage"] == pytest.approx(watched.figures["image/usage_if_uniform"], abs=0.02)
+        assert watched.figures["image/tokens"] == 1024 * (seed + 1 if seed < 32 else seed - 15)
+    assert watched.figures["image/usage"] > 0.99
+    assert watched.health.summary()["verdict"] == "no sign of collapse"
+
+
+def test_codebooks_that_collapse_are_named_one_by_one():
+    """Thirteen of sixteen, whose mean usage is far above any threshold."""
+    watched = Watched(ProductConfig(layer=FSQConfig(levels=(8, 8, 8)), codebooks=16).build(), steps=3)
+    dead = [number for number in range(16) if number not in (2, 7, 9)]
+    said = []
+    for seed in range(6):
+        x = tokens(1024, watched.quantizer, seed).view(1024, 16, 3)
+        x[:, dead] = 1.0
+        said.append(watched.step(x.flatten(1)))
+    assert [len(messages) for messages in said] == [0, 0, 0, 1, 0, 0]
+    names = "0, 1, 3, 4, 5, 6, 8, 10, 11, 12, 13, 14, 15"
+    start = f"image: codebooks {names} of 16 have collapsed since step 1 or before: 1 of 512 codes in use over"
+    assert said[3][0].startswith(
+        f"{start} 4,096 tokens, where evenly used codes would be 512; perplexity 1. What may help: model."
+    )
+    health = watched.health.summary()
+    assert health["verdict"].startswith(f"COLLAPSED: {start}")
+    assert health["warnings"] == [{"step": 4, "text": said[3][0]}]
+    assert [round(each["usage"] * each["codes"]) == 1 for each in health["codebooks"]] == [n in dead for n in range(16)]
+    assert [each["name"] for each in health["codebooks"]] == [f"image/{number}" for number in range(16)]
+
+
+@pytest.mark.parametrize(("last", "warnings"), [(160, 0), (200, 1)])
+def test_a_collapse_that_only_the_last_report_sees_is_in_the_verdict(last, warnings):
+    """A few tokens in a thousand have other codes, so that the number of codes seen stays above the limit."""
+    watched = Watched(FSQConfig(levels=(8, 8, 8, 8, 4)).build())
+    many = tokens(70_000, watched.quantizer)
+    few = many[torch.arange(70_000) % 31]
+    few[::700] = many[::700]
+    watched.done = 149
+    assert watched.step(many) == []
+    watched.windows.count({"image": watched.quantizer(few).stats.local()}, torch.tensor(False))
+    watched.done = last - 1
+    assert len(watched.step(few)) == warnings
+    (codebook,) = watched.health.summary()["codebooks"]
+    assert 0.005 < codebook["usage"] / codebook["usage_if_uniform"] < 0.02
+    verdict = (
+        f"COLLAPSED: image: the codebook has collapsed since step {last} or before: 130 of 16,384 codes in use over"
+    )
+    assert watched.health.summary()["verdict"].startswith(verdict)
+    assert watched.health.summary()["verdict"].endswith("; perplexity 31")
+
+
+def test_a_warning_of_thousands_of_codebooks_can_be_resumed():
+    watched = Watched(ProductConfig(layer=FSQConfig(levels=(8, 8, 8)), codebooks=3000).build(), steps=1)
+    (message,) = [each for seed in range(3) for each in watched.step(torch.ones(64, 9000) + 0 * seed)]
+    assert "18, 19, and 2980 more of 3000" in message
+    watched.resume()
+
+
+def test_a_collapse_is_told_of_again_only_after_it_was_over_and_after_a_resume_as_before():
+    watched = Watched(ResidualConfig(layer=LFQConfig(bits=3, entropy_temperature=1.0), depth=2).build(), steps=2)
+    one, many = torch.full((64, 3), 0.9), tokens(64, watched.quantizer)
+    said = []
+    for number, x in enumerate([one] * 5 + [many] * 3 + [one] * 6):
+        watched.resume()
+        said += [(number + 1, message) for message in watched.step(x)]
+    assert [step for step, _ in said] == [3, 12]  # the window holds the step before
+    assert all("codebooks 0, 1 of 2 have collapsed" in message for _, message in said)
+
+
+def test_a_sign_that_comes_and_goes_is_told_once():
+    watched, said = Watched(FSQConfig(levels=(4, 4)).build(), steps=5), []
+    for cosine in [1.0, 0.5, 0.5, 1.0, 0.5] * 4 + [0.5] * 15 + [1.0]:
+        watched.resume()
+        said += [watched.done + 1] * len(
+            watched.step(tokens(64, watched.quantizer), **{"text/embedding_cosine": cosine})
+        )
+    assert said == [1, 36]
+
+
+@pytest.mark.parametrize(
+    ("figures", "first", "text"),
+    [
+        ({"grad_norm": 0.0}, 1, "the gradient is 0"),
+        ({"text/embedding_cosine": 1.0 - 1e-8}, 1, "all text embeddings of a batch are equal"),
+        (
+            {"loss": 4.852, "chance": math.log(128)},
+            6,
+            r"the loss is 4\.8520, that of a model that knows nothing \(4\.85",
+        ),
+    ],
+)
+def test_signs_of_death_are_told_once(figures, first, text):
+    watched = Watched(FSQConfig(levels=(4, 4)).build(), steps=5)
+    said = [watched.step(tokens(64, watched.quantizer), **figures) for _ in range(9)]
+    assert [len(messages) for messages in said] == [int(number + 1 == first) for number in range(9)]
+    assert re.match(rf"{text}.*start again with a lower optim\.lr", said[first - 1][0])
+    assert re.match(f"DEAD: {text}", watched.health.summary()["verdict"])
+    watched.step(tokens(64, watched.quantizer))
+    assert watched.health.summary()["verdict"] == "no sign of collapse"
+
+
+def test_a_first_report_covers_the_steps_before_it():
+    watched = Watched(FSQConfig(levels=(4, 4)).build(), steps=5)
+    watched.done = 99
+    assert "the loss is" in watched.step(tokens(64, watched.quantizer), loss=5.0)[0]
+    assert watched.health.summary()["verdict"].startswith("DEAD: the loss")
+
+
+def test_windows_of_another_codebook_begin_anew():
+    former, watched = Watched(FSQConfig(levels=(4, 4)).build()), Watched(FSQConfig(levels=(5, 5)).build())
+    former.step(tokens(64, former.quantizer))
+    watched.windows.load(former.windows.tensors())
+    watched.step(tokens(64, watched.quantizer))
+    assert watched.figures["image/tokens"] == 64
+
+
+def figures_by_step(split, resumed):
+    """Metrics of a window by step; step 3 is skipped, and ``resumed`` says whether every step is one of a new run."""
+    torch.manual_seed(0)
+    quantizers = {"image": FSQConfig(levels=(4, 4)).build(), "text": VQConfig(dim=2, codebook_size=8).build()}
+    window, found = CodeWindows(), []
+    for step in range(8):
+        mine = tokens(48, quantizers["image"], step).split(list(split))[dist.rank()]
+        parts = [each(mine).stats for each in quantizers.values()]
+        stats = dict(zip(quantizers, sync(parts, histograms=False), strict=True))
+        if dist.is_distributed():
+            with pytest.raises(ShapeError, match="histograms of one"):
+                quantizers["image"].metrics(stats["image"])
+        window.count(stats, torch.tensor(step == 3))
+        windows = window.sums(stats)
+        of = {name: each.metrics(windows[name]) for name, each in quantizers.items()}
+        counts = {name: {"codes": each["codes"].tolist()} for name, each in windows.items()}
+        found.append({n: counts[n] | {key: float(value) for key, value in each.items()} for n, each in of.items()})
+        if resumed:
+            tensors, window = window.tensors(), CodeWindows()
+            window.load(tensors)
+    return found
+
+
+def test_windows_are_the_same_on_any_number_of_ranks_and_after_a_resume(ranks):
+    expected = figures_by_step((48,), False)
+    assert [int(each["image"]["tokens"]) for each in expected] == [48, 96, 144, 144, 192, 144, 192, 144]
+    for split in ((30, 18), (7, 0, 1, 40)):
+        for found in ranks(len(split), for_each, figures_by_step, [(split, False), (split, True)]):
+            assert found == [expected, expected]
+
+
+def test_too_few_tokens_tell_nothing():
+    watched = Watched(LFQConfig(bits=12).build(), steps=1)
+    for _ in range(3):
+        assert watched.step(torch.ones(3, 12)) == []
+
+
+@pytest.mark.parametrize(("lr", "start"), [(0.05, "DEAD: "), (1e-3, "no sign of collapse")])
+def test_a_dead_run_says_so(tmp_path, shards, caplog, monkeypatch, lr, start):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    changes = {"train__steps": 50, "train__report_every": 10, "train__precision": "fp32", "optim__lr": lr}
+    with caplog.at_level("WARNING"):
+        summary = train(TrainConfig.model_validate(run_tree(tmp_path, shards, **changes))).summary
+    written = json.loads((tmp_path / "tiny" / "summary.json").read_text())["health"]
+    assert written == summary.health
+    assert written["verdict"].startswith(start)
+    assert written["verdict"] in render(summary).splitlines()[-1] or lr < 0.05
+    warned = [record.getMessage() for record in caplog.records if "step" in record.getMessage()]
+    assert [f"step {each['step']}: {each['text']}" for each in written["warnings"]] == warned
+    assert bool(warned) == (lr == 0.05)
+    if warned:
+        assert written["warnings"][0]["step"] <= 20
+        for sign in ("all image embeddings of a batch are equal", "the loss is 2.48", "1 of 64 codes in use"):
+            assert sign in written["verdict"]
