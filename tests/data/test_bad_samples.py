@@ -24,8 +24,8 @@ from vqclip import dist
 from vqclip.data import Batch, CaptionShardsConfig, ClassShardsConfig, TrainData
 from vqclip.data.batch import BadSample
 from vqclip.errors import DataError
-from vqclip.runlog.bad_samples import BadSamples
-from vqclip.runlog.lines import JsonLines
+from vqclip.runlog.metrics import JsonLines
+from vqclip.runlog.records import BadSamples
 
 JPEG = encode(pixels(3), "JPEG")
 PNG = encode(pixels(3), "PNG")
@@ -166,7 +166,7 @@ def recorded(data: TrainData, folder: Path) -> tuple[list[dict[str, Any]], dict[
 
 
 def test_the_file_is_bounded_and_a_resumed_run_writes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vqclip.runlog.bad_samples.MOST_LINES", 7)
+    monkeypatch.setattr("vqclip.runlog.records.MOST_LINES", 7)
     bad = [(step, BadSample(step, "no caption", "other", 0)) for step in range(10)]
 
     def collected(file: Path, parts: list[list[tuple[int, BadSample]]]) -> str:

@@ -16,7 +16,7 @@ from vqclip.evaluation.codes import save_ids
 from vqclip.evaluation.results import write_json
 from vqclip.io.atomic import remove_leftovers, replace_folder, write_file, write_text
 from vqclip.io.tensors import save_tensors
-from vqclip.runlog.lines import JsonLines
+from vqclip.runlog.metrics import JsonLines
 from vqclip.search import CodeIndex
 
 KILLED = """

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from vqclip.evaluation import Result
 from vqclip.runlog.best import Ranking
-from vqclip.runlog.metrics import MetricsLog, read_evaluations
+from vqclip.runlog.curves import read_curves
+from vqclip.runlog.metrics import MetricsLog
 
 
 def result(i2t, t2i):
@@ -12,7 +13,7 @@ def result(i2t, t2i):
 
 
 def test_each_evaluation_has_its_place_also_after_a_resume(tmp_path):
-    ranking = Ranking(None)
+    ranking = Ranking(None, {})
     assert ranking.place(1, result(0.2, 0.2)) == ""
     assert ranking.place(2, result(0.1, 0.4)) == "best so far"
     assert ranking.place(3, result(0.2, 0.3)) == "best after step 2"
@@ -20,12 +21,12 @@ def test_each_evaluation_has_its_place_also_after_a_resume(tmp_path):
         log.write(2, {"loss/total": 1.0})
         for step, rates in ((2, (0.1, 0.4)), (3, (0.2, 0.3))):
             log.write(step, {f"eval/{name}": rate for name, rate in result(*rates).scalars().items()})
-    resumed = Ranking(None, read_evaluations(log.path))
+    resumed = Ranking(None, read_curves(log.path).evaluations)
     assert resumed.place(3, result(0.2, 0.3)) == "best after step 2"
     assert resumed.place(4, result(0.3, 0.3)) == "best so far"
 
 
 def test_the_metric_of_keep_best_decides_alone():
-    ranking = Ranking("eval/pairs/quantized/i2t_r1")
+    ranking = Ranking("eval/pairs/quantized/i2t_r1", {})
     ranking.place(1, result(0.2, 0.2))
     assert ranking.place(2, result(0.1, 0.4)) == "best after step 1"

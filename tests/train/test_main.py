@@ -704,7 +704,7 @@ def test_the_speed_is_that_of_training_alone(tmp_path, shards, monkeypatch):
             yield batch
 
     batches = TrainData.batches
-    monkeypatch.setattr("vqclip.runlog.clock.time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr("vqclip.train.speed.time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(TrainData, "batches", lambda self, *args, **options: slowly(batches(self, *args, **options)))
     monkeypatch.setattr(TrainStep, "__call__", taking(0.75, TrainStep.__call__))
     monkeypatch.setattr(Checkpointer, "save", taking(100.0, Checkpointer.save))

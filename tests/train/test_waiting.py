@@ -17,8 +17,8 @@ from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ
 from tests.ranks import for_each
 from tests.training import run_tree
 from vqclip.quantizers import VQ
-from vqclip.runlog.clock import Clock
 from vqclip.train import run as train
+from vqclip.train.speed import Clock
 from vqclip.train.tasks.kinds import load_task_config
 
 LATER = 9

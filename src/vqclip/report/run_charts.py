@@ -8,11 +8,11 @@ from vqclip.evaluation import MODES
 from vqclip.evaluation.pixel_methods import CODES
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.charts import PERCENT, Chart, Curve, heat_map, line_chart, rate_chart
-from vqclip.report.curves import Curves
 from vqclip.report.evaluations import Task
 from vqclip.report.run_files import RunFiles
 from vqclip.report.verdict import newest_codebooks
 from vqclip.runlog.codebooks import MODALITIES
+from vqclip.runlog.curves import Curves
 
 MODE_TITLES = {"continuous": "continuous", "quantized": "quantized", "codes_only": "codes only"}
 MAX_CURVES = 8

@@ -6,7 +6,6 @@ import itertools
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from vqclip.config.yaml import read_yaml
 from vqclip.errors import ConfigError, VqclipError
 from vqclip.io.files import open_regular, read_bounded
 from vqclip.io.json_files import read_json
-from vqclip.report.curves import MAX_LINE, Curves, read_curves
-from vqclip.runlog.lines import parse_line
+from vqclip.runlog.curves import MAX_LINE, Curves, read_curves, read_lines
+from vqclip.runlog.metrics import parse_line
 
 MAX_RECORDS = 20
 """Events and bad samples that a page lists: the newest."""
@@ -189,28 +188,21 @@ def _read_object(run: RunFiles, name: str) -> dict[str, Any]:
 def _read_records(run: RunFiles, name: str, kind: str) -> Records:
     records = Records()
     try:
-        for entry in _entries(run.folder / name):
-            records.total += 1
-            if len(records.kinds) < 100:
-                records.kinds[str(entry.get(kind, "other"))[:100]] += 1
-            records.first_step = entry["step"] if records.first_step is None else records.first_step
-            records.newest.append(entry)
+        with open_regular(run.folder / name) as file:
+            for line in read_lines(file, 0, min(file.seek(0, 2), MAX_RECORD_BYTES)):
+                entry = parse_line(line) if len(line) <= MAX_LINE else None
+                if entry is None:
+                    continue
+                records.total += 1
+                if len(records.kinds) < 100:
+                    records.kinds[str(entry.get(kind, "other"))[:100]] += 1
+                records.first_step = entry["step"] if records.first_step is None else records.first_step
+                records.newest.append(entry)
     except FileNotFoundError:
         pass  # the file is made with its first line
     except OSError as error:
         run.missing.append(f"{name}: cannot be read ({_short(error)})")
     return records
-
-
-def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    with open_regular(path) as file:
-        while file.tell() < MAX_RECORD_BYTES:
-            line = file.readline(MAX_LINE)
-            if not line:
-                return
-            entry = parse_line(line)
-            if entry is not None:
-                yield entry
 
 
 def _short(error: Exception) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ from vqclip.checkpoint import checkpoint_name
 from vqclip.errors import CheckpointError
 from vqclip.evaluation import Result, main_figures
 from vqclip.io.atomic import write_text
+from vqclip.runlog.metrics import EVALUATION
 
-PREFIX = "eval/"
-"""Prefix of evaluation metrics."""
 _FILE = "best.json"
 
 
@@ -61,22 +60,23 @@ class Ranking:
 
     Args:
         metric: metric that decides alone for its task, such as that of ``train.keep_best``.
-        before: steps and metrics of the evaluations so far.
+        before: step → metrics of the evaluations so far, without their prefix.
     """
 
-    def __init__(self, metric: str | None, before: Iterable[tuple[int, Mapping[str, Any]]] = ()):
-        self._metric, self._before = metric, list(before)
+    def __init__(self, metric: str | None, before: Mapping[int, Mapping[str, float]]):
+        self._metric = None if metric is None else metric.removeprefix(EVALUATION)
+        self._before = [(step, dict(row)) for step, row in before.items()]
 
     def place(self, step: int, result: Result) -> str:
         """Return ``best so far`` or ``best after step 40``, and remember the result; empty for the first one."""
         mode, figures = main_figures(result)
-        names = [f"{PREFIX}{result.name}/{mode}/{figure}" for figure in figures]
-        now = {f"{PREFIX}{name}": rate for name, rate in result.scalars().items()}
+        names = [f"{result.name}/{mode}/{figure}" for figure in figures]
+        now = result.scalars()
         if self._metric in now:
             names = [self._metric]
 
-        def rank(row: Mapping[str, Any]) -> float:
-            return sum(float(row[name]) for name in names)
+        def rank(row: Mapping[str, float]) -> float:
+            return sum(row[name] for name in names)
 
         earlier = [(rank(row), -at) for at, row in self._before if at < step and row.keys() >= set(names)]
         self._before.append((step, now))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import signal
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,16 +16,21 @@ from typing import Any
 from PIL.Image import Image
 
 from vqclip import dist
-from vqclip.data import TrainData
+from vqclip.checkpoint import checkpoints
+from vqclip.checkpoint.folders import step_of
+from vqclip.data import Batch, TrainData
 from vqclip.evaluation import Result, format_line
-from vqclip.runlog.bad_samples import BadSamples
-from vqclip.runlog.best import PREFIX, Best, Ranking
-from vqclip.runlog.events import Events
-from vqclip.runlog.lines import JsonLines
-from vqclip.runlog.metrics import MetricsLog, read_evaluations
+from vqclip.io.atomic import write_text
+from vqclip.runlog.best import Best, Ranking
+from vqclip.runlog.curves import read_curves
+from vqclip.runlog.metrics import EVALUATION, JsonLines, MetricsLog
 from vqclip.runlog.trackers import Feed, RunFacts, TrackerConfigBase
+from vqclip.towers import CaptionLengths
 
 logger = logging.getLogger(__name__)
+
+MOST_LINES = 10_000
+"""Maximum number of lines of ``bad_samples.jsonl``; a sample that cannot be read returns in every epoch."""
 
 
 class Records:
@@ -59,7 +68,7 @@ class Records:
         """None on all ranks but one."""
         self._files = [JsonLines(folder / f"{name}.jsonl", start_step) for name in ("bad_samples", "events") if writes]
         bad, events = self._files or (None, None)
-        self.bad, self.events = BadSamples(data, bad_before, bad), Events(events)
+        self.bad, self._events = BadSamples(data, bad_before, bad), events
 
         self._feed: Feed | None = None
         """None without trackers, and on all ranks but one."""
@@ -69,10 +78,11 @@ class Records:
         """Newest value of every metric that this process has recorded; the same on every rank."""
 
         known = self.metrics.recorded if self.metrics else {}
-        self.lacks_evaluation: bool = dist.broadcast_json(not any(name.startswith(PREFIX) for name in known))
+        self.lacks_evaluation: bool = dist.broadcast_json(not any(name.startswith(EVALUATION) for name in known))
         """Whether ``metrics.jsonl`` has no evaluation after ``start_step``; the same on every rank."""
 
-        self._ranking = Ranking(keep_best, read_evaluations(self.metrics.path) if self.metrics else ())
+        evaluations = read_curves(self.metrics.path).evaluations if self.metrics and self.metrics.path.exists() else {}
+        self._ranking = Ranking(keep_best, evaluations)
         self._best: Best | None = None
         if keep_best is not None:
             self._best = Best(keep_best, best, folder if writes else None)
@@ -98,7 +108,7 @@ class Records:
 
     def record_evaluation(self, done: int, figures: Mapping[str, float]) -> None:
         """Record the metrics of an evaluation after ``done`` steps, if there are any; on every rank."""
-        figures = {f"{PREFIX}{name}": value for name, value in figures.items()}
+        figures = {f"{EVALUATION}{name}": value for name, value in figures.items()}
         self.record(done, figures)
         if self._best and figures:
             self._best.update(done, figures)
@@ -107,6 +117,24 @@ class Records:
         """Tell the log how an evaluation went: its main figures beside chance, and whether it is the best so far."""
         place = self._ranking.place(done, result)
         logger.info("step %d: %s%s", done, format_line(result), place and f"; {place}")
+
+    def record_event(self, kind: str, reason: str, applied: bool, batch: Batch) -> None:
+        """Record an unusual step, with the samples of its global batch. A collective.
+
+        Args:
+            kind: one word.
+            reason: the observation, in words.
+            applied: whether the step changed the weights.
+            batch: this rank's part of the global batch.
+        """
+        parts = dist.gather_json([batch.places.tolist(), batch.sample_ids.tolist()])
+        placed = sorted(pair for places, ids in parts for pair in zip(places, ids, strict=True))
+        if self._events is None:
+            return
+        logger.warning("step %d: %s: %s%s", batch.step, kind, reason, "" if applied else "; the step was skipped")
+        event = {"event": kind, "reason": reason, "applied": applied, "sample_ids": [each for _, each in placed]}
+        self._events.write(batch.step + 1, event)
+        self._events.flush()
 
     def add_images(self, done: int, draw: Callable[[], Mapping[str, Image]]) -> None:
         """Send images of the evaluation after ``done`` steps to the trackers; they are drawn only if there are any."""
@@ -142,10 +170,96 @@ class Records:
                 self._feed.close(finished=error is None)
 
 
-def _close(file: MetricsLog | JsonLines) -> None:
+def _close(file: JsonLines) -> None:
     """Close a file; log its error as well, because only one error can be raised."""
     try:
         file.close()
     except OSError as error:
         logger.error("%s: may lack its last lines: %s", file.path, error)
         raise
+
+
+class BadSamples:
+    """Bad samples and caption lengths of the whole run, over all ranks.
+
+    Args:
+        data: what this rank reads.
+        before: counts of the steps before a resume, as `counts_to_save` returns them.
+        lines: file for their records; None on all ranks but one.
+    """
+
+    def __init__(self, data: TrainData, before: Mapping[str, Mapping[str, int]], lines: JsonLines | None):
+        self.counts = Counter(before.get("replaced", {}))
+        """Kind → number of replaced samples, as of the last `collect`."""
+        self.lengths = CaptionLengths({int(length): n for length, n in before.get("caption_lengths", {}).items()})
+        """Lengths of the captions shown, as of the last `collect`."""
+        self.last: deque[str] = deque(maxlen=5)
+        """Reasons of the last ones; the same on every rank after a `collect`."""
+        self._data, self._lines = data, lines
+
+    def collect(self) -> int:
+        """Record and count the samples replaced since the last call; return the run's total. A collective."""
+        parts = dist.gather_json([self._new_records(), list(self._data.take_lengths().items())])
+        self._record([bad for found, _ in parts for bad in found])
+        for _, lengths in parts:
+            self.lengths.update(dict(lengths))
+        return self.counts.total()
+
+    def counts_to_save(self) -> dict[str, dict[str, int]]:
+        """Return the counts for a checkpoint: ``replaced`` by kind, ``caption_lengths`` by length."""
+        lengths = {str(length): n for length, n in sorted(self.lengths.items())}
+        return {"replaced": dict(self.counts), "caption_lengths": lengths}
+
+    def write_own(self) -> None:
+        """Record the samples that this rank has replaced, without communication: for a run that ends with an error."""
+        self._record(self._new_records())
+
+    def _new_records(self) -> list[dict[str, Any]]:
+        return [{"step": step + 1, **bad._asdict()} for step, bad in self._data.take_replaced()]
+
+    def _record(self, found: list[dict[str, Any]]) -> None:
+        # Sorted, because the order must not depend on the number of ranks.
+        for bad in sorted(found, key=lambda each: (each["step"], each["sample_id"], each["substitute_id"])):
+            self.last.append(bad["reason"])
+            number = self.counts.total()
+            self.counts[bad["kind"]] += 1
+            if self._lines is not None and number < MOST_LINES:
+                self._lines.write(bad.pop("step"), bad)
+            elif self._lines is not None and number == MOST_LINES:
+                logger.warning("%s: full with %d lines; more bad samples are only counted", self._lines.path, number)
+
+    def figures(self) -> dict[str, float]:
+        """Return the total and the number of each kind, as metrics."""
+        kinds = {f"data/replaced/{kind.replace(' ', '_')}": float(n) for kind, n in sorted(self.counts.items())}
+        return {"data/replaced": float(self.counts.total()), **kinds}
+
+
+def write_stopped(folder: Path, steps: int, reason: str) -> int:
+    """Write ``stopped.json`` after the last checkpoint, which tells a scheduler to resume; on one rank only.
+
+    Args:
+        folder: of the run.
+        steps: of the whole run.
+        reason: name of the signal, or the reason in words.
+
+    Returns:
+        Steps done: those of the newest checkpoint, from which the run resumes.
+    """
+    saved = checkpoints(folder / "checkpoints")
+    done = step_of(saved[-1]) if saved else 0
+    facts = {
+        "step": done,
+        "steps": steps,
+        "signal": reason if reason in signal.Signals.__members__ else None,
+        "reason": reason,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "checkpoint": str(saved[-1].relative_to(folder)) if saved else None,
+        "how_to_resume": "run the same command again: it resumes from the newest checkpoint",
+    }
+    write_text(folder / "stopped.json", json.dumps(facts, indent=2) + "\n")
+    return done
+
+
+def remove_stopped(folder: Path) -> None:
+    """Remove ``stopped.json`` when the run resumes; call it on one rank only."""
+    (folder / "stopped.json").unlink(missing_ok=True)

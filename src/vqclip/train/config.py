@@ -17,7 +17,7 @@ from vqclip.data import DataConfig, mask_credentials
 from vqclip.data.remote import TransferConfig
 from vqclip.evaluation import Evaluations, scalar_names
 from vqclip.io.files import cache_folder
-from vqclip.runlog.best import PREFIX
+from vqclip.runlog.metrics import EVALUATION
 from vqclip.runlog.trackers import RunFacts, TensorBoardConfig, Trackers, hyperparameters
 from vqclip.train.bottleneck import BottleneckConfig
 from vqclip.train.ema import EmaConfig
@@ -235,7 +235,7 @@ class TaskConfig(Config):
         """Return what trackers show of this run, with credentials masked."""
         codes = self.has_codes()
         mode = "/codes_only/" if codes else "/quantized/"
-        final = [f"{PREFIX}{name}" for name in scalar_names(self.evaluation, codes=codes) if mode in name]
+        final = [f"{EVALUATION}{name}" for name in scalar_names(self.evaluation, codes=codes) if mode in name]
         return RunFacts(
             name=self.run.name,
             folder=self.run.path,
@@ -252,7 +252,7 @@ class TaskConfig(Config):
 
     @model_validator(mode="after")
     def _best_is_a_figure(self) -> Self:
-        names = [f"{PREFIX}{name}" for name in scalar_names(self.evaluation, codes=self.has_codes())]
+        names = [f"{EVALUATION}{name}" for name in scalar_names(self.evaluation, codes=self.has_codes())]
         if self.train.keep_best not in (None, *names):
             expected = f"one of {', '.join(names)}" if names else "null, as evaluation is empty"
             raise ValueError(f"train.keep_best: got {self.train.keep_best!r}; expected {expected}")

@@ -16,8 +16,7 @@ from vqclip.errors import CheckpointError, ConfigError, VqclipError, printable
 from vqclip.evaluation import format_figure
 from vqclip.io.atomic import replace_folder, require_replaceable, write_text
 from vqclip.model import CLIP
-from vqclip.runlog.best import PREFIX
-from vqclip.runlog.metrics import read_metrics
+from vqclip.runlog.metrics import EVALUATION, read_metrics
 from vqclip.tokenizer.card import card
 from vqclip.tokenizer.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, load_weights
 from vqclip.train.ema import CURRENT, Weights, read_averages, use_averages
@@ -141,10 +140,9 @@ def _recorded_figures(run: Path, step: int, of_current: bool) -> str:
     """Return a line for each rate recorded after ``step``, of the averaged or the current weights."""
     metrics = run / "metrics.jsonl"
     lines = [line for line in read_metrics(metrics) if line["step"] == step] if metrics.exists() else []
-    rates = {
-        name.removeprefix(PREFIX): rate for line in lines for name, rate in line.items() if name.startswith(PREFIX)
-    }
+    rates = {name: rate for line in lines for name, rate in line.items() if name.startswith(EVALUATION)}
+    rates = {name.removeprefix(EVALUATION): rate for name, rate in rates.items()}
     chosen = {name: rate for name, rate in rates.items() if name.startswith(CURRENT) == of_current}
     return "\n".join(
-        f"- {PREFIX}{name.removeprefix(CURRENT)}: {format_figure(name, value)}" for name, value in chosen.items()
+        f"- {EVALUATION}{name.removeprefix(CURRENT)}: {format_figure(name, value)}" for name, value in chosen.items()
     )

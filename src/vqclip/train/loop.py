@@ -86,7 +86,7 @@ def _run_or_record(training: Training, work: Callable[[], T]) -> T:
     except NonFiniteError as error:
         judged, checkpointer = training.step.guards.batch, training.checkpointer
         batch = training.batch if judged is None else judged
-        training.records.events.record("nonfinite", str(error), applied=False, batch=batch)
+        training.records.record_event("nonfinite", str(error), applied=False, batch=batch)
         checkpointer.require_finite(batch.step)
         raise NonFiniteError(f"{error}. {checkpointer.newest()}") from error
 

@@ -26,8 +26,7 @@ from vqclip.process.memory import keep_freed_memory
 from vqclip.process.signals import StopSignals
 from vqclip.process.watchdog import Watchdog
 from vqclip.runlog.console import LogFile, log_to_file
-from vqclip.runlog.records import Records
-from vqclip.runlog.stopped import remove_stopped, write_stopped
+from vqclip.runlog.records import Records, remove_stopped, write_stopped
 from vqclip.seeds import derive_seed
 from vqclip.train.callbacks import Callback, Training, evaluate, in_order, require_success
 from vqclip.train.checkpointer import Checkpointer

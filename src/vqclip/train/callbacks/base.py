@@ -10,10 +10,10 @@ from vqclip.process.lock import RunLock
 from vqclip.process.signals import StopSignals
 from vqclip.process.watchdog import Watchdog
 from vqclip.runlog.bar import ProgressBar
-from vqclip.runlog.clock import Clock
 from vqclip.runlog.records import Records
 from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.config import TaskConfig
+from vqclip.train.speed import Clock
 from vqclip.train.step import StepResult, TrainStep
 
 

@@ -27,7 +27,7 @@ class RecordEvents(Callback):
         """Record the events that the guards have reported since the step before."""
         events, training.step.guards.events = training.step.guards.events, []
         for event, batch in events:
-            training.records.events.record(event.kind, event.reason, not event.skip, batch)
+            training.records.record_event(event.kind, event.reason, not event.skip, batch)
             if event.kind == "nonfinite":  # if the weights are not finite, no later step can be
                 training.checkpointer.require_finite(batch.step)
 

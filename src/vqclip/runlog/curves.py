@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vqclip.io.files import open_regular
-from vqclip.runlog.best import PREFIX
-from vqclip.runlog.lines import parse_line
+from vqclip.runlog.metrics import EVALUATION, parse_line
 
 POINTS = 300
 """Lines that are read of a long file, evenly spread over it."""
@@ -29,7 +28,7 @@ MAX_EVALUATIONS = 300
 """Evaluations that are read: the newest."""
 
 _CHUNK = 4 << 20
-_MARK = f'"{PREFIX}'.encode()
+_MARK = f'"{EVALUATION}'.encode()
 
 
 @dataclass
@@ -72,10 +71,11 @@ class Curves:
                 known.popitem()
         values = {name: number for name, value in entry.items() if (number := _number(value)) is not None}
         values.pop("step", None)
-        evaluated = {name.removeprefix(PREFIX): value for name, value in values.items() if name.startswith(PREFIX)}
-        trained = {name: value for name, value in values.items() if not name.startswith(PREFIX)}
+        evaluated = {name: value for name, value in values.items() if name.startswith(EVALUATION)}
+        trained = {name: value for name, value in values.items() if name not in evaluated}
         if evaluated:
-            self.evaluations.setdefault(step, {}).update(evaluated)
+            rates = {name.removeprefix(EVALUATION): value for name, value in evaluated.items()}
+            self.evaluations.setdefault(step, {}).update(rates)
         if trained:
             self.steps.setdefault(step, {}).update(trained)
 
@@ -92,7 +92,7 @@ def read_curves(path: Path) -> Curves:
     with open_regular(path) as file:
         size = file.seek(0, 2)
         curves.thinned = size > SMALL_BYTES
-        lines = _sample(file, size) if curves.thinned else _lines(file, 0, size)
+        lines = _sample(file, size) if curves.thinned else read_lines(file, 0, size)
         for line in lines:
             entry = parse_line(line) if len(line) <= MAX_LINE else None
             if entry is None or not 0 <= entry["step"] < 2**53 or len(entry) > MAX_NAMES:
@@ -113,7 +113,7 @@ def _number(value: Any) -> float | None:
         return math.inf if value > 0 else -math.inf
 
 
-def _lines(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
+def read_lines(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
     """Yield the lines in a part of a file; of a long one its beginning, without an end of line."""
     file.seek(start)
     while (position := file.tell()) < end:

@@ -5,8 +5,8 @@ import math
 import time
 
 from tests.report.making import line, write_lines
-from vqclip.report import curves
-from vqclip.report.curves import POINTS, read_curves
+from vqclip.runlog import curves
+from vqclip.runlog.curves import POINTS, read_curves
 
 
 def test_lines_of_a_step_are_merged_and_numbers_that_are_not_finite_are_floats(tmp_path):
