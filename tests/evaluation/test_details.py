@@ -29,10 +29,9 @@ from tests.evaluation.test_zero_shot import number_shards
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, decode_image
 from vqclip.errors import DataError, StopRequested
 from vqclip.evaluation import Details, DetailsConfig, RetrievalConfig, ZeroShotConfig, evaluate
-from vqclip.evaluation.by_class import class_accuracies, confusion
-from vqclip.evaluation.code_maps import codebook_names
 from vqclip.evaluation.details import Confusion
-from vqclip.evaluation.examples import choose_examples
+from vqclip.evaluation.examples import choose_examples, class_accuracies, confusion
+from vqclip.evaluation.image_details import codebook_names
 from vqclip.evaluation.intervals import wilson
 from vqclip.evaluation.ranking import Ranks
 from vqclip.model import CLIP
@@ -184,7 +183,7 @@ def test_details_that_cannot_be_made_cost_no_figure(tmp_path, monkeypatch, caplo
     def fail(*_):
         raise error
 
-    monkeypatch.setattr("vqclip.evaluation.image_details.show_codes", fail)
+    monkeypatch.setattr("vqclip.evaluation.image_details.ImageDetails.codes", fail)
     folder = number_shards(tmp_path, [0, 1], 2)
     (result,) = evaluate(PlainModel(2), [ZeroShotConfig(data=ClassShardsConfig(path=folder))], details=SMALL)
     assert (result.details, result.figures["codes_only"]["top1"]) == (None, 1.0)
@@ -195,7 +194,7 @@ def test_a_signal_during_the_details_stops_the_evaluation(tmp_path, monkeypatch)
     def stop(*_):
         raise StopRequested
 
-    monkeypatch.setattr("vqclip.evaluation.image_details.show_codes", stop)
+    monkeypatch.setattr("vqclip.evaluation.image_details.ImageDetails.codes", stop)
     folder = number_shards(tmp_path, [0, 1], 2)
     with pytest.raises(StopRequested):
         evaluate(PlainModel(2), [ZeroShotConfig(data=ClassShardsConfig(path=folder))], details=SMALL)
@@ -295,7 +294,7 @@ def test_confusion_of_many_classes_shows_the_largest():
 
 
 def test_classes_with_the_lowest_accuracy_are_listed(monkeypatch):
-    monkeypatch.setattr("vqclip.evaluation.by_class.MAX_CLASSES", 2)
+    monkeypatch.setattr("vqclip.evaluation.examples.MAX_CLASSES", 2)
     labels = torch.tensor([0, 0, 1, 1, 3, 3])
     hits = {"codes_only": torch.tensor([1, 1, 1, 0, 0, 0], dtype=torch.float64)}
     found = class_accuracies(["a", "b", "c", "d"], labels, hits)

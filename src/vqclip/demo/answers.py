@@ -19,7 +19,7 @@ from torch import Tensor
 from vqclip.data.decode import decode_image
 from vqclip.data.images import ImageSource
 from vqclip.errors import DataError
-from vqclip.evaluation.code_maps import codebook_names, token_grid
+from vqclip.evaluation.image_details import codebook_names, token_grid
 from vqclip.search.hits import Hit, find_hits
 from vqclip.search.scan import CodeSearch
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer

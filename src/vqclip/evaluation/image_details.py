@@ -1,83 +1,47 @@
-"""Details that every task on images has: described images, their codes, and accuracy against bits."""
+"""Details that every task on images has: code maps, patches that share a code, accuracy against bits, reconstructions.
+
+Shapes: n images of the set, m some of them, N tokens, C codebooks, E embedding width.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from vqclip.errors import StopRequested
-from vqclip.evaluation.bits import FiguresOf, accuracy_by_bits
-from vqclip.evaluation.code_maps import SomeCodes, gather_codes, show_codes, spread
-from vqclip.evaluation.details import Bits, Codes, Details, DetailsConfig, Reconstruction, ShownImage
-from vqclip.evaluation.encode import Encoder
+from vqclip.evaluation.codes import load_ids
+from vqclip.evaluation.details import (
+    MAX_CODEBOOKS,
+    Bits,
+    BitsPoint,
+    Codebook,
+    CodeMap,
+    Codes,
+    Details,
+    DetailsConfig,
+    Gallery,
+    Interval,
+    Reconstruction,
+    ShownImage,
+)
+from vqclip.evaluation.encode import Encoded, Encoder
 from vqclip.evaluation.images import EncodedImages
-from vqclip.evaluation.reconstructions import pixel_transform, show_reconstructions
-from vqclip.evaluation.thumbnails import ImageReader
+from vqclip.evaluation.partition import RankPartition
+from vqclip.evaluation.reconstructions import pixel_transform, prefix_bits, prefix_label, show_reconstructions
+from vqclip.evaluation.thumbnails import ImageReader, patch
+from vqclip.quantizers import Quantizer
 from vqclip.tokenizer import ImageTokenizer
 
 logger = logging.getLogger(__name__)
 
+_BATCH = 256
 
-class ImageDetails:
-    """Maker of the details of n encoded images, on rank 0.
-
-    Args:
-        encoder: encoder that has encoded the images, with details.
-        tokenizer: the tokenizer of the images, in evaluation mode.
-        images: the images.
-        texts: ``n`` texts, the first caption or the class of each image.
-        codes: ids of `rows_with_codes`; None without codes.
-    """
-
-    def __init__(
-        self,
-        encoder: Encoder,
-        tokenizer: ImageTokenizer,
-        images: EncodedImages[Any],
-        texts: Sequence[str],
-        codes: SomeCodes | None,
-    ):
-        assert encoder.details is not None
-        self.config, self._precision = encoder.details, encoder.precision
-        self._tokenizer, self._images, self._texts, self._codes = tokenizer, images, texts, codes
-        self._reader = ImageReader(images.source, tokenizer.transform, self.config.thumbnail)
-
-    def image(self, row: int) -> ShownImage:
-        """Describe the image of a row."""
-        return self._reader.describe(int(self._images.indices[row]), self._texts[row])
-
-    def codes(self) -> Codes | None:
-        """Return code maps and galleries; None without codes."""
-        rows = spread(len(self._texts), _looked_at(self.config))
-        if self._codes is None or not rows:
-            return None
-        args = self.config, self._reader, self._images.indices, self.image
-        return show_codes(self._tokenizer, self._codes, rows, *args)
-
-    def bits(self, figures: FiguresOf) -> Bits | None:
-        """Return the accuracy against bits; None without codes, and if they cannot be split."""
-        if self._codes is None:
-            return None
-        rows = spread(len(self._texts), self.config.bits_images)
-        whole = self._images.encoded.embeddings["codes_only"][rows]
-        return accuracy_by_bits(self._tokenizer, self._codes, rows, whole, figures, self._precision)
-
-    def reconstructions(self) -> tuple[Reconstruction, ...]:
-        """Return images beside what their ids decode to; empty without codes or a pixel decoder."""
-        tokenizer, rows = self._tokenizer, spread(len(self._texts), self.config.reconstructions)
-        if self._codes is None or tokenizer.pixels is None or not rows:
-            return ()
-        images, ids = [self.image(row) for row in rows], self._codes.of(rows)
-        if tokenizer.pixels.detail is not None:  # the stored ids are the tokenizer's own
-            seen = [self._reader.pixels(image.index) for image in images]
-            blank = torch.zeros(3, *[tokenizer.tower.image_size] * 2, dtype=torch.uint8)
-            shown = torch.stack([blank if each is None else each for each in seen])
-            ids = torch.cat((ids, tokenizer.encode_detail(shown).cpu()), dim=-1)
-        reader = ImageReader(self._images.source, pixel_transform(tokenizer), self.config.thumbnail)
-        return tuple(show_reconstructions(tokenizer, ids, images, reader))
+FiguresOf = Callable[[list[int], Mapping[str, Tensor]], Mapping[str, tuple[dict[str, float], dict[str, Interval]]]]
+"""m rows and labels with embeddings ``(m, E)`` of these rows → labels with figures and intervals."""
 
 
 def make_details(
@@ -98,17 +62,19 @@ def make_details(
         texts: function that returns the texts of `ImageDetails`.
         make: function that fills the details in; it must not contain a collective.
     """
-    config, codes = encoder.details, None
+    config, ids = encoder.details, None
     if config is None:
         return None
     count = len(images.annotations)
     if images.encoded.file is not None and count:
-        codes = gather_codes(images.encoded, _rows_with_codes(count, config), tokenizer, encoder.partition)
+        some = (_looked_at(config), config.bits_images, config.reconstructions)
+        rows = sorted({row for each in some for row in spread(count, each)})
+        ids = dict(zip(rows, _gather_ids(images.encoded, rows, tokenizer, encoder.partition), strict=True))
     with encoder.partition.raise_on_all_ranks():
         if encoder.partition.rank:
             return None
         try:
-            return make(ImageDetails(encoder, tokenizer, images, texts(), codes))
+            return make(ImageDetails(encoder, tokenizer, images, texts(), ids))
         except StopRequested:
             raise
         except Exception as error:  # of any kind, also a device that runs out of memory
@@ -117,13 +83,199 @@ def make_details(
             return None
 
 
+class ImageDetails:
+    """Maker of the details of n encoded images, on rank 0.
+
+    Args:
+        encoder: encoder that has encoded the images, with details.
+        tokenizer: the tokenizer of the images, in evaluation mode.
+        images: the images.
+        texts: ``n`` texts, the first caption or the class of each image.
+        ids: row → ids ``(N, C)``, -1 where absent, of the rows that need them; None without codes.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        tokenizer: ImageTokenizer,
+        images: EncodedImages[Any],
+        texts: Sequence[str],
+        ids: Mapping[int, Tensor] | None,
+    ):
+        assert encoder.details is not None
+        self.config, self._precision = encoder.details, encoder.precision
+        self._tokenizer, self._images, self._texts, self._ids = tokenizer, images, texts, ids
+        self._reader = ImageReader(images.source, tokenizer.transform, self.config.thumbnail)
+
+    def image(self, row: int) -> ShownImage:
+        """Describe the image of a row."""
+        return self._reader.describe(int(self._images.indices[row]), self._texts[row])
+
+    def codes(self) -> Codes | None:
+        """Return code maps and galleries; None without codes."""
+        rows = spread(len(self._texts), _looked_at(self.config))
+        if self._ids is None or not rows:
+            return None
+        names, grid = codebook_names(self._tokenizer.quantizer), token_grid(self._tokenizer)
+        codebooks = zip(names, self._tokenizer.codebook_sizes, strict=True)
+        maps = [rows[place] for place in spread(len(rows), self.config.code_maps)]
+        return Codes(
+            codebooks=tuple(Codebook(name=name, size=size) for name, size in list(codebooks)[:MAX_CODEBOOKS]),
+            all_codebooks=len(names),
+            grid=grid,
+            maps=tuple(
+                CodeMap(image=self.image(row), ids=tuple(map(tuple, self._ids[row][:, :MAX_CODEBOOKS].tolist())))
+                for row in maps
+            ),
+            looked_at=len(rows),
+            galleries=() if grid is None or not self.config.gallery_codes else tuple(self._galleries(rows, grid)),
+        )
+
+    def _galleries(self, rows: list[int], grid: tuple[int, int]) -> list[Gallery]:
+        """Return the codes in the most images of ``rows``, with the patches of their tokens."""
+        config, ids, found = self.config, self._ids_of(rows), list[Gallery]()
+        for codebook in range(min(ids.shape[-1], config.gallery_codebooks)):
+            for code, images, places in shared_codes(ids[..., codebook], config.gallery_codes, config.gallery_patches):
+                seen = [(self._reader.pixels(int(self._images.indices[rows[row]])), token) for row, token in places]
+                cut = [patch(_cut(each, grid, token), config.thumbnail) for each, token in seen if each is not None]
+                kept = tuple(each for each in cut if each is not None)
+                found.append(Gallery(codebook=codebook, code=code, images=images, patches=kept))
+        return found
+
+    def bits(self, figures: FiguresOf) -> Bits | None:
+        """Return figures for the prefixes of the images' ids that `Prefix.shorter` chooses; texts keep all their ids.
+
+        Prefixes are those by stages if there are several, otherwise those by codebooks. The towers do not run: the
+        stored ids are embedded again. None without codes, and if all of the ids are the only prefix.
+
+        Args:
+            figures: function that returns the figures of embeddings.
+        """
+        tokenizer, rows = self._tokenizer, spread(len(self._texts), self.config.bits_images)
+        extent = tokenizer.quantizer.extent
+        along = [each for each in extent.shorter() if extent.stages <= 1 or each.codebooks == extent.codebooks]
+        prefixes = {prefix_label(prefix, extent): prefix for prefix in along}
+        if self._ids is None or len(prefixes) < 2 or not rows:
+            return None
+        whole = self._images.encoded.embeddings["codes_only"][rows]
+        ids = self._ids_of(rows).to(tokenizer.device).split(_BATCH)
+        embeddings = {prefix_label(extent, extent): whole}
+        with torch.no_grad():
+            for label, prefix in prefixes.items():
+                if prefix != extent:
+                    parts = [tokenizer.embed(tokenizer.truncate(part, *prefix), self._precision) for part in ids]
+                    embeddings[label] = torch.cat(parts).to(whole)
+        points = [
+            BitsPoint(
+                label=label, bits_per_image=prefix_bits(tokenizer, prefixes[label]), figures=rates, intervals=ends
+            )
+            for label, (rates, ends) in figures(rows, embeddings).items()
+        ]
+        return Bits(images=len(rows), points=tuple(sorted(points, key=lambda point: point.bits_per_image)))
+
+    def reconstructions(self) -> tuple[Reconstruction, ...]:
+        """Return images beside what their ids decode to; empty without codes or a pixel decoder."""
+        tokenizer, rows = self._tokenizer, spread(len(self._texts), self.config.reconstructions)
+        if self._ids is None or tokenizer.pixels is None or not rows:
+            return ()
+        images, ids = [self.image(row) for row in rows], self._ids_of(rows)
+        if tokenizer.pixels.detail is not None:  # the stored ids are the tokenizer's own
+            seen = [self._reader.pixels(image.index) for image in images]
+            blank = torch.zeros(3, *[tokenizer.tower.image_size] * 2, dtype=torch.uint8)
+            shown = torch.stack([blank if each is None else each for each in seen])
+            ids = torch.cat((ids, tokenizer.encode_detail(shown).cpu()), dim=-1)
+        reader = ImageReader(self._images.source, pixel_transform(tokenizer), self.config.thumbnail)
+        return tuple(show_reconstructions(tokenizer, ids, images, reader))
+
+    def _ids_of(self, rows: Sequence[int]) -> Tensor:
+        """Return the ids ``(m, N, C)`` of some of the rows that have them."""
+        assert self._ids is not None
+        return torch.stack([self._ids[row] for row in rows])
+
+
+def spread(count: int, some: int) -> list[int]:
+    """Return at most ``some`` of ``count`` rows, evenly spread."""
+    some = min(count, some)
+    return [number * count // some for number in range(some)]
+
+
 def _looked_at(config: DetailsConfig) -> int:
     """Return the number of images for code maps and galleries."""
     return max(config.code_maps, config.gallery_images if config.gallery_codes else 0)
 
 
-def _rows_with_codes(count: int, config: DetailsConfig) -> list[int]:
-    """Return the rows of n images whose codes are needed."""
+def _gather_ids(encoded: Encoded, rows: list[int], tokenizer: ImageTokenizer, partition: RankPartition) -> Tensor:
+    """Gather the stored ids ``(m, N, C)`` of ascending rows of a set; every rank must call this with the same rows."""
+    with partition.raise_on_all_ranks():
+        assert encoded.file is not None
+        assert encoded.rows is not None
+        mine = torch.isin(encoded.rows, torch.tensor(rows, dtype=torch.int64))
+        ids = load_ids(encoded.file, tokenizer.codebook_sizes)[mine].to(tokenizer.device, torch.int64)
+        places = encoded.rows[mine].to(tokenizer.device)
+    order = partition.gather(places).argsort()
+    return partition.gather(ids)[order].cpu()
+
+
+def codebook_names(quantizer: Quantizer) -> list[str]:
+    """Return the name of each codebook, such as ``stage 2`` or ``stage 1, codebook 3``."""
+    whole = quantizer.extent
     return [
-        row for some in (_looked_at(config), config.bits_images, config.reconstructions) for row in spread(count, some)
+        ", ".join(
+            f"{word} {number + 1}"
+            for word, number, most in zip(("stage", "codebook"), place, whole, strict=True)
+            if most > 1 or (word == "codebook" and max(whole) == 1)
+        )
+        for place in quantizer.places
+    ]
+
+
+def token_grid(tokenizer: ImageTokenizer) -> tuple[int, int] | None:
+    """Return rows and columns of an image's tokens; None if they were reduced and have no place in the image.
+
+    A tower sees square images, and its tokens are patches in the order of reading.
+    """
+    side = round(tokenizer.num_tokens**0.5)
+    return (side, side) if tokenizer.reduce is None and side * side == tokenizer.num_tokens else None
+
+
+class SharedCode(NamedTuple):
+    """A code of one codebook, and where it occurs."""
+
+    code: int
+    images: int
+    """Number of images that contain it."""
+    places: list[tuple[int, int]]
+    """Place of an image among those that were looked at, and of the first token with the code in it."""
+
+
+def shared_codes(ids: Tensor, some: int, patches: int) -> list[SharedCode]:
+    """Return the codes of one codebook that occur in the most images, at least two; of equal ones the most used.
+
+    Args:
+        ids: ``(m, N)`` int64, -1 where absent.
+        some: number of codes.
+        patches: number of places of each.
+    """
+    codes, which = ids.unique(return_inverse=True)
+    contains = torch.zeros(len(ids), len(codes), dtype=torch.bool).scatter_(1, which, True)
+    images, uses = contains.sum(0), which.flatten().bincount(minlength=len(codes))
+    order = (images * (1 + ids.numel()) + uses).argsort(stable=True, descending=True)
+    order = order[(codes[order] >= 0) & (images[order] > 1)][:some]
+    found = []
+    for code in order.tolist():
+        rows = contains[:, code].nonzero()[:patches, 0]
+        tokens = (which[rows] == code).to(torch.uint8).argmax(dim=1)  # the first of several
+        places = list(zip(rows.tolist(), tokens.tolist(), strict=True))
+        found.append(SharedCode(int(codes[code]), int(images[code]), places))
+    return found
+
+
+def _cut(pixels: Tensor, grid: tuple[int, int], token: int) -> Tensor:
+    """Return the pixels of a token, ``(3, h, w)``."""
+    (rows, columns), (height, width) = grid, pixels.shape[1:]
+    row, column = divmod(token, columns)
+    return pixels[
+        :,
+        row * height // rows : max(row * height // rows + 1, (row + 1) * height // rows),
+        column * width // columns : max(column * width // columns + 1, (column + 1) * width // columns),
     ]

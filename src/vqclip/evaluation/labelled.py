@@ -13,10 +13,10 @@ from torch import Tensor
 
 from vqclip.data import Source, SourceConfigBase
 from vqclip.errors import DataError
-from vqclip.evaluation.by_class import class_accuracies, confusion
 from vqclip.evaluation.datasets import LabelledData, TrainingData, open_labelled
 from vqclip.evaluation.details import Details
 from vqclip.evaluation.encode import MODES, Encoder, Features, Mode
+from vqclip.evaluation.examples import class_accuracies, confusion
 from vqclip.evaluation.image_details import ImageDetails, make_details
 from vqclip.evaluation.images import EncodedImages, ImagesConfig, encode_images
 from vqclip.evaluation.intervals import class_intervals

@@ -19,7 +19,6 @@ from vqclip.data.draws import hash_integers
 from vqclip.data.permutation import permute
 from vqclip.data.transforms import EvalTransform
 from vqclip.errors import ConfigError, DataError
-from vqclip.evaluation.bits import prefix_bits, prefix_label
 from vqclip.evaluation.details import DIFFERENCE_GAIN, DecodedImage, Reconstruction, ShownImage
 from vqclip.evaluation.thumbnails import ImageReader, exact_thumbnail
 from vqclip.pixels.metrics import compare_images, mean_figures, to_uint8
@@ -71,6 +70,18 @@ def decoded_prefixes(tokenizer: ImageTokenizer) -> list[DecodedPrefix]:
         label = f"{ALL_IDS}, {stages} of {detail.stages} detail stages"
         found.append(DecodedPrefix(label, tokenizer.bits_per_sample + bits, extent, stages))
     return found
+
+
+def prefix_bits(tokenizer: ImageTokenizer, prefix: Prefix) -> float:
+    """Return the bits of a prefix of an image's ids."""
+    columns = tokenizer.quantizer.columns(*prefix)
+    return tokenizer.num_tokens * math.fsum(math.log2(tokenizer.codebook_sizes[column]) for column in columns)
+
+
+def prefix_label(prefix: Prefix, whole: Prefix) -> str:
+    """Return a name such as ``2 of 4 stages``; empty for one stage of one codebook."""
+    words = zip(("stages", "codebooks"), prefix, whole, strict=True)
+    return ", ".join(f"{number} of {most} {word}" for word, number, most in words if most > 1)
 
 
 def pixel_transform(tokenizer: ImageTokenizer) -> EvalTransform:
