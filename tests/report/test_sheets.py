@@ -19,7 +19,7 @@ from vqclip.evaluation.details import (
     ShownImage,
 )
 from vqclip.report.code_maps import code_colour
-from vqclip.report.sheets import SIDE, draw_sheets
+from vqclip.report.sheets import GAP, SIDE, draw_sheets
 
 HOSTILE = "<b>" + "W" * 200 + "\x00\n\u202e " * 10
 
@@ -48,13 +48,12 @@ def test_hits_are_green_and_misses_red(text):
     ((name, sheet),) = draw_sheets("pairs", Details(samples=9, intervals={}, examples=(examples,))).items()
     assert name == "retrieved/pairs image to text"
     pixels = np.asarray(sheet)
-    rows = SIDE + 16
-    assert sheet.height == 2 * rows
-    assert colour(pixels[10, 1]) == "#1a7f37"
-    assert colour(pixels[rows + 10, 1]) == "#c0392b"
+    rows = (sheet.height - GAP) // 2
+    assert colour(pixels[20, GAP - 2]) == "#1a7f37"
+    assert colour(pixels[rows + 20, GAP - 2]) == "#c0392b"
     assert colour(pixels[20, 20]) == "#0000ff"
     assert {"#ffff00", "#1a7f37", "#c0392b"} <= {colour(pixel) for pixel in pixels[rows + 20, 100:]}
-    assert (pixels[:, -8:] == 255).all()  # nothing is cut off at the right
+    assert (pixels[:, 1 - GAP :] == 255).all()  # nothing is cut off at the right
 
 
 def test_code_maps_have_one_colour_a_code():
@@ -63,7 +62,7 @@ def test_code_maps_have_one_colour_a_code():
     codes = Codes(codebooks=books, all_codebooks=2, grid=(2, 2), maps=maps, looked_at=1, galleries=())
     ((name, sheet),) = draw_sheets("pairs", Details(samples=1, intervals={}, codes=codes)).items()
     assert name == "code maps/pairs"
-    pixels, left, top = np.asarray(sheet), 8 + SIDE + 8, sheet.height - SIDE - 8
+    pixels, left, top = np.asarray(sheet), GAP + SIDE + GAP, GAP
     corners = [(top + 2 + row * SIDE // 2, left + 2 + column * SIDE // 2) for row in (0, 1) for column in (0, 1)]
     assert [colour(pixels[place]) for place in corners] == [*map(code_colour, (0, 1, 2)), "#ffffff"]
     assert draw_sheets("pairs", Details(samples=1, intervals={}, codes=codes.model_copy(update={"grid": None}))) == {}

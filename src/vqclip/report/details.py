@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from markupsafe import Markup
 
-from vqclip.evaluation.details import Bits, ClassAccuracy, Codes, Confusion, Details
+from vqclip.evaluation.details import Bits, ClassAccuracy, Codes, Confusion, Gallery, ShownImage
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.charts import PERCENT, Chart, Curve, line_chart, table_chart
 from vqclip.report.code_maps import find_grid
 from vqclip.report.images import draw_map, png_uri
 from vqclip.report.run_charts import MAX_CURVES
+
+__all__ = ["SHOWN_CLASSES", "bits_chart", "code_maps", "confusion_chart", "galleries", "worst_classes"]
 
 MAX_MAPS = 8
 """Images with code maps."""
@@ -23,38 +24,8 @@ SHOWN_CLASSES = 12
 """Classes that are shown at once; the others are folded away."""
 
 
-@dataclass(frozen=True)
-class TaskDetails:
-    """Parts of a page about one task."""
-
-    details: Details
-    maps: list[tuple[Any, list[Markup]]]
-    """Image, and the address of a map for each codebook."""
-    has_grid: bool
-    """Whether the maps show where a code is in the image."""
-    galleries: list[tuple[str, list[Any]]]
-    """Name of a codebook, its codes with patches."""
-    bits: Chart | None
-    confusion: Chart | None
-    worst: list[ClassAccuracy]
-    """All classes, those with the lowest accuracy first."""
-
-
-def show_details(details: Details, *, with_codes: bool) -> TaskDetails:
-    """Draw the details of a task; code maps and galleries only if asked for, as one set of images shows enough."""
-    codes = details.codes if with_codes else None
-    return TaskDetails(
-        details,
-        [] if codes is None else _maps(codes),
-        codes is not None and codes.grid is not None,
-        [] if codes is None else _galleries(codes),
-        None if details.bits is None else _bits_chart(details.bits),
-        None if details.confusion is None else _confusion_chart(details.confusion),
-        sorted(details.classes, key=_accuracy),
-    )
-
-
-def _maps(codes: Codes) -> list[tuple[Any, list[Markup]]]:
+def code_maps(codes: Codes) -> list[tuple[ShownImage, list[Markup]]]:
+    """Return images, and for each the address of a map of each codebook."""
     found = []
     for each in codes.maps[:MAX_MAPS]:
         tokens = each.ids[:MAX_MAP_TOKENS]
@@ -66,15 +37,16 @@ def _maps(codes: Codes) -> list[tuple[Any, list[Markup]]]:
     return found
 
 
-def _galleries(codes: Codes) -> list[tuple[str, list[Any]]]:
-    found: dict[int, list[Any]] = {}
+def galleries(codes: Codes) -> list[tuple[str, list[Gallery]]]:
+    """Return the names of codebooks, and for each its codes with patches."""
+    found: dict[int, list[Gallery]] = {}
     for gallery in codes.galleries:
         if gallery.codebook < len(codes.codebooks) and gallery.patches:
             found.setdefault(gallery.codebook, []).append(gallery)
     return [(codes.codebooks[number].name, each) for number, each in found.items()]
 
 
-def _bits_chart(bits: Bits) -> Chart | None:
+def bits_chart(bits: Bits) -> Chart | None:
     """Draw accuracy against bits; figures that not every point has are left out."""
     if len(bits.points) < 2:
         return None
@@ -98,7 +70,7 @@ def bits_curve(label: str, bits: Bits, figure: str) -> Curve:
     return Curve(label, [p.bits_per_image for p in points], rates, [low for low, _ in ends], [high for _, high in ends])
 
 
-def _confusion_chart(confusion: Confusion) -> Chart | None:
+def confusion_chart(confusion: Confusion) -> Chart | None:
     """Draw the confusion matrix, each row as shares of its class."""
     size = len(confusion.classes)
     if size < 2 or len(confusion.counts) != size or any(len(row) != size for row in confusion.counts):
@@ -109,5 +81,7 @@ def _confusion_chart(confusion: Confusion) -> Chart | None:
     return table_chart(title, names, shares, "predicted class, by its number", ("0 % of a class", "100 %"))
 
 
-def _accuracy(each: ClassAccuracy) -> float:
-    return each.accuracy.get("codes_only", each.accuracy.get("quantized", each.accuracy.get("continuous", 0.0)))
+def worst_classes(classes: Sequence[ClassAccuracy]) -> list[ClassAccuracy]:
+    """Return all classes, those with the lowest accuracy first."""
+    modes = ("codes_only", "quantized", "continuous")
+    return sorted(classes, key=lambda each: next((each.accuracy[mode] for mode in modes if mode in each.accuracy), 0.0))

@@ -15,8 +15,7 @@ import vqclip
 from vqclip.errors import ConfigError
 from vqclip.evaluation.tables import figure_title
 from vqclip.io.atomic import write_text
-from vqclip.report import comparison, run_charts
-from vqclip.report.details import SHOWN_CLASSES, show_details
+from vqclip.report import comparison, details, run_charts
 from vqclip.report.evaluations import newest_tasks
 from vqclip.report.images import image_uri
 from vqclip.report.model_words import describe_data, describe_model, describe_progress, describe_state
@@ -96,9 +95,8 @@ def render_run(run: RunFiles) -> str:
         "evaluations": run_charts.evaluation_charts(run),
         "codebooks": run_charts.codebook_charts(run),
     }
-    detailed = [(task, task.details) for task in tasks if task.details is not None]
-    first = next((task for task, found in detailed if found.codes is not None), None)
-    details = [(task, show_details(found, with_codes=task is first)) for task, found in detailed]
+    coded = ((task, task.details.codes) for task in tasks if task.details is not None)
+    coded = next(((task, codes) for task, codes in coded if codes is not None), None)  # one set of images shows enough
     return render(
         "run.html",
         run=run,
@@ -107,7 +105,7 @@ def render_run(run: RunFiles) -> str:
         charts=charts,
         evaluated=step,
         tasks=tasks,
-        details=details,
+        coded=coded,
         codebooks=_codebook_rows(run),
         commands=_commands(run),
     )
@@ -131,7 +129,7 @@ def environment(package: str = "vqclip.report", folder: str = "templates") -> En
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.globals |= {"SHOWN_CLASSES": SHOWN_CLASSES}
+    templates.globals |= {name: getattr(details, name) for name in details.__all__}
     templates.filters |= {
         "image": image_uri,
         "percent": _percent,
