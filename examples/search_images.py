@@ -24,7 +24,7 @@ import vqclip
 from vqclip.data import EvalSet, decode_image
 from vqclip.data.images import ImageSource, open_images
 from vqclip.errors import VqclipError
-from vqclip.report.search_page import search_page
+from vqclip.report.page import search_page
 from vqclip.search import CodeIndex, CodeSearch, SearchResult
 from vqclip.search.hits import Hit
 from vqclip.tokenizer import ImageTokenizer

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from vqclip.report.code_maps import code_colour, code_map, find_grid
+from vqclip.report.images import code_colour, code_map, find_grid
 
 
 def test_a_code_has_one_colour_and_near_codes_have_others():

@@ -6,7 +6,7 @@ import torch
 from markupsafe import escape
 
 from vqclip.io.atomic import write_text
-from vqclip.report.search_page import search_page
+from vqclip.report.page import search_page
 from vqclip.search.hits import Hit
 
 

@@ -18,7 +18,7 @@ from vqclip.evaluation.details import (
     Reconstruction,
     ShownImage,
 )
-from vqclip.report.code_maps import code_colour
+from vqclip.report.images import code_colour
 from vqclip.report.sheets import GAP, SIDE, draw_sheets
 
 HOSTILE = "<b>" + "W" * 200 + "\x00\n\u202e " * 10

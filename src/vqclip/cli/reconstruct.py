@@ -30,7 +30,7 @@ from vqclip.evaluation.images import ImagesConfig
 from vqclip.evaluation.reconstructions import DrawnSource, reconstruct
 from vqclip.io.atomic import write_text
 from vqclip.report.images import MAX_SIDE
-from vqclip.report.reconstructions import reconstructions_page
+from vqclip.report.page import reconstructions_page
 from vqclip.runlog.console import print_output
 from vqclip.tokenizer.loading import load_tokenizer
 

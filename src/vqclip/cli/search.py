@@ -25,7 +25,7 @@ from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.data.sources.reader import read_image
 from vqclip.errors import ConfigError, DataError, printable
 from vqclip.io.atomic import write_text
-from vqclip.report.search_page import search_page
+from vqclip.report.page import search_page
 from vqclip.runlog.console import print_output
 from vqclip.search.arrow import VectorType, export_vectors
 from vqclip.search.hits import find_hits, open_indexed

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vqclip.demo.answers import Answers, CaptionAnswer, ClassScore, ImageAnswer
-from vqclip.report.code_maps import code_map, find_grid
-from vqclip.report.images import thumbnail_uri
+from vqclip.report.images import code_map, find_grid, thumbnail_uri
 from vqclip.report.page import environment
 from vqclip.search.hits import Hit
 

@@ -1,4 +1,4 @@
-"""Make the page of a run and the comparison of several: one HTML file, no script, nothing fetched."""
+"""Pages of runs, of a comparison, of reconstructions and of a search: one HTML file, no script, nothing fetched."""
 
 from __future__ import annotations
 
@@ -6,27 +6,34 @@ import functools
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Undefined
 from markupsafe import Markup
 
 import vqclip
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, printable
+from vqclip.evaluation.details import DIFFERENCE_GAIN
+from vqclip.evaluation.reconstructions import Reconstructions
 from vqclip.evaluation.tables import figure_title
 from vqclip.io.atomic import write_text
 from vqclip.report import comparison, details, run_charts
+from vqclip.report.charts import Curve, line_chart
 from vqclip.report.evaluations import newest_tasks
-from vqclip.report.images import image_uri
+from vqclip.report.images import image_uri, thumbnail_uri
 from vqclip.report.model_words import describe_data, describe_model, describe_progress, describe_state
-from vqclip.report.plot import compact
+from vqclip.report.plot import compact, plain
 from vqclip.report.run_files import RunFiles, number_at, read_run
-from vqclip.report.text import plain
 from vqclip.report.verdict import judge, newest_codebooks
 from vqclip.runlog.codebooks import MODALITIES, Codebook
 
+if TYPE_CHECKING:
+    from vqclip.search.hits import Hit
+
 REPORT_FILE = "report.html"
 """Name of the page in the folder of a run."""
+LARGE = 112
+"""Pixels from which on reconstructions are shown larger."""
 
 
 def write_report(folder: Path | str, output: Path | str | None = None) -> Path:
@@ -116,6 +123,46 @@ def render(template: str, **values: Any) -> str:
     return (
         environment().get_template(template).render(version=vqclip.__version__, modes=run_charts.MODE_TITLES, **values)
     )
+
+
+def reconstructions_page(title: str, found: Reconstructions, facts: Sequence[str], command: str, *, side: int) -> str:
+    """Return HTML; all text is escaped.
+
+    Args:
+        title: heading.
+        found: the images.
+        facts: lines below the heading.
+        command: command that makes the page again.
+        side: side of the images in pixels.
+    """
+    points = sorted((bits, figures["psnr"]) for _, bits, figures in found.decodings)
+    bits, psnr = [bits for bits, _ in points], [psnr for _, psnr in points]
+    curve = Curve("ids", bits, psnr)
+    chart = line_chart("PSNR against bits", [curve], unit="dB", x_label="bits an image", marks=True)
+    return render(
+        "reconstructions.html",
+        title=title,
+        found=found,
+        facts=facts,
+        chart=chart if len(points) > 1 else None,
+        with_ssim=all("ssim" in figures for _, _, figures in found.decodings),
+        large=side >= LARGE,
+        gain=DIFFERENCE_GAIN,
+        command=command,
+    )
+
+
+def search_page(title: str, hits: Sequence[Hit], notes: str = "") -> str:
+    """Return HTML with a grid of results, best first; images become thumbnails, all text is escaped.
+
+    Names of files may contain bytes that are not UTF-8, and invisible characters: they are spelt out.
+    """
+    title, notes = (printable(each, one_line=True) for each in (title, notes))
+    rows = [
+        (printable(hit.name, one_line=True), hit.score, None if hit.picture is None else thumbnail_uri(hit.picture))
+        for hit in hits
+    ]
+    return render("search.html", title=title, notes=notes, hits=rows)
 
 
 @functools.cache

@@ -14,8 +14,8 @@ import numpy as np
 from markupsafe import Markup
 from PIL import Image
 
+from vqclip.errors import printable
 from vqclip.report.images import png_uri
-from vqclip.report.text import plain
 
 WIDTH, HEIGHT = 350, 215
 """Size in CSS pixels: about that at which a page shows it, so that its text is as large as the page's."""
@@ -23,6 +23,8 @@ CIVIDIS = ("#00224e", "#35456c", "#666970", "#948e77", "#c8b866", "#fee838")
 """Colours of a heat map, from 0 to 1: matplotlib's cividis, which colour-blind people see as others do."""
 
 Margins = tuple[float, float, float, float]
+MAX_TEXT = 2000
+"""Characters of a text; the rest is cut."""
 
 
 class Plot:
@@ -184,3 +186,9 @@ def _colour_image(table: np.ndarray) -> Image.Image:
     colours = [np.interp(place, range(len(CIVIDIS)), anchors[:, channel]) for channel in range(3)]
     pixels = np.stack([*colours, 255.0 * ~np.isnan(table)], axis=-1)
     return Image.fromarray(pixels.round().astype(np.uint8), "RGBA")
+
+
+def plain(text: object, most: int = MAX_TEXT) -> str:
+    """Return a text with invisible characters made visible, and cut if it is long. It may still contain markup."""
+    text = str(text)
+    return printable(text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters)")
