@@ -102,8 +102,7 @@ def render_run(run: RunFiles) -> str:
         "evaluations": run_charts.evaluation_charts(run),
         "codebooks": run_charts.codebook_charts(run),
     }
-    coded = ((task, task.details.codes) for task in tasks if task.details is not None)
-    coded = next(((task, codes) for task, codes in coded if codes is not None), None)  # one set of images shows enough
+    coded = [(task, task.details.codes) for task in tasks if task.details is not None and task.details.codes]
     return render(
         "run.html",
         run=run,
@@ -112,7 +111,7 @@ def render_run(run: RunFiles) -> str:
         charts=charts,
         evaluated=step,
         tasks=tasks,
-        coded=coded,
+        coded=coded[0] if coded else None,  # one set of images shows enough
         codebooks=_codebook_rows(run),
         commands=_commands(run),
     )
