@@ -59,7 +59,8 @@ def assert_same_samples(first: Source, second: Source) -> None:
 def test_every_caption_and_every_byte_come_back(tmp_path: Path) -> None:
     done = pack(Made(), options(tmp_path / "out"))
     assert done.manifest is not None
-    assert (done.made, done.samples, done.manifest["samples"], done.manifest["captions"]) == (3, COUNT, COUNT, 25)
+    assert (done.made, done.samples, done.manifest.samples) == (3, COUNT, COUNT)
+    assert done.note == f"read them with {{kind: shards, path: {tmp_path / 'out'}, captions: json}}"
     packed = CaptionShardsConfig(path=str(tmp_path / "out"), captions="json").build()
     assert_same_samples(Made(), packed)
     assert [packed.key(index) for index in (0, 4, 5, 12)] == ["000000000", "000000004", "000010000", "000020002"]
@@ -150,7 +151,7 @@ def test_bad_samples_are_left_out_up_to_a_share_and_named(tmp_path: Path) -> Non
     assert not [*(tmp_path / "out").glob("*.tar")]
     done = pack(source, options(tmp_path / "out", bad_fraction=0.2))
     assert done.manifest is not None
-    assert (done.manifest["samples"], done.manifest["bad"]) == (8, {"image format": 2})
+    assert (done.manifest.samples, done.manifest.bad) == (8, {"image format": 2})
     lines = (tmp_path / "out" / "bad_samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["key"] for line in lines] == ["000000000", "000000001"]
     assert CaptionShardsConfig(path=str(tmp_path / "out")).build().key(0) == "000000002"
@@ -187,7 +188,7 @@ def test_rows_are_packed_without_the_cache(tmp_path: Path, monkeypatch: pytest.M
     parquet.write_table(pyarrow.table({"image": images, **texts}), tmp_path / "a.parquet")
     done = pack(parse_source(tmp_path / "a.parquet"), options(tmp_path / "out", bad_fraction=0.2))
     assert done.manifest is not None
-    assert (done.manifest["samples"], done.manifest["bad"]) == (6, {"image format": 1})
+    assert (done.manifest.samples, done.manifest.bad) == (6, {"image format": 1})
     assert not (tmp_path / "cache" / "packed").exists()
     rows = parse_source(tmp_path / "a.parquet").build()
     packed = parse_source(tmp_path / "out").build()

@@ -12,7 +12,8 @@ import torch
 from tests.data.making import caption_members, write_tar
 from tests.models import FSQ, tiny_model
 from vqclip.data import CaptionShardsConfig
-from vqclip.tokenize_dataset.job import Options, TokenizeResult, tokenize
+from vqclip.data.work_folder import WorkResult
+from vqclip.tokenize_dataset.job import Options, tokenize
 
 COUNTS = (11, 8, 3, 9)
 BATCH = 4
@@ -38,7 +39,7 @@ def shards(folder: Path, counts: tuple[int, ...] = COUNTS, damaged: tuple[int, .
     return folder
 
 
-def run(tokenizer: str, data: Path | Any, out: Path, **changes: Any) -> TokenizeResult:
+def run(tokenizer: str, data: Path | Any, out: Path, **changes: Any) -> WorkResult:
     source = CaptionShardsConfig(path=str(data)) if isinstance(data, Path) else data
     return tokenize(
         Options(tokenizer=str(tokenizer), data=source, out=out, **{"batch_size": BATCH, "device": "cpu", **changes})

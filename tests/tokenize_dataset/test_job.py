@@ -114,7 +114,7 @@ def test_half_precision_is_what_autocast_gives(tmp_path: Path, tokenizer: str, p
     source = CaptionShardsConfig(path=str(shards(tmp_path / "in", (BATCH,))))
     done = run(tokenizer, source, tmp_path / "out", precision=precision)
     assert done.manifest is not None
-    assert done.manifest.settings.precision == precision
+    assert done.manifest.settings["precision"] == precision
     image, raw = load_tokenizer(tokenizer, "image"), [source.build().read(index) for index in range(BATCH)]
     with torch.autocast("cpu", AUTOCAST_DTYPES[precision]):
         expected = image(torch.stack([image.transform(decode_image(each.image)) for each in raw])).ids

@@ -170,7 +170,7 @@ def test_a_folder_that_machines_do_not_share_is_refused(
 ) -> None:
     data, out = shards(tmp_path / "in", (3,)), tmp_path / "out"
     monkeypatch.setattr(on_ray, "_VISIBLE_S", 0.0)
-    monkeypatch.setattr(on_ray, "_find_folder", lambda *_: None)
+    monkeypatch.setattr(on_ray.WorkFolder, "existing", lambda *_: None)
     assert main(arguments(tokenizer, data, out)) == 2
     assert f"--out: this machine does not see what a worker of Ray wrote to {out}" in capsys.readouterr().err
 

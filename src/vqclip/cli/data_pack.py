@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
-from typing import Any
 
 from vqclip.cli import arguments as types
 from vqclip.data import FolderConfig, open_source, parse_source
@@ -52,15 +50,6 @@ def run(options: argparse.Namespace) -> None:
     data = config if isinstance(config, PackedConfig) and config.is_packed else open_source(config)
     done = pack(data, Options(out=out, **{name: getattr(options, name) for name in ("split", *_FIELDS)}))
     print(done.describe(out), flush=True)
-    if done.manifest is not None:
-        print(_how_to_read(done.manifest, out, options.split), flush=True)
-
-
-def _how_to_read(manifest: dict[str, Any], out: Path, split: str) -> str:
-    if manifest["layout"] == "classes":
-        return f"read them with {{kind: classes, path: {out}, split: {split}}}"
-    several = ", captions: json" if manifest["captions"] > manifest["samples"] else ""
-    return f"read them with {{kind: shards, path: {out}{several}}}"
 
 
 def _split(given: str) -> str:

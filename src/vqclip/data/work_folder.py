@@ -8,10 +8,10 @@
 
     folder = WorkFolder(path, settings, items, layout)   # makes the folder, or compares its settings
     for item in folder.claim():                          # items that nobody has finished or is making
-        file = folder.write(item, content)               # folder.renew() now and then
+        file = write_file(folder.file(item), content)    # folder.renew() now and then
         folder.add_record(item, file, samples)           # now it is finished
     if (records := folder.records()) is not None:        # every item is finished
-        folder.finish(records, manifest)
+        folder.finish(records, bad_fraction, "--tolerance")
 
 Processes meet in this folder alone. A file is written before its record, both atomically, so a record means a finished
 item. An item depends on the settings and its number alone: claims save work, and nothing else depends on them. Two
@@ -32,21 +32,22 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from vqclip.config import Config
+from vqclip.data.in_order import require_few_bad
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io import atomic
-from vqclip.io.atomic import FileDigest, verify_file
+from vqclip.io.atomic import FileDigest, remove_leftovers, verify_file, write_file, write_file_once
 from vqclip.io.file_locks import ProcessLock
 from vqclip.io.json_files import add_checksum, describe_differences, read_versioned, validation_problems
 from vqclip.process import progress
 
-__all__ = ["BadRecord", "FolderLayout", "ItemRecord", "WorkFolder"]
+__all__ = ["BadRecord", "FolderLayout", "FolderManifest", "ItemRecord", "ManifestItem", "WorkFolder", "WorkResult"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -60,6 +61,7 @@ _WAIT_S = 0.5
 """Time between two looks at items that others are making."""
 _SHOWN = 20
 """Differing settings that a message shows."""
+_Count = Annotated[int, Field(ge=0, le=2**40)]  # so that no manifest that is read adds up to 2**63
 
 
 class FolderLayout(NamedTuple):
@@ -105,6 +107,66 @@ class ItemRecord(Config):
     """JSON values that its maker adds."""
 
 
+class ManifestItem(Config):
+    """A finished item in a manifest."""
+
+    name: str = Field(pattern=r"^[0-9]{1,9}\.[a-z]+$")
+    """File name: a number and the ending, so that it cannot leave the folder."""
+    size: _Count
+    """Bytes."""
+    sha256: str
+    """SHA-256 of the file."""
+    samples: _Count
+    """Samples in it."""
+    bad: dict[str, _Count]
+    """Kind of problem → number of samples left out."""
+
+
+class FolderManifest(Config):
+    """A whole folder, in `manifest.json`."""
+
+    settings: Any
+    """Settings of the folder."""
+    samples: _Count
+    """Samples in all files."""
+    bad: dict[str, _Count]
+    """Kind of problem → number of samples left out; `bad_samples.jsonl` names them."""
+    shards: tuple[ManifestItem, ...]
+    """The items in order."""
+
+
+class WorkResult(NamedTuple):
+    """Work of one process, with its workers, on a folder."""
+
+    made: int
+    """Number of items it made."""
+    found: int
+    """Number of items that were finished before it began."""
+    missing: int
+    """Number of items that other processes have not finished yet."""
+    samples: int
+    """Number of samples it read."""
+    seconds: float
+    """Time it took."""
+    manifest: FolderManifest | None
+    """The manifest; None until all items are finished."""
+    note: str | None
+    """Remark on the finished folder, if there is one."""
+
+    def describe(self, path: Path, who: str = "") -> str:
+        """Return the work in words, for the folder `path`; `who` names the process, before its lines."""
+        rate = f"; {self.samples / self.seconds:.0f} samples/s" if self.samples else ""
+        text = f"{who}shards: {self.made} written, {self.found} already finished{rate}\n"
+        manifest = self.manifest
+        if manifest is None:
+            return f"{text}{who}{self.missing} shards are left to other processes, or to the same command run again"
+        size, left_out = sum(each.size for each in manifest.shards), sum(manifest.bad.values())
+        kinds = ", ".join(f"{count} {kind}" for kind, count in manifest.bad.items())
+        bad = f", {left_out} left out ({kinds}; see {BAD_FILE})" if left_out else ""
+        text += f"{path}: {manifest.samples:,} samples in {len(manifest.shards)} shards, {size / 1e6:,.1f} MB{bad}"
+        return f"{text}\n{self.note}" if self.note else text
+
+
 class WorkFolder:
     """A folder of files that several processes make.
 
@@ -125,6 +187,7 @@ class WorkFolder:
         self.digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
         self._claims: list[Path] = []
         self._renewed = time.monotonic()
+        file = path / SETTINGS_FILE
         try:
             for folder in (_RECORDS, _CLAIMS):
                 (path / folder).mkdir(parents=True, exist_ok=True)
@@ -132,11 +195,25 @@ class WorkFolder:
             raise ConfigError(
                 f"{layout.option}: {path}: cannot be made ({error.strerror}); expected a new folder"
             ) from None
-        file = path / SETTINGS_FILE
         if not file.exists():
-            self._require_no_files()
-            atomic.write_file_once(file, self._json({"items": items, "settings": self.settings}))
-        self._require_same(file)  # in any case: another process may have written it first
+            found = sorted(each.name for each in path.glob(f"*{layout.suffix}"))
+            if found and not file.exists():  # looked for again: another process writes it before them
+                raise ConfigError(
+                    f"{layout.option}: {path} has no {SETTINGS_FILE}, but contains {', '.join(found[:5])}; expected an "
+                    f"empty folder or one that `{layout.command}` began"
+                )
+            write_file_once(file, self._json({"items": items, "settings": self.settings}))
+        try:  # in any case: another process may have written it first
+            there = read_versioned(file, layout.versions, f"run `{layout.command}` into a new folder")["settings"]
+        except (CheckpointError, OSError) as error:
+            raise ConfigError(f"{layout.option}: {error}") from None
+        if lines := [*describe_differences(there, self.settings, "there").values()]:
+            more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+            raise ConfigError(
+                f"{layout.option}: {path} was begun with other settings; name another folder, or give the same ones:\n"
+                + "\n".join(lines[:_SHOWN])
+                + more
+            )
 
     @classmethod
     def existing(cls, path: Path, layout: FolderLayout) -> WorkFolder | None:
@@ -150,13 +227,13 @@ class WorkFolder:
             logger.warning("%s; it is made again", error)
             return None
 
-    def name(self, item: int) -> str:
-        """Return the name of an item's file."""
-        return f"{item:0{self.layout.digits}d}{self.layout.suffix}"
-
     def file(self, item: int) -> Path:
         """Return the path of an item's file."""
-        return self.path / self.name(item)
+        return self.path / f"{item:0{self.layout.digits}d}{self.layout.suffix}"
+
+    def record_path(self, item: int) -> Path:
+        """Return the path of an item's record."""
+        return self.path / _RECORDS / f"{item:05d}.json"
 
     def claim(self, items: Iterable[int] | None = None, wait: bool = False) -> Iterator[int]:
         """Yield the items that nobody has finished, each while this process claims it.
@@ -169,21 +246,38 @@ class WorkFolder:
         while left:
             busy = []
             for item in left:
-                claim = self._take(item)
-                if claim is None:
+                path = self.path / _CLAIMS / f"{item:05d}"
+                lock = self._take(path)
+                if lock is None:
                     busy.append(item)
                     continue
+                self._claims.append(path)
                 try:
                     if self.record(item) is None:  # another process may have finished it meanwhile
                         yield item
                 finally:
-                    self._claims.remove(self._claim_path(item))
-                    self._claim_path(item).unlink(missing_ok=True)
-                    claim.release()
+                    self._claims.remove(path)
+                    path.unlink(missing_ok=True)
+                    lock.release()
             left = [item for item in busy if self.record(item) is None] if wait else []
             if left:
                 progress.heartbeat()
                 time.sleep(_WAIT_S)
+
+    def _take(self, path: Path) -> ProcessLock | None:
+        """Lock the claim of an item; return None if another process is making it."""
+        with contextlib.suppress(OSError):
+            holder = path.read_text(errors="replace").strip()
+            if holder and not holder.endswith(f" on {socket.gethostname()}"):
+                with tempfile.TemporaryFile(dir=path.parent) as file:  # times of files are those of the disk's machine
+                    age = os.fstat(file.fileno()).st_mtime - path.stat().st_mtime
+                if age < _LEASE_S:
+                    return None
+        lock = ProcessLock(path)
+        if lock.try_acquire() is None:
+            return lock
+        lock.release()
+        return None
 
     def renew(self) -> None:
         """Show other machines that this process still makes what it claims; called between the parts of long work."""
@@ -193,10 +287,6 @@ class WorkFolder:
                 with contextlib.suppress(OSError):
                     os.utime(path)
 
-    def write(self, item: int, content: bytes | Callable[[BinaryIO], object]) -> FileDigest:
-        """Write the file of an item, from its bytes or by a function; the item is finished after `add_record`."""
-        return atomic.write_file(self.file(item), content)
-
     def add_record(
         self, item: int, file: FileDigest, samples: int, bad: Iterable[Any] = (), **facts: Any
     ) -> ItemRecord:
@@ -204,7 +294,7 @@ class WorkFolder:
 
         Args:
             item: its number.
-            file: digest of its file, from `write`.
+            file: digest of its file, from `write_file`.
             samples: number of samples in it.
             bad: samples that cannot be used, with the keys of `BadRecord`.
             **facts: JSON values that the record keeps.
@@ -212,13 +302,13 @@ class WorkFolder:
         record = ItemRecord(
             settings=self.digest,
             item=item,
-            name=self.name(item),
+            name=self.file(item).name,
             file=file,
             samples=samples,
             bad=tuple(BadRecord.model_validate(each) for each in bad),
             facts=facts,
         )
-        atomic.write_file(self.record_path(item), self._json(record.model_dump(mode="json")))
+        write_file(self.record_path(item), self._json(record.model_dump(mode="json")))
         return record
 
     def record(self, item: int, verify: bool = False) -> ItemRecord | None:
@@ -226,17 +316,17 @@ class WorkFolder:
 
         Args:
             item: its number.
-            verify: read the file, and compare its checksum.
+            verify: read the file, and compare its checksum; the record of one that is damaged is removed.
         """
-        path = self.record_path(item)
+        path, file = self.record_path(item), self.file(item)
         try:
             record = ItemRecord.model_validate(read_versioned(path, self.layout.versions, "it is made again"))
-            if (record.settings, record.item, record.name) != (self.digest, item, self.name(item)):
+            if (record.settings, record.item, record.name) != (self.digest, item, file.name):
                 raise CheckpointError(f"{path}: the record of another item or folder")
             if verify:
-                verify_file(self.file(item), record.file, "its record")
-            elif (size := self.file(item).stat().st_size) != record.file.size:
-                raise CheckpointError(f"{self.file(item)}: got {size} bytes, expected {record.file.size}")
+                verify_file(file, record.file, "its record")
+            elif (size := file.stat().st_size) != record.file.size:
+                raise CheckpointError(f"{file}: got {size} bytes, expected {record.file.size}")
             return record
         except FileNotFoundError:
             return None
@@ -244,13 +334,14 @@ class WorkFolder:
             logger.warning("%s: %s; it is made again", path, "; ".join(validation_problems(error)))
         except (CheckpointError, OSError) as error:
             logger.warning("%s; it is made again", error)
+        if verify:
+            self.forget(item)
         return None
 
     def records(self) -> list[ItemRecord] | None:
         """Return the records of all items, in order; None while some are missing."""
-        found = [self.record(item) for item in range(self.items)]
-        whole = [record for record in found if record is not None]
-        return whole if len(whole) == len(found) else None
+        found = [record for item in range(self.items) if (record := self.record(item)) is not None]
+        return found if len(found) == self.items else None
 
     def missing(self) -> int:
         """Return the number of items without a record."""
@@ -264,77 +355,51 @@ class WorkFolder:
             return False
         return True
 
-    def finish(self, records: Sequence[ItemRecord], manifest: Mapping[str, Any]) -> None:
+    def finish(self, records: Sequence[ItemRecord], bad_fraction: float, option: str) -> FolderManifest:
         """Write the manifest and the list of bad samples, and remove what killed processes have left.
 
         Args:
             records: those of all items.
-            manifest: JSON values.
+            bad_fraction: largest share of samples that may be left out.
+            option: option that sets it, for the message.
+
+        Raises:
+            DataError: more samples were left out; the message names some.
         """
-        lines = [json.dumps(each.model_dump(), sort_keys=True) + "\n" for record in records for each in record.bad]
-        for name, data in ((BAD_FILE, "".join(lines).encode()), (MANIFEST_FILE, self._json(manifest))):
+        bad = [each for record in records for each in record.bad]
+        samples = sum(record.samples for record in records)
+        require_few_bad((each.reason for each in bad), len(bad), int(bad_fraction * (samples + len(bad))), option)
+        manifest = FolderManifest(
+            settings=self.settings,
+            samples=samples,
+            bad=_count_kinds(bad),
+            shards=tuple(
+                ManifestItem(
+                    name=record.name, **record.file.model_dump(), samples=record.samples, bad=_count_kinds(record.bad)
+                )
+                for record in records
+            ),
+        )
+        lines = "".join(json.dumps(each.model_dump(), sort_keys=True) + "\n" for each in bad)
+        for name, data in ((BAD_FILE, lines.encode()), (MANIFEST_FILE, self._json(manifest.model_dump(mode="json")))):
             path = self.path / name
             if not path.exists() or path.read_bytes() != data:
-                atomic.write_file(path, data)
+                write_file(path, data)
         self.remove_leftovers()
+        return manifest
 
     def remove_leftovers(self) -> None:
         """Remove unfinished files of killed processes, and the claims if every item is finished."""
         for folder in (self.path, self.path / _RECORDS):
-            atomic.remove_leftovers(folder)
+            remove_leftovers(folder)
         if not self.missing():
             for path in (self.path / _CLAIMS).glob("*"):
                 with contextlib.suppress(OSError):  # another user's file
                     path.unlink()
 
-    def _take(self, item: int) -> ProcessLock | None:
-        """Claim an item; return None if another process is making it."""
-        path = self._claim_path(item)
-        with contextlib.suppress(OSError):
-            holder = path.read_text(errors="replace").strip()
-            here = not holder or holder.endswith(f" on {socket.gethostname()}")
-            if not here and self._time_of_disk() - path.stat().st_mtime < _LEASE_S:
-                return None
-        lock = ProcessLock(path)
-        if lock.try_acquire() is not None:
-            lock.release()
-            return None
-        self._claims.append(path)
-        return lock
-
-    def _time_of_disk(self) -> float:
-        """Return the time on the machine that has the disk, whose clock sets the times of files."""
-        with tempfile.TemporaryFile(dir=self.path / _CLAIMS) as file:
-            return os.fstat(file.fileno()).st_mtime
-
-    def _claim_path(self, item: int) -> Path:
-        return self.path / _CLAIMS / f"{item:05d}"
-
-    def record_path(self, item: int) -> Path:
-        """Return the path of an item's record."""
-        return self.path / _RECORDS / f"{item:05d}.json"
-
     def _json(self, body: Mapping[str, Any]) -> bytes:
         return add_checksum({**self.layout.versions, **body})
 
-    def _require_no_files(self) -> None:
-        found = sorted(path.name for path in self.path.glob(f"*{self.layout.suffix}"))
-        if found and not (self.path / SETTINGS_FILE).exists():  # checked last: another process writes it before them
-            raise ConfigError(
-                f"{self.layout.option}: {self.path} has no {SETTINGS_FILE}, but contains {', '.join(found[:5])}; "
-                f"expected an empty folder or one that `{self.layout.command}` began"
-            )
 
-    def _require_same(self, file: Path) -> None:
-        """Compare the settings of the folder with those of this process; raise ConfigError if they differ."""
-        try:
-            there = read_versioned(file, self.layout.versions, f"run `{self.layout.command}` into a new folder")
-        except (CheckpointError, OSError) as error:
-            raise ConfigError(f"{self.layout.option}: {error}") from None
-        lines = list(describe_differences(there["settings"], self.settings, "there").values())
-        if lines:
-            more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-            raise ConfigError(
-                f"{self.layout.option}: {self.path} was begun with other settings; name another folder, or give the "
-                "same ones:\n" + "\n".join(lines[:_SHOWN]) + more
-            )
+def _count_kinds(bad: Iterable[BadRecord]) -> dict[str, int]:
+    return dict(sorted(Counter(each.kind for each in bad).items()))

@@ -16,10 +16,9 @@ import contextlib
 import importlib.metadata
 import json
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -32,13 +31,13 @@ from vqclip.data.sources.base import RawSample
 from vqclip.data.sources.captions import DEFAULT_TEMPLATE
 from vqclip.data.sources.class_folder import CLASSNAMES, MAX_LINE, TEMPLATES
 from vqclip.data.sources.packed import PackedConfig, Piece, Stream, StreamSample, require_room, write_piece
-from vqclip.data.work_folder import BAD_FILE, FolderLayout, ItemRecord, WorkFolder
+from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder, WorkResult
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.atomic import write_file
 from vqclip.runlog.bar import ProgressBar
 
-__all__ = ["Options", "PackResult", "pack"]
+__all__ = ["Options", "pack"]
 
 _VERSIONS = {"format": "vqclip packed shards", "format_version": 2}
 _MADE_WITH = ("webdataset", "simplejpeg", "pillow")
@@ -63,35 +62,6 @@ class Options(Config):
     """Largest share of samples that cannot be used and are left out; bad_samples.jsonl names them."""
     max_pixels: Annotated[int, Field(ge=1)] = MAX_PIXELS
     """Larger images cannot be used."""
-
-
-class PackResult(NamedTuple):
-    """Work of one process and its workers on a folder of packed shards."""
-
-    made: int
-    """Number of shards it made."""
-    found: int
-    """Number of shards that were finished before."""
-    missing: int
-    """Number of shards that other processes have not finished yet."""
-    seconds: float
-    """Time it took."""
-    samples: int
-    """Samples in the shards it made."""
-    manifest: dict[str, Any] | None
-    """Samples, captions and shards of the folder; None until all shards are finished."""
-
-    def describe(self, out: Path) -> str:
-        """Return the work in words."""
-        rate = f"; {self.samples / self.seconds:.0f} samples/s" if self.samples else ""
-        text = f"shards: {self.made} written, {self.found} already finished{rate}"
-        if self.manifest is None:
-            return f"{text}\n{self.missing} shards are left to other processes, or to the same command run again"
-        size, left_out = sum(shard["size"] for shard in self.manifest["shards"]), self.manifest["bad"]
-        kinds = ", ".join(f"{count} {kind}" for kind, count in left_out.items())
-        bad = f", {sum(left_out.values())} left out ({kinds}; see {BAD_FILE})" if left_out else ""
-        text += f"\n{out}: {self.manifest['samples']:,} samples in {len(self.manifest['shards'])} shards"
-        return f"{text}, {size / 1e6:,.1f} MB{bad}"
 
 
 class _Slices:
@@ -148,15 +118,14 @@ class _PieceWriter:
     def __call__(self, piece: int) -> ItemRecord | None:
         """Write a piece and its statistics, and return its record; None if another process is writing it."""
         if self._stream is None:
-            self._stream = open_stream(self._data, self._options)
+            self._stream = _open_stream(self._data, self._options)
         for _ in self._folder.claim([piece]):
             record = write_piece(self._folder, piece, self._stream, self._check, self._limit)
-            failed = len(record.bad)
-            stats = {"count": record.samples + failed, "successes": record.samples, "failed_to_download": 0}
-            stats |= {"failed_to_resize": failed}
-            status = {"status_dict": {"success": record.samples, "unusable": failed}}
+            good, bad = record.samples, len(record.bad)
+            stats = {"count": good + bad, "successes": good, "failed_to_download": 0, "failed_to_resize": bad}
+            status = {"status_dict": {"success": good, "unusable": bad}}
             path = self._folder.file(piece).with_name(f"{self._folder.file(piece).stem}_stats.json")
-            write_file(path, json.dumps({**stats, **status}, indent=1).encode())
+            write_file(path, json.dumps(stats | status, indent=1).encode())
             return record
         return None
 
@@ -164,12 +133,11 @@ class _PieceWriter:
         decode_image(sample.image, self._options.max_pixels)
 
 
-def open_stream(data: Source | PackedConfig, options: Options) -> Stream:
-    """Return a source as a stream."""
+def _open_stream(data: Source | PackedConfig, options: Options) -> Stream:
     return data.stream() if isinstance(data, PackedConfig) else _Slices(data, options.shard_size)
 
 
-def pack(data: Source | PackedConfig, options: Options) -> PackResult:
+def pack(data: Source | PackedConfig, options: Options) -> WorkResult:
     """Write a source as shards; run again, or by several processes at a time, it continues.
 
     Args:
@@ -180,23 +148,17 @@ def pack(data: Source | PackedConfig, options: Options) -> PackResult:
         VqclipError: for anything a user can correct; the message says how.
         OSError: the disk is full, or cannot be written.
     """
-    start = time.monotonic()
-    stream = open_stream(data, options)
+    start, made, samples = time.monotonic(), 0, 0
+    stream = _open_stream(data, options)
     folder = _open_folder(data, stream, options)
     records = [folder.record(piece, verify=True) for piece in range(folder.items)]
     wanted = [piece for piece, record in enumerate(records) if record is None]
-    for piece in wanted:
-        folder.forget(piece)
+    found = folder.items - len(wanted)
     require_room(folder.path, sum(stream.pieces[piece].size for piece in wanted), "OUT: name a folder on a larger disk")
-    total = None if isinstance(data, PackedConfig) else len(data)
-    allowed = None if total is None else int(options.bad_fraction * total)
+    allowed = None if isinstance(data, PackedConfig) else int(options.bad_fraction * len(data))
     bad = [each.reason for record in records if record is not None for each in record.bad]
-    made = samples = 0
     writer = _PieceWriter(data, folder, options, allowed)
-    with (
-        explain_worker_deaths("pack"),
-        ProgressBar(folder.items, folder.items - len(wanted), True, "pack", "shard") as bar,
-    ):
+    with explain_worker_deaths("pack"), ProgressBar(folder.items, found, True, "pack", "shard") as bar:
         for record in ordered_map(writer, wanted, min(options.workers, len(wanted)), section="pack"):
             if record is not None:
                 made, samples = made + 1, samples + record.samples
@@ -205,9 +167,16 @@ def pack(data: Source | PackedConfig, options: Options) -> PackResult:
                     require_few_bad(bad, len(bad), allowed, "--bad-fraction")
             bar.advance()
             bar.show({"samples": samples})
-    manifest = _finish(folder, options)
-    found = folder.items - len(wanted)
-    return PackResult(made, found, folder.missing(), time.monotonic() - start, samples, manifest)
+    manifest = note = None
+    if (whole := folder.records()) is not None:
+        manifest = folder.finish(whole, options.bad_fraction, "--bad-fraction")
+        captions = sum(record.facts["captions"] for record in whole)
+        note = f"{{kind: shards, path: {options.out}{', captions: json' * (captions > manifest.samples)}}}"
+        if stream.classnames:
+            write_file(folder.path / "nshards.txt", f"{folder.items}\n".encode())
+            note = f"{{kind: classes, path: {options.out}, split: {options.split}}}"
+        note = f"read them with {note}"
+    return WorkResult(made, found, folder.missing(), samples, time.monotonic() - start, manifest, note)
 
 
 def _open_folder(data: Source | PackedConfig, stream: Stream, options: Options) -> WorkFolder:
@@ -241,25 +210,3 @@ def _open_folder(data: Source | PackedConfig, stream: Stream, options: Options) 
         if not file.exists():
             write_file(file, content)
     return folder
-
-
-def _finish(folder: WorkFolder, options: Options) -> dict[str, Any] | None:
-    """Write the manifest if all shards are finished, and return it."""
-    records = folder.records()
-    if records is None:
-        return None
-    bad = [each for record in records for each in record.bad]
-    samples = sum(record.samples for record in records)
-    allowed = int(options.bad_fraction * (samples + len(bad)))
-    require_few_bad((each.reason for each in bad), len(bad), allowed, "--bad-fraction")
-    manifest = {
-        "layout": folder.settings["layout"],
-        "samples": samples,
-        "captions": sum(record.facts["captions"] for record in records),
-        "bad": dict(sorted(Counter(each.kind for each in bad).items())),
-        "shards": [{"name": each.name, **each.file.model_dump(), "samples": each.samples} for each in records],
-    }
-    folder.finish(records, manifest)
-    if manifest["layout"] == "classes":
-        write_file(folder.path / "nshards.txt", f"{folder.items}\n".encode())
-    return manifest

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vqclip.data import RawSample
+from vqclip.data import RawSample, ShardedSource
 from vqclip.data.in_order import read_in_order
-from vqclip.data.samples import ReadsSamples, read_decoded
+from vqclip.data.samples import read_decoded
 from vqclip.data.tokens.layout import TokenRecord, strip_padding
 from vqclip.nn.precision import Precision
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.towers import CaptionLengths
 
-__all__ = ["DecodedBatch", "Encoders", "ShardBatches", "ShardSamples"]
+__all__ = ["DecodedBatch", "Encoders", "ShardBatches"]
 
 
 class DecodedBatch(NamedTuple):
@@ -31,19 +31,11 @@ class DecodedBatch(NamedTuple):
     ids: range
     """Numbers of the samples, usable or not, in the whole data set; the first one is row 0."""
     images: Tensor | None
-    """``(B, 3, S, S)`` uint8, always with all B rows: black without a sample; None if no images are wanted."""
+    """``(B, 3, S, S)`` uint8, always with all B rows: black without a sample; None without usable or wanted images."""
     found: tuple[TokenRecord, ...]
     """The usable samples, without ids."""
     bad: tuple[dict[str, Any], ...]
     """The unusable samples, with the keys of `vqclip.data.work_folder.BadRecord`."""
-
-
-class ShardSamples(ReadsSamples, Protocol):
-    """The part of a `ShardedSource` that reads samples."""
-
-    def key(self, index: int) -> str:
-        """See `ShardedSource.key`."""
-        ...
 
 
 class ShardBatches:
@@ -55,22 +47,20 @@ class ShardBatches:
         first: number of the source's first sample in the whole data set.
         batch_size: B.
         transform: ``(3, H, W)`` uint8 → ``(3, S, S)`` uint8; None if no images are wanted.
-        image_size: S.
         max_pixels: larger images are bad samples.
     """
 
     def __init__(
         self,
-        source: ShardSamples,
+        source: ShardedSource,
         ids: range,
         first: int,
         batch_size: int,
         transform: Callable[[Tensor], Tensor] | None,
-        image_size: int,
         max_pixels: int,
     ):
         self._source, self._ids, self._first, self._batch_size = source, ids, first, batch_size
-        self._transform, self._image_size, self._max_pixels = transform, image_size, max_pixels
+        self._transform, self._max_pixels = transform, max_pixels
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -83,25 +73,21 @@ class ShardBatches:
             StorageError: the shard cannot be fetched.
         """
         ids = self._ids[number * self._batch_size : (number + 1) * self._batch_size]
-        read = read_in_order(self._read, ids)
-        images = None
-        if self._transform is not None:
-            images = torch.zeros(self._batch_size, 3, self._image_size, self._image_size, dtype=torch.uint8)
-            for sample_id, (_, image) in read.found.items():
-                assert image is not None
+        read, images = read_in_order(self._read, ids), None
+        for sample_id, (_, image) in read.found.items():
+            if image is not None:
+                images = image.new_zeros(self._batch_size, *image.shape) if images is None else images
                 images[sample_id - ids.start] = image
+        keys = {sample_id: self._source.key(sample_id - self._first) for sample_id in ids}
         found = tuple(
-            TokenRecord(self._key(sample_id), sample_id, sample.label, sample.captions, image=None, texts=None)
+            TokenRecord(keys[sample_id], sample_id, sample.label, sample.captions, image=None, texts=None)
             for sample_id, (sample, _) in read.found.items()
         )
         bad = tuple(
-            {"sample_id": bad.sample_id, "key": self._key(bad.sample_id), "kind": bad.kind, "reason": bad.reason}
-            for bad in read.bad
+            {"sample_id": each.sample_id, "key": keys[each.sample_id], "kind": each.kind, "reason": each.reason}
+            for each in read.bad
         )
         return DecodedBatch(ids, images, found, bad)
-
-    def _key(self, sample_id: int) -> str:
-        return self._source.key(sample_id - self._first)
 
     def _read(self, sample_id: int) -> tuple[RawSample, Tensor | None]:
         """Return a sample, and its transformed image if images are wanted."""

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -29,16 +27,17 @@ from vqclip.data import ShardedSource, SourceConfigBase, prepare_sources
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.in_order import require_few_bad
 from vqclip.data.libraries import require_pyarrow
-from vqclip.data.tokens import SUFFIX, IdLayout, Manifest, TokenRecord, write_shard
-from vqclip.data.tokens.manifest import VERSIONS, Settings, ShardInfo, SourceShard, TokenizerInfo
-from vqclip.data.work_folder import BAD_FILE, FolderLayout, WorkFolder
+from vqclip.data.tokens import SUFFIX, IdLayout, TokenRecord, write_shard
+from vqclip.data.tokens.manifest import VERSIONS, Settings, SourceShard, TokenizerInfo
+from vqclip.data.work_folder import FolderLayout, WorkFolder, WorkResult
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import CheckpointError, ConfigError
+from vqclip.io.atomic import write_file
 from vqclip.io.json_files import problem_message, read_json
 from vqclip.nn.precision import Precision
 from vqclip.process.memory import keep_freed_memory
 from vqclip.runlog.bar import ProgressBar
-from vqclip.tokenize_dataset.encode import Encoders, ShardBatches, ShardSamples
+from vqclip.tokenize_dataset.encode import Encoders, ShardBatches
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.fingerprint import fingerprint
 from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder
@@ -46,7 +45,7 @@ from vqclip.tokenizer.hub import find_folder
 from vqclip.tokenizer.loading import load_tokenizer
 from vqclip.towers import CaptionLengths
 
-__all__ = ["LAYOUT", "Options", "ShardMaker", "TokenizeResult", "finish_folder", "tokenize"]
+__all__ = ["LAYOUT", "Options", "ShardMaker", "finish_folder", "tokenize"]
 
 LAYOUT = FolderLayout(VERSIONS, SUFFIX, command="vqclip tokenize", option="--out")
 """Layout of the work folder."""
@@ -82,53 +81,8 @@ class Options(Config):
     timeout_s: float = 240.0
     """Longest wait for a worker."""
 
-    def require_few_bad(self, reasons: Sequence[str], more: int, samples: int) -> None:
-        """Raise DataError if more samples of a data set are unusable than are allowed.
 
-        Args:
-            reasons: why; the message shows some.
-            more: number of further ones.
-            samples: samples of the data set.
-        """
-        require_few_bad(reasons, len(reasons) + more, int(self.tolerance * samples), "--tolerance")
-
-
-@dataclass(frozen=True)
-class TokenizeResult:
-    """Work of one process on a folder of token shards, or of all workers of Ray."""
-
-    made: int
-    """Number of shards it made."""
-    found: int
-    """Number of shards that were finished before it began."""
-    samples: int
-    """Number of samples it read."""
-    seconds: float
-    """Time from the first sample."""
-    missing: int
-    """Number of shards that others have not finished yet."""
-    manifest: Manifest | None
-    """The manifest, if all shards are finished."""
-    cut: str | None
-    """Message on captions that were cut; None if none was, or shards are missing."""
-
-    def describe(self, out: Path, who: str = "") -> str:
-        """Return the work in words, for the folder `out`; `who` names the process, before its lines."""
-        rate = f"; {self.samples / self.seconds:.0f} samples/s" if self.samples else ""
-        text = f"{who}shards: {self.made} written, {self.found} already finished{rate}"
-        manifest = self.manifest
-        if manifest is None:
-            return f"{text}\n{who}{self.missing} shards are left to other processes, or to the same command run again"
-        size, left_out = sum(shard.size for shard in manifest.shards), sum(manifest.bad.values())
-        kinds = ", ".join(f"{count} {kind}" for kind, count in manifest.bad.items())
-        bad = f", {left_out} left out ({kinds}; see {BAD_FILE})" if left_out else ""
-        text += f"\n{who}{self.cut}" if self.cut else ""
-        return (
-            f"{text}\n{out}: {manifest.samples:,} samples in {len(manifest.shards)} shards, {size / 1e6:,.1f} MB{bad}"
-        )
-
-
-def tokenize(options: Options) -> TokenizeResult:
+def tokenize(options: Options) -> WorkResult:
     """Tokenize what no other process has done or is doing; under torchrun all processes share the shards.
 
     Raises:
@@ -152,7 +106,7 @@ def tokenize(options: Options) -> TokenizeResult:
     maker = ShardMaker(options, source.fingerprint, source.shards, device)
     folder, sizes = maker.folder, [len(ids) for ids in maker.ids]
     for shard in range(rank, len(sizes), world_size):
-        maker.find_finished(shard)
+        folder.record(shard, verify=True)
     records = [folder.record(shard) for shard in range(len(sizes))]
     bad = sum(len(record.bad) for record in records if record is not None)
     left = [shard for shard, record in enumerate(records) if record is None]
@@ -171,7 +125,7 @@ def tokenize(options: Options) -> TokenizeResult:
                 bar.show()
             record = folder.record(shard)
             bad, made = bad + (0 if record is None else len(record.bad)), made + 1
-    return finish_folder(options, folder, made, len(sizes) - len(left), seen, time.monotonic() - start)
+    return finish_folder(options, folder, made, len(sizes) - len(left), seen, start)
 
 
 class ShardMaker:
@@ -186,6 +140,7 @@ class ShardMaker:
     Attributes:
         folder: the work folder.
         ids: numbers of the samples of each shard in the whole data set.
+        most_bad: largest number of samples that may be left out.
 
     Raises:
         VqclipError: the tokenizers cannot be used, or the folder was begun with other settings.
@@ -195,11 +150,11 @@ class ShardMaker:
         shards = tuple(map(SourceShard.model_validate, facts))
         self._options = options
         self._encoders, tokenizer = _load_encoders(options, device)
-        image, text = self._encoders.image, self._encoders.text
+        text = self._encoders.text
         self._settings = Settings(
             tokenizer=tokenizer,
-            image=None if image is None else _layout(image),
-            text=None if text is None else _layout(text),
+            image=_layout(self._encoders.image),
+            text=_layout(text),
             context_length=None if text is None else text.preprocess.context_length,
             batch_size=options.batch_size,
             precision=options.precision,
@@ -213,15 +168,9 @@ class ShardMaker:
         self.folder = WorkFolder(options.out, self._settings.model_dump(mode="json"), len(shards), LAYOUT)
         ends = accumulate((shard.samples for shard in shards), initial=0)
         self.ids = [range(start, start + shard.samples) for start, shard in zip(ends, shards, strict=False)]
+        self.most_bad = int(options.tolerance * self.ids[-1].stop)
 
-    def find_finished(self, shard: int) -> bool:
-        """Return whether a shard is finished and undamaged; one that is damaged is forgotten, to be made again."""
-        if self.folder.record(shard, verify=True) is None:
-            self.folder.forget(shard)
-            return False
-        return True
-
-    def make(self, source: ShardSamples, shard: int, first: int, bad: int = 0) -> Iterator[int]:
+    def make(self, source: ShardedSource, shard: int, first: int, bad: int = 0) -> Iterator[int]:
         """Make a token shard that this process has claimed; yield the number of samples read since the last time.
 
         Args:
@@ -233,16 +182,9 @@ class ShardMaker:
         Raises:
             DataError: more samples cannot be used than are allowed, or the shard cannot be read.
         """
-        image, options, settings = self._encoders.image, self._options, self._settings
-        batches = ShardBatches(
-            source,
-            self.ids[shard],
-            first,
-            options.batch_size,
-            None if image is None else image.transform,
-            0 if image is None else image.tower.image_size,
-            options.max_pixels,
-        )
+        encoders, options, settings = self._encoders, self._options, self._settings
+        transform = None if encoders.image is None else encoders.image.transform
+        batches = ShardBatches(source, self.ids[shard], first, options.batch_size, transform, options.max_pixels)
         records: list[TokenRecord] = []
         left_out: list[dict[str, Any]] = []
         with explain_worker_deaths("tokenize"):
@@ -250,56 +192,33 @@ class ShardMaker:
                 batches, range(len(batches)), options.workers, timeout_s=options.timeout_s, section="tokenize"
             ):
                 left_out += batch.bad
-                options.require_few_bad([each["reason"] for each in left_out], bad, self.ids[-1].stop)
-                records += self._encoders.encode_images(batch)
+                require_few_bad(
+                    (each["reason"] for each in left_out), len(left_out) + bad, self.most_bad, "--tolerance"
+                )
+                records += encoders.encode_images(batch)
                 self.folder.renew()
                 yield len(batch.ids)
-        whole, lengths = self._encoders.encode_captions(records, self.folder.renew)
-        file = self.folder.write(shard, lambda file: write_shard(file, whole, settings.image, settings.text))
+        whole, lengths = encoders.encode_captions(records, self.folder.renew)
+        file = write_file(self.folder.file(shard), lambda file: write_shard(file, whole, settings.image, settings.text))
         self.folder.add_record(shard, file, len(whole), left_out, lengths=sorted(lengths.items()))
 
 
 def finish_folder(
-    options: Options, folder: WorkFolder, made: int, found: int, samples: int, seconds: float
-) -> TokenizeResult:
-    """Write the manifest if every shard is finished, and return the work; arguments as of `TokenizeResult`.
+    options: Options, folder: WorkFolder, made: int, found: int, samples: int, start: float
+) -> WorkResult:
+    """Write the manifest if every shard is finished, and return the work since `start`, see `WorkResult`.
 
     Raises:
         DataError: more samples were left out than are allowed; the message names some.
     """
-    records, settings = folder.records(), Settings.model_validate(folder.settings)
-    if records is None:
-        return TokenizeResult(made, found, samples, seconds, folder.missing(), None, None)
-    bad = [each for record in records for each in record.bad]
-    options.require_few_bad([each.reason for each in bad], 0, sum(shard.samples for shard in settings.shards))
-    shards = tuple(
-        ShardInfo(
-            name=record.name,
-            size=record.file.size,
-            sha256=record.file.sha256,
-            samples=record.samples,
-            bad=_count_kinds(each.kind for each in record.bad),
-        )
-        for record in records
-    )
-    manifest = Manifest(
-        settings=settings,
-        samples=sum(shard.samples for shard in shards),
-        bad=_count_kinds(each.kind for each in bad),
-        shards=shards,
-    )
-    folder.finish(records, manifest.model_dump(mode="json"))
-    cut = None
-    if settings.context_length is not None:
-        lengths = CaptionLengths()
+    manifest = note = None
+    if (records := folder.records()) is not None:
+        manifest = folder.finish(records, options.tolerance, "--tolerance")
+        lengths, longest = CaptionLengths(), folder.settings["context_length"]
         for record in records:
             lengths.update(dict(record.facts["lengths"]))
-        cut = lengths.describe_cuts(settings.context_length, "the text tower's context_length")
-    return TokenizeResult(made, found, samples, seconds, 0, manifest, cut)
-
-
-def _count_kinds(kinds: Iterator[str]) -> dict[str, int]:
-    return dict(sorted(Counter(kinds).items()))
+        note = None if longest is None else lengths.describe_cuts(longest, "the text tower's context_length")
+    return WorkResult(made, found, folder.missing(), samples, time.monotonic() - start, manifest, note)
 
 
 def _load_encoders(options: Options, device: torch.device) -> tuple[Encoders, TokenizerInfo]:
@@ -307,12 +226,8 @@ def _load_encoders(options: Options, device: torch.device) -> tuple[Encoders, To
     home = find_folder(options.tokenizer)  # once: a name on the hub may mean another model a moment later
     TokenizerFolder.open(home)  # verifies it
     body, _ = read_json(home / CONFIG_FILE)
-    image: ImageTokenizer | None = None
-    text: TextTokenizer | None = None
-    if options.modality in ("image", "both"):
-        image = load_tokenizer(home, "image").to(device)
-    if options.modality in ("text", "both"):
-        text = load_tokenizer(home, "text").to(device)
+    image = load_tokenizer(home, "image").to(device) if options.modality != "text" else None
+    text = load_tokenizer(home, "text").to(device) if options.modality != "image" else None
     for tokenizer in (image, text):
         if tokenizer is not None and not tokenizer.codebook_sizes:
             raise ConfigError(
@@ -321,19 +236,20 @@ def _load_encoders(options: Options, device: torch.device) -> tuple[Encoders, To
             )
     if read_json(home / CONFIG_FILE)[0] != body:
         raise CheckpointError(f"{home}: changed while it was loaded; run the command again")
-    facts = TokenizerInfo(
+    info = TokenizerInfo(
         image=None if image is None else fingerprint(image),
         text=None if text is None else fingerprint(text),
         weights=body["weights"]["sha256"],
         config=body["sha256"],
         id_layout=body["id_layout"],
     )
-    return Encoders(image, text, options.batch_size, options.precision), facts
+    return Encoders(image, text, options.batch_size, options.precision), info
 
 
-def _layout(tokenizer: ImageTokenizer | TextTokenizer) -> IdLayout:
-    padded = isinstance(tokenizer, TextTokenizer)
-    sizes = tokenizer.codebook_sizes
+def _layout(tokenizer: ImageTokenizer | TextTokenizer | None) -> IdLayout | None:
+    if tokenizer is None:
+        return None
+    padded, sizes = isinstance(tokenizer, TextTokenizer), tokenizer.codebook_sizes
     try:
         return IdLayout(num_tokens=tokenizer.num_tokens, codebook_sizes=sizes, padded=padded)
     except ValidationError as error:

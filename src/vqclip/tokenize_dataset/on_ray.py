@@ -11,28 +11,26 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 
 from vqclip import dist
+from vqclip.data.in_order import require_few_bad
 from vqclip.data.libraries import require_pyarrow
 from vqclip.data.on_ray import RayCluster, RayOptions, connect_to_ray
 from vqclip.data.shard import Shard
 from vqclip.data.sources.classes import ClassShardsConfig
 from vqclip.data.sources.shards import CaptionShardsConfig
 from vqclip.data.tars.index import content_digest
-from vqclip.data.tokens.manifest import VERSIONS
-from vqclip.data.work_folder import SETTINGS_FILE, WorkFolder
+from vqclip.data.work_folder import ItemRecord, WorkFolder, WorkResult
 from vqclip.errors import ConfigError, DataError, StorageError
-from vqclip.io.json_files import read_versioned
 from vqclip.process.memory import keep_freed_memory
 from vqclip.runlog.bar import ProgressBar
-from vqclip.tokenize_dataset.job import LAYOUT, Options, ShardMaker, TokenizeResult, finish_folder
+from vqclip.tokenize_dataset.job import LAYOUT, Options, ShardMaker, finish_folder
 
 __all__ = ["tokenize_on_ray"]
 
-T = TypeVar("T")
 _VISIBLE_S = 90.0
 """Longest wait for a file of another machine: a network file system may hide new files for a minute."""
 _Config: TypeAlias = CaptionShardsConfig | ClassShardsConfig
@@ -40,7 +38,7 @@ _Facts: TypeAlias = list[dict[str, Any]]
 """`ShardedSource.shards` of the whole data set."""
 
 
-def tokenize_on_ray(options: Options, ray: RayOptions) -> TokenizeResult:
+def tokenize_on_ray(options: Options, ray: RayOptions) -> WorkResult:
     """Tokenize a data set of tars on Ray, and write the manifest.
 
     The output folder, and data that are not at URLs, must have the same path on all machines.
@@ -60,39 +58,32 @@ def tokenize_on_ray(options: Options, ray: RayOptions) -> TokenizeResult:
         shards = tuple(data.tars())
         facts, fingerprint = _describe_shards(cluster, data, shards)
         open_job = partial(_open_maker, options, shards, facts, fingerprint, "cuda" if gpus > 0 else "cpu")
-        sizes, start, made, seen = [each["samples"] for each in facts], time.monotonic(), 0, 0
-        folder, left_out = None, list[str]()
+        sizes, start, made, seen, bad = [each["samples"] for each in facts], time.monotonic(), 0, 0, list[str]()
         with ProgressBar(sum(sizes), 0, True, "tokenize", "sample") as bar:
             for shard, is_new in cluster.map(open_job, range(len(shards)), "shard", cpus, gpus):
                 made, seen = made + is_new, seen + is_new * sizes[shard]
-                folder = folder or _wait_for(lambda: _find_folder(options.out, len(shards)), options.out)
-                record = _wait_for(partial(folder.record, shard), options.out)
-                left_out += [each.reason for each in record.bad]
-                options.require_few_bad(left_out, 0, sum(sizes))
+                folder, record = _wait_for(options.out, shard)
+                bad += [each.reason for each in record.bad]
+                require_few_bad(bad, len(bad), int(options.tolerance * sum(sizes)), "--tolerance")
                 bar.advance(sizes[shard])
                 bar.show()
-    assert folder is not None  # there is a shard
-    return finish_folder(options, folder, made, len(shards) - made, seen, time.monotonic() - start)
+    return finish_folder(options, folder, made, len(shards) - made, seen, start)
 
 
-def _find_folder(out: Path, shards: int) -> WorkFolder | None:
-    """Open the folder with the settings that the workers wrote: they know the names of their devices."""
-    if not (out / SETTINGS_FILE).exists():
-        return None
-    return WorkFolder(out, read_versioned(out / SETTINGS_FILE, VERSIONS, "remove it")["settings"], shards, LAYOUT)
+def _wait_for(out: Path, shard: int) -> tuple[WorkFolder, ItemRecord]:
+    """Return the folder and the record of a shard when this machine sees what a worker wrote, or raise ConfigError.
 
-
-def _wait_for(look: Callable[[], T | None], out: Path) -> T:
-    """Return what a worker has written when this machine sees it; raise ConfigError if it does not."""
+    Its settings are those that the workers wrote: they know the names of their devices.
+    """
     end = time.monotonic() + _VISIBLE_S
-    while (found := look()) is None:
+    while (folder := WorkFolder.existing(out, LAYOUT)) is None or (record := folder.record(shard)) is None:
         if time.monotonic() > end:
             raise ConfigError(
                 f"--out: this machine does not see what a worker of Ray wrote to {out}; expected a folder that all "
                 "machines share, under the same path"
             )
         time.sleep(1)
-    return found
+    return folder, record
 
 
 def _describe_shards(cluster: RayCluster, data: _Config, shards: Sequence[Shard]) -> tuple[_Facts, dict[str, Any]]:
@@ -134,7 +125,7 @@ def _open_maker(
     maker = ShardMaker(options, fingerprint, facts, device)
 
     def make(shard: int) -> bool:
-        if maker.find_finished(shard):
+        if maker.folder.record(shard, verify=True) is not None:
             return False
         for _ in maker.folder.claim([shard], wait=True):
             source = options.data.build_part([shards[shard]])  # type: ignore[attr-defined]

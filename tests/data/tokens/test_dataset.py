@@ -23,7 +23,8 @@ from vqclip.data.tokens import (
     write_shard,
 )
 from vqclip.data.tokens.layout import strip_padding
-from vqclip.data.tokens.manifest import VERSIONS, Settings, ShardInfo, TokenizerInfo
+from vqclip.data.tokens.manifest import VERSIONS, Settings, TokenizerInfo
+from vqclip.data.work_folder import ManifestItem
 from vqclip.errors import DataError, ShapeError
 from vqclip.io.atomic import digest_file
 from vqclip.io.json_files import add_checksum
@@ -74,7 +75,7 @@ def token_folder(folder: Path, counts: tuple[int, ...] = (5, 0, 300, 2)) -> Path
     for shard, count in enumerate(counts):
         path = write(folder / f"{shard:05d}.parquet", records(first, count))
         found = digest_file(path)
-        facts.append(ShardInfo(name=path.name, size=found.size, sha256=found.sha256, samples=count, bad={}))
+        facts.append(ManifestItem(name=path.name, size=found.size, sha256=found.sha256, samples=count, bad={}))
         first += count
     manifest = Manifest(settings=chosen, samples=first, bad={}, shards=tuple(facts))
     (folder / "manifest.json").write_bytes(add_checksum({**VERSIONS, **manifest.model_dump(mode="json")}))

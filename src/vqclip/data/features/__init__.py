@@ -6,7 +6,6 @@ After `vqclip.data.sources`; before the loader. `vqclip.train.feature_cache` com
 """
 
 from vqclip.data.features.config import FeatureCacheConfig, FeatureDtype, FeatureSettings
-from vqclip.data.features.folder import FeatureFolder
-from vqclip.data.features.reader import FeatureReader
+from vqclip.data.features.folder import FeatureFolder, FeatureReader
 
 __all__ = ["FeatureCacheConfig", "FeatureDtype", "FeatureFolder", "FeatureReader", "FeatureSettings"]

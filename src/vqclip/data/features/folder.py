@@ -18,7 +18,6 @@ import functools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,32 +25,17 @@ from torch import Tensor
 
 from vqclip.data.batch import BadSample
 from vqclip.data.features.config import FORMAT, FeatureSettings
+from vqclip.data.lookup import Recent
 from vqclip.data.table_file import open_table, table_bytes
 from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder
-from vqclip.errors import CheckpointError, ConfigError
+from vqclip.errors import CheckpointError, ConfigError, DataError, StorageError
+from vqclip.io.atomic import write_file
 from vqclip.io.json_files import describe_differences, read_json
 
-__all__ = ["FeatureFolder", "StoredShard"]
+__all__ = ["FeatureFolder", "FeatureReader"]
 
 _LAYOUT = FolderLayout(FORMAT, ".safetensors", "data.feature_cache", "data.feature_cache.folder")
-
-
-class StoredShard(NamedTuple):
-    """Open shard of features; its arrays are mapped from the file."""
-
-    entries: np.ndarray
-    first: np.ndarray
-    rows: np.ndarray
-    sums: np.ndarray
-
-    def entries_of(self, place: int) -> np.ndarray:
-        """Return the rows of a sample of the shard; empty for a bad one."""
-        return self.entries[self.first[place] : self.first[place + 1]]
-
-    def read(self, row: int) -> bytearray | None:
-        """Return the bytes of a row; None if one of them has changed."""
-        data = bytearray(self.rows[row].data)
-        return data if _row_checksums(np.frombuffer(data, np.uint8)[None])[0] == self.sums[row] else None
+_OPEN_SHARDS = 256
 
 
 class FeatureFolder:
@@ -60,13 +44,16 @@ class FeatureFolder:
     Args:
         parent: folder of all features.
         settings: everything that determines the bytes; other settings have another folder.
+
+    Attributes:
+        path: the folder.
+        lock_path: file that the computing job locks.
     """
 
     def __init__(self, parent: Path, settings: FeatureSettings):
         self.settings = settings
         self.path = parent / f"{settings.modality}-{settings.digest[:24]}"
         self.lock_path = self.path / "lock"
-        """File that the computing job locks."""
 
     def make(self) -> None:
         """Make the folder if it is missing, and compare its settings; before anything else is asked of it.
@@ -114,18 +101,17 @@ class FeatureFolder:
             "rows": content,
             "sums": _row_checksums(content),
         }
-        file = self._work.write(shard, table_bytes(self._facts(shard), arrays))
+        file = write_file(self._work.file(shard), table_bytes(self._facts(shard), arrays))
         records = [{"sample_id": each.sample_id, "kind": each.kind, "reason": each.reason} for each in bad]
         self._work.add_record(shard, file, len(entries) - len(records), records)
 
-    def open(self, shard: int) -> StoredShard:
-        """Open a shard.
+    def open(self, shard: int) -> dict[str, np.ndarray]:
+        """Open a shard; return its arrays, mapped from the file.
 
         Raises:
             DataError: it is missing or damaged, or belongs to another place.
         """
-        verified = ("entries", "first", "sums")
-        return StoredShard(**open_table(self._work.file(shard), self._facts(shard), verified).arrays)
+        return open_table(self._work.file(shard), self._facts(shard), ("entries", "first", "sums")).arrays
 
     def describe_nearest(self) -> list[str]:
         """Return the most similar other folder of the same data, and a line for each difference; [] for none."""
@@ -145,6 +131,69 @@ class FeatureFolder:
 
     def _facts(self, shard: int) -> dict[str, object]:
         return {**FORMAT, "settings": self._work.digest, "shard": shard}
+
+
+class FeatureReader:
+    """Random access to the features of samples; works in any process and after a fork.
+
+    At most 256 shards are mapped, so memory does not grow with the data.
+
+    Args:
+        folder: finished features. Each byte is verified when it is read.
+    """
+
+    def __init__(self, folder: FeatureFolder):
+        self._folder, self.settings = folder, folder.settings
+        self._shards = Recent[int, dict[str, np.ndarray]](_OPEN_SHARDS)
+
+    def empty(self, count: int) -> Tensor:
+        """Return an uninitialised tensor ``(count, N, D)`` in the stored dtype."""
+        settings = self.settings
+        return torch.empty(count, settings.tokens, settings.width, dtype=settings.torch_dtype)
+
+    def read(self, sample_id: int, entry: int, entries: int) -> Tensor:
+        """Return the features ``(N, D)`` of one view or caption of a sample.
+
+        Args:
+            sample_id: number of the sample over all sources.
+            entry: number of the view or caption.
+            entries: how many of them the sample has.
+
+        Raises:
+            DataError: the sample is bad, with the reason and kind that its decoding had.
+            StorageError: the shard is missing or damaged, or was made from other data.
+        """
+        number, place = divmod(sample_id, self.settings.shard_samples)
+        path = self._folder.shard_path(number)
+        try:
+            shard = self._shards.get(number, self._folder.open)
+        except DataError as error:
+            raise self._damage(number, str(error).removeprefix(f"{path}: ")) from None
+        rows = shard["entries"][shard["first"][place] : shard["first"][place + 1]]
+        if not len(rows):
+            record = self._folder.record(number)
+            for bad in record.bad if record else ():
+                if bad.sample_id == sample_id:
+                    raise DataError(bad.reason, bad.kind)
+            raise self._damage(number, f"sample {sample_id} has no features")
+        if len(rows) != entries:
+            raise StorageError(
+                f"{path}: sample {sample_id} has features of {len(rows)} views or captions, expected {entries}; delete "
+                "the folder",
+                "changed features",
+            )
+        data = bytearray(shard["rows"][rows[entry]].data)
+        if _row_checksums(np.frombuffer(data, np.uint8)[None])[0] != shard["sums"][rows[entry]]:
+            raise self._damage(number, f"the features of sample {sample_id} have changed")
+        return torch.frombuffer(data, dtype=self.settings.torch_dtype).view(self.settings.tokens, self.settings.width)
+
+    def _damage(self, number: int, problem: str) -> StorageError:
+        path = self._folder.shard_path(number)
+        forgotten = self._folder.forget(number)
+        remedy = "start the run again, which computes this shard again" if forgotten else f"delete {path}"
+        return StorageError(
+            f"{path}: {problem}: the feature cache was changed or deleted; {remedy}", "damaged features"
+        )
 
 
 def _row_checksums(rows: np.ndarray) -> np.ndarray:

@@ -39,6 +39,7 @@ from vqclip.data.tars.open import TarSet
 from vqclip.data.tars.reader import TarReader
 from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder
 from vqclip.errors import DataError, StorageError, encodable, printable
+from vqclip.io.atomic import write_file
 from vqclip.io.files import Stamp, cache_folder, format_bytes
 from vqclip.io.tars import write_tar
 from vqclip.process import progress
@@ -330,7 +331,7 @@ def write_piece(
             yield key, found
 
     try:
-        file = folder.write(piece, lambda out: write_tar(out, members()))
+        file = write_file(folder.file(piece), lambda out: write_tar(out, members()))
         samples = counts.pop("samples")
         record = folder.add_record(piece, file, samples, bad, **counts)
     except OSError as error:

@@ -9,12 +9,12 @@ from pydantic import Field, ValidationError, model_validator
 
 from vqclip.config import Config
 from vqclip.data.tokens.layout import IdLayout
-from vqclip.data.work_folder import MANIFEST_FILE, SETTINGS_FILE
+from vqclip.data.work_folder import MANIFEST_FILE, SETTINGS_FILE, FolderManifest
 from vqclip.errors import CheckpointError, DataError
 from vqclip.io.json_files import read_versioned, validation_problems
 from vqclip.nn.precision import Precision
 
-__all__ = ["SUFFIX", "VERSIONS", "Manifest", "Settings", "ShardInfo", "SourceShard", "TokenizerInfo", "read_manifest"]
+__all__ = ["SUFFIX", "VERSIONS", "Manifest", "Settings", "SourceShard", "TokenizerInfo", "read_manifest"]
 
 SUFFIX = ".parquet"
 """Ending of the names of token shards."""
@@ -82,37 +82,18 @@ class Settings(Config):
     """Its shards in order; each became one token shard."""
 
 
-class ShardInfo(Config):
-    """A finished shard."""
-
-    name: str = Field(pattern=r"^[0-9]{1,9}\.parquet$")
-    """File name: a number and the ending, so that it cannot leave the folder."""
-    size: _Count
-    """Bytes."""
-    sha256: str
-    """SHA-256 of the file."""
-    samples: _Count
-    """Samples in it."""
-    bad: dict[str, _Count]
-    """Kind of problem → number of skipped samples."""
-
-
-class Manifest(Config):
+class Manifest(FolderManifest):
     """A whole folder of token shards."""
 
     settings: Settings
     """Settings of all shards."""
-    samples: _Count
-    """Samples in all shards."""
-    bad: dict[str, _Count]
-    """Kind of problem → number of skipped samples; `bad_samples.jsonl` names them."""
-    shards: tuple[ShardInfo, ...]
-    """The shards, in order."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Manifest:
-        total = sum(shard.samples for shard in self.shards)
-        if self.samples != total:
+    def _check(self) -> Manifest:
+        for number, shard in enumerate(self.shards):
+            if shard.name != f"{number:05d}{SUFFIX}":
+                raise ValueError(f"shards: got {shard.name!r}, expected {number:05d}{SUFFIX}")
+        if self.samples != (total := sum(shard.samples for shard in self.shards)):
             raise ValueError(f"samples: got {self.samples}, expected {total}, the sum over its shards")
         return self
 
