@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from vqclip.data.libraries import name_errors, require_pyarrow
-from vqclip.data.tokens.layout import id_type
+from vqclip.data.tokens.manifest import id_type
 from vqclip.errors import CheckpointError, ConfigError, DataError, encodable
 from vqclip.io.atomic import write_file
 from vqclip.io.files import open_regular

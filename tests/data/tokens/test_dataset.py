@@ -22,8 +22,8 @@ from vqclip.data.tokens import (
     id_type,
     write_shard,
 )
-from vqclip.data.tokens.layout import strip_padding
 from vqclip.data.tokens.manifest import VERSIONS, Settings, TokenizerInfo
+from vqclip.data.tokens.parquet import strip_padding
 from vqclip.data.work_folder import ManifestItem
 from vqclip.errors import DataError, ShapeError
 from vqclip.io.atomic import digest_file

@@ -4,9 +4,8 @@
 """
 
 from vqclip.data.tokens.dataset import TokenBatch, TokenDataset, TokenItem, TokenSampler, collate_tokens
-from vqclip.data.tokens.layout import IdLayout, TokenRecord, id_type
-from vqclip.data.tokens.manifest import SUFFIX, Manifest, read_manifest
-from vqclip.data.tokens.parquet import TokenShard, write_shard
+from vqclip.data.tokens.manifest import SUFFIX, IdLayout, Manifest, id_type, read_manifest
+from vqclip.data.tokens.parquet import TokenRecord, TokenShard, write_shard
 
 __all__ = [
     "SUFFIX",

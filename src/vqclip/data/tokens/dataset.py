@@ -25,9 +25,8 @@ from torch.utils.data import Dataset, Sampler
 from vqclip.data.draws import hash_integers
 from vqclip.data.lookup import Recent, locate
 from vqclip.data.order import FullGlobalOrder
-from vqclip.data.tokens.layout import IdLayout, TokenRecord
 from vqclip.data.tokens.manifest import read_manifest
-from vqclip.data.tokens.parquet import TokenGroup, TokenShard
+from vqclip.data.tokens.parquet import TokenGroup, TokenRecord, TokenShard
 from vqclip.errors import CheckpointError, DataError
 from vqclip.io.atomic import FileDigest, verify_file
 from vqclip.io.files import open_regular
@@ -35,6 +34,7 @@ from vqclip.seeds import derive_seed
 
 __all__ = ["TokenBatch", "TokenDataset", "TokenItem", "TokenSampler", "collate_tokens"]
 
+_REMEDY = "copy it again, or run the same `vqclip tokenize` command, which makes it again"
 _OPEN_SHARDS = 64
 """Largest number of open files of a process."""
 _CACHED_BYTES = 64 << 20
@@ -98,16 +98,21 @@ class TokenDataset(Dataset[TokenItem]):
         self.folder = Path(folder).expanduser().absolute()
         self.manifest = read_manifest(self.folder)
         self.image, self.text = self.manifest.settings.image, self.manifest.settings.text
-        made_by = self.manifest.settings.tokenizer
-        self.tokenizer_sha256 = {
-            modality: digest for modality, digest in (("image", made_by.image), ("text", made_by.text)) if digest
-        }
+        digests = self.manifest.settings.tokenizer
+        self.tokenizer_sha256 = {name: digest for name in ("image", "text") if (digest := getattr(digests, name))}
         self._verify = verify
         self._ends = np.cumsum([0, *(shard.samples for shard in self.manifest.shards)], dtype=np.int64)
         self._shards = Recent[int, TokenShard](_OPEN_SHARDS, close=TokenShard.close)
         self._groups = Recent[tuple[int, int], TokenGroup](_CACHED_BYTES, size=operator.attrgetter("nbytes"))
         for shard in self.manifest.shards:
-            self._require_size(shard.name, shard.size)
+            path = self.folder / shard.name
+            try:
+                with open_regular(path) as file:
+                    size = os.fstat(file.fileno()).st_size
+            except OSError as error:
+                raise DataError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from None
+            if size != shard.size:
+                raise DataError(f"{path}: {size} bytes; manifest.json says {shard.size}; {_REMEDY}", "damaged shard")
 
     def __len__(self) -> int:
         """Return the number of samples in all shards."""
@@ -126,9 +131,14 @@ class TokenDataset(Dataset[TokenItem]):
         index, draw = place if isinstance(place, tuple) else (place, 0)
         record = self.record(int(index))
         choice = int(draw) % len(record.captions)
+        image = text = None
+        if self.image is not None and record.image is not None:
+            image = torch.from_numpy(self.image.pad(record.image))
+        if self.text is not None and record.texts is not None:
+            text = torch.from_numpy(self.text.pad(record.texts[choice]))
         return TokenItem(
-            image_ids=_to_tensor(record.image, self.image),
-            text_ids=_to_tensor(None if record.texts is None else record.texts[choice], self.text),
+            image_ids=image,
+            text_ids=text,
             caption=record.captions[choice],
             sample_id=record.sample_id,
             label=record.label,
@@ -167,23 +177,6 @@ class TokenDataset(Dataset[TokenItem]):
                 f"{path}: contains {len(shard)} samples; manifest.json says {facts.samples}", "damaged shard"
             )
         return shard
-
-    def _require_size(self, name: str, size: int) -> None:
-        path = self.folder / name
-        try:
-            with open_regular(path) as file:
-                found = os.fstat(file.fileno()).st_size
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from None
-        if found != size:
-            raise DataError(f"{path}: {found} bytes; manifest.json says {size}; {_REMEDY}", "damaged shard")
-
-
-def _to_tensor(ids: np.ndarray | None, layout: IdLayout | None) -> Tensor | None:
-    return None if ids is None or layout is None else torch.from_numpy(layout.pad(ids))
-
-
-_REMEDY = "copy it again, or run the same `vqclip tokenize` command, which makes it again"
 
 
 class TokenSampler(Sampler[tuple[int, int]]):

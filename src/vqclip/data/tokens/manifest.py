@@ -1,28 +1,97 @@
-"""``manifest.json`` of a folder of token shards: their settings, numbers of samples and checksums."""
+"""The folder of token shards: the layout of their ids, and `manifest.json` with settings, numbers and checksums.
+
+Shapes: N token positions, n of them real, C codebooks a token. Ids are stored without their padding, ``(n, C)``, in the
+smallest of uint8, uint16, uint32 and int64 for the largest codebook: no value is reserved for padding, and the array's
+length is the number of tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
 from vqclip.config import Config
-from vqclip.data.tokens.layout import IdLayout
 from vqclip.data.work_folder import MANIFEST_FILE, SETTINGS_FILE, FolderManifest
 from vqclip.errors import CheckpointError, DataError
 from vqclip.io.json_files import read_versioned, validation_problems
 from vqclip.nn.precision import Precision
 
-__all__ = ["SUFFIX", "VERSIONS", "Manifest", "Settings", "SourceShard", "TokenizerInfo", "read_manifest"]
+__all__ = [
+    "SUFFIX",
+    "VERSIONS",
+    "IdLayout",
+    "Manifest",
+    "Settings",
+    "SourceShard",
+    "TokenizerInfo",
+    "id_type",
+    "read_manifest",
+]
 
 SUFFIX = ".parquet"
 """Ending of the names of token shards."""
 VERSIONS = {"format": "vqclip tokens", "format_version": 3}
 """Format and version of the JSON files."""
 
-_Count = Annotated[int, Field(ge=0, le=2**40)]  # so that no manifest that is read adds up to 2**63
+_MAX_IDS = 1 << 20
+"""Largest N·C: a padded sample takes 8 MiB; no tokenizer has as many ids."""
 _Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+def id_type(codebook_sizes: Sequence[int]) -> np.dtype:
+    """Return the smallest of uint8, uint16, uint32 and int64 for these codebooks."""
+    smallest = np.min_scalar_type(max(codebook_sizes) - 1)
+    return smallest if smallest.itemsize < 8 else np.dtype(np.int64)
+
+
+class IdLayout(Config):
+    """Shape and range of the ids of one modality."""
+
+    num_tokens: int = Field(ge=1, le=_MAX_IDS)
+    """N, the token positions of a sample."""
+    codebook_sizes: tuple[Annotated[int, Field(ge=1, le=2**63)], ...] = Field(min_length=1, max_length=4096)
+    """K of each of the C codebooks."""
+    padded: bool
+    """Whether a sample may have fewer than N tokens."""
+
+    @model_validator(mode="after")
+    def _check_size(self) -> IdLayout:
+        if self.size > _MAX_IDS:
+            raise ValueError(
+                f"{self.num_tokens} tokens with ids of {len(self.codebook_sizes)} codebooks; expected at most "
+                f"{_MAX_IDS} ids a sample"
+            )
+        return self
+
+    @property
+    def size(self) -> int:
+        """N·C, the largest number of ids of a sample."""
+        return self.num_tokens * len(self.codebook_sizes)
+
+    @property
+    def type(self) -> np.dtype:
+        """Data type of stored ids."""
+        return id_type(self.codebook_sizes)
+
+    def is_inside(self, ids: np.ndarray) -> np.ndarray:
+        """Return whether each id of ``(..., C)`` is inside of its codebook."""
+        last = np.array([size - 1 for size in self.codebook_sizes], dtype=self.type)
+        inside: np.ndarray = (ids >= 0) & (ids <= last)
+        return inside
+
+    def __str__(self) -> str:
+        tokens = f"{'1 to ' if self.padded else ''}{self.num_tokens} tokens"
+        return f"{tokens} of the codebook sizes {', '.join(map(str, self.codebook_sizes))}"
+
+    def pad(self, ids: np.ndarray) -> np.ndarray:
+        """Convert stored ids ``(n, C)`` to the tokenizer's ``(N, C)`` int64, -1 at padding."""
+        whole = np.full((self.num_tokens, len(self.codebook_sizes)), -1, dtype=np.int64)
+        whole[: len(ids)] = ids
+        return whole
 
 
 class TokenizerInfo(Config):
@@ -45,9 +114,9 @@ class SourceShard(Config):
 
     name: str
     """File name."""
-    bytes: _Count
+    bytes: int
     """Size of the file."""
-    samples: _Count
+    samples: int
     """Samples in it, unusable ones included."""
     sha256: str
     """SHA-256 of the file."""

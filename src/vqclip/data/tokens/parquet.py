@@ -15,18 +15,18 @@ The files contain no times: equal samples make equal bytes with one version of p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from vqclip.data.libraries import name_errors, require_pyarrow
-from vqclip.data.tokens.layout import IdLayout, TokenRecord
-from vqclip.errors import DataError, printable
+from vqclip.data.tokens.manifest import IdLayout, id_type
+from vqclip.errors import DataError, ShapeError, printable
 from vqclip.io.files import open_regular
 
-__all__ = ["TokenGroup", "TokenShard", "write_shard"]
+__all__ = ["TokenGroup", "TokenRecord", "TokenShard", "strip_padding", "write_shard"]
 
 _ROWS = 64
 """Largest number of rows of a group; a group is read as a whole."""
@@ -40,6 +40,39 @@ _PACKED = "DELTA_BINARY_PACKED"
 """Encoding of ids, allowed for them alone: their number bounds what they decompress to."""
 _ID_COLUMNS = {"image_ids": "image_ids.list.element", "text_ids": "text_ids.list.element.list.element"}
 """Columns of ids, and their paths in a file."""
+
+
+class TokenRecord(NamedTuple):
+    """One sample of a token shard."""
+
+    key: str
+    """The sample's name in its original shard."""
+    sample_id: int
+    """Its number over all original shards, unusable samples included."""
+    label: int
+    """Class number; -1 without one."""
+    captions: tuple[str, ...]
+    """All captions, at least one."""
+    image: np.ndarray | None
+    """``(N, C)`` ids; None if images were not tokenized."""
+    texts: tuple[np.ndarray, ...] | None
+    """``(n, C)`` ids of each caption; None if texts were not tokenized."""
+
+
+def strip_padding(ids: np.ndarray, codebook_sizes: Sequence[int]) -> np.ndarray:
+    """Convert ids ``(N, C)`` int64 with -1 at padding to their stored form ``(n, C)``.
+
+    Raises:
+        ShapeError: a token without ids precedes one with ids, or a token has ids of only some codebooks.
+    """
+    real = (ids >= 0).any(axis=1)
+    count = int(real.sum())
+    if (ids[:count] < 0).any() or not count:
+        raise ShapeError(
+            f"ids: {count} tokens of {len(ids)} have ids; expected the first tokens to have ids of all "
+            f"{len(codebook_sizes)} codebooks"
+        )
+    return ids[:count].astype(id_type(codebook_sizes))
 
 
 def write_shard(file: BinaryIO, records: Iterable[TokenRecord], image: IdLayout | None, text: IdLayout | None) -> None:
@@ -112,20 +145,23 @@ class TokenGroup:
         self._place, self._keys = place, columns["key"]
         self.nbytes = int(table.nbytes)
         """Size in memory."""
-        self._require_no_null(columns["key"], "has no key")
+        self._require(columns["key"].is_valid(), "has no key")
         captions = columns["captions"]
         self._captions, self._caption_ends = captions.values, captions.offsets.to_numpy()
         counts = np.diff(self._caption_ends)
         self._require(counts > 0, "has no captions")
-        if captions.values.null_count:
-            self._require(self._in_rows(~np.asarray(captions.values.is_null())), "has a caption that is null")
+        self._require(self._in_rows(captions.values.is_valid()), "has a caption that is null")
         self._sample_ids = columns["sample_id"].fill_null(-1).to_numpy()
         self._require(self._sample_ids >= 0, "has no sample id")
         self._labels = columns["label"].fill_null(-1).to_numpy()
         self._require(self._labels >= -1, "has a negative label")
         self._image = self._texts = None
         if image is not None:
-            self._image = self._image_ids(columns["image_ids"], image)
+            column = columns["image_ids"]
+            self._require(column.is_valid(), "has no image ids")
+            ids = _to_numpy(column.flatten(), place).reshape(len(column), -1, len(image.codebook_sizes))
+            self._require(image.is_inside(ids).all(axis=(1, 2)), f"has an id outside of its codebook, {image}")
+            self._image = ids
         if text is not None:
             self._texts, self._text_ends = self._text_ids(columns["text_ids"], text, counts)
 
@@ -145,15 +181,6 @@ class TokenGroup:
             texts=texts,
         )
 
-    def _image_ids(self, column: Any, layout: IdLayout) -> np.ndarray:
-        """Return ``(rows, N, C)`` ids."""
-        self._require_no_null(column, "has no image ids")
-        ids = _to_numpy(column.flatten(), self._place).reshape(len(column), -1, len(layout.codebook_sizes))
-        self._require(
-            np.asarray(layout.is_inside(ids).all(axis=(1, 2))), f"has an id outside of its codebook, {layout}"
-        )
-        return ids
-
     def _text_ids(self, column: Any, layout: IdLayout, captions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids ``(n, C)`` of all captions one after the other, and the offset of each caption in them."""
         width = len(layout.codebook_sizes)
@@ -171,17 +198,16 @@ class TokenGroup:
         self._require(self._in_rows(inside), f"has an id outside of its codebook, {layout}")
         return ids, ends
 
-    def _in_rows(self, good: np.ndarray) -> np.ndarray:
+    def _in_rows(self, good: Any) -> np.ndarray:
         """Return which rows have only good captions."""
-        return np.logical_and.reduceat(good, self._caption_ends[:-1]) if len(good) else good
+        found = np.asarray(good)
+        return np.logical_and.reduceat(found, self._caption_ends[:-1]) if len(found) else found
 
-    def _require_no_null(self, column: Any, problem: str) -> None:
-        if column.null_count:
-            self._require(~np.asarray(column.is_null()), problem)
-
-    def _require(self, good: np.ndarray, problem: str) -> None:
-        if not good.all():
-            row = int(np.argmin(good))
+    def _require(self, good: Any, problem: str) -> None:
+        """Raise DataError that names the first row that is not good."""
+        found = np.asarray(good)
+        if not found.all():
+            row = int(np.argmin(found))
             name = printable(f"sample {self._keys[row].as_py()}", one_line=True)
             raise DataError(f"{self._place}: {name} (row {row} of its group) {problem}", "damaged ids")
 
