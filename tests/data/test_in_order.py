@@ -8,7 +8,7 @@ import pytest
 
 from vqclip.data import RawSample
 from vqclip.data.in_order import InOrderReader, ShardSlices, read_in_order
-from vqclip.data_tools.scan import CheckOptions, scan
+from vqclip.data_tools.check import CheckOptions, scan
 from vqclip.errors import DataError, StorageError
 
 

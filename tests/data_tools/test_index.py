@@ -76,7 +76,7 @@ def test_other_counts_are_named(
 def test_plan_from_counts_that_others_have_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shards = tiny(tmp_path / "a")
     (tmp_path / "a" / "sizes.json").write_text(json.dumps({f"{n}.tar": count for n, count in enumerate(COUNTS)}))
-    plan = ["plan", str(tmp_path / "a"), "--json", "--batch", "4"]
+    plan = ["plan", str(tmp_path / "a"), "--json"]
     assert main(plan) == 0
     from_counts = json.loads(capsys.readouterr().out)
     run(capsys, tmp_path / "a")

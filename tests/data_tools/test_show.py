@@ -14,8 +14,7 @@ from PIL import Image
 from tests.data.making import caption_members, caption_shards, encode, pixels, write_tar
 from tests.training import run_tree
 from vqclip.cli.data import main
-from vqclip.data_tools.model_inputs import ModelInputs
-from vqclip.data_tools.show import Caption, Tile, render_sheet, training_tiles
+from vqclip.data_tools.show import Caption, ModelInputs, Tile, render_sheet, training_tiles
 from vqclip.towers.bpe import BPE
 
 AUGMENTED = {"scale": [0.5, 0.9], "flip": 0.5, "rotation": 20, "brightness": 0.3}
@@ -71,7 +70,7 @@ def test_a_source_without_a_configuration(tmp_path: Path, capsys: pytest.Capture
     assert "in place of 0.tar: sample 000000002: image format" in Path(sheet).read_text()
     assert main(["show", shard, "--out", str(tmp_path / "no" / "sheet.html")]) == 2
     assert main(["show", shard, "--out", str(tmp_path / "sheet.jpg")]) == 2
-    assert "expected a name that ends in .html" in capsys.readouterr().err
+    assert "expected a file whose name ends in .html" in capsys.readouterr().err
     assert main(["show", "--out", sheet]) == 2
     assert "neither SOURCE nor --config" in capsys.readouterr().err
     assert main(["show", "--config", "configs/base.yaml", "--out", sheet, "--image-size", "9"]) == 2

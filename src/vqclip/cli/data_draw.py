@@ -11,7 +11,6 @@ from vqclip.cli import arguments as types
 from vqclip.config import load_config
 from vqclip.data import CaptionShardsConfig
 from vqclip.data_tools.show import render_sheet, source_tiles
-from vqclip.errors import ConfigError
 from vqclip.io.atomic import write_text
 from vqclip.scenes.make import ScenesConfig, make_scenes
 
@@ -38,13 +37,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Draw the data set, and the sheet."""
-    sheet = options.contact_sheet
-    if sheet and not sheet.absolute().parent.is_dir():  # checked before the long work
-        raise ConfigError(f"--contact-sheet: got {sheet}, but there is no folder {sheet.absolute().parent}")
+    if options.contact_sheet:
+        types.require_page("--contact-sheet", options.contact_sheet)  # before the long work
     paths = make_scenes(options.out, load_config(ScenesConfig, None, options.overrides))
     for split in ("train", "val", "test", "heldout"):
         print(f"{split:8} {getattr(paths, split)}")
-    if sheet:
+    if options.contact_sheet:
         source = CaptionShardsConfig(path=str(getattr(paths, options.split))).build(options.out)
-        write_text(sheet, render_sheet(source_tiles(source, _COUNT), f"{options.split} of scenes"))
-        print(f"sheet    {sheet}")
+        tiles = source_tiles(source, _COUNT)
+        write_text(options.contact_sheet, render_sheet(tiles, f"{options.split} of scenes"))
+        print(f"sheet    {options.contact_sheet}")

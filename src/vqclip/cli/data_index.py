@@ -35,24 +35,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("source", type=types.text, metavar="SOURCE", help=f"{SOURCE_HELP}: tars")
     add("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
     add("--out", type=types.text, metavar="FOLDER", help="folder or its URL (beside the shards, else the cache)")
-    add(
-        "--chunk",
-        type=types.whole(1, 1 << 20),
-        default=CHUNK,
-        help="samples of a chunk; data.order.chunk must be a multiple of it (%(default)s)",
-    )
-    add(
-        "--workers",
-        type=types.whole(1, 512),
-        default=4,
-        help="shards that are read at a time; on fast disks start several processes instead (%(default)s)",
-    )
+    help_text = "samples of a chunk; data.order.chunk must be a multiple of it (%(default)s)"
+    add("--chunk", type=types.whole(1, 1 << 20), default=CHUNK, help=help_text)
+    help_text = "shards that are read at a time; on fast disks start several processes instead (%(default)s)"
+    add("--workers", type=types.whole(1, 512), default=4, help=help_text)
 
 
 def run(options: argparse.Namespace) -> None:
     """Make the index, and print where it is and how training finds it."""
     tars = parse_tars(options.source, options.overrides).tar_set()
-    print_output(index_shards(tars, options.chunk, options.workers, options.out).describe())
+    print_output(index_shards(tars, options.chunk, options.workers, options.out))
 
 
 def parse_tars(path: str, overrides: Sequence[str]) -> CaptionShardsConfig | ClassShardsConfig:

@@ -17,7 +17,7 @@ from vqclip.data_tools.pack import Options, pack
 from vqclip.errors import ConfigError
 from vqclip.io.files import expand_home
 
-__all__ = ["OVERRIDES_HELP", "SOURCE_HELP", "configure", "run"]
+__all__ = ["GIVEN_HELP", "OVERRIDES_HELP", "SOURCE_HELP", "configure", "run"]
 
 _FIELDS = ("shard_size", "workers", "bad_fraction", "max_pixels")
 EXAMPLES = """\
@@ -30,6 +30,8 @@ SOURCE_HELP = "file, folder, pattern or URL of the data"
 """Help of ``SOURCE``."""
 OVERRIDES_HELP = "keys of the source, such as kind=csv captions=title; see docs/data.md"
 """Help of ``key=value``."""
+GIVEN_HELP = f"{SOURCE_HELP}, and its keys; with --config: keys of the configuration"
+"""Help of commands that take a source or a configuration."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,152 +1,211 @@
-"""``vqclip data plan``: say what a run needs before it starts.
+"""``vqclip data plan``: say what the data of a run need before it starts; by formulas, no sample is read.
 
-Whether the data fit the cache, whether an index is needed, and bytes and requests of an epoch, by formulas. The size of
-the data comes from the index of SOURCE (vqclip data index), or from --samples, --shards and --bytes. With --config,
-order, batch and cache are those of a training configuration, and key=value changes the configuration.
+Whether they fit the cache, whether an index is needed, and bytes and requests of an epoch, under either order. Their
+size comes from the index of SOURCE (vqclip data index), or from --samples, --shards and --bytes. With --config,
+sources, window and cache are those of a training configuration, and key=value changes it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from vqclip.cli import arguments as types
 from vqclip.cli.data_index import parse_tars
-from vqclip.cli.data_pack import SOURCE_HELP
-from vqclip.config import parse_config
-from vqclip.data.order import FullOrder, WindowedOrder
-from vqclip.data.tars.make import CHUNK
+from vqclip.cli.data_pack import GIVEN_HELP
+from vqclip.data import SourceConfigBase
+from vqclip.data.order import WindowedOrder
+from vqclip.data.remote import RemoteConfig, RemoteShard
+from vqclip.data.tars.counts import known_counts
+from vqclip.data.tars.locate import find_index
+from vqclip.data.tars.make import CHUNK, MOST_WITH_MEMBERS, survey
 from vqclip.data.tars.open import choose_chunk
-from vqclip.data_tools.plan import DataCounts, Job, Plan, count_source, make_plan
-from vqclip.errors import ConfigError, name_section
+from vqclip.data.windows import Windows
+from vqclip.errors import ConfigError, DataError, name_section
 from vqclip.io.files import format_bytes
 from vqclip.runlog.console import print_output
 
-__all__ = ["EXAMPLES", "configure", "run"]
+__all__ = ["EXAMPLES", "DataCounts", "configure", "count_source", "make_plan", "run"]
 
 EXAMPLES = """\
 examples:
-  vqclip data plan --samples 1.3e9 --shards 130000 --bytes 10e12 --nodes 64 --gpus 8 --batch 32768
-  vqclip data plan s3://bucket/shards --nodes 4 --gpus 8 --batch 16384
-  vqclip data plan --config configs/vit_b16.yaml --nodes 2 --gpus 8 data.order=windowed
+  vqclip data plan --samples 1.3e9 --shards 130000 --bytes 10e12 --machines 64
+  vqclip data plan s3://bucket/shards remote.cache_gib=500 --machines 4
+  vqclip data plan --config configs/vit_b16.yaml data.order=windowed data.order.window=8192 --machines 2
 """
+_CHUNK_BYTES, _SHARD_BYTES, _MEMBER_BYTES, _TABLE_BYTES = 24, 96, 50, 80
+"""Bytes in the index of a chunk, of a shard, and of a sample if it has their members; of a sample in the cache beside
+its data."""
+_FILLED = 0.95
+"""Part of the cache that is filled."""
+
+
+class DataCounts(NamedTuple):
+    """Size of a source."""
+
+    samples: int
+    shards: int
+    bytes: int
+    chunk: int = 128
+    """Samples of a chunk of its index."""
+    weight: float = 1.0
+    at_urls: bool = True
+    is_indexed: bool = True
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add = parser.add_argument
-    add(
-        "given",
-        nargs="*",
-        metavar="SOURCE key=value",
-        help=f"{SOURCE_HELP}, and its keys; with --config: keys of the configuration",
-    )
+    add("given", nargs="*", metavar="SOURCE key=value", help=GIVEN_HELP)
     add("--config", type=types.path, metavar="FILE", help="training configuration")
-    add("--samples", type=_number, metavar="N", help="samples of the data, instead of SOURCE")
-    add("--shards", type=_number, metavar="N", help="shards of the data, beside --samples")
-    add("--bytes", type=_number, metavar="N", help="bytes of all shards, beside --samples")
-    add("--nodes", type=types.whole(1, 100_000), default=1, help="machines (%(default)s)")
-    add("--gpus", type=types.whole(1, 1024), default=1, help="GPUs, and processes, of a machine (%(default)s)")
-    add("--batch", type=types.count, metavar="N", help="samples of a global batch, without --config")
-    add("--rate", type=types.positive, default=1000.0, metavar="N", help="images a second and GPU (%(default)g)")
-    add("--order", choices=("full", "windowed"), help="order of the samples, without --config (windowed)")
-    for name, schema in (("chunk", WindowedOrder), ("window", WindowedOrder)):
-        field = schema.model_fields[name]
-        add(f"--{name}", type=types.count, metavar="N", help=f"of the windowed order ({field.default})")
-    add("--cache-gib", type=types.positive, metavar="N", help="remote.cache_gib of a source without --config (100)")
-    help_text = "MB a second that a machine can read; unknown without it"
-    add("--bandwidth", type=types.positive, metavar="MB/S", help=help_text)
+    for name, text in (("samples", "samples of the data"), ("shards", "their shards"), ("bytes", "their size")):
+        add(f"--{name}", type=_number, metavar="N", help=f"{text}, all three instead of SOURCE; 1.3e9 is a number")
+    add("--machines", type=types.whole(1, 100_000), default=1, metavar="N", help="machines (%(default)s)")
     add("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
-    data, job = _of_config(options) if options.config else _of_options(options)
-    plan = make_plan(data, job)
-    if options.json:
-        print_output(json.dumps(plan._asdict(), indent=1))
-        return
-    lines = [f"{name:18} {text}" for name, text in _figures(plan, job).items()]
-    print_output("\n".join([*lines, "", *(plan.advice or ["it fits"])]))
+    order, sources = None, list[SourceConfigBase]()
+    numbers = [options.samples, options.shards, options.bytes]
+    if options.config:
+        from vqclip.train.tasks.kinds import load_task_config  # imports the training code
 
-
-def _of_options(options: argparse.Namespace) -> tuple[list[DataCounts], Job]:
-    if options.batch is None:
-        raise ConfigError("--batch: got nothing; expected the samples of a global batch, or --config")
-    given = {name: getattr(options, name) for name in ("chunk", "window") if getattr(options, name) is not None}
-    if options.order == "full" and given:
-        raise ConfigError(f"--{next(iter(given))}: got it beside --order full, which has no chunks")
-    order = FullOrder() if options.order == "full" else parse_config(WindowedOrder, given, (), "--order windowed")
-    cache = {} if options.cache_gib is None else {"cache_gib": options.cache_gib}
-    job = Job(options.batch, order=order, **_of_machines(options), **cache)
-    if options.given:
-        path, *overrides = options.given
-        _refuse(options, "samples", "shards", "bytes", beside="SOURCE")
-        return [count_source(parse_tars(path, overrides), _index_chunk(job))], job
-    return [_given_counts(options, job)], job
-
-
-def _of_config(options: argparse.Namespace) -> tuple[list[DataCounts], Job]:
-    from vqclip.data_tools.model_inputs import ModelInputs  # here, as it imports the training code
-
-    _refuse(options, "batch", "order", "chunk", "window", "cache_gib", beside="--config")
-    inputs = ModelInputs.load(options.config, options.given)
-    data, sources = inputs.config.data, inputs.config.data.sources
+        data = load_task_config(options.config, options.given).data
+        order, sources = data.order if isinstance(data.order, WindowedOrder) else None, [*data.sources]
+    elif options.given:
+        sources = [parse_tars(options.given[0], options.given[1:])]
+    if any(numbers) and (None in numbers or (options.given and not options.config)):
+        raise ConfigError("got some of --samples, --shards and --bytes; expected all of them, without SOURCE")
+    if not sources and not any(numbers):
+        raise ConfigError("got no SOURCE; expected one, or --config, or all of --samples, --shards and --bytes")
+    chunk = CHUNK if order is None else choose_chunk(order.chunk)
+    counts = [DataCounts(*numbers)._replace(chunk=chunk)] if any(numbers) else []
+    for number, source in enumerate(() if any(numbers) else sources):
+        with name_section(f"data.sources[{number}]" if options.config else "SOURCE"):
+            counts.append(count_source(source, chunk))
     limits = [each.remote.cache_gib for each in sources if hasattr(each, "remote")]
-    job = Job(
-        inputs.config.train.batch_size,
-        order=data.order,
-        cache_gib=min(limits, default=Job.cache_gib),
-        seed=inputs.config.run.seed,
-        **_of_machines(options),
-    )
-    if options.samples is not None:
-        return [_given_counts(options, job)], job
-    _refuse(options, "shards", "bytes", beside="--config")
-    counts = []
-    for number, source in enumerate(sources):
-        with name_section(f"data.sources[{number}]"):
-            counts.append(count_source(source, _index_chunk(job)))
-    return counts, job
+    plan = make_plan(counts, order, options.machines, min(limits, default=RemoteConfig().cache_gib))
+    print_output(json.dumps(plan, indent=1) if options.json else _format(plan))
 
 
-def _of_machines(options: argparse.Namespace) -> dict[str, Any]:
-    bandwidth = None if options.bandwidth is None else options.bandwidth * 1e6
-    return {"nodes": options.nodes, "gpus": options.gpus, "rate": options.rate, "bandwidth": bandwidth}
+def count_source(source: SourceConfigBase, chunk: int) -> DataCounts:
+    """Return the size of a source of plain tars: from its index, else from counts that others have written.
+
+    Args:
+        source: configuration of the source.
+        chunk: samples of a chunk of an index that is still to be made.
+
+    Raises:
+        DataError: it consists of other files, or has neither index nor counts.
+        StorageError: its server cannot be reached.
+    """
+    tars = source.tar_set() if hasattr(source, "tar_set") else None
+    shards = [] if tars is None else tars.shards
+    plain = [each for each in shards if isinstance(each, Path | RemoteShard)]
+    numbers = "--samples, --shards and --bytes"
+    if tars is None or not plain or len(plain) < len(shards):
+        raise DataError(f"kind {source.kind}: only the sizes of plain tars are known; expected {numbers} instead")
+    at_urls, weight = any(isinstance(each, RemoteShard) for each in plain), source.weight or 1.0
+    if (index := find_index(plain, tars.rules)) is not None:
+        return DataCounts(index.samples, len(plain), int(index.lengths.sum()), index.chunk, weight, at_urls)
+    counts = known_counts(plain)
+    if counts is None or not sum(counts):
+        others = f" and {len(plain) - 1} more" if plain[1:] else ""
+        raise DataError(f"{plain[0]}{others}: no index; make it (vqclip data index SOURCE), or give {numbers}")
+    size = sum(each.length for each in survey(plain))
+    return DataCounts(sum(counts), len(plain), size, chunk, weight, at_urls, is_indexed=False)
 
 
-def _refuse(options: argparse.Namespace, *names: str, beside: str) -> None:
-    for name in names:
-        if getattr(options, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')}: got it beside {beside}, which has its own; expected one")
+def make_plan(
+    data: Sequence[DataCounts], order: WindowedOrder | None = None, machines: int = 1, cache_gib: float = 100.0
+) -> dict[str, Any]:
+    """Return the needs of a run under both orders.
+
+    full       the cache should hold all data at URLs; what it does not hold costs a chunk for every sample
+    windowed   the cache should hold two windows, the one in use and the one fetched ahead; a chunk is fetched once, by
+               each machine that needs it
+    requests   one a chunk, and one more where it crosses the end of a shard; none for local data
+
+    Args:
+        data: sources, at least one.
+        order: the windowed order; None: that of the defaults, with the chunks of the index.
+        machines: number of machines.
+        cache_gib: `remote.cache_gib`.
+
+    Returns:
+        The figures, those of each order under its name; bytes and requests of an epoch are those of all machines, bytes
+        of the cache those of one. ``advice``: things to change, one sentence each.
+
+    Raises:
+        ConfigError: a chunk of the order is no multiple of the index's.
+    """
+    limit, index, window = cache_gib * 2**30 * _FILLED, 0, (order or WindowedOrder()).window
+    remote = [each for each in data if each.at_urls]
+    remote_bytes = sum(each.bytes for each in remote)
+    full, windowed = ({"cache_bytes": 0.0, "epoch_bytes": 0.0, "epoch_requests": 0.0} for _ in range(2))
+    for each in data:
+        chunk = order.chunk if order else each.chunk
+        if chunk % each.chunk:
+            raise ConfigError(
+                f"data.order.chunk: got {chunk}; expected a multiple of {each.chunk}, the samples of a chunk of the "
+                "index"
+            )
+        chunks = -(-each.samples // each.chunk)
+        has_members = not each.at_urls and each.bytes <= MOST_WITH_MEMBERS  # of every sample; nothing is then cached
+        index += chunks * _CHUNK_BYTES + each.shards * _SHARD_BYTES + has_members * each.samples * _MEMBER_BYTES
+        misses = each.samples * each.weight * max(0.0, 1 - limit / max(1, remote_bytes))  # in random order
+        full_times = max(machines, misses / chunks) if each.at_urls else each.weight
+        windows = Windows(each.samples, chunk, window, 0)
+        # Lanes are dealt to machines in equal parts; a lane that two of them share is fetched by both.
+        lanes = min(windows.lanes, math.ceil(windows.lanes / machines) + (windows.lanes % machines > 0))
+        shared = (machines - math.gcd(machines, windows.lanes)) / windows.lanes
+        sample_bytes = _TABLE_BYTES + each.at_urls * each.bytes / each.samples
+        full["cache_bytes"] += each.at_urls * each.bytes
+        windowed["cache_bytes"] += (not has_members) * 2 * windows.most_rows * lanes * chunk * sample_bytes
+        for needs, times in ((full, full_times), (windowed, each.weight * (1 + each.at_urls * shared))):
+            needs["epoch_bytes"] += times * each.bytes
+            needs["epoch_requests"] += times * each.at_urls * (chunks + each.shards - 1)
+    advice = []
+    if missing := sum(each.bytes for each in remote if not each.is_indexed):
+        then = "fetches all of them to make it" if missing <= cache_gib * 2**30 else "ends: they exceed the cache"
+        advice += [f"the data at URLs have no index; without one training {then}. Make it: vqclip data index SOURCE"]
+    times = windowed["cache_bytes"] / limit
+    if full["cache_bytes"] > limit and times <= 1:
+        fetched = full["epoch_bytes"] / remote_bytes
+        advice.append(
+            "choose data.order=windowed, which fits: in the full order the data are fetched "
+            f"{fetched:,.1f} times an epoch"
+        )
+    elif full["cache_bytes"] > limit:
+        lower = f"lower data.order.window to {window / times:,.0f}, or " if window > times else ""
+        advice.append(
+            f"neither order fits the cache: raise remote.cache_gib to {cache_gib * times:,.3g} for two windows, or "
+            f"{lower}use more machines"
+        )
+    sums = {name: sum(getattr(each, name) for each in data) for name in ("samples", "shards", "bytes")}
+    limits = {"index_bytes": index, "cache_gib": cache_gib, "cache_limit": limit}
+    return {**sums, **limits, "full": full, "windowed": windowed, "advice": advice}
 
 
-def _given_counts(options: argparse.Namespace, job: Job) -> DataCounts:
-    missing = [f"--{name}" for name in ("samples", "shards", "bytes") if getattr(options, name) is None]
-    if missing:
-        raise ConfigError(f"{missing[0]}: got nothing; expected SOURCE, or all of --samples, --shards and --bytes")
-    return DataCounts(options.samples, options.shards, options.bytes, _index_chunk(job))
-
-
-def _index_chunk(job: Job) -> int:
-    """Return the samples of a chunk of an index that is still to be made."""
-    return choose_chunk(job.order.chunk) if isinstance(job.order, WindowedOrder) else CHUNK
-
-
-def _figures(plan: Plan, job: Job) -> dict[str, str]:
-    size, limit = format_bytes, f"remote.cache_gib={job.cache_gib:g}"
-    return {
-        "samples": f"{plan.samples:,} in {plan.shards:,} shards",
-        "bytes": f"{size(plan.bytes)}, {size(plan.bytes / plan.samples)} a sample",
-        "order": plan.order,
-        "index": f"{size(plan.index_bytes)}, shared by the processes of a machine",
-        "cache of a machine": f"{size(plan.cache_bytes)} of {size(plan.cache_limit)} ({limit})",
-        "steps an epoch": f"{plan.epoch_steps:,.1f}",
-        "hours an epoch": f"{plan.epoch_s / 3600:,.2f}, at {job.rate:,g} images a second and GPU",
-        "bytes an epoch": f"{size(plan.epoch_bytes)}, {size(plan.node_bytes_s)} a second and machine",
-        "requests an epoch": f"{plan.epoch_requests:,.0f}",
+def _format(plan: dict[str, Any]) -> str:
+    size, both = format_bytes, (plan["full"], plan["windowed"])
+    limit = f"of {size(plan['cache_limit'])} (remote.cache_gib={plan['cache_gib']:g})"
+    rows = {
+        "samples": [f"{plan['samples']:,} in {plan['shards']:,} shards"],
+        "bytes": [f"{size(plan['bytes'])}, {size(plan['bytes'] / plan['samples'])} a sample"],
+        "index": [f"{size(plan['index_bytes'])}, shared by the processes of a machine"],
+        "data.order": ["full", "windowed"],
+        "cache of a machine": [*(size(each["cache_bytes"]) for each in both), limit],
+        "bytes an epoch": [size(each["epoch_bytes"]) for each in both],
+        "requests an epoch": [f"{each['epoch_requests']:,.0f}" for each in both],
     }
+    lines = [f"{name:18} " + "".join(f"{cell:14}" for cell in cells).rstrip() for name, cells in rows.items()]
+    return "\n".join([*lines, "", *(plan["advice"] or ["it fits, in either order"])])
 
 
 def _number(given: str) -> int:

@@ -1,6 +1,6 @@
 """Report what is bad, duplicated or unusual in a source.
 
-scan every sample in the workers                  # problem, remarks, digests of image, pixels and captions, lengths
+read and decode every sample in the workers       # problem, remarks, digests of image, pixels and captions, lengths
 bad samples: kind -> findings                     # they count for the tolerance
 warnings:    kind -> findings                     # duplicates, cut captions, classes without images, overlap, ...
 """
@@ -8,22 +8,53 @@ warnings:    kind -> findings                     # duplicates, cut captions, cl
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vqclip.data import Source
-from vqclip.data_tools.scan import CheckOptions, scan
-from vqclip.errors import printable
+from vqclip.data.batch_maker import Tokenize
+from vqclip.data.decode import MAX_PIXELS, DecodedImage, image_format, read_image
+from vqclip.data.in_order import InOrderReader, ShardSlices
+from vqclip.data.workers import explain_worker_deaths, ordered_map
+from vqclip.errors import DataError, printable
+from vqclip.runlog.bar import ProgressBar
 from vqclip.towers import CaptionLengths
 
-__all__ = ["CheckOptions", "CheckReport", "Finding", "check_source", "format_report"]
+__all__ = ["CheckOptions", "CheckReport", "Finding", "ScannedSample", "check_source", "format_report", "scan"]
 
-_DIGEST = "S16"
+_BATCH = 16
+_LONG_SIDE = 4.0
+"""Largest ratio of the sides that is not remarkable."""
+_BLACK = 8
+"""Largest value of a black image; JPEG adds noise."""
+_BITS = 14
+"""Bits that a 16-bit image uses at least, unless it is remarkable."""
+_PLACEHOLDERS = {"nan", "none", "null", "n/a", "na", "<na>", "#n/a", "nat", "undefined"}
+"""Captions that programs write for a missing value, in lower case."""
 _SHOWN = 160
+"""Characters of a repeated caption that are shown."""
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Options of `vqclip data check`."""
+
+    tokenize: Tokenize | None = None
+    """Captions → tokens and lengths; None does not count tokens."""
+    context_length: int | None = None
+    """Tokens of a caption, marks included, after which it is cut; None: captions are not cut."""
+    max_pixels: int = MAX_PIXELS
+    """Larger images are bad samples."""
+    min_side: int = 32
+    """Images with a shorter side give a warning."""
+    workers: int = 0
+    """Processes that read and decode; 0: this one."""
 
 
 class Finding(NamedTuple):
@@ -66,6 +97,112 @@ class CheckReport:
         return tree
 
 
+@dataclass
+class ScannedSample:
+    """Properties of a sample."""
+
+    index: int
+    problem: tuple[str, str] | None = None
+    """Kind and description of the problem of a bad sample."""
+    remarks: list[tuple[str, str]] = field(default_factory=list)
+    """Kinds and descriptions of unusual properties."""
+    label: int = -1
+    size: int = 0
+    """Bytes of the image."""
+    file_digest: bytes = b""
+    """Digest of the image's bytes."""
+    pixel_digest: bytes = b""
+    """Digest of its decoded pixels; empty for a bad sample."""
+    captions: list[bytes] = field(default_factory=list)
+    """Digest of each caption."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of each caption before it is cut."""
+
+
+def scan(source: Source, options: CheckOptions, name: str = "check") -> Iterator[ScannedSample]:
+    """Yield every sample of a source in order, and show progress in a bar of this name.
+
+    Raises:
+        StorageError: the storage cannot be read, which says nothing of the samples.
+    """
+    reader = InOrderReader(partial(_scan_sample, source, options), ShardSlices([len(source)], [0], _BATCH))
+    with explain_worker_deaths("check"), ProgressBar(len(source), 0, True, name, "sample") as bar:
+        for batch in ordered_map(reader, range(len(reader)), options.workers, timeout_s=240.0, section="check"):
+            bad = {each.sample_id: (each.kind, each.reason) for each in batch.bad}
+            for index in batch.ids:
+                if index in batch.found:
+                    yield batch.found[index]
+                else:
+                    kind, reason = bad[index]
+                    yield ScannedSample(index, (kind, reason.removeprefix(f"{source.name(index)}: ")))
+            bar.advance(len(batch.ids))
+            bar.show()
+
+
+def _scan_sample(source: Source, options: CheckOptions, index: int) -> ScannedSample:
+    """Return the properties of a sample, of a bad one those that could be read; it raises DataError if none could."""
+    sample = source.read(index)
+    found = ScannedSample(index, label=sample.label, size=len(sample.image), file_digest=_digest(sample.image))
+    try:
+        found.captions = [_digest(caption.encode()) for caption in sample.captions]
+        if options.tokenize is not None:
+            found.lengths = [*options.tokenize([*sample.captions])[1]]
+        for caption in () if source.templates else sample.captions:
+            if caption.strip().lower() in _PLACEHOLDERS:
+                found.remarks.append(("placeholder as caption", f"{caption!r} looks like a missing value"))
+        image = read_image(sample.image, options.max_pixels)
+        found.pixel_digest = _digest(f"{tuple(image.pixels.shape)}".encode(), image.pixels.contiguous().numpy().data)
+        found.remarks += _image_remarks(image, options.min_side)
+        if source.classnames and not 0 <= found.label < len(source.classnames):
+            last = len(source.classnames) - 1
+            raise DataError(f"class {found.label}; expected a class number, 0 to {last}", "class number")
+    except UnicodeEncodeError as error:
+        found.problem = "not UTF-8", f"caption with a lone surrogate at character {error.start}"
+    except DataError as error:
+        found.problem = error.kind, str(error)
+        if error.kind == "damaged image" and _is_truncated(sample.image):
+            found.problem = "truncated image", f"{error}; the file ends early"
+    return found
+
+
+def _digest(*parts: bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _image_remarks(image: DecodedImage, min_side: int) -> Iterator[tuple[str, str]]:
+    height, width = image.pixels.shape[1:]
+    if min(height, width) < min_side:
+        yield "small image", f"{width}x{height} pixels"
+    if max(height, width) > _LONG_SIDE * min(height, width):
+        yield "long image", f"{width}x{height} pixels"
+    if image.mode in ("1", "L", "LA", "I") or image.mode.startswith("I;16"):
+        yield "grey image", f"mode {image.mode}"
+    if image.transparent:
+        yield "transparent image", f"mode {image.mode}; it is composited on white"
+    if image.orientation in range(2, 9):
+        yield "EXIF orientation", f"orientation {image.orientation}; the image is rotated or flipped upright"
+    if image.largest is not None and image.largest.bit_length() < _BITS:
+        bits = image.largest.bit_length()
+        yield "dark 16-bit image", f"values to {image.largest}, {bits} of 16 bits; scale them to 65535"
+    if int(image.pixels.max()) < _BLACK:
+        yield "black image", f"no value above {int(image.pixels.max())} of 255"
+    elif bool((image.pixels == image.pixels[:, :1, :1]).all()):
+        yield "image of one colour", f"{tuple(image.pixels[:, 0, 0].tolist())}"
+
+
+def _is_truncated(data: bytes) -> bool:
+    """Return whether a damaged image lacks its end."""
+    kind = image_format(data)
+    if kind == "webp":
+        return int.from_bytes(data[4:8], "little") + 8 > len(data)
+    if kind == "png":
+        return b"IEND" not in data
+    return kind == "jpeg" and data.rfind(b"\xff\xd9") <= data.rfind(b"\xff\xda")  # marks of the end and the pixels
+
+
 class _Digests:
     """Digests of many items, 16 bytes each, with the sample that each belongs to."""
 
@@ -78,23 +215,17 @@ class _Digests:
             self._bytes += digest
             self._samples += np.int64(sample).tobytes()
 
-    @property
-    def values(self) -> np.ndarray:
-        """``(n,)`` of 16 bytes."""
-        return np.frombuffer(self._bytes, _DIGEST)
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the digests, ``(n,)`` of 16 bytes, and their samples, ``(n,)`` int64."""
+        return np.frombuffer(self._bytes, "S16"), np.frombuffer(self._samples, np.int64)
 
-    @property
-    def samples(self) -> np.ndarray:
-        """``(n,)`` int64."""
-        return np.frombuffer(self._samples, np.int64)
-
-    def groups(self) -> Iterator[list[int]]:
-        """Yield the samples of each digest that several samples have, in the order of the first ones."""
-        order = np.argsort(self.values, kind="stable")
-        values = self.values[order]
-        starts = 1 + np.flatnonzero(values[1:] != values[:-1])
-        parts = (np.unique(part) for part in np.split(self.samples[order], starts))
-        yield from sorted(part.tolist() for part in parts if len(part) > 1)
+    def groups(self) -> list[list[int]]:
+        """Return the samples of each digest that several samples have, in the order of the first ones."""
+        values, samples = self.arrays()
+        order = np.argsort(values, kind="stable")
+        starts = 1 + np.flatnonzero(values[order][1:] != values[order][:-1])
+        parts = (np.unique(part) for part in np.split(samples[order], starts))
+        return sorted(part.tolist() for part in parts if len(part) > 1)
 
 
 def check_source(source: Source, options: CheckOptions, against: Source | None = None) -> CheckReport:
@@ -105,17 +236,17 @@ def check_source(source: Source, options: CheckOptions, against: Source | None =
         options: the limits.
         against: other data, whose images should not be in this source.
     """
-    report, bad, warnings = (
-        CheckReport(len(source), tuple(getattr(source, "notes", ()))),
-        defaultdict(list),
-        defaultdict(list),
-    )
+    report = CheckReport(len(source), tuple(getattr(source, "notes", ())))
+    bad, warnings = defaultdict[str, list[Finding]](list), defaultdict[str, list[Finding]](list)
     files, pixels, captions = _Digests(), _Digests(), _Digests()
     lengths, classes = CaptionLengths(), Counter[int]()
     for sample in scan(source, options):
         if sample.problem is not None:
             kind, detail = sample.problem
             bad[kind].append(Finding(source.name(sample.index), detail))
+        for length in sample.lengths:
+            if options.context_length is not None and length > options.context_length:
+                sample.remarks.append(("cut caption", f"{length} tokens; {options.context_length} are read"))
         for kind, detail in sample.remarks:
             warnings[kind].append(Finding(source.name(sample.index), detail))
         report.image_bytes += sample.size
@@ -125,136 +256,94 @@ def check_source(source: Source, options: CheckOptions, against: Source | None =
             captions.add(digest, sample.index)
         lengths.update(sample.lengths)
         classes[sample.label] += sample.problem is None
-        if options.context_length is not None:
-            for length in sample.lengths:
-                if length > options.context_length:
-                    detail = f"{length} tokens; {options.context_length} are read"
-                    warnings["cut caption"].append(Finding(source.name(sample.index), detail))
-    same_files = [*files.groups()]
-    _add_duplicates(warnings["same image file"], source, same_files)
-    _add_duplicates(warnings["same pixels"], source, _other_groups(pixels.groups(), same_files))
-    report.captions = _describe_captions(lengths, options.context_length)
+    same_files = files.groups()
+    first = {sample: group[0] for group in same_files for sample in group}
+    same_pixels = (sorted({first.get(sample, sample) for sample in group}) for group in pixels.groups())
+    warnings["same image file"] = _name_duplicates(source, same_files)
+    warnings["same pixels"] = _name_duplicates(source, same_pixels)
+    if lengths:
+        report.captions = {"captions": lengths.total(), "longest": max(lengths)}
+        report.captions |= {f"length_of_{percent}_percent": lengths.length_for(percent) for percent in (50, 95, 99)}
+        if (limit := options.context_length) is not None:
+            report.captions |= {"context_length": limit, "cut": lengths.count_cut(limit)}
     if not source.templates:  # otherwise the images of a class share their captions
-        _add_repeated_captions(report, warnings["repeated caption"], source, captions)
+        groups = sorted(captions.groups(), key=len, reverse=True)
+        samples = {sample for group in groups for sample in group}
+        report.captions |= {"repeated": len(groups), "samples_with_repeated": len(samples)}
+        for group in groups:
+            one, other = (source.read(index).captions for index in group[:2])
+            text = printable(next(caption for caption in one if caption in other)[:_SHOWN])
+            warnings["repeated caption"].append(Finding(source.name(group[0]), f"{len(group)} images have {text!r}"))
     for number, name in enumerate(source.classnames):
         report.classes[name] = classes[number]
         if not classes[number]:
             warnings["class without images"].append(Finding(name, f"class {number}"))
     if against is not None:
-        _add_overlap(warnings["also in the other data"], source, against, files, pixels, options)
-    report.bad, report.warnings = _sort_kinds(bad), _sort_kinds(warnings)
+        warnings["also in the other data"] = _find_overlap(source, against, files, pixels, options)
+    report.bad, report.warnings = (
+        {kind: found[kind] for kind in sorted(found) if found[kind]} for found in (bad, warnings)
+    )
     return report
 
 
-def _sort_kinds(found: dict[str, list[Finding]]) -> dict[str, list[Finding]]:
-    return {kind: found[kind] for kind in sorted(found) if found[kind]}
+def _name_duplicates(source: Source, groups: Iterable[Sequence[int]]) -> list[Finding]:
+    return [Finding(source.name(other), f"same as {source.name(group[0])}") for group in groups for other in group[1:]]
 
 
-def _other_groups(groups: Iterator[list[int]], known: Sequence[list[int]]) -> Iterator[list[int]]:
-    """Yield groups with one sample for each of the known groups in them, if several remain."""
-    first = {sample: group[0] for group in known for sample in group}
-    for group in groups:
-        different = sorted({first.get(sample, sample) for sample in group})
-        if len(different) > 1:
-            yield different
-
-
-def _add_duplicates(found: list[Finding], source: Source, groups: Sequence[list[int]] | Iterator[list[int]]) -> None:
-    for first, *others in groups:
-        found += [Finding(source.name(other), f"same as {source.name(first)}") for other in others]
-
-
-def _add_repeated_captions(report: CheckReport, found: list[Finding], source: Source, captions: _Digests) -> None:
-    """Note captions of several images: in one batch, each is a false negative of the others."""
-    repeated = sorted(captions.groups(), key=len, reverse=True)
-    samples = {sample for group in repeated for sample in group}
-    report.captions |= {"repeated": len(repeated), "samples_with_repeated": len(samples)}
-    for group in repeated:
-        text = _shared_caption(source, group)
-        found.append(Finding(source.name(group[0]), f"{len(group)} images have {printable(text[:_SHOWN])!r}"))
-
-
-def _shared_caption(source: Source, group: list[int]) -> str:
-    first, second = (source.read(index).captions for index in group[:2])
-    return next(caption for caption in first if caption in second)
-
-
-def _describe_captions(lengths: CaptionLengths, context_length: int | None) -> dict[str, Any]:
-    if not lengths:
-        return {}
-    found: dict[str, Any] = {"captions": lengths.total(), "longest": max(lengths)}
-    found |= {f"length_of_{percent}_percent": lengths.length_for(percent) for percent in (50, 95, 99)}
-    if context_length is not None:
-        found |= {"context_length": context_length, "cut": lengths.count_cut(context_length)}
-    return found
-
-
-def _add_overlap(
-    found: list[Finding], source: Source, against: Source, files: _Digests, pixels: _Digests, options: CheckOptions
-) -> None:
+def _find_overlap(
+    source: Source, against: Source, files: _Digests, pixels: _Digests, options: CheckOptions
+) -> list[Finding]:
+    """Return the samples of a source whose file or pixels are in other data."""
     other_files, other_pixels = _Digests(), _Digests()
     for sample in scan(against, dataclasses.replace(options, tokenize=None), "other data"):
         other_files.add(sample.file_digest, sample.index)
         other_pixels.add(sample.pixel_digest, sample.index)
-    seen: set[int] = set()
-    for here, there, detail in ((files, other_files, "same file"), (pixels, other_pixels, "same pixels")):
-        values, first = np.unique(there.values, return_index=True)
-        for row in np.flatnonzero(np.isin(here.values, values)):
-            index = int(here.samples[row])
-            other = int(there.samples[first[np.searchsorted(values, here.values[row])]])
-            if index not in seen:
-                seen.add(index)
-                found.append(Finding(source.name(index), f"{detail} as {against.name(other)}"))
+    found: dict[int, Finding] = {}
+    for here, there, what in ((files, other_files, "same file"), (pixels, other_pixels, "same pixels")):
+        (digests, samples), (other_digests, others) = here.arrays(), there.arrays()
+        values, first = np.unique(other_digests, return_index=True)
+        for row in np.flatnonzero(np.isin(digests, values)):
+            index, other = int(samples[row]), int(others[first[np.searchsorted(values, digests[row])]])
+            found.setdefault(index, Finding(source.name(index), f"{what} as {against.name(other)}"))
+    return [*found.values()]
 
 
 def format_report(report: CheckReport, examples: int = 3) -> str:
     """Return the report as text: a line for each kind, with its first findings below."""
-    mean = report.image_bytes / max(1, report.samples)
-    lines = [f"{report.samples:,} samples, {report.image_bytes / 1e6:,.1f} MB of images ({mean / 1e3:.1f} kB each)"]
-    for title, section in (("bad samples", report.bad), ("warnings", report.warnings)):
-        notes = report.notes if title == "warnings" else ()
+    samples, facts = max(1, report.samples), report.captions
+    size = f"{report.image_bytes / 1e6:,.1f} MB of images ({report.image_bytes / samples / 1e3:.1f} kB each)"
+    lines = [f"{report.samples:,} samples, {size}"]
+    for title, section, notes in (("bad samples", report.bad, ()), ("warnings", report.warnings, report.notes)):
         lines.append(f"\n{title}{'' if section or notes else ': none'}")
         lines += [f"  {note}" for note in notes]
         for kind, found in section.items():
-            share = 100 * len({each.sample for each in found}) / max(1, report.samples)
+            share = 100 * len({each.sample for each in found}) / samples
             lines.append(f"  {kind:<26}{len(found):>9,} {share:>6.2f} %")
             lines += [f"      {each.sample}: {each.detail}" for each in found[:examples]]
             if 0 < examples < len(found):
                 lines.append(f"      and {len(found) - examples:,} more")
-    return "\n".join(
-        printable(line) for line in [*lines, *_caption_lines(report), *_duplicate_lines(report), *_class_lines(report)]
-    )
-
-
-def _caption_lines(report: CheckReport) -> Iterator[str]:
-    facts = report.captions
     if "captions" in facts:
         half, most, nearly_all = (facts[f"length_of_{percent}_percent"] for percent in (50, 95, 99))
-        yield (
+        lines.append(
             f"\ncaptions: {facts['captions']:,}; tokens, marks included: half have at most {half}, 95 % {most}, 99 % "
             f"{nearly_all}, the longest {facts['longest']}"
         )
     if "cut" in facts:
-        share = 100 * facts["cut"] / facts["captions"]
-        yield f"captions longer than {facts['context_length']} tokens, which are cut: {facts['cut']:,} ({share:.2f} %)"
+        cut = f"{facts['cut']:,} ({100 * facts['cut'] / facts['captions']:.2f} %)"
+        lines.append(f"captions longer than {facts['context_length']} tokens, which are cut: {cut}")
     if facts.get("repeated"):
-        share = 100 * facts["samples_with_repeated"] / max(1, report.samples)
-        yield (
+        share = 100 * facts["samples_with_repeated"] / samples
+        lines.append(
             f"captions of several images: {facts['repeated']:,}, on {facts['samples_with_repeated']:,} images "
             f"({share:.2f} %); in one batch they are false negatives of each other"
         )
-
-
-def _duplicate_lines(report: CheckReport) -> Iterator[str]:
     if count := len(report.warnings.get("same image file", ())):
-        share = 100 * count / max(1, report.samples)
-        yield (
-            f"samples with the image of an earlier one: {count:,} ({share:.2f} %); in one batch they are false "
-            "negatives of each other, and retrieval counts them as wrong: give an image once, with all its captions"
+        lines.append(
+            f"samples with the image of an earlier one: {count:,} ({100 * count / samples:.2f} %); in one batch they "
+            "are false negatives of each other, and retrieval counts them as wrong: give an image once, with all its "
+            "captions"
         )
-
-
-def _class_lines(report: CheckReport) -> Iterator[str]:
     if report.classes:
-        counts = sorted(report.classes.values())
-        yield f"\nclasses: {len(counts)}, with {counts[0]:,} to {counts[-1]:,} images"
+        counts = report.classes.values()
+        lines.append(f"\nclasses: {len(counts)}, with {min(counts):,} to {max(counts):,} images")
+    return "\n".join(map(printable, lines))

@@ -26,7 +26,7 @@ from vqclip.errors import ConfigError, StorageError
 from vqclip.io.files import expand_home
 from vqclip.runlog.bar import ProgressBar
 
-__all__ = ["IndexResult", "index_shards"]
+__all__ = ["index_shards"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,34 +47,9 @@ class _Place:
     name: str = ""
     """Its name there."""
 
-    def __str__(self) -> str:
-        return display_url(f"{self.upload.url}/{self.name}") if self.upload else str(self.path)
 
-
-@dataclass(frozen=True)
-class IndexResult:
-    """A made index."""
-
-    index: TarIndex
-    where: str
-    """Its path or URL."""
-    made: int
-    """Number of shards that were read."""
-    advice: str
-    """Advice on the place where training looks for it."""
-
-    def describe(self) -> str:
-        """Return the result in words."""
-        index = self.index
-        read = (
-            f"{self.made:,} shards read, {index.shards - self.made:,} known" if self.made else "no shard had to be read"
-        )
-        text = f"{self.where}: {index.samples:,} samples in {index.shards:,} shards, chunks of {index.chunk}"
-        return f"{text}, {int(index.lengths.sum()) / 1e9:,.3f} GB; {read}\n{self.advice}"
-
-
-def index_shards(tars: TarSet, chunk: int, workers: int = 1, out: str | None = None) -> IndexResult:
-    """Make the index of some shards, unless it is up to date.
+def index_shards(tars: TarSet, chunk: int, workers: int = 1, out: str | None = None) -> str:
+    """Make the index of some shards, unless it is up to date; return in words where it is and what was read.
 
     Args:
         tars: the shards, and how their members are grouped.
@@ -87,35 +62,31 @@ def index_shards(tars: TarSet, chunk: int, workers: int = 1, out: str | None = N
         DataError: shards are damaged, or the index cannot be written.
         StorageError: a server cannot be reached.
     """
-    shards = tars.shards
     place, advice = _choose_place(tars, out)
-    maker = IndexMaker(shards, place.parts, tars.rules, tars.leave_out)
-    index = maker.find_current(place.path, chunk)
-    made, is_new = 0, index is None
+    maker, made, size = IndexMaker(tars.shards, place.parts, tars.rules, tars.leave_out), 0, 0
+    found = index = maker.find_current(place.path, chunk)
     if index is None:
-        made = _read_all(maker, workers)
+        made, total = len(maker.missing()), len(maker.facts)
+        with ProgressBar(total, total - made, True, "index", "shard") as bar:
+
+            def report(shards: int, read: int) -> None:
+                nonlocal size
+                size += read
+                if shards:
+                    bar.advance(shards)
+                    bar.show({"bytes": size})
+
+            maker.read_all(workers, report)
         index = maker.write(place.path, chunk)
-        _compare_counts(shards, index)
+        _compare_counts(tars.shards, index)
     folder = place.upload
-    if folder is not None and (is_new or folder.list(place.name).get(place.name) != place.path.stat().st_size):
+    if folder and (found is None or folder.list(place.name).get(place.name) != place.path.stat().st_size):
         folder.upload(place.name, place.path)
-    return IndexResult(index, str(place), made, advice)
-
-
-def _read_all(maker: IndexMaker, workers: int) -> int:
-    missing, total = len(maker.missing()), len(maker.facts)
-    size = 0
-    with ProgressBar(total, total - missing, True, "index", "shard") as bar:
-
-        def report(shards: int, read: int) -> None:
-            nonlocal size
-            size += read
-            if shards:
-                bar.advance(shards)
-                bar.show({"bytes": size})
-
-        maker.read_all(workers, report)
-    return missing
+    where = display_url(f"{folder.url}/{place.name}") if folder else str(place.path)
+    size = int(index.lengths.sum())
+    read = f"{made:,} shards read, {index.shards - made:,} known" if made else "no shard had to be read"
+    text = f"{where}: {index.samples:,} samples in {index.shards:,} shards, chunks of {index.chunk}"
+    return f"{text}, {size / 1e9:,.3f} GB; {read}\n{advice}"
 
 
 def _choose_place(tars: TarSet, out: str | None) -> tuple[_Place, str]:
@@ -124,31 +95,24 @@ def _choose_place(tars: TarSet, out: str | None) -> tuple[_Place, str]:
     folder, name, cached = data_folder(shards), index_name(shards, tars.rules), cached_index(shards, tars.rules)
     options = next((each.options for each in shards if isinstance(each, RemoteShard)), RemoteConfig())
     beside = path_in_url(beneath(folder, name)) if isinstance(folder, str) else f"{folder}/{name}"
-    found = "training finds it beside the shards"
+    advice, target = "training finds it beside the shards", folder
     if out is not None:
         target = _require_out(out)
-        if str(target) == str(folder):
-            return _place_in(target, name, options, cached), found
-        hint = (
-            f"training looks for it beside the shards: copy it to {beside}"
-            if folder
-            else "the shards have no common folder"
-        )
-        return _place_in(target, name, options, cached), f"{hint}, or make it without --out"
-    if isinstance(folder, Path) and os.access(folder, os.W_OK):
-        return _place_in(folder, name, options, cached), found
-    if isinstance(folder, str) and protocol_of(folder) in STORES and _is_writable(folder, options):
-        return _place_in(folder, name, options, cached), found
-    others = f"; for other machines copy it to {beside}" if folder else ""
-    place = _Place(cached, Parts(cached.with_suffix(".parts")))
-    return place, f"it is in the cache, where training on this machine finds it{others}"
-
-
-def _place_in(folder: Path | str, name: str, options: TransferConfig, cached: Path) -> _Place:
-    if isinstance(folder, Path):
-        return _Place(folder / name, Parts(folder / PARTS))
-    parts = Parts(cached.with_suffix(".parts"), RemoteFolder(f"{folder}/{PARTS}", options))
-    return _Place(cached, parts, RemoteFolder(folder, options), name)
+        if str(target) != str(folder):
+            hint = f"training looks for it beside the shards: copy it to {beside}"
+            advice = f"{hint if folder else 'the shards have no common folder'}, or make it without --out"
+    elif not (
+        os.access(folder, os.W_OK)
+        if isinstance(folder, Path)
+        else folder is not None and protocol_of(folder) in STORES and _is_writable(folder, options)
+    ):
+        others = f"; for other machines copy it to {beside}" if folder else ""
+        place = _Place(cached, Parts(cached.with_suffix(".parts")))
+        return place, f"it is in the cache, where training on this machine finds it{others}"
+    if isinstance(target, Path):
+        return _Place(target / name, Parts(target / PARTS)), advice
+    parts = Parts(cached.with_suffix(".parts"), RemoteFolder(f"{target}/{PARTS}", options))
+    return _Place(cached, parts, RemoteFolder(str(target), options), name), advice
 
 
 def _require_out(out: str) -> Path | str:

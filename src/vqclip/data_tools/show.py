@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from vqclip.config import load_config
 from vqclip.data import Source, TrainData, decode_image
 from vqclip.data.transforms import EvalTransformConfig
 from vqclip.report.images import png_uri
 from vqclip.report.page import render
 from vqclip.towers import Vocabulary
 
-__all__ = ["Caption", "Tile", "render_sheet", "source_tiles", "training_tiles"]
+if TYPE_CHECKING:
+    from vqclip.train import TrainConfig
+
+__all__ = ["Caption", "ModelInputs", "Tile", "render_sheet", "source_tiles", "training_tiles"]
 
 _LEAST_SIDE = 144
 _MOST_PIECES = 300
 """Tokens of a caption that are shown; it may have 65,536 characters."""
+
+
+class ModelInputs(NamedTuple):
+    """A training configuration, and the form in which its model takes images and captions."""
+
+    config: TrainConfig
+    image_size: int
+    """Side of the images in pixels."""
+    vocabulary: Vocabulary
+    """Captions to tokens, at the context length of the text tower."""
+
+    @classmethod
+    def load(cls, path: Path, overrides: Sequence[str] = ()) -> ModelInputs:
+        """Read a configuration and build its model, as training does; weights are not used.
+
+        Raises:
+            ConfigError: an invalid configuration.
+        """
+        from vqclip.train import TrainConfig  # here: `vqclip data draw` does without the training code
+
+        config = load_config(TrainConfig, path, overrides)
+        model = config.model.build()
+        return cls(config, model.image.tower.image_size, model.text.preprocess)
 
 
 class Caption(NamedTuple):
@@ -67,23 +95,20 @@ def training_tiles(data: TrainData, vocabulary: Vocabulary, count: int, epoch: i
     Raises:
         DataError: too many samples in a row are bad.
     """
-    positions = data.order.begin(epoch) + np.arange(count)
-    slots = zip(*(part.tolist() for part in data.order[positions]), strict=True)
-    return [_make_tile(data, vocabulary, source, index, passes, views) for source, index, passes in slots]
-
-
-def _make_tile(data: TrainData, vocabulary: Vocabulary, source: int, index: int, passes: int, views: int) -> Tile:
-    made = [data.samples.make(source, index, passes + view) for view in range(views)]
-    sample, bad = made[0]
-    captions = []
-    for text in dict.fromkeys(each.caption for each, _ in made):
-        pieces, read = vocabulary.pieces(text)
-        captions.append(Caption((*pieces,), read))
-    longest, read = max(len(caption.pieces) for caption in captions), captions[0].read
-    title = f"{sample.sample_id}: {_place(*data.samples.locate(sample.sample_id))}, {longest} tokens"
-    title += f", {read} read" if longest > read else ""
-    warning = f"in place of {_place(data.samples.sources[source], index)}: {bad[0].kind}" if bad else ""
-    return Tile(tuple(each.image for each, _ in made if each.image is not None), title, tuple(captions), warning)
+    slots = data.order[data.order.begin(epoch) + np.arange(count)]
+    tiles = []
+    for source, index, passes in zip(*(part.tolist() for part in slots), strict=True):
+        made = [data.samples.make(source, index, passes + view) for view in range(views)]
+        sample, bad = made[0]
+        pieces = [vocabulary.pieces(text) for text in dict.fromkeys(each.caption for each, _ in made)]
+        captions = tuple(Caption(tuple(words), read) for words, read in pieces)
+        longest, read = max(len(each.pieces) for each in captions), captions[0].read
+        title = f"{sample.sample_id}: {_place(*data.samples.locate(sample.sample_id))}, {longest} tokens"
+        title += f", {read} read" if longest > read else ""
+        warning = f"in place of {_place(data.samples.sources[source], index)}: {bad[0].kind}" if bad else ""
+        images = tuple(each.image for each, _ in made if each.image is not None)
+        tiles.append(Tile(images, title, captions, warning))
+    return tiles
 
 
 def source_tiles(source: Source, count: int, side: int = 144) -> list[Tile]:
