@@ -16,9 +16,9 @@ from tests.data.making import class_folder, write_tar
 from tests.on_ray import kill_worker, small_ray, wait_for, workers
 from tests.tokenize_dataset.making import BATCH, hashes, run, shards, tokenizer_folder
 from vqclip.cli.tokenize import main
-from vqclip.data import ClassShardsConfig
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.errors import StorageError
-from vqclip.tokenize_dataset import on_ray
+from vqclip.tokenize_dataset import job
 
 ray = pytest.fixture(scope="module")(small_ray)
 COUNTS = (11, 8, 3, 0, 9, 12, 7, 10, 6, 5)
@@ -133,7 +133,7 @@ def test_mistakes_end_in_one_line(tmp_path: Path, tokenizer: str, ray: None, cap
     assert "00004.tar: " in problem(into=tmp_path / "truncated")
     for number in range(len(COUNTS)):
         write_tar(data / f"{number:05d}.tar", {})
-    assert "00000.tar and 9 more: every tar is empty" in problem(into=tmp_path / "empty")
+    assert "every tar is empty" in problem(into=tmp_path / "empty")
     tokenizer = str(tmp_path / "nothing")
     shards(tmp_path / "in", COUNTS)
     assert "no such folder" in problem(into=tmp_path / "no tokenizer")
@@ -145,23 +145,18 @@ def test_a_shard_that_changes_after_it_is_indexed_is_refused(
 ) -> None:
     data = shards(tmp_path / "in", COUNTS)
 
-    original = on_ray._describe_shards
+    original = job._open_source
 
-    def describe_and_change(*given: Any) -> Any:
-        found = original(*given)
+    def open_and_change(options: Any) -> Any:
+        found = original(options)
         shards(data, (11, 9))
         return found
 
-    monkeypatch.setattr(on_ray, "_describe_shards", describe_and_change)
-    options = on_ray.Options(
-        tokenizer=tokenizer,
-        data=on_ray.CaptionShardsConfig(path=str(data)),
-        out=tmp_path / "out",
-        batch_size=BATCH,
-        device="cpu",
-    )
+    monkeypatch.setattr(job, "_open_source", open_and_change)
+    source = CaptionShardsConfig(path=str(data))
+    options = job.Options(tokenizer=tokenizer, data=source, out=tmp_path / "out", batch_size=BATCH, device="cpu")
     with pytest.raises(StorageError, match="00001.tar: the shard has changed since it was indexed"):
-        on_ray.tokenize_on_ray(options, on_ray.RayOptions(actors=2))
+        job.tokenize_on_ray(options, job.RayOptions(actors=2))
 
 
 @pytest.mark.slow
@@ -169,8 +164,8 @@ def test_a_folder_that_machines_do_not_share_is_refused(
     tmp_path: Path, tokenizer: str, ray: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, out = shards(tmp_path / "in", (3,)), tmp_path / "out"
-    monkeypatch.setattr(on_ray, "_VISIBLE_S", 0.0)
-    monkeypatch.setattr(on_ray.WorkFolder, "existing", lambda *_: None)
+    monkeypatch.setattr(job, "_VISIBLE_S", 0.0)
+    monkeypatch.setattr(job.WorkFolder, "existing", lambda *_: None)
     assert main(arguments(tokenizer, data, out)) == 2
     assert f"--out: this machine does not see what a worker of Ray wrote to {out}" in capsys.readouterr().err
 

@@ -14,8 +14,7 @@ from vqclip.data import SourceConfigBase, mask_credentials, parse_source
 from vqclip.data.remote import protocol_of
 from vqclip.errors import ConfigError
 from vqclip.runlog.console import log_to_stderr
-from vqclip.tokenize_dataset.job import Options, tokenize
-from vqclip.tokenize_dataset.on_ray import tokenize_on_ray
+from vqclip.tokenize_dataset.job import Options, tokenize, tokenize_on_ray
 
 __all__ = ["main"]
 

@@ -130,12 +130,13 @@ class RayCluster:
             raise ConfigError(f"--ray-gpus: got {given:g} with --device {device}; expected auto, or leave one out")
         has_gpus = self._ray.cluster_resources().get("GPU", 0) > 0
         gpus = float(device == "cuda" or (device == "auto" and has_gpus)) if given is None else given
-        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        room = max((node.get("GPU", 0) >= gpus, node.get("CPU", 0), node.get("GPU", 0)) for node in nodes)
-        if not room[0] or room[1] < cpus:
+        machines = [each["Resources"] for each in self._ray.nodes() if each["Alive"]]
+        sizes = [(each.get("CPU", 0), each.get("GPU", 0)) for each in machines]
+        if not any(size[0] >= cpus and size[1] >= gpus for size in sizes):
+            largest = max(sizes, key=lambda size: (size[1] >= gpus, size))
             text = (
                 f"a worker of {cpus:g} CPUs and {gpus:g} GPUs does not fit on any machine of Ray; the largest has "
-                f"{room[1]:g} CPUs and {room[2]:g} GPUs"
+                f"{largest[0]:g} CPUs and {largest[1]:g} GPUs"
             )
             if not self._may_grow:
                 raise ConfigError(f"--ray-cpus, --ray-gpus: {text}; expected fewer, or fewer --threads and --workers")
@@ -159,10 +160,9 @@ class RayCluster:
             VqclipError: the first error of an item, of the kind that the worker raised; its worker died several times;
                 or Ray failed.
         """
-        ray = self._ray
+        ray, left, workers = self._ray, [*items][::-1], list[Any]()
         kind = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=_STARTS - 1)(_Worker)
-        left, limit = [*items][::-1], self._options.actors or len(items)
-        workers: list[Any] = []
+        limit = self._options.actors or len(items)
         replies: dict[Any, tuple[Any, int | None]] = {}  # reply → worker and its item; None: it starts
         item: int | None = None
         try:

@@ -12,8 +12,10 @@ The bytes of a token shard depend on the settings and the shard alone, so any pr
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -27,11 +29,12 @@ from vqclip.data import ShardedSource, SourceConfigBase, prepare_sources
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.in_order import require_few_bad
 from vqclip.data.libraries import require_pyarrow
+from vqclip.data.on_ray import RayOptions, connect_to_ray
 from vqclip.data.tokens import SUFFIX, IdLayout, TokenRecord, write_shard
 from vqclip.data.tokens.manifest import VERSIONS, Settings, SourceShard, TokenizerInfo
-from vqclip.data.work_folder import FolderLayout, WorkFolder, WorkResult
+from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder, WorkResult
 from vqclip.data.workers import explain_worker_deaths, ordered_map
-from vqclip.errors import CheckpointError, ConfigError
+from vqclip.errors import CheckpointError, ConfigError, StorageError
 from vqclip.io.atomic import write_file
 from vqclip.io.json_files import problem_message, read_json
 from vqclip.nn.precision import Precision
@@ -45,10 +48,12 @@ from vqclip.tokenizer.hub import find_folder
 from vqclip.tokenizer.loading import load_tokenizer
 from vqclip.towers import CaptionLengths
 
-__all__ = ["LAYOUT", "Options", "ShardMaker", "finish_folder", "tokenize"]
+__all__ = ["LAYOUT", "Options", "ShardMaker", "finish_folder", "tokenize", "tokenize_on_ray"]
 
 LAYOUT = FolderLayout(VERSIONS, SUFFIX, command="vqclip tokenize", option="--out")
 """Layout of the work folder."""
+_VISIBLE_S = 90.0
+"""Longest wait for a file of another machine: a network file system may hide new files for a minute."""
 _MADE_WITH = ("torch", "torchvision", "simplejpeg", "pillow", "open_clip_torch", "timm", "pyarrow")
 
 
@@ -90,19 +95,12 @@ def tokenize(options: Options) -> WorkResult:
     """
     require_pyarrow()  # now, not after the first shard
     device = dist.choose_device(options.device, "--device")
-    torch.set_num_threads(options.threads)
     dist.init(device)
     try:
-        prepare_sources([options.data])
+        source = _open_source(options)
         rank, world_size = dist.rank(), dist.world_size()
     finally:
         dist.shutdown()
-    if device.type == "cpu":
-        keep_freed_memory()
-    built = options.data.build()
-    if not hasattr(built, "key"):
-        raise ConfigError(f"--data: kind {options.data.kind} has no shards; write some first (vqclip data pack)")
-    source = cast(ShardedSource, built)
     maker = ShardMaker(options, source.fingerprint, source.shards, device)
     folder, sizes = maker.folder, [len(ids) for ids in maker.ids]
     for shard in range(rank, len(sizes), world_size):
@@ -128,6 +126,88 @@ def tokenize(options: Options) -> WorkResult:
     return finish_folder(options, folder, made, len(sizes) - len(left), seen, start)
 
 
+def tokenize_on_ray(options: Options, ray: RayOptions) -> WorkResult:
+    """Tokenize a data set of tars on Ray; shards are made and recorded as by `tokenize`, and have the same bytes.
+
+    The output folder, and data that are not at URLs, must have the same path on all machines. A worker reads one shard
+    at a time, so that it needs the index of no other.
+
+    Raises:
+        VqclipError: for anything a user can correct; the message says how.
+    """
+    require_pyarrow()
+    if not hasattr(options.data, "build_part"):
+        raise ConfigError(
+            f"--engine ray: got data of kind {options.data.kind}; expected tars (kind shards or classes): pack them "
+            "first (vqclip data pack), or use --engine local"
+        )
+    made, seen, bad = 0, 0, list[str]()
+    with connect_to_ray(ray) as cluster:
+        cpus, gpus = cluster.worker_size(options.threads + options.workers, options.device)
+        source = _open_source(options)
+        start, sizes = time.monotonic(), [int(shard["samples"]) for shard in source.shards]
+        open_job = partial(_open_maker, options, source.fingerprint, source.shards, "cuda" if gpus > 0 else "cpu")
+        with ProgressBar(sum(sizes), 0, True, "tokenize", "sample") as bar:
+            for shard, is_new in cluster.map(open_job, range(len(sizes)), "shard", cpus, gpus):
+                made, seen = made + is_new, seen + is_new * sizes[shard]
+                folder, record = _wait_for(options.out, shard)
+                bad += [each.reason for each in record.bad]
+                require_few_bad(bad, len(bad), int(options.tolerance * sum(sizes)), "--tolerance")
+                bar.advance(sizes[shard])
+                bar.show()
+    return finish_folder(options, folder, made, len(sizes) - made, seen, start)
+
+
+def _open_source(options: Options) -> ShardedSource:
+    """Index and open the data set; a collective."""
+    prepare_sources([options.data])
+    source = options.data.build()
+    if not hasattr(source, "key"):
+        raise ConfigError(f"--data: kind {options.data.kind} has no shards; write some first (vqclip data pack)")
+    return cast(ShardedSource, source)
+
+
+def _open_maker(
+    options: Options, data: dict[str, Any], facts: Sequence[dict[str, Any]], kind: str
+) -> Callable[[int], bool]:
+    """Load the tokenizers; return the function that makes a shard, and returns whether it was not finished before."""
+    maker = ShardMaker(options, data, facts, dist.choose_device(kind, "--device"))
+    tars = options.data.tars()  # type: ignore[attr-defined]
+
+    def make(shard: int) -> bool:
+        if maker.folder.record(shard, verify=True) is not None:
+            return False
+        for _ in maker.folder.claim([shard], wait=True):
+            source = options.data.build_part([tars[shard]])  # type: ignore[attr-defined]
+            if source.shards[0]["sha256"] != facts[shard]["sha256"]:
+                raise StorageError(
+                    f"{tars[shard]}: the shard has changed since it was indexed, or is another one on machine "
+                    f"{os.uname().nodename}; run the command again when it is complete",
+                    "changed shard",
+                )
+            for _ in maker.make(source, shard, maker.ids[shard].start):
+                pass
+        return True
+
+    return make
+
+
+def _wait_for(out: Path, shard: int) -> tuple[WorkFolder, ItemRecord]:
+    """Return the folder and the record of a shard when this machine sees what a worker wrote, or raise ConfigError.
+
+    Its settings are those that the workers wrote: they know the names of their devices.
+    """
+    end = time.monotonic() + _VISIBLE_S
+    while (folder := WorkFolder.existing(out, LAYOUT)) is None or (record := folder.record(shard)) is None:
+        if time.monotonic() > end:
+            raise ConfigError(
+                f"--out: this machine does not see what a worker of Ray wrote to {out}; expected a folder that all "
+                "machines share, under the same path"
+            )
+        time.sleep(1)
+    return folder, record
+
+
 class ShardMaker:
     """Loaded tokenizers, and the work folder that they write to.
 
@@ -147,6 +227,9 @@ class ShardMaker:
     """
 
     def __init__(self, options: Options, data: dict[str, Any], facts: Sequence[dict[str, Any]], device: torch.device):
+        torch.set_num_threads(options.threads)
+        if device.type == "cpu":
+            keep_freed_memory()
         shards = tuple(map(SourceShard.model_validate, facts))
         self._options = options
         self._encoders, tokenizer = _load_encoders(options, device)
