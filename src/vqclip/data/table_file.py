@@ -115,7 +115,12 @@ def open_table(path: Path, expected: Mapping[str, object], verify: bool | Collec
     try:
         with open_tensors(path) as file:
             text = (file.metadata() or {}).get("facts", "")
-            facts = _parse_facts(path, text.encode())
+            try:
+                facts = json.loads(text)
+            except (ValueError, RecursionError):
+                facts = None
+            if not isinstance(facts, dict):
+                raise DataError(f"{path}: is not a table of vqclip, or its header is damaged")
             for key, value in expected.items():
                 if facts.get(key) != value:
                     raise DataError(f"{path}: {key} is {facts.get(key)!r}; expected {value!r}")
@@ -135,14 +140,14 @@ def open_table(path: Path, expected: Mapping[str, object], verify: bool | Collec
 def find_table(
     path: Path, expected: Mapping[str, object], name: str, make: Callable[[Table], T], verify: bool = True
 ) -> T | None:
-    """Return what is made of a stored table; None if it is missing or damaged, or has other facts than expected.
+    """Return what is made of a stored table, see `open_table`; None if there is none, damaged or of other facts.
 
     Args:
         path: the file.
         expected: some of its facts, such as version and name of the data.
         name: name of the data, for the warning that the file is damaged.
         make: function of the table; anything that it raises means damage.
-        verify: see `open_table`.
+        verify: compare the checksums of the arrays.
     """
     if not path.is_file():
         return None
@@ -152,16 +157,6 @@ def find_table(
     except Exception as error:  # `make` of a damaged table may raise nearly anything
         logger.warning("%s: damaged index of %s is made again (%s)", path, name, error)
         return None
-
-
-def _parse_facts(path: Path, text: bytes) -> dict[str, Any]:
-    try:
-        facts = json.loads(text)
-    except (ValueError, RecursionError):
-        facts = None
-    if not isinstance(facts, dict):
-        raise DataError(f"{path}: is not a table of vqclip, or its header is damaged")
-    return facts
 
 
 def _sums(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:

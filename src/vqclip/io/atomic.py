@@ -87,21 +87,17 @@ def write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> Fil
         Its digest, read back before the file gets its name.
     """
     if path.exists() and not path.is_file():
-        return _write_directly(path, content)
+        buffer = io.BytesIO()
+        buffer.write(content) if isinstance(content, bytes) else content(buffer)
+        with name_file_in_errors(path):
+            path.write_bytes(buffer.getvalue())
+        return FileDigest(size=len(buffer.getvalue()), sha256=hashlib.sha256(buffer.getvalue()).hexdigest())
     path = path.resolve() if path.is_symlink() else path
     with _temporary_file(path, content) as temporary:
         digest = digest_file(temporary)
         os.replace(temporary, path)
     sync_folder(path.parent)
     return digest
-
-
-def _write_directly(path: Path, content: bytes | Callable[[BinaryIO], object]) -> FileDigest:
-    buffer = io.BytesIO()
-    buffer.write(content) if isinstance(content, bytes) else content(buffer)
-    with name_file_in_errors(path):
-        path.write_bytes(buffer.getvalue())
-    return FileDigest(size=len(buffer.getvalue()), sha256=hashlib.sha256(buffer.getvalue()).hexdigest())
 
 
 def write_text(path: Path, text: str) -> None:
@@ -141,7 +137,17 @@ def remove_leftovers(folder: Path) -> None:
 @contextlib.contextmanager
 def _temporary_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> Iterator[Path]:
     """Yield a temporary file beside `path`: written, on the disk, locked; removed at the end unless renamed."""
-    temporary, file = _create_temporary(path)
+    while True:
+        temporary = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:12]}")
+        file = open(temporary, "xb")  # noqa: SIM115
+        try:
+            # Otherwise another process just removed it as a leftover.
+            is_mine = try_lock(file.fileno()) and os.fstat(file.fileno()).st_nlink > 0
+        except OSError:  # the file system has no locks, so leftovers are never removed
+            is_mine = True
+        if is_mine:
+            break
+        file.close()
     try:
         with name_file_in_errors(path), file:
             if isinstance(content, bytes):
@@ -153,19 +159,6 @@ def _temporary_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -
             yield temporary
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _create_temporary(path: Path) -> tuple[Path, BinaryIO]:
-    while True:
-        temporary = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex[:12]}")
-        file = open(temporary, "xb")  # noqa: SIM115
-        try:
-            locked = try_lock(file.fileno())
-        except OSError:  # the file system has no locks, so leftovers are never removed
-            return temporary, file
-        if locked and os.fstat(file.fileno()).st_nlink:  # otherwise another process just removed it as a leftover
-            return temporary, file
-        file.close()
 
 
 def replace_folder(target: Path, fill: Callable[[Path], object]) -> None:

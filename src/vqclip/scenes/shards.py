@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from vqclip.io.tars import write_tar
+from vqclip.io.files import write_tar
 from vqclip.process import progress
 from vqclip.scenes.splits import TEMPLATES, Sample
 

@@ -40,8 +40,7 @@ from vqclip.data.tars.reader import TarReader
 from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder
 from vqclip.errors import DataError, StorageError, encodable, printable
 from vqclip.io.atomic import write_file
-from vqclip.io.files import Stamp, cache_folder, format_bytes
-from vqclip.io.tars import write_tar
+from vqclip.io.files import Stamp, cache_folder, format_bytes, write_tar
 from vqclip.process import progress
 
 __all__ = [
