@@ -37,14 +37,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from vqclip.config import Config
 from vqclip.data.in_order import require_few_bad
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.atomic import FileDigest, remove_leftovers, verify_file, write_file, write_file_once
 from vqclip.io.file_locks import ProcessLock
-from vqclip.io.json_files import add_checksum, describe_differences, read_versioned, validation_problems
+from vqclip.io.json_files import add_checksum, describe_differences, read_checked, read_versioned
 from vqclip.process import progress
 
 __all__ = ["BadRecord", "FolderLayout", "FolderManifest", "ItemRecord", "ManifestItem", "WorkFolder", "WorkResult"]
@@ -319,8 +319,10 @@ class WorkFolder:
             verify: read the file, and compare its checksum; the record of one that is damaged is removed.
         """
         path, file = self.record_path(item), self.file(item)
+        if not path.exists():
+            return None
         try:
-            record = ItemRecord.model_validate(read_versioned(path, self.layout.versions, "it is made again"))
+            record = read_checked(path, ItemRecord, self.layout.versions, "it is made again")
             if (record.settings, record.item, record.name) != (self.digest, item, file.name):
                 raise CheckpointError(f"{path}: the record of another item or folder")
             if verify:
@@ -330,8 +332,6 @@ class WorkFolder:
             return record
         except FileNotFoundError:
             return None
-        except ValidationError as error:
-            logger.warning("%s: %s; it is made again", path, "; ".join(validation_problems(error)))
         except (CheckpointError, OSError) as error:
             logger.warning("%s; it is made again", error)
         if verify:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from vqclip.config import Config
 from vqclip.data.work_folder import MANIFEST_FILE, SETTINGS_FILE, FolderManifest
 from vqclip.errors import CheckpointError, DataError
-from vqclip.io.json_files import read_versioned, validation_problems
+from vqclip.io.json_files import read_checked
 from vqclip.nn.precision import Precision
 
 __all__ = [
@@ -174,20 +174,11 @@ def read_manifest(folder: Path) -> Manifest:
         DataError: it is missing, damaged or of another version; the message says what to do.
     """
     path = folder / MANIFEST_FILE
+    if not path.exists() and (folder / SETTINGS_FILE).exists():
+        done = len([*folder.glob(f"*{SUFFIX}")])
+        raise DataError(f"{folder}: is not finished ({done} shards are); run the same `vqclip tokenize` command again")
+    remedy, hint = "tokenize again, or use the vqclip that wrote it", "; expected a folder that `vqclip tokenize` wrote"
     try:
-        return Manifest.model_validate(
-            read_versioned(path, VERSIONS, "tokenize again, or use the vqclip that wrote it")
-        )
-    except OSError as error:
-        if (folder / SETTINGS_FILE).exists():
-            done = len([*folder.glob(f"*{SUFFIX}")])
-            raise DataError(
-                f"{folder}: is not finished ({done} shards are); run the same `vqclip tokenize` command again"
-            ) from None
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror}); expected a folder that `vqclip tokenize` wrote"
-        ) from None
+        return read_checked(path, Manifest, VERSIONS, remedy, hint)
     except CheckpointError as error:
         raise DataError(str(error)) from None
-    except ValidationError as error:
-        raise DataError(f"{path}: " + "; ".join(validation_problems(error))) from None
