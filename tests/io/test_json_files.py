@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from vqclip.errors import CheckpointError
-from vqclip.io.json_files import add_checksum, read_versioned
+from vqclip.io.json_files import add_checksum, describe_differences, read_versioned
 
 VERSIONS = {"format": "thing", "format_version": 2}
 
@@ -28,3 +28,16 @@ def test_another_version_is_told_before_the_hash_is_compared(tmp_path, key, valu
         CheckpointError, match=rf"{key} is {value!r}, this vqclip reads {VERSIONS[key]!r}; make it anew"
     ):
         read_versioned(path, VERSIONS, "make it anew")
+
+
+def test_each_leaf_that_differs_has_a_line():
+    before = {"a": {"b": 1, "c": [1, 2]}, "d": 3}
+    after = {"a": {"b": 2, "c": [1]}, "d": 3}
+    assert describe_differences(before, after, "in the file") == {
+        "a.b": "  a.b: 1 in the file, 2 now",
+        "a.c[1]": "  a.c[1]: 2 in the file, absent now",
+    }
+
+
+def test_a_setting_that_is_off_may_be_absent():
+    assert describe_differences({"a": 1}, {"a": 1, "new": None, "section": {"old": None}}, "in the file") == {}

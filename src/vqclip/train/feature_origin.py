@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vqclip.data import TrainData
-from vqclip.data.features import FeatureSettings
-from vqclip.data.features.config import TORCH_DTYPES, choose_shard_samples
+from vqclip.data.features import TORCH_DTYPES, FeatureSettings, choose_shard_samples
 from vqclip.seeds import derive_seed
 from vqclip.towers.frozen import chunk_size
 from vqclip.train.feature_makers import FeatureMaker

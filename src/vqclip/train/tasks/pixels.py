@@ -22,7 +22,7 @@ from vqclip import dist
 from vqclip.config import Modality
 from vqclip.data import Batch
 from vqclip.data.batch_maker import Tokenize
-from vqclip.data.features.config import TORCH_DTYPES
+from vqclip.data.features import TORCH_DTYPES
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.json_files import Strict, read_plain, write_plain
 from vqclip.model import CLIP, ImageModel, load_pretrained
