@@ -123,10 +123,10 @@ def test_accuracy_against_bits_of_several_runs_says_of_how_many_images(tmp_path)
     points = tuple(BitsPoint(label="", bits_per_image=bits, figures={"top1": 0.5}, intervals={}) for bits in (8, 16))
     prefixes = Task(
         "a",
-        rates={"codes": {"top1": 0.4}},
+        rates={"codes_only": {"top1": 0.4}},
         details=Details(samples=400, intervals={}, bits=Bits(images=96, points=points)),
     )
-    alone = Task("a", rates={"codes": {"top1": 0.4}}, usage={"image": {"bits_per_sample": 32}})
+    alone = Task("a", rates={"codes_only": {"top1": 0.4}}, bits=32)
 
     def note(*tasks):
         run = read_run(make_run(tmp_path / str(len(tasks))))

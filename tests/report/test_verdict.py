@@ -12,7 +12,7 @@ from vqclip.report.verdict import Verdict, judge
 
 def verdict_on(folder) -> Verdict:
     run = read_run(folder)
-    return judge(run, [row for task in newest_tasks(run)[1] for row in task.rows])
+    return judge(run, newest_tasks(run)[1])
 
 
 def test_a_healthy_run(tmp_path):

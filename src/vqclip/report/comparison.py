@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vqclip.errors import ConfigError
-from vqclip.evaluation import MODES
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.charts import PERCENT, Chart, Curve, line_chart
 from vqclip.report.details import bits_curve, bits_note
-from vqclip.report.evaluations import Task, newest_tasks
+from vqclip.report.evaluations import FigureRow, Task, newest_tasks
 from vqclip.report.model_words import describe_state
-from vqclip.report.run_files import RunFiles, number_at
+from vqclip.report.run_files import RunFiles
 from vqclip.report.verdict import Verdict, judge
 
 MAX_RUNS = 8
@@ -70,7 +69,7 @@ def compare(runs: Sequence[RunFiles]) -> list[ComparedRun]:
     compared = []
     for run, label in zip(runs, labels, strict=True):
         step, tasks = newest_tasks(run)
-        verdict = judge(run, [row for task in tasks for row in task.rows])
+        verdict = judge(run, tasks)
         compared.append(
             ComparedRun(run, label, step, {task.name: task for task in tasks}, verdict, describe_state(run))
         )
@@ -94,15 +93,14 @@ def differences(runs: Sequence[RunFiles]) -> list[Difference]:
 
 def figures(runs: Sequence[ComparedRun]) -> list[tuple[str, str, list[tuple[float | None, Any]], float | None]]:
     """Return task, figure, rate and interval of each run (codes only where there are codes), and chance."""
-    keys = dict.fromkeys((task.name, row.figure) for run in runs for task in run.tasks.values() for row in task.rows)
-    rows = []
-    for name, figure in list(keys)[:100]:
-        tasks = [run.tasks.get(name) for run in runs]
-        chances = [task.chance[figure] for task in tasks if task is not None and figure in task.chance]
-        rows.append(
-            (name, figure_title(figure), [_rate(task, figure) for task in tasks], chances[0] if chances else None)
-        )
-    return rows
+    known = [{(task.name, row.figure): row for task in run.tasks.values() for row in task.rows} for run in runs]
+    found = []
+    for key in list(dict.fromkeys(key for each in known for key in each))[:100]:
+        rows = [each.get(key) for each in known]
+        chances = [row.chance for row in rows if row is not None and row.chance is not None]
+        rates = [(None, None) if row is None else row.used for row in rows]
+        found.append((key[0], figure_title(key[1]), rates, chances[0] if chances else None))
+    return found
 
 
 def comparison_charts(runs: Sequence[ComparedRun]) -> list[Chart]:
@@ -124,42 +122,29 @@ def bits_charts(runs: Sequence[ComparedRun]) -> list[Chart]:
     """Return accuracy against bits of all runs: the first figure of each task, prefixes of the codes included."""
     charts = []
     for name in list(dict.fromkeys(name for run in runs for name in run.tasks))[:12]:
-        rows = next(run.tasks[name].rows for run in runs if name in run.tasks)
-        if not rows:
-            continue
-        curves = [_bits_curve(run.label, run.tasks.get(name), rows[0].figure) for run in runs]
+        tasks = {run.label: run.tasks[name] for run in runs if name in run.tasks}
+        first = next(iter(tasks.values())).rows[:1]
+        curves = [_bits_curve(run.label, tasks.get(run.label), row) for run in runs for row in first]
         if len({bits for curve in curves for bits in curve.x}) < 2:
             continue
-        title = f"{name}: {rows[0].title} against bits"
+        title = f"{name}: {first[0].title} against bits"
         chart = line_chart(title, curves, unit=PERCENT, x_label="bits an image", marks=True, floor=0.0)
         if chart is not None:
-            charts.append(replace(chart, note=_bits_note([run.tasks.get(name) for run in runs])))
+            found = [task.details.bits for task in tasks.values() if task.details is not None and task.details.bits]
+            alone = " The point of a run that has one alone is of the whole set." if len(found) < len(tasks) else ""
+            charts.append(replace(chart, note=bits_note(found) + alone if found else ""))
     return charts
 
 
-def _bits_note(tasks: Sequence[Task | None]) -> str:
-    measured = [task.details for task in tasks if task is not None]
-    found = [each.bits for each in measured if each is not None and each.bits is not None and each.bits.points]
-    alone = " The point of a run that has one alone is of the whole set." if len(found) < len(measured) else ""
-    return bits_note(found) + alone if found else ""
-
-
-def _bits_curve(label: str, task: Task | None, figure: str) -> Curve:
+def _bits_curve(label: str, task: Task | None, first: FigureRow) -> Curve:
     """Return the rate of a task by bits: of each prefix of its codes, or of all codes alone."""
     details = None if task is None else task.details
-    if details is not None and details.bits is not None and (curve := bits_curve(label, details.bits, figure)).x:
+    if details is not None and details.bits is not None and (curve := bits_curve(label, details.bits, first.figure)).x:
         return curve
-    size = None if task is None else number_at(task.usage, "image.bits_per_sample")
-    rate, _ = _rate(task, figure)
-    return Curve(label, [], []) if rate is None or size is None else Curve(label, [size], [rate])
-
-
-def _rate(task: Task | None, figure: str) -> tuple[float | None, Any]:
-    """Return rate and interval of the mode that is nearest to use: codes only, else quantized, else continuous."""
-    for mode in reversed(MODES):
-        if task is not None and figure in task.rates.get(mode, {}):
-            return task.rates[mode][figure], task.intervals.get(mode, {}).get(figure)
-    return None, None
+    row = None if task is None else next((each for each in task.rows if each.figure == first.figure), None)
+    if task is None or row is None or task.bits is None:
+        return Curve(label, [], [])
+    return Curve(label, [task.bits], [row.used[0]])
 
 
 def _labels(runs: Sequence[RunFiles]) -> list[str]:

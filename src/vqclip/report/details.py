@@ -10,10 +10,11 @@ from markupsafe import Markup
 from vqclip.evaluation.details import Bits, ClassAccuracy, Codes, Confusion, Gallery, ShownImage
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.charts import PERCENT, Chart, Curve, line_chart, table_chart
+from vqclip.report.evaluations import MAX_FIGURES
 from vqclip.report.images import draw_map, find_grid, png_uri
 from vqclip.report.run_charts import MAX_CURVES
 
-__all__ = ["SHOWN_CLASSES", "bits_chart", "code_maps", "confusion_chart", "galleries", "worst_classes"]
+__all__ = ["MAX_FIGURES", "SHOWN_CLASSES", "bits_chart", "code_maps", "confusion_chart", "galleries", "worst_classes"]
 
 MAX_MAPS = 8
 """Images with code maps."""

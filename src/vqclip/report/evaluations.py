@@ -9,7 +9,7 @@ from typing import Any
 
 from vqclip.errors import VqclipError
 from vqclip.evaluation import MODES, Details, read_evaluation, stored_files
-from vqclip.evaluation.pixel_results import PixelRow
+from vqclip.evaluation.pixel_results import PixelResult
 from vqclip.evaluation.pixels import QUALITY
 from vqclip.evaluation.stored import FOLDER
 from vqclip.evaluation.tables import figure_title
@@ -21,12 +21,45 @@ MAX_STORED_BYTES = 64 << 20
 """Bytes of stored evaluations that are read."""
 
 
+@dataclass(frozen=True)
+class FigureRow:
+    """One figure of a task in three modes."""
+
+    figure: str
+    rates: dict[str, float]
+    """Mode → rate."""
+    intervals: dict[str, tuple[float, float]]
+    """Mode → 95 % interval."""
+    chance: float | None
+    """Rate of random embeddings; None if unknown."""
+    samples: int | None
+    """Number of images; None if unknown."""
+
+    @property
+    def title(self) -> str:
+        """Readable name of the figure."""
+        return figure_title(self.figure)
+
+    @property
+    def used(self) -> tuple[float, tuple[float, float] | None]:
+        """Rate and interval of the mode that is nearest to use: codes only, else quantized, else continuous."""
+        mode = next(mode for mode in reversed(MODES) if mode in self.rates)
+        return self.rates[mode], self.intervals.get(mode)
+
+    @property
+    def is_at_chance(self) -> bool:
+        """True if no mode is clearly above chance: three standard deviations, where the number of images is known."""
+        if self.chance is None:
+            return False
+        sigma = math.sqrt(self.chance * (1 - self.chance) / self.samples) if self.samples else 0.0
+        return max(self.rates.values()) <= self.chance + 3 * sigma
+
+
 @dataclass
 class Task:
     """An evaluation of the newest step."""
 
     name: str
-    kind: str = ""
     samples: int | None = None
     """Number of images."""
     classes: int | None = None
@@ -35,22 +68,28 @@ class Task:
     """Figure → rate of random embeddings."""
     rates: dict[str, dict[str, float]] = field(default_factory=dict)
     """Mode → figure → rate."""
-    intervals: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
-    """Mode → figure → 95 % interval."""
-    usage: dict[str, Any] = field(default_factory=dict)
-    """Modality → use of its codebooks."""
+    bits: float | None = None
+    """Size of the ids of an image."""
     notes: list[str] = field(default_factory=list)
     details: Details | None = None
-    pixel_rows: list[PixelRow] = field(default_factory=list)
-    """Ways to store an image, with their figures; empty for tasks of other kinds than `pixels`."""
-    pixels_about: str = ""
-    """Set of originals, size, crop and resampling of these."""
+    pixels: PixelResult | None = None
+    """Ways to store an image, with their figures; None for tasks of other kinds than `pixels`."""
 
     @property
     def rows(self) -> list[FigureRow]:
         """Its figures."""
-        names = list(dict.fromkeys(name for rates in self.rates.values() for name in rates))
-        return [FigureRow(self, name) for name in names[:MAX_FIGURES]]
+        names = list(dict.fromkeys(name for rates in self.rates.values() for name in rates))[:MAX_FIGURES]
+        intervals = {} if self.details is None else self.details.intervals
+        return [
+            FigureRow(
+                name,
+                {mode: rates[name] for mode, rates in self.rates.items() if name in rates},
+                {mode: ends[name] for mode, ends in intervals.items() if name in ends},
+                self.chance.get(name),
+                self.samples,
+            )
+            for name in names
+        ]
 
     @property
     def size(self) -> str:
@@ -58,45 +97,6 @@ class Task:
         parts = [(self.samples, "images"), (self.classes, "classes")]
         parts += [(self.captions, "captions")] if self.classes is None else []
         return ", ".join(f"{number:,} {what}" for number, what in parts if number is not None)
-
-
-@dataclass(frozen=True)
-class FigureRow:
-    """One figure in three modes."""
-
-    task: Task
-    figure: str
-
-    @property
-    def title(self) -> str:
-        """Readable name of the figure."""
-        return figure_title(self.figure)
-
-    @property
-    def chance(self) -> float | None:
-        """Rate of random embeddings; None if unknown."""
-        return self.task.chance.get(self.figure)
-
-    def rate(self, mode: str) -> float | None:
-        """Return the rate of a mode."""
-        return self.task.rates.get(mode, {}).get(self.figure)
-
-    def interval(self, mode: str) -> tuple[float, float] | None:
-        """Return the 95 % interval of a mode."""
-        return self.task.intervals.get(mode, {}).get(self.figure)
-
-    @property
-    def best(self) -> float | None:
-        """Highest rate of the modes."""
-        return max((rate for mode in MODES if (rate := self.rate(mode)) is not None), default=None)
-
-    @property
-    def is_at_chance(self) -> bool:
-        """True if no mode is clearly above chance: three standard deviations, where the number of images is known."""
-        if self.best is None or self.chance is None:
-            return False
-        sigma = math.sqrt(self.chance * (1 - self.chance) / self.task.samples) if self.task.samples else 0.0
-        return self.best <= self.chance + 3 * sigma
 
 
 def newest_tasks(run: RunFiles) -> tuple[int, list[Task]]:
@@ -132,11 +132,7 @@ def _read_stored(run: RunFiles) -> list[tuple[int, Task]]:
             continue
         task = _read_task(stored.result.to_json())
         if task is not None:
-            task.details = stored.result.details
-            if (pixels := stored.result.pixels) is not None:
-                task.pixel_rows = pixels.rows[:MAX_FIGURES]
-                task.pixels_about = f"{pixels.reference}, {pixels.image_size} pixels: {pixels.preprocessing}"
-            task.intervals = {mode: dict(each) for mode, each in task.details.intervals.items()} if task.details else {}
+            task.details, task.pixels = stored.result.details, stored.result.pixels
             found.append((stored.step, task))
     return found
 
@@ -154,7 +150,7 @@ def _read_metrics(values: Mapping[str, float], known: Mapping[str, Task]) -> lis
         ):
             continue
         if name not in tasks:
-            tasks[name] = replace(known.get(name, Task(name)), rates={}, intervals={}, usage={}, notes=[], details=None)
+            tasks[name] = replace(known.get(name, Task(name)), rates={}, bits=None, notes=[], details=None, pixels=None)
         tasks[name].rates.setdefault(mode, {})[figure] = rate
     return list(tasks.values())
 
@@ -170,15 +166,12 @@ def _read_task(body: Any) -> Task | None:
         if (number := number_at(body, key)) is not None and number >= 0
     }
     rates = {mode: _rates(value_at(body, f"figures.{mode}")) for mode in MODES}
-    usage = value_at(body, "usage")
-    notes = [str(note)[:500] for note in list_at(body, "notes")[:10]]
     return Task(
         name,
-        text_at(body, "kind"),
         chance=_rates(value_at(body, "chance")),
         rates={mode: found for mode, found in rates.items() if found},
-        usage=usage if isinstance(usage, dict) else {},
-        notes=notes,
+        bits=number_at(body, "usage.image.bits_per_sample"),
+        notes=[str(note)[:500] for note in list_at(body, "notes")[:10]],
         **count,
     )
 

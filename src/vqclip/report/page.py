@@ -94,10 +94,10 @@ def write_comparison(folders: Sequence[Path | str], output: Path | str) -> Path:
 def render_run(run: RunFiles) -> str:
     """Return the page of a run as HTML."""
     step, tasks = newest_tasks(run)
-    verdict = judge(run, [row for task in tasks for row in task.rows])
+    verdict = judge(run, tasks)
     charts = {
         "figures": [(task, run_charts.figure_chart(task)) for task in tasks],
-        "pixels": [(task, run_charts.pixel_chart(task)) for task in tasks if task.pixel_rows],
+        "pixels": [(task, run_charts.pixel_chart(task)) for task in tasks if task.pixels],
         "training": run_charts.training_charts(run),
         "evaluations": run_charts.evaluation_charts(run),
         "codebooks": run_charts.codebook_charts(run),

@@ -8,7 +8,7 @@ from vqclip.evaluation import MODES
 from vqclip.evaluation.pixel_methods import CODES
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.charts import PERCENT, Chart, Curve, heat_map, line_chart, rate_chart
-from vqclip.report.evaluations import Task
+from vqclip.report.evaluations import MAX_FIGURES, Task
 from vqclip.report.run_files import RunFiles
 from vqclip.report.verdict import newest_codebooks
 from vqclip.runlog.codebooks import MODALITIES
@@ -106,7 +106,7 @@ def evaluation_charts(run: RunFiles) -> list[Chart]:
 def pixel_chart(task: Task) -> Chart | None:
     """Return the PSNR of decoded ids and of codecs against bits; None for other tasks."""
     found: dict[str, list[tuple[float, float]]] = {}
-    for row in task.pixel_rows:
+    for row in task.pixels.rows[:MAX_FIGURES] if task.pixels else ():
         if row.bits_per_image and "psnr" in row.figures:
             kind = "ids" if row.method.startswith(CODES) else row.method
             found.setdefault(kind, []).append((row.bits_per_image, row.figures["psnr"]))
@@ -118,7 +118,7 @@ def figure_chart(task: Task) -> Chart | None:
     """Return the rates of a task in the three modes, with intervals, beside chance."""
     rows = task.rows[:10]
     lines = [
-        (row.title, [row.rate(mode) for mode in MODES], [row.interval(mode) for mode in MODES], row.chance)
+        (row.title, [row.rates.get(mode) for mode in MODES], [row.intervals.get(mode) for mode in MODES], row.chance)
         for row in rows
     ]
     return rate_chart(task.name, lines, list(MODE_TITLES.values()))

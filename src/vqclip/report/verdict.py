@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from vqclip.losses import LossConfig
-from vqclip.report.evaluations import FigureRow
+from vqclip.report.evaluations import Task
 from vqclip.report.model_words import codebook_size
 from vqclip.report.run_files import RunFiles, number_at, text_at, value_at
 from vqclip.runlog.codebooks import MODALITIES, Codebook, read_codebooks
@@ -64,12 +64,12 @@ class Verdict:
     """Worst first."""
 
 
-def judge(run: RunFiles, figures: list[FigureRow]) -> Verdict:
+def judge(run: RunFiles, tasks: list[Task]) -> Verdict:
     """Judge a run.
 
     Args:
         run: its files.
-        figures: its newest evaluation.
+        tasks: its newest evaluation.
     """
     health = read_health(run)
     found = [
@@ -79,7 +79,7 @@ def judge(run: RunFiles, figures: list[FigureRow]) -> Verdict:
         *_check_unused(health),
         *_check_waits(run),
         *_check_events(run),
-        *_check_chance(figures),
+        *_check_chance(tasks),
     ]
     found.sort(key=lambda finding: LEVELS.index(finding.level))
     ill = [finding for finding in found if finding.level in ("bad", "warn")]
@@ -247,11 +247,10 @@ def _check_events(run: RunFiles) -> Iterator[Finding]:
         yield Finding("note", title, text_at(run.summary, "captions.told")[:500])
 
 
-def _check_chance(figures: list[FigureRow]) -> Iterator[Finding]:
+def _check_chance(tasks: list[Task]) -> Iterator[Finding]:
     """Find evaluations at chance."""
-    level = [row for row in figures if row.is_at_chance]
-    judged = [row for row in figures if row.chance is not None and row.best is not None]
-    if judged and len(level) == len(judged):
+    judged = [row for task in tasks for row in task.rows if row.chance is not None]
+    if judged and all(row.is_at_chance for row in judged):
         text = "Every figure of the newest evaluation is that of random embeddings."
         yield Finding("warn", "No better than chance", text, "Train longer, or see the findings above.")
 
