@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vqclip.errors import VqclipError
 from vqclip.evaluation import MODES, Details, read_evaluation, stored_files
 from vqclip.evaluation.pixel_results import PixelResult
 from vqclip.evaluation.pixels import QUALITY
 from vqclip.evaluation.stored import FOLDER
 from vqclip.evaluation.tables import figure_title
-from vqclip.report.run_files import RunFiles, list_at, number_at, text_at, value_at
+from vqclip.report.run_files import RunFiles, list_at, naming, number_at, text_at, value_at
 
 MAX_TASKS = 50
 MAX_FIGURES = 40
@@ -121,19 +120,15 @@ def _read_stored(run: RunFiles) -> list[tuple[int, Task]]:
     found = []
     remaining = MAX_STORED_BYTES
     for path in stored_files(run.folder)[:MAX_TASKS]:
-        try:
+        with naming(run, f"{FOLDER}/{path.name[:100]}"):
             remaining -= path.stat().st_size
             if remaining < 0:
                 run.missing.append(f"{FOLDER}/: more than {MAX_STORED_BYTES:,} bytes; the rest is left out")
                 break
             stored = read_evaluation(path)
-        except (OSError, VqclipError) as error:
-            run.missing.append(f"{FOLDER}/{path.name[:100]}: cannot be read ({str(error)[:300]})")
-            continue
-        task = _read_task(stored.result.to_json())
-        if task is not None:
-            task.details, task.pixels = stored.result.details, stored.result.pixels
-            found.append((stored.step, task))
+            if task := _read_task(stored.result.to_json()):
+                task.details, task.pixels = stored.result.details, stored.result.pixels
+                found.append((stored.step, task))
     return found
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,17 +113,23 @@ def read_run(folder: Path) -> RunFiles:
             f"runs/base{_near(folder)}"
         )
     run = RunFiles(folder)
-    _read_config(run)
-    _read_metrics(run)
-    run.summary, run.best, run.stopped = (_read_object(run, f"{name}.json") for name in ("summary", "best", "stopped"))
-    run.events, run.bad_samples = (
-        _read_records(run, "events.jsonl", "event"),
-        _read_records(run, "bad_samples.jsonl", "kind"),
-    )
-    try:
+    with naming(run, "config.yaml", "the settings are unknown"):
+        run.config_text = read_bounded(folder / "config.yaml", MAX_CONFIG_BYTES).decode("utf-8", "replace")
+        tree = read_yaml(run.config_text, "config.yaml", []).plain()
+        run.config = tree if isinstance(tree, dict) else {}
+    with naming(run, "metrics.jsonl", "there are no curves yet"):
+        run.curves = read_curves(folder / "metrics.jsonl")
+    if run.curves.damaged:
+        run.missing.append(f"metrics.jsonl: {run.curves.damaged:,} lines cannot be read and are left out")
+    for name in ("summary", "best", "stopped"):
+        with naming(run, f"{name}.json"):
+            setattr(run, name, read_json(folder / f"{name}.json")[0])
+    with naming(run, "events.jsonl"):
+        run.events = _read_records(folder / "events.jsonl", "event")
+    with naming(run, "bad_samples.jsonl"):
+        run.bad_samples = _read_records(folder / "bad_samples.jsonl", "kind")
+    with naming(run, "checkpoints"):
         run.checkpoints = sorted(step_of(path) for path in checkpoints(folder / "checkpoints"))
-    except (OSError, VqclipError) as error:
-        run.missing.append(f"checkpoints: cannot be listed ({error})")
     return run
 
 
@@ -152,56 +160,36 @@ def list_at(tree: Any, path: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _read_config(run: RunFiles) -> None:
+@contextlib.contextmanager
+def naming(run: RunFiles, name: str, if_absent: str = "") -> Iterator[None]:
+    """Add a part that cannot be read to `RunFiles.missing`.
+
+    Args:
+        run: its files.
+        name: name of the part.
+        if_absent: what the absence of its file means; empty if there need not be one.
+    """
     try:
-        content = read_bounded(run.folder / "config.yaml", MAX_CONFIG_BYTES)
-        run.config_text = content[:MAX_CONFIG_BYTES].decode("utf-8", "replace")
-        tree = read_yaml(run.config_text, "config.yaml", []).plain()
-        run.config = tree if isinstance(tree, dict) else {}
+        yield
     except FileNotFoundError:
-        run.missing.append("config.yaml: no such file, so the settings are unknown")
-    except (OSError, ConfigError) as error:
-        run.missing.append(f"config.yaml: cannot be read ({_short(error)})")
-
-
-def _read_metrics(run: RunFiles) -> None:
-    try:
-        run.curves = read_curves(run.folder / "metrics.jsonl")
-    except FileNotFoundError:
-        run.missing.append("metrics.jsonl: no such file, so there are no curves yet")
-    except OSError as error:
-        run.missing.append(f"metrics.jsonl: cannot be read ({_short(error)})")
-    if run.curves.damaged:
-        run.missing.append(f"metrics.jsonl: {run.curves.damaged:,} lines cannot be read and are left out")
-
-
-def _read_object(run: RunFiles, name: str) -> dict[str, Any]:
-    try:
-        return read_json(run.folder / name)[0]
-    except FileNotFoundError:
-        return {}
+        if if_absent:
+            run.missing.append(f"{name}: no such file, so {if_absent}")
     except (OSError, VqclipError) as error:
         run.missing.append(f"{name}: cannot be read ({_short(error)})")
-        return {}
 
 
-def _read_records(run: RunFiles, name: str, kind: str) -> Records:
+def _read_records(path: Path, kind: str) -> Records:
     records = Records()
-    try:
-        with open_regular(run.folder / name) as file:
-            for line in read_lines(file, 0, min(file.seek(0, 2), MAX_RECORD_BYTES)):
-                entry = parse_line(line) if len(line) <= MAX_LINE else None
-                if entry is None:
-                    continue
-                records.total += 1
-                if len(records.kinds) < 100:
-                    records.kinds[str(entry.get(kind, "other"))[:100]] += 1
-                records.first_step = entry["step"] if records.first_step is None else records.first_step
-                records.newest.append(entry)
-    except FileNotFoundError:
-        pass  # the file is made with its first line
-    except OSError as error:
-        run.missing.append(f"{name}: cannot be read ({_short(error)})")
+    with open_regular(path) as file:
+        for line in read_lines(file, 0, min(file.seek(0, 2), MAX_RECORD_BYTES)):
+            entry = parse_line(line) if len(line) <= MAX_LINE else None
+            if entry is None:
+                continue
+            records.total += 1
+            if len(records.kinds) < 100:
+                records.kinds[str(entry.get(kind, "other"))[:100]] += 1
+            records.first_step = entry["step"] if records.first_step is None else records.first_step
+            records.newest.append(entry)
     return records
 
 
