@@ -32,8 +32,7 @@ from vqclip.evaluation.details import (
     Reconstruction,
     ShownImage,
 )
-from vqclip.evaluation.pixel_results import PixelResult, PixelRow
-from vqclip.evaluation.stored import StoredEvaluation
+from vqclip.evaluation.results import PixelResult, PixelRow, StoredEvaluation
 from vqclip.report import write_comparison, write_report
 from vqclip.report.images import image_uri
 

@@ -34,7 +34,7 @@ def few(step):
 
 
 CASES = {
-    "collapsed": (collapse, "bad", "Collapsed since step 120: 1 of 6 image codebooks", "image/3"),
+    "collapsed": (collapse, "bad", "Collapsed since step 120: 1 of 6 image codebooks", "codebook 3 of 6 has coll"),
     "unused": (few, "warn", "Hardly used: 1 of 6 text codebooks", "text/1"),
     "dead": (
         lambda step: {"grad_norm": 0.0} if step >= 200 else {},

@@ -13,9 +13,17 @@ from vqclip.evaluation.knn import KnnConfig
 from vqclip.evaluation.linear_probe import LinearProbeConfig
 from vqclip.evaluation.pixels import PixelQualityConfig
 from vqclip.evaluation.prefixes import Prefixes
-from vqclip.evaluation.results import PrefixResult, Result, write_csv, write_json
+from vqclip.evaluation.results import (
+    PrefixResult,
+    Result,
+    StoredEvaluation,
+    read_evaluation,
+    stored_files,
+    write_csv,
+    write_evaluations,
+    write_json,
+)
 from vqclip.evaluation.retrieval import RetrievalConfig
-from vqclip.evaluation.stored import StoredEvaluation, read_evaluation, stored_files, write_evaluations
 from vqclip.evaluation.sugarcrepe import SugarCrepeConfig, SugarCrepeData
 from vqclip.evaluation.suite import (
     EvaluationConfig,

@@ -28,9 +28,8 @@ from vqclip.evaluation.meaning import Meaning, meaning_of_captions, meaning_of_c
 from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.pixel_distances import DistanceConfigs, Distances
 from vqclip.evaluation.pixel_methods import QUANTIZED, Methods
-from vqclip.evaluation.pixel_results import PixelResult, PixelRow
 from vqclip.evaluation.reconstructions import pixel_transform
-from vqclip.evaluation.results import Result, fill_modes
+from vqclip.evaluation.results import PixelResult, PixelRow, Result, fill_modes
 from vqclip.model import CLIP
 from vqclip.pixels.metrics import MS_SSIM_SIZE, SSIM_SIZE, mean_figures, psnr
 from vqclip.pixels.metrics.codecs import Codec

@@ -1,22 +1,30 @@
-"""Results of an evaluation, which JSON can hold."""
+"""Results of an evaluation; as JSON, as CSV, and with their details in a run's folder."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import Field
+
 from vqclip.data import mask_credentials
+from vqclip.errors import CheckpointError, encodable
 from vqclip.evaluation.codes import CodeUsage
-from vqclip.evaluation.details import Details, Interval
+from vqclip.evaluation.details import Details, Interval, Part
 from vqclip.evaluation.encode import MODES, Encoded, Mode
-from vqclip.evaluation.pixel_results import PixelResult
-from vqclip.io.atomic import write_text
+from vqclip.io.atomic import write_file, write_text
+from vqclip.io.json_files import MAX_PLAIN_BYTES, read_plain
+
+FOLDER = "report"
+"""Name of their folder in a run's folder."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +43,38 @@ class PrefixResult:
     """Figure → rate, as in `Result.figures`."""
     intervals: dict[str, Interval]
     """Figure → 95 % confidence interval; empty if the evaluation was not asked for details."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PixelRow:
+    """One way to store an image, and what comes back; figures over all images of the set."""
+
+    method: str
+    """Name, such as ``codes`` or ``WebP``."""
+    bits_per_image: float | None
+    """Mean size of a stored image; None where no code is stored."""
+    within: float | None
+    """Share of the files that are not larger than the codes; None for what is not a file."""
+    figures: dict[str, float]
+    """``psnr`` and ``psnr_of_mse`` in dB, ``ssim``, ``ms_ssim``, ``mae``; see `vqclip.pixels.metrics`."""
+    intervals: dict[str, tuple[float, float]]
+    """Figure → 95 % interval, a bootstrap over images."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PixelResult:
+    """Everything that pixel figures depend on beside the model, and the rows."""
+
+    reference: str
+    """The set of originals."""
+    image_size: int
+    """Height and width of originals and reconstructions, in pixels."""
+    preprocessing: str
+    """Crop and resampling of the originals."""
+    rows: list[PixelRow]
+    """All ids, fewer of them, none, and other methods at as many bytes."""
+    distances: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Distances of the set of reconstructions from that of originals; the name of each says in which features."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +152,67 @@ def _stored_images(result: Result) -> list[tuple[str, dict[str, float]]]:
     rows = [] if result.pixels is None else result.pixels.rows
     bits = [{} if row.bits_per_image is None else {"bits_per_image": row.bits_per_image} for row in rows]
     return [(row.method, size | row.figures) for row, size in zip(rows, bits, strict=True)]
+
+
+class StoredEvaluation(Part):
+    """Content of a file: the result of one task."""
+
+    step: int = Field(ge=0, lt=2**53)
+    """Steps of training that the evaluated weights have."""
+    result: Result
+    """The result, with its details."""
+
+
+def stored_files(run: Path) -> list[Path]:
+    """Return the files of a run's folder in the order of the tasks, for `read_evaluation`."""
+    return sorted((run / FOLDER).glob("[0-9]*.json"))
+
+
+def read_evaluation(path: Path) -> StoredEvaluation:
+    """Read a file that `write_evaluations` wrote.
+
+    Raises:
+        CheckpointError: it cannot be read, is too large, or contains unknown keys or values.
+    """
+    return read_plain(path, StoredEvaluation)
+
+
+def write_evaluations(run: Path, step: int, results: Sequence[Result]) -> list[Path]:
+    """Write results into a run's folder, and remove those of former evaluations. Each file is written atomically.
+
+    Args:
+        run: the folder.
+        step: steps of training of the evaluated weights.
+        results: one for each task.
+
+    Returns:
+        The files, as `stored_files` does.
+
+    Raises:
+        CheckpointError: a file would be too large to be read, or a figure is NaN.
+        OSError: a file cannot be written.
+    """
+    (run / FOLDER).mkdir(parents=True, exist_ok=True)
+    paths = []
+    for number, result in enumerate(results):
+        notes = [encodable(mask_credentials(note)) for note in result.notes]
+        result = dataclasses.replace(result, name=encodable(result.name), notes=notes)
+        content = StoredEvaluation(step=step, result=result).model_dump_json().encode()
+        path = run / FOLDER / f"{number:02d}-{_file_name(result)}.json"
+        if len(content) > MAX_PLAIN_BYTES:
+            raise CheckpointError(f"{path}: would have {len(content)} bytes; at most {MAX_PLAIN_BYTES} are read back")
+        write_file(path, content)
+        paths.append(path)
+    for former in set(stored_files(run)) - set(paths):
+        former.unlink(missing_ok=True)
+    return paths
+
+
+def _file_name(result: Result) -> str:
+    """Return a name of plain characters; a task's name may contain any."""
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", result.name).strip("-")[:40].lower()
+    digest = hashlib.sha256(f"{result.kind}\0{result.name}".encode("utf-8", "surrogateescape")).hexdigest()
+    return f"{plain}-{digest[:8]}" if plain else digest[:8]
 
 
 def common_modes(image: Encoded, text: Encoded | None = None) -> tuple[list[Mode], list[str]]:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from vqclip.errors import printable
 from vqclip.evaluation.codes import CodeUsage
 from vqclip.evaluation.encode import MODES, Mode
-from vqclip.evaluation.pixel_results import PixelResult
-from vqclip.evaluation.results import Result
+from vqclip.evaluation.results import PixelResult, Result
 
 _MODE_TITLES = ("continuous", "quantized", "codes only")
 _DIRECTIONS = {"i2t": "image to text", "t2i": "text to image"}

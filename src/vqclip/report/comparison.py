@@ -98,7 +98,7 @@ def figures(runs: Sequence[ComparedRun]) -> list[tuple[str, str, list[tuple[floa
     for key in list(dict.fromkeys(key for each in known for key in each))[:100]:
         rows = [each.get(key) for each in known]
         chances = [row.chance for row in rows if row is not None and row.chance is not None]
-        rates = [(None, None) if row is None else row.used for row in rows]
+        rates: list[tuple[float | None, Any]] = [(None, None) if row is None else row.used for row in rows]
         found.append((key[0], figure_title(key[1]), rates, chances[0] if chances else None))
     return found
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vqclip.evaluation import MODES, Details, read_evaluation, stored_files
-from vqclip.evaluation.pixel_results import PixelResult
 from vqclip.evaluation.pixels import QUALITY
-from vqclip.evaluation.stored import FOLDER
+from vqclip.evaluation.results import FOLDER, PixelResult
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.run_files import RunFiles, list_at, naming, number_at, text_at, value_at
 

@@ -14,7 +14,7 @@ from vqclip.losses import LossConfig
 from vqclip.report.evaluations import Task
 from vqclip.report.model_words import codebook_size
 from vqclip.report.run_files import RunFiles, number_at, text_at, value_at
-from vqclip.runlog.codebooks import MODALITIES, Codebook, read_codebooks
+from vqclip.runlog.codebooks import MODALITIES, Codebook, modality_of, read_codebooks
 from vqclip.runlog.health import (
     RECENT,
     REMEDY,
@@ -22,7 +22,6 @@ from vqclip.runlog.health import (
     CollapseConfig,
     DivergenceConfig,
     Health,
-    span,
     suggest_remedies,
 )
 
@@ -163,29 +162,24 @@ def _check_finite(run: RunFiles) -> Iterator[Finding]:
 
 def _check_health(health: Health) -> Iterator[Finding]:
     """Find what the run has looked for while it trained: a dead model, collapsed codebooks, divergence."""
-    dead = [sign for sign in health.signs if sign.kind == "dead"]
+    dead, collapsed, diverged = (
+        [sign for sign in health.signs if sign.kind == kind] for kind in ("dead", "collapsed", "diverged")
+    )
     if dead:
         text = "; ".join(f"{sign.text} (since step {sign.since:,})" for sign in dead)
         since = min(sign.since for sign in dead)
         yield Finding("bad", f"Dead since step {since:,}: the model no longer learns", f"{text}.", f"{RESTART}.")
-    collapsed = {sign.name: sign.since for sign in health.signs if sign.kind == "collapsed"}
     for modality in MODALITIES:
-        every = [each for each in health.codebooks if each.modality == modality]
-        lost = [each for each in every if each.name in collapsed]
+        lost = [sign for sign in collapsed if modality_of(sign.name) == modality]
         if lost:
-            since = min(collapsed[each.name] for each in lost)
-            which = f"{len(lost)} of {len(every)} {modality} codebooks"
-            which = which if len(every) > 1 else f"the {modality} codebook has few codes left"
-            text = (
-                f"{span([each.used for each in lost])} of {lost[0].codes:,} codes in use over the newest "
-                f"{lost[0].tokens:,.0f} tokens; evenly used codes would be {lost[0].possible:,.0f}."
-            )
-            text += "" if len(lost) == len(every) else f" They are {_names(lost)}."
+            since, every = min(sign.since for sign in lost), sum(each.modality == modality for each in health.codebooks)
+            which = f"{len(lost)} of {every} {modality} codebooks"
+            which = which if every > 1 else f"the {modality} codebook has few codes left"
+            text = f"{health.describe([sign.name for sign in lost])}."
             yield Finding("bad", f"Collapsed since step {since:,}: {which}", text, f"{suggest_remedies(modality)}.")
-    for sign in health.signs:
-        if sign.kind == "diverged":
-            title = "Diverged: the loss is too high" if sign.name == "loss" else "Diverged: the gradient explodes"
-            yield Finding("bad", title, f"{sign.text[0].upper()}{sign.text[1:]}.", f"{REMEDY}.")
+    for sign in diverged:
+        title = "Diverged: the loss is too high" if sign.name == "loss" else "Diverged: the gradient explodes"
+        yield Finding("bad", title, f"{sign.text[0].upper()}{sign.text[1:]}.", f"{REMEDY}.")
 
 
 def _check_unused(health: Health) -> Iterator[Finding]:

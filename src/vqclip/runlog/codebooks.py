@@ -31,7 +31,7 @@ class Codebook(Strict):
     @property
     def modality(self) -> str:
         """``image`` or ``text``."""
-        return self.name.partition("/")[0]
+        return modality_of(self.name)
 
     @property
     def number(self) -> str:
@@ -54,13 +54,18 @@ class Codebook(Strict):
         return min(self.usage / max(self.usage_if_uniform, 1e-12), 1.0)
 
 
+def modality_of(name: str) -> str:
+    """Return the modality of a codebook, or of a metric, from its name."""
+    return name.partition("/")[0]
+
+
 def codebook_names(figures: Mapping[str, float]) -> list[str]:
     """Return the names of the codebooks in the metrics of a step.
 
     A stage that has codebooks of its own is left out: its metrics are their means.
     """
     names = [name.removesuffix("/usage") for name in figures if name.endswith("/usage")]
-    names = [name for name in names if name.partition("/")[0] in MODALITIES]
+    names = [name for name in names if modality_of(name) in MODALITIES]
     above = {each for name in names for each in _above(name)}
     return [name for name in names if name not in above]
 
@@ -75,7 +80,7 @@ def read_codebooks(modality: str, figures: Mapping[str, float], codes: int = 0) 
     """
     found = []
     for name in codebook_names(figures):
-        if name.partition("/")[0] != modality or len(name) > 200:
+        if modality_of(name) != modality or len(name) > 200:
             continue
         places = (f"{each}/usage_if_uniform" for each in (name, *_above(name)))
         values = {

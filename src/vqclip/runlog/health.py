@@ -29,7 +29,7 @@ from pydantic import ConfigDict, Field
 from vqclip.config import Config
 from vqclip.io.json_files import Strict
 from vqclip.io.tensors import first_names
-from vqclip.runlog.codebooks import MODALITIES, Codebook, read_codebooks
+from vqclip.runlog.codebooks import MODALITIES, Codebook, modality_of, read_codebooks
 
 HEALTHY = "no sign of collapse"
 """Verdict on a run without signs."""
@@ -225,9 +225,9 @@ class Health:
         since = min(state.signs[f"collapsed {each.name}"].since for each in codebooks)
         return (
             f"{first.modality}: {named} {'has' if few else 'have'} collapsed since step {since} or before: "
-            f"{span([each.used for each in codebooks])} of {first.codes:,} codes in use over {first.tokens:,.0f} "
+            f"{_span([each.used for each in codebooks])} of {first.codes:,} codes in use over {first.tokens:,.0f} "
             f"tokens, where evenly used codes would be {first.possible:,.0f}; perplexity "
-            f"{span([each.perplexity for each in codebooks])}"
+            f"{_span([each.perplexity for each in codebooks])}"
         )
 
     def summary(self) -> dict[str, Any]:
@@ -328,10 +328,10 @@ class Health:
         return [self._sign("diverged", "gradient", step, 0, text)]
 
 
-def span(numbers: Sequence[float]) -> str:
+def _span(numbers: Sequence[float]) -> str:
     """Return the lowest and the highest number as text: ``3 to 7``, or ``3``."""
     return " to ".join(dict.fromkeys(f"{each(numbers):,.0f}" for each in (min, max)))
 
 
 def _is_of(modality: str, sign: Sign) -> bool:
-    return sign.kind == "collapsed" and sign.name.partition("/")[0] == modality
+    return sign.kind == "collapsed" and modality_of(sign.name) == modality
