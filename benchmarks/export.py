@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vqclip import load_tokenizer
 from vqclip.cli.export import batches
-from vqclip.data.images import open_images
+from vqclip.data.prepare import open_images
 from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.export import export_onnx
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vqclip import load_tokenizer
 from vqclip.cli.export import batches
-from vqclip.data.images import open_images
+from vqclip.data.prepare import open_images
 from vqclip.export import OnnxTokenizer, export_onnx, export_program
 
 Encode = Callable[[Tensor], Tensor]

@@ -112,7 +112,11 @@ def simulate_mixing(
     size, together = order.sizes[0], batch_size * steps
     places = max(1, order.epoch_size // together)
     chosen: list[int] = (hash_integers(seed, np.arange(draws)) % np.uint64(places)).tolist()
-    return float(np.mean([topic_variance(order.batch(place, together).sample, size, topics) for place in chosen]))
+    return float(
+        np.mean(
+            [topic_variance(order[place * together + np.arange(together)].sample, size, topics) for place in chosen]
+        )
+    )
 
 
 def mixing(samples: int, shards: int, batch: int = 32_768, scale: int = 1) -> list[tuple[str, float, float]]:
@@ -185,12 +189,12 @@ def measure(where: str, verify: bool, began: float) -> None:
         index = open_index(path, verify=verify)
         order = (FullOrder() if index.keys is not None else WindowedOrder()).build([index.samples], [1.0], 1)
     nodes = np.repeat(np.arange(NODES), GPUS).tolist()
-    part = order.deal(0, BATCH, 0, nodes)
+    slots, _ = order.deal(0, BATCH, 0, nodes)
     end, after = time.time(), memory()
-    whole = [median_ms(lambda step=step: order.batch(step, BATCH)) for step in (0, 1_000_000)]  # type: ignore[misc]
+    whole = [median_ms(lambda step=step: order.deal(step, BATCH, 0, [0])) for step in (0, 1_000_000)]  # type: ignore[misc]
     found = {"since_start": end - began, "seconds": end - start, "before": before, "after": after, "whole": whole}
     dealt = median_ms(lambda: order.deal(1_000_000, BATCH, 0, nodes))
-    print(json.dumps({**found, "dealt": dealt, "samples": part.slots.sample.tolist()}), flush=True)
+    print(json.dumps({**found, "dealt": dealt, "samples": slots.sample.tolist()}), flush=True)
     sys.stdin.read()
 
 

@@ -19,7 +19,7 @@ import torch
 
 import vqclip
 from vqclip.cli.arguments import count
-from vqclip.data.libraries import name_errors
+from vqclip.data.lookup import name_errors
 from vqclip.errors import VqclipError
 from vqclip.search import vectors_of
 

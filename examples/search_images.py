@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import vqclip
 from vqclip.data import EvalSet, decode_image
-from vqclip.data.images import ImageSource, open_images
+from vqclip.data.prepare import ImageSource, open_images
 from vqclip.errors import VqclipError
 from vqclip.report.page import search_page
 from vqclip.search import CodeIndex, CodeSearch, SearchResult

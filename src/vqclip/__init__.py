@@ -52,9 +52,9 @@ def lazy_getattr(package: str) -> Callable[[str], Any]:
 
     def get(name: str) -> Any:
         if not name.startswith("_"):
-            public = import_module(f"{package}._public")
-            if name in public.__all__:
-                return getattr(public, name)
+            public = vars(import_module(f"{package}._public"))
+            if name in public:
+                return public[name]
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get

@@ -11,7 +11,7 @@ from tests.data.making import caption_shards, class_folder
 from vqclip.cli.data_pack import OVERRIDES_HELP
 from vqclip.cli.main import main
 from vqclip.data import CsvConfig
-from vqclip.data.images import open_images
+from vqclip.data.prepare import open_images
 from vqclip.data.sources.class_folder import choose_split
 from vqclip.errors import ConfigError, DataError
 

@@ -12,7 +12,7 @@ from PIL import Image
 from tests.data.making import caption_shards, class_folder
 from tests.search.making import built, pictures
 from vqclip.cli.search import build, main
-from vqclip.data.images import open_images
+from vqclip.data.prepare import open_images
 from vqclip.errors import DataError
 from vqclip.search import CodeIndex
 

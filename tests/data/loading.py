@@ -55,7 +55,7 @@ def global_batch(parts: list[Batch]) -> tuple[torch.Tensor, ...]:
 def global_batches(
     data: TrainData, start: int, stop: int, world_size: int, nodes: Sequence[int] | None = None
 ) -> list[tuple[torch.Tensor, ...]]:
-    ranks = [list(data.batches(start, stop, rank, world_size, nodes=nodes)) for rank in range(world_size)]
+    ranks = [list(data.batches(start, stop, rank, nodes or (0,) * world_size)) for rank in range(world_size)]
     return [global_batch(list(parts)) for parts in zip(*ranks, strict=True)]
 
 

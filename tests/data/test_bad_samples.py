@@ -201,7 +201,7 @@ def test_each_is_counted_named_and_replaced(tmp_path: Path, name: str) -> None:
     assert sorted(batch.sample_ids.tolist()) == sorted([*range(9), substitute])
 
     again = opened(shard, case.captions)
-    parts = [next(iter(again.batches(0, 1, rank, 4))) for rank in range(4)]
+    parts = [next(iter(again.batches(0, 1, rank, (0,) * 4))) for rank in range(4)]
     assert [len(part) for part in parts] == [3, 3, 2, 2]
     assert same([global_batch(parts)], [global_batch([batch])])
     assert recorded(again, tmp_path)[0][0]["substitute_id"] == substitute

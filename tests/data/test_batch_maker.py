@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vqclip.data import batch_maker
-from vqclip.data.batch_maker import LoaderOptions, PrefetchPlan, make_batches
+from vqclip.data.batch_maker import LoaderOptions, Rows, make_batches, plan_prefetch
 from vqclip.errors import DataError
 
 GIB = 2**30
@@ -20,14 +20,14 @@ class Squares:
 
     layout = {"square": ((7,), torch.int64)}
 
-    def fill(self, step, part, parts, tensors):
-        rows = range(7 * part // parts, 7 * (part + 1) // parts)
+    def fill(self, task):
+        rows = range(7 * task.number // task.slices, 7 * (task.number + 1) // task.slices)
         for row in rows:
-            tensors["square"][row] = (7 * step + row) ** 2
-        return [os.getpid()] * len(rows)
+            task.tensors["square"][row] = (7 * task.step + row) ** 2
+        return Rows(task.key, None, None, (os.getpid(),) * len(rows), (), ())
 
-    def join(self, step, tensors, rests):
-        return step, tensors["square"].tolist(), [each for rest in rests for each in rest]
+    def join(self, step, tensors, rows):
+        return step, tensors["square"].tolist(), [each for some in rows for each in some.lengths]
 
 
 def test_each_worker_fills_rows_of_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,10 +84,10 @@ def test_nothing_is_kept_of_batches_that_were_not_read() -> None:
     ],
 )
 def test_prefetch_is_bounded(rows: int, size: int, workers: int, limit: int, plan: tuple[int, int]) -> None:
-    chosen = PrefetchPlan.choose(rows, size, workers, 2, limit)
-    assert chosen == plan
+    slices, tasks = plan_prefetch(rows, size, workers, 2, limit)
+    assert (slices, tasks) == plan
     if size and rows >= workers:
-        assert chosen.tasks * workers / chosen.slices * size <= max(limit, size)
+        assert tasks * workers / slices * size <= max(limit, size)
 
 
 def test_too_little_shared_memory_is_refused_before_a_worker_dies_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

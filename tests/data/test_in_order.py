@@ -1,13 +1,18 @@
-"""Samples in order: bad ones are noted, and storage that fails is nobody's sample."""
+"""Samples in order: each once, bad ones are noted, and storage that fails is nobody's sample."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
-from vqclip.data import RawSample
-from vqclip.data.in_order import InOrderReader, ShardSlices, read_in_order
+from tests.data.making import caption_members, caption_shards, class_folder, encode, pixels, write_tar
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, EvalSet, EvalTransformConfig, RawSample, decode_image
+from vqclip.data.in_order import InOrderReader, read_in_order
 from vqclip.data_tools.check import CheckOptions, scan
 from vqclip.errors import DataError, StorageError
 
@@ -31,7 +36,7 @@ class Source:
 
 
 def test_bad_samples_are_noted_in_their_batch() -> None:
-    batches = InOrderReader(Source(DataError).read, ShardSlices([2, 0, 3], [0, 1, 2], 2))
+    batches = InOrderReader(Source(DataError).read, [2, 0, 3], [0, 1, 2], 2)
     read = [batches(number) for number in range(len(batches))]
     assert [(each.shard, [*each.ids], [*each.found]) for each in read] == [
         (0, [0, 1], [0, 1]),
@@ -53,3 +58,77 @@ def test_storage_that_fails_is_an_error() -> None:
         read_in_order(source.read, range(5))
     with pytest.raises(StorageError, match="gone"):
         list(scan(source, CheckOptions()))  # type: ignore[arg-type]
+
+
+# ---- evaluation
+
+TRANSFORM = EvalTransformConfig().build(16)
+
+
+def test_every_sample_in_order(tmp_path: Path) -> None:
+    source = CaptionShardsConfig(path=str(caption_shards(tmp_path, (5, 4)))).build()
+    batches = list(EvalSet(source, TRANSFORM, batch_size=4))
+    assert [len(batch) for batch in batches] == [4, 4, 1]
+    assert torch.cat([batch.sample_ids for batch in batches]).tolist() == list(range(9))
+    assert [captions for batch in batches for captions in batch.captions] == [(f"caption {n}",) for n in range(9)]
+    images = torch.cat([batch.images for batch in batches])
+    assert torch.equal(images[6], TRANSFORM(decode_image(encode(pixels(6)))))
+
+
+def test_labels(tmp_path: Path) -> None:
+    source = ClassShardsConfig(path=class_folder(tmp_path)).build()
+    (batch,) = EvalSet(source, TRANSFORM)
+    assert batch.labels.tolist() == [0, 1, 2, 0, 1, 2]
+    assert batch.captions[2] == ("a photo of a red panda", "the red panda")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 12])
+def test_ranks_share_it_without_remainder(tmp_path: Path, world_size: int, workers: int) -> None:
+    source = CaptionShardsConfig(path=str(caption_shards(tmp_path, (5, 4)))).build()
+    parts = [EvalSet(source, TRANSFORM, 2, rank, world_size, workers) for rank in range(world_size)]
+    assert sum(len(part) for part in parts) == 9
+    ids = [int(i) for part in parts for batch in part for i in batch.sample_ids]
+    assert sorted(ids) == list(range(9))
+
+
+def test_limit_is_spread_over_the_set(tmp_path: Path) -> None:
+    source = CaptionShardsConfig(path=str(caption_shards(tmp_path, (9,)))).build()
+    ids = [batch.sample_ids.tolist() for batch in EvalSet(source, TRANSFORM, limit=3)]
+    assert ids == [[0, 3, 6]]
+    assert len(EvalSet(source, TRANSFORM, limit=100)) == 9
+
+
+def test_bad_samples_stop_or_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    members = caption_members(0, 6)
+    members["000000002.jpg"] = b"GIF89a"
+    source = CaptionShardsConfig(path=str(write_tar(tmp_path / "a.tar", members))).build()
+    with pytest.raises(DataError, match=r"1 of 6 evaluation samples cannot be used:\n.*sample 000000002: image ends"):
+        list(EvalSet(source, TRANSFORM, batch_size=2))
+    with caplog.at_level(logging.WARNING, "vqclip.data"):
+        batches = list(EvalSet(source, TRANSFORM, batch_size=2, max_bad_fraction=0.2))
+    assert [len(batch) for batch in batches] == [2, 1, 2]
+    assert [bad.sample_id for batch in batches for bad in batch.bad] == [2]
+    assert "sample 2 skipped" in caplog.text
+
+
+def test_all_samples_count_not_those_of_a_rank(tmp_path: Path) -> None:
+    """Two of ten are allowed: both may be on one rank, which then has a batch of none."""
+    members = caption_members(0, 10) | {"000000000.jpg": b"", "000000002.jpg": b""}
+    source = CaptionShardsConfig(path=str(write_tar(tmp_path / "a.tar", members))).build()
+    parts = [EvalSet(source, TRANSFORM, 2, rank, 2, max_bad_fraction=0.2) for rank in range(2)]
+    assert [part.allowed for part in parts] == [2, 2]
+    assert [[len(batch) for batch in part] for part in parts] == [[0, 2, 1], [2, 2, 1]]
+    with pytest.raises(DataError, match="2 of 10 evaluation samples cannot be used"):
+        list(EvalSet(source, TRANSFORM, 2, 0, 2, max_bad_fraction=0.1))
+
+
+def stall(image: torch.Tensor) -> torch.Tensor:
+    time.sleep(3)
+    return image
+
+
+def test_a_stuck_worker_is_an_error(tmp_path: Path) -> None:
+    source = CaptionShardsConfig(path=str(caption_shards(tmp_path, (3,)))).build()
+    with pytest.raises(DataError, match=r"no batch came .* for 1 s: .*\(evaluation\.timeout_s\)"):
+        list(EvalSet(source, stall, workers=1, limit=1, timeout_s=1.0))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from fractions import Fraction
 
@@ -8,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vqclip.data.draws import KeyedGenerator, hash_integers
-from vqclip.data.order import FullOrder, WindowedOrder
-from vqclip.data.permutation import permute
+from vqclip.data.batch import share_sizes
+from vqclip.data.draws import KeyedGenerator, hash_integers, permute
+from vqclip.data.order import FullOrder, GlobalOrder, WindowedOrder
 from vqclip.data.windows import Windows, apportion
 
 Order = FullOrder | WindowedOrder
@@ -48,7 +49,7 @@ def test_large_domains_look_shuffled() -> None:
 
 def test_billions_cost_no_memory() -> None:
     order = FullOrder().build([2_000_000_000, 3_000_000_000], [1.0, 0.5], seed=1)
-    slots = order.batch(10**9, 4096)
+    slots = order[10**9 * 4096 + np.arange(4096)]
     assert slots.sample.max() < 3_000_000_000
     assert (slots.epoch >= 0).all()
     assert set(slots.source.tolist()) == {0, 1}
@@ -110,19 +111,6 @@ def test_an_epoch_has_its_part_of_the_running_total(kind: Order, size: int, weig
         assert np.array_equal(part.sample[::-1], whole.sample[first:end])
     far = kind.build([size], [weight], 0)[np.array([10**15 + 1, 10**15])]
     assert (np.abs(far.epoch - 10**15 // size) <= 1).all()  # cheap at any epoch
-
-
-@ORDERS
-@settings(deadline=None)
-@given(sizes=SIZES, batch=st.integers(1, 50), world_size=st.integers(1, 8), step=st.integers(0, 100))
-def test_world_size_changes_nothing(kind: Order, sizes: list[int], batch: int, world_size: int, step: int) -> None:
-    order = kind.build(sizes, [1.0] * len(sizes), 5)
-    whole = order.batch(step, batch)
-    assert np.array_equal(whole.sample, order[np.arange(step * batch, (step + 1) * batch)].sample)
-    for rank in range(world_size):
-        part = order.batch(step, batch, rank, world_size)
-        for mine, all_ranks in zip(part, whole, strict=True):
-            assert np.array_equal(mine, all_ranks[rank::world_size])
 
 
 @ORDERS
@@ -210,7 +198,8 @@ def test_topics_of_a_batch_vary_as_stated(topics: int) -> None:
     for kind, expected in ((FullOrder(), 1), (windows[5000], 1), (windows[1000], batch / 1000)):
         order, of_batch = kind.build([size], [1.0], 1), batch / topics
         counts = [
-            np.bincount(order.batch(t, batch).sample * topics // size, minlength=topics) for t in range(0, 960, 32)
+            np.bincount(order[t * batch + np.arange(batch)].sample * topics // size, minlength=topics)
+            for t in range(0, 960, 32)
         ]
         found = np.mean([((each - of_batch) ** 2 / of_batch).sum() / (topics - 1) for each in counts])
         assert 0.75 * expected < found < 1.25 * expected
@@ -218,7 +207,7 @@ def test_topics_of_a_batch_vary_as_stated(topics: int) -> None:
 
 def test_windowed_order_of_a_billion_costs_no_memory() -> None:
     order = WindowedOrder().build([1_300_000_000, 77], [1.0, 2.0], 1)
-    slots = order.batch(10**6, 4096)
+    slots = order[10**6 * 4096 + np.arange(4096)]
     chunks = np.unique(slots.sample[slots.source == 0] // 128)
     assert len(chunks) > 3_800
     assert slots.sample.max() < 1_300_000_000
@@ -255,3 +244,106 @@ def test_hash_depends_on_every_part_and_their_order(change: tuple[int, ...]) -> 
 def test_hash_works_elementwise() -> None:
     numbers = np.arange(5)
     assert hash_integers(9, numbers).tolist() == [int(hash_integers(9, int(number))) for number in numbers]
+
+
+# ---- nodes and ranks
+
+LARGE = WindowedOrder(chunk=100, window=5000)
+SMALL = WindowedOrder(chunk=4, window=100)
+EITHER = pytest.mark.parametrize("kind", [FullOrder(), SMALL], ids=["full", "windowed"])
+
+
+def layout(nodes: int, ranks: int) -> list[int]:
+    return [rank // ranks for rank in range(nodes * ranks)]
+
+
+def nodes_of(order: GlobalOrder, step: int, batch: int, nodes: list[int]) -> np.ndarray:
+    """The node that makes each sample of a global batch."""
+    node = np.full(batch, -1)
+    for rank, each in enumerate(nodes):
+        node[order.deal(step, batch, rank, nodes)[1]] = each
+    return node
+
+
+@EITHER
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=3),
+    batch=st.integers(1, 300),
+    nodes=st.lists(st.integers(0, 4), min_size=1, max_size=12),
+    step=st.integers(0, 50),
+)
+def test_the_parts_of_all_ranks_are_the_global_batch(
+    kind: Order, sizes: list[int], batch: int, nodes: list[int], step: int
+) -> None:
+    order = kind.build(sizes, [1.0, 0.5, 2.0][: len(sizes)], 5)
+    whole = order[step * batch + np.arange(batch)]
+    places = []
+    for rank in range(len(nodes)):
+        slots, mine = order.deal(step, batch, rank, nodes)
+        assert len(mine) == share_sizes(batch, len(nodes))[rank]
+        assert (np.diff(mine) > 0).all()
+        for each, everyone in zip(slots, whole, strict=True):
+            assert np.array_equal(each, everyone[mine])
+        places += mine.tolist()
+    assert sorted(places) == list(range(batch))
+
+
+@EITHER
+def test_one_node_and_the_full_order_take_every_nth_sample(kind: Order) -> None:
+    order = kind.build([5000], [1.0], 5)
+    nodes = [0, 0, 0] if kind is SMALL else [0, 1, 1]
+    for rank in range(3):
+        assert order.deal(7, 50, rank, nodes)[1].tolist() == list(range(rank, 50, 3))
+
+
+def test_a_node_gets_samples_of_its_own_lanes_only_where_the_numbers_divide() -> None:
+    """In all windows but the last of a pass, whose rows are not full; also in the second pass."""
+    size, batch = 1_000_003, 4080
+    order = LARGE.build([size], [1.0], 5)
+    for nodes, step in itertools.product((2, 3, 60), (0, 3, 117, 250)):
+        passes, place = np.divmod(np.arange(step * batch, (step + 1) * batch), size)
+        windows = order.windows(0, int(passes[0]))
+        assert (windows.lanes, windows.windows, int(passes[-1])) == (960, 2, step // 200)
+        assert np.array_equal(nodes_of(order, step, batch, layout(nodes, 2)), windows.lane_of(place) % nodes)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "batch", "most"), [(4, 600, 1), (4, 599, 1.01), (7, 600, 1.03), (16, 600, 1.05), (9, 601, 1.05)]
+)
+def test_few_chunks_are_read_by_two_nodes(nodes: int, batch: int, most: float) -> None:
+    """Pairs of a node and a chunk that it reads, per chunk of the window."""
+    order = WindowedOrder(chunk=30, window=2000).build([60_000], [1.0], 5)
+    pairs = set()
+    for step in range(60_000 // batch):
+        node = nodes_of(order, step, batch, layout(nodes, 2))
+        chunks = order[step * batch + np.arange(batch)].sample // 30
+        pairs |= set(zip(node.tolist(), chunks.tolist(), strict=True))
+    assert 1 <= len(pairs) / 2000 <= most
+
+
+def test_nodes_of_different_sizes_own_as_much_as_they_use() -> None:
+    order = WindowedOrder(chunk=30, window=1920).build([57_600], [1.0], 5)
+    node = nodes_of(order, 3, 600, [0, 0, 0, 0, 1, 1])
+    lanes = order.windows(0).lane_of(np.arange(1800, 2400))
+    assert np.array_equal(node, np.where(lanes % 3 == 2, 1, 0))
+
+
+@pytest.mark.parametrize(("nodes", "rank", "start"), [([0, 0], 1, 1), (layout(3, 2), 5, 0), (layout(7, 1), 3, 16)])
+def test_needs_name_the_chunks_of_a_node_in_the_order_of_use(nodes: list[int], rank: int, start: int) -> None:
+    sizes, batch = [6011, 900], 400
+    order, used, foreign = SMALL.build(sizes, [1.0, 1.0], 5), 0, 0
+    found: list[set[tuple[int, int]]] = []
+    for source in range(len(sizes)):
+        needs = list(itertools.islice(order.needs(start, batch, source, rank, nodes), 3000))
+        assert needs == sorted(needs)
+        places = [(*divmod(used, sizes[source]), chunk) for used, chunk in needs]
+        found.append({(passes, chunk) for passes, _, chunk in places})
+        assert len(found[-1]) == len(needs)
+        in_window = Counter((passes, int(order.windows(source).window_of(np.array(at)))) for passes, at, _ in places)
+        assert max(in_window.values()) <= order.window_chunks(source, rank, nodes)
+    for step in range(start, start + 20):  # over the end of the epoch
+        slots = order.deal(step, batch, rank, nodes)[0]
+        for source, sample, passes in zip(*(part.tolist() for part in slots), strict=True):
+            used, foreign = used + 1, foreign + ((passes, sample // 4) not in found[source])
+    assert foreign == 0 if len(set(nodes)) == 1 else foreign < 0.05 * used

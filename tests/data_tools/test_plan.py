@@ -140,7 +140,7 @@ def test_a_real_run_fetches_what_the_plan_says(nodes: int, tmp_path: Path, monke
             source = CaptionShardsConfig(path=url, remote={"cache_gib": 1.0})
             with mock.patch("vqclip.dist.nodes", return_value=tuple(range(nodes))):
                 loader = open_data(tmp_path, sources=(source,), batch_size=20, order=kind)
-            for _ in loader.batches(0, data.samples // 20, node, nodes, nodes=list(range(nodes))):
+            for _ in loader.batches(0, data.samples // 20, node, list(range(nodes))):
                 pass
         sent = server.sent - nodes * next(folder.glob("*.index")).stat().st_size
         requests = sum(".tar" in each for each in server.requests)

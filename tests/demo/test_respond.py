@@ -7,7 +7,7 @@ from tests.data.making import encode, pixels
 from tests.models import PRODUCT, RESIDUAL_FSQ, tiny_model
 from tests.search.making import built, pictures
 from vqclip.cli.search import build
-from vqclip.data.images import open_images
+from vqclip.data.prepare import open_images
 from vqclip.demo.answers import Answers
 from vqclip.demo.loading import load_answers
 from vqclip.demo.respond import Request, respond

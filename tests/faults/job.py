@@ -110,8 +110,8 @@ def inject(fault: dict[str, Any]) -> None:
             weight = next(self.model.parameters()).detach()
             weight.reshape(-1).view(torch.uint8)[0] ^= 16
 
-    def in_worker(self: Any, number: int, *part: Any) -> None:
-        if first_life and fault.get("do") == "loader" and (rank, number) == (fault["rank"], fault["step"]):
+    def in_worker(self: Any, task: Any) -> None:
+        if first_life and fault.get("do") == "loader" and (rank, task.step) == (fault["rank"], fault["step"]):
             time.sleep(1000)
 
     def in_evaluation(*args: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from tests.models import RESIDUAL
 from tests.search.making import built, drawn, queries
 from vqclip.cli.search import build, main
-from vqclip.data.images import open_images
+from vqclip.data.prepare import open_images
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.search import CodeIndex, CodeSearch, export_vectors, read_vectors, vectors_of
 

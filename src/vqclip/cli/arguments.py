@@ -78,7 +78,7 @@ count = whole(1, 2**63 - 1)
 batch_size = whole(1, 2**16)
 """Samples in a batch."""
 workers = whole(0, 512)
-"""Worker processes; the same limit as in `vqclip.data.config` and `vqclip.evaluation`."""
+"""Worker processes; the same limit as in `vqclip.data.LoaderOptions` and `vqclip.evaluation`."""
 threads = whole(1, 1024)
 """Threads in a process."""
 

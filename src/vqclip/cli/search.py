@@ -20,7 +20,7 @@ from torch import Tensor
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
 from vqclip.data import EvalSet, decode_image, mask_credentials
-from vqclip.data.images import ImageSource, open_images
+from vqclip.data.prepare import ImageSource, open_images
 from vqclip.data.sources.class_folder import SPLIT_HELP
 from vqclip.data.sources.reader import read_image
 from vqclip.errors import ConfigError, DataError, printable

@@ -1,74 +1,45 @@
 """The public names of `vqclip.data`, in a module of their own so that other modules can be imported without them."""
 
-from vqclip.data.batch import BadSample, Batch, EvalBatch
-from vqclip.data.batch_maker import LoaderOptions
-from vqclip.data.config import DataConfig
-from vqclip.data.decode import decode_image, pil_to_uint8
-from vqclip.data.eval_set import EvalSet
-from vqclip.data.loader import Coverage, TrainData
-from vqclip.data.order import GlobalOrder
-from vqclip.data.prepare import HasShards, open_source, prepare_sources
-from vqclip.data.remote import mask_credentials
-from vqclip.data.sources.base import FolderContent, RawSample, ShardedSource, Source, SourceConfigBase
-from vqclip.data.sources.classes import ClassShards, ClassShardsConfig
-from vqclip.data.sources.csv_table import CsvConfig
-from vqclip.data.sources.files import FileSource, FileSourceConfig
-from vqclip.data.sources.folder import FolderConfig
-from vqclip.data.sources.hf import HfConfig
-from vqclip.data.sources.json_table import JsonConfig
-from vqclip.data.sources.kinds import SourceConfig, parse_source
-from vqclip.data.sources.parquet import ParquetConfig
-from vqclip.data.sources.scenes import ScenesSourceConfig
-from vqclip.data.sources.shards import CaptionShards, CaptionShardsConfig
-from vqclip.data.sources.torchvision import TorchvisionConfig
-from vqclip.data.tokens import TokenBatch, TokenDataset, TokenItem, TokenSampler, collate_tokens
-from vqclip.data.transforms import EvalTransform, EvalTransformConfig, TrainTransform, TrainTransformConfig
-from vqclip.io.files import cache_folder
-
-__all__ = [
-    "BadSample",
-    "Batch",
-    "CaptionShards",
-    "CaptionShardsConfig",
-    "ClassShards",
-    "ClassShardsConfig",
-    "Coverage",
-    "CsvConfig",
-    "DataConfig",
-    "EvalBatch",
-    "EvalSet",
-    "EvalTransform",
-    "EvalTransformConfig",
-    "FileSource",
-    "FileSourceConfig",
-    "FolderConfig",
-    "FolderContent",
-    "GlobalOrder",
-    "HasShards",
-    "HfConfig",
-    "JsonConfig",
-    "LoaderOptions",
-    "ParquetConfig",
-    "RawSample",
-    "ScenesSourceConfig",
-    "ShardedSource",
-    "Source",
-    "SourceConfig",
-    "SourceConfigBase",
-    "TokenBatch",
-    "TokenDataset",
-    "TokenItem",
-    "TokenSampler",
-    "TorchvisionConfig",
-    "TrainData",
-    "TrainTransform",
-    "TrainTransformConfig",
-    "cache_folder",
-    "collate_tokens",
-    "decode_image",
-    "mask_credentials",
-    "open_source",
-    "parse_source",
-    "pil_to_uint8",
-    "prepare_sources",
-]
+from vqclip.data.batch import BadSample as BadSample
+from vqclip.data.batch import Batch as Batch
+from vqclip.data.batch import EvalBatch as EvalBatch
+from vqclip.data.batch_maker import LoaderOptions as LoaderOptions
+from vqclip.data.decode import decode_image as decode_image
+from vqclip.data.decode import pil_to_uint8 as pil_to_uint8
+from vqclip.data.in_order import EvalSet as EvalSet
+from vqclip.data.loader import DataConfig as DataConfig
+from vqclip.data.loader import TrainData as TrainData
+from vqclip.data.order import GlobalOrder as GlobalOrder
+from vqclip.data.prepare import open_source as open_source
+from vqclip.data.prepare import prepare_sources as prepare_sources
+from vqclip.data.remote import mask_credentials as mask_credentials
+from vqclip.data.sources.base import FolderContent as FolderContent
+from vqclip.data.sources.base import RawSample as RawSample
+from vqclip.data.sources.base import ShardedSource as ShardedSource
+from vqclip.data.sources.base import Source as Source
+from vqclip.data.sources.base import SourceConfigBase as SourceConfigBase
+from vqclip.data.sources.classes import ClassShards as ClassShards
+from vqclip.data.sources.classes import ClassShardsConfig as ClassShardsConfig
+from vqclip.data.sources.csv_table import CsvConfig as CsvConfig
+from vqclip.data.sources.files import FileSource as FileSource
+from vqclip.data.sources.files import FileSourceConfig as FileSourceConfig
+from vqclip.data.sources.folder import FolderConfig as FolderConfig
+from vqclip.data.sources.hf import HfConfig as HfConfig
+from vqclip.data.sources.json_table import JsonConfig as JsonConfig
+from vqclip.data.sources.kinds import SourceConfig as SourceConfig
+from vqclip.data.sources.kinds import parse_source as parse_source
+from vqclip.data.sources.parquet import ParquetConfig as ParquetConfig
+from vqclip.data.sources.scenes import ScenesSourceConfig as ScenesSourceConfig
+from vqclip.data.sources.shards import CaptionShards as CaptionShards
+from vqclip.data.sources.shards import CaptionShardsConfig as CaptionShardsConfig
+from vqclip.data.sources.torchvision import TorchvisionConfig as TorchvisionConfig
+from vqclip.data.tokens import TokenBatch as TokenBatch
+from vqclip.data.tokens import TokenDataset as TokenDataset
+from vqclip.data.tokens import TokenItem as TokenItem
+from vqclip.data.tokens import TokenSampler as TokenSampler
+from vqclip.data.tokens import collate_tokens as collate_tokens
+from vqclip.data.transforms import EvalTransform as EvalTransform
+from vqclip.data.transforms import EvalTransformConfig as EvalTransformConfig
+from vqclip.data.transforms import TrainTransform as TrainTransform
+from vqclip.data.transforms import TrainTransformConfig as TrainTransformConfig
+from vqclip.io.files import cache_folder as cache_folder

@@ -8,7 +8,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["BadSample", "Batch", "EvalBatch"]
+__all__ = ["BadSample", "Batch", "EvalBatch", "share_sizes"]
+
+
+def share_sizes(batch_size: int, world_size: int) -> tuple[int, ...]:
+    """Return the number of samples of every rank in a global batch, whatever the nodes and the order are."""
+    return tuple(batch_size // world_size + (rank < batch_size % world_size) for rank in range(world_size))
 
 
 class BadSample(NamedTuple):

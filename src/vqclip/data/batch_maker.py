@@ -28,15 +28,14 @@ from torch import Tensor
 from torch.multiprocessing import get_sharing_strategy
 
 from vqclip.config import Config
-from vqclip.data.batch import BadSample, Batch
-from vqclip.data.dealing import share_sizes
+from vqclip.data.batch import BadSample, Batch, share_sizes
 from vqclip.data.order import GlobalOrder
 from vqclip.data.samples import SampleMaker
 from vqclip.data.tars.ahead import ChunkSupply
 from vqclip.data.workers import StartMethod, ordered_map
 from vqclip.errors import DataError
 
-__all__ = ["BatchMaker", "Layout", "LoaderOptions", "PrefetchPlan", "Tokenize", "make_batches"]
+__all__ = ["BatchMaker", "Layout", "LoaderOptions", "Rows", "Slice", "Tokenize", "make_batches", "plan_prefetch"]
 
 Tokenize = Callable[[list[str]], tuple[Tensor, Sequence[int]]]
 """Captions → ``(B, T)`` int64, padded with 0, and the length of each before it was cut; for any B >= 1."""
@@ -48,6 +47,8 @@ SLICE_ROWS = 128
 """Smallest number of rows for which a batch is split: fewer take less than a second, and each slice costs the order of
 the whole batch once more."""
 
+_PIXELS = ""
+"""Name of the images in a `Layout`, beside those of features."""
 _SHARED_MEMORY = "/dev/shm"
 
 
@@ -71,17 +72,40 @@ class LoaderOptions(Config):
     run and all its processes at every report and checkpoint."""
 
 
+class Slice(NamedTuple):
+    """Some rows of a batch, which a worker fills."""
+
+    key: int
+    """Number of the batch among all that this process has begun."""
+    step: int
+    number: int
+    """Number of the slice, 0 to `slices` - 1."""
+    slices: int
+    """Slices of the batch."""
+    tensors: Mapping[str, Tensor]
+    """The large tensors of the whole batch."""
+
+
 @dataclass(frozen=True)
 class Rows:
-    """Small fields of some rows of a batch; an array passes between processes faster than a tensor."""
+    """Small fields of the rows of a slice; an array passes between processes faster than a tensor."""
 
+    key: int
+    """See `Slice.key`."""
     places: np.ndarray
     texts: np.ndarray
     lengths: tuple[int, ...]
-    captions: tuple[str, ...]
-    ids: tuple[int, ...]
-    labels: tuple[int, ...]
+    samples: tuple[tuple[int, int, str], ...]
+    """Sample id, label and caption of each row."""
     bad: tuple[BadSample, ...]
+
+    def pin_memory(self) -> Rows:
+        """Pin the tensors of the batch when this is its last slice; called by torch's DataLoader in a thread."""
+        if (batch := _OpenBatch.by_key.get(self.key)) is not None:
+            batch.missing -= 1
+            if not batch.missing:
+                batch.tensors = {name: each.pin_memory() for name, each in batch.tensors.items()}
+        return self
 
 
 @dataclass(frozen=True)
@@ -107,89 +131,69 @@ class BatchMaker:
         """
         rows, stored = -(-self.batch_size // len(self.nodes)), self.samples.features
         side = 0 if "image" in stored else self.samples.transform.image_size
-        empty = {_feature(name): reader.empty(0) for name, reader in stored.items()}
+        of_features = {name: reader.settings for name, reader in stored.items()}
         return {
-            "image": ((rows, 3, side, side), torch.uint8),
-            **{name: ((rows, *each.shape[1:]), each.dtype) for name, each in empty.items()},
+            _PIXELS: ((rows, 3, side, side), torch.uint8),
+            **{name: ((rows, each.tokens, each.width), each.torch_dtype) for name, each in of_features.items()},
         }
 
-    def fill(self, step: int, number: int, slices: int, tensors: Mapping[str, Tensor]) -> Rows:
-        """Write one of equal slices of this rank's rows to ``tensors``, and return what else belongs to it."""
+    def fill(self, task: Slice) -> Rows:
+        """Write the rows of a slice to its tensors, and return what else belongs to them."""
         if self.supply is not None:
-            self.supply.advance(step)
-        slots, places = self.order.deal(step, self.batch_size, self.rank, self.nodes)
-        count = len(slots.sample)
-        first, end = count * number // slices, count * (number + 1) // slices
-        captions, ids, labels, bad = [], [], [], []
+            self.supply.advance(task.step)
+        slots, places = self.order.deal(task.step, self.batch_size, self.rank, self.nodes)
+        first, end = (len(places) * number // task.slices for number in (task.number, task.number + 1))
+        samples, bad = [], []
         for row, slot in enumerate(zip(*(each[first:end].tolist() for each in slots), strict=True), first):
             sample, replaced = self.samples.make(*slot)
             if sample.image is not None:
-                tensors["image"][row] = sample.image
+                task.tensors[_PIXELS][row] = sample.image
             for name, each in sample.features.items():
-                tensors[_feature(name)][row] = each
-            captions.append(sample.caption)
-            ids.append(sample.sample_id)
-            labels.append(sample.label)
+                task.tensors[name][row] = each
+            samples.append((sample.sample_id, sample.label, sample.caption))
             bad += replaced
-        texts, lengths = self.tokenize(captions or [""])
-        size = end - first
-        return Rows(
-            places=places[first:end],
-            texts=texts[:size].numpy(),
-            lengths=tuple(lengths[:size]),
-            captions=tuple(captions),
-            ids=tuple(ids),
-            labels=tuple(labels),
-            bad=tuple(bad),
-        )
+        texts, lengths = self.tokenize([caption for _, _, caption in samples] or [""])
+        size = len(samples)
+        return Rows(task.key, places[first:end], texts[:size].numpy(), (*lengths[:size],), (*samples,), (*bad,))
 
     def join(self, step: int, tensors: Mapping[str, Tensor], rows: Sequence[Rows]) -> Batch:
         """Return the batch, from its tensors and what `fill` returned for each slice."""
-        ids = [each for some in rows for each in some.ids]
+        samples = [each for some in rows for each in some.samples]
+        whole = {name: each[: len(samples)] for name, each in tensors.items()}
         return Batch(
             step=step,
             epoch=self.order.epoch_of(step * self.batch_size),
-            images=tensors["image"][: len(ids)],
+            images=whole.pop(_PIXELS),
             texts=torch.from_numpy(np.concatenate([some.texts for some in rows])),
-            sample_ids=torch.tensor(ids, dtype=torch.int64),
-            labels=torch.tensor([each for some in rows for each in some.labels], dtype=torch.int64),
+            sample_ids=torch.tensor([sample_id for sample_id, _, _ in samples], dtype=torch.int64),
+            labels=torch.tensor([label for _, label, _ in samples], dtype=torch.int64),
             places=torch.from_numpy(np.concatenate([some.places for some in rows])),
             global_size=self.batch_size,
             sizes=share_sizes(self.batch_size, len(self.nodes)),
             bad=tuple(each for some in rows for each in some.bad),
             lengths=tuple(each for some in rows for each in some.lengths),
-            captions=tuple(each for some in rows for each in some.captions),
-            features={name: tensors[_feature(name)][: len(ids)] for name in self.samples.features},
+            captions=tuple(caption for _, _, caption in samples),
+            features=whole,
         )
 
 
-def _feature(name: str) -> str:
-    return f"feature {name}"
+def plan_prefetch(rows: int, batch_bytes: int, workers: int, prefetch: int, limit_bytes: int) -> tuple[int, int]:
+    """Divide batches among workers so that at most ``limit_bytes`` are prepared ahead, but never less than a batch.
 
+    Args:
+        rows: rows of a batch.
+        batch_bytes: bytes of its tensors.
+        workers: processes, at least 1.
+        prefetch: batches ahead for each worker, if the limit allows them.
+        limit_bytes: limit for all workers together.
 
-class PrefetchPlan(NamedTuple):
-    """Division of batches among workers, within a number of bytes."""
-
-    slices: int
-    """Slices of a batch."""
-    tasks: int
-    """Slices that each worker prepares ahead."""
-
-    @classmethod
-    def choose(cls, rows: int, batch_bytes: int, workers: int, prefetch: int, limit_bytes: int) -> PrefetchPlan:
-        """Choose so that at most ``limit_bytes`` are prepared ahead, but never less than a batch.
-
-        Args:
-            rows: rows of a batch.
-            batch_bytes: bytes of its tensors.
-            workers: processes, at least 1.
-            prefetch: batches ahead for each worker, if the limit allows them.
-            limit_bytes: limit for all workers together.
-        """
-        affordable = max(1, limit_bytes // max(batch_bytes, 1))
-        # With few batches ahead, there must be a slice for each worker, or its first task is already too much.
-        slices = max(1, min(workers, rows, max(rows // SLICE_ROWS, math.ceil(workers / affordable))))
-        return cls(slices, max(1, min(prefetch * workers, affordable) * slices // workers))
+    Returns:
+        Slices of a batch, and how many of them each worker prepares ahead.
+    """
+    affordable = max(1, limit_bytes // max(batch_bytes, 1))
+    # With few batches ahead, there must be a slice for each worker, or its first task is already too much.
+    slices = max(1, min(workers, rows, max(rows // SLICE_ROWS, math.ceil(workers / affordable))))
+    return slices, max(1, min(prefetch * workers, affordable) * slices // workers)
 
 
 def make_batches(
@@ -210,24 +214,24 @@ def make_batches(
     layout, workers = maker.layout, options.workers
     rows = next(iter(layout.values()))[0][0]
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
-    plan = PrefetchPlan.choose(rows, size, max(workers, 1), options.prefetch, round(options.prefetch_gib * 2**30))
-    slices = plan.slices if workers else 1
+    limit = round(options.prefetch_gib * 2**30)
+    slices, ahead = plan_prefetch(rows, size, workers, options.prefetch, limit) if workers else (1, 1)
     if workers:
-        _require_shared_memory(size, math.ceil(plan.tasks * workers / slices) + 1)
+        _require_shared_memory(size, math.ceil(ahead * workers / slices) + 1)
     batches = deque[_OpenBatch]()
 
-    def tasks() -> Iterator[_Task]:
+    def tasks() -> Iterator[Slice]:
         for step in steps:
             tensors = {name: _allocate(*each, workers > 0) for name, each in layout.items()}
             batches.append(_OpenBatch(step, tensors, slices))
             for number in range(slices):
-                yield _Task(batches[-1].key, step, number, slices, tensors)
+                yield Slice(batches[-1].key, step, number, slices, tensors)
 
     results = ordered_map(
-        _Filler(maker),
+        maker.fill,
         tasks(),
         workers,
-        prefetch=plan.tasks,
+        prefetch=ahead,
         pin_memory=pin_memory,
         timeout_s=options.timeout_s,
         start_method=options.start_method,
@@ -235,7 +239,20 @@ def make_batches(
     with contextlib.closing(results):
         while filled := list(itertools.islice(results, slices)):
             batch = batches.popleft()
-            yield maker.join(batch.step, batch.tensors, [each.rows for each in filled])
+            yield maker.join(batch.step, batch.tensors, filled)
+
+
+class _OpenBatch:
+    """A batch that is being made; lives in the process that reads batches."""
+
+    by_key = weakref.WeakValueDictionary[int, "_OpenBatch"]()
+    """All of this process: the thread that pins memory sees only what comes from the workers."""
+    _keys = itertools.count()
+
+    def __init__(self, step: int, tensors: dict[str, Tensor], slices: int):
+        self.step, self.tensors, self.missing = step, tensors, slices
+        self.key = next(self._keys)
+        self.by_key[self.key] = self
 
 
 def _require_shared_memory(size: int, count: int) -> None:
@@ -260,55 +277,3 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, is_shared: bool) -> Te
         return torch.empty(shape, dtype=dtype)
     storage = torch.UntypedStorage._new_shared(size * dtype.itemsize)  # share_memory_() would copy
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
-
-
-class _Task(NamedTuple):
-    """A slice of a batch that a worker fills."""
-
-    key: int
-    step: int
-    number: int
-    slices: int
-    tensors: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class _Filler:
-    """Fills slices; runs in the workers."""
-
-    maker: BatchMaker
-
-    def __call__(self, task: _Task) -> _Filled:
-        return _Filled(task.key, self.maker.fill(task.step, task.number, task.slices, task.tensors))
-
-
-@dataclass(frozen=True)
-class _Filled:
-    """A slice of a batch whose rows are written."""
-
-    key: int
-    rows: Rows
-
-    def pin_memory(self) -> _Filled:
-        """Pin the tensors of the batch when this is its last slice; called by torch's DataLoader in a thread."""
-        if (batch := _OpenBatch.by_key.get(self.key)) is not None:
-            batch.pin_after_last_slice()
-        return self
-
-
-class _OpenBatch:
-    """A batch that is being made; lives in the process that reads batches."""
-
-    by_key = weakref.WeakValueDictionary[int, "_OpenBatch"]()
-    """All of this process: the thread that pins memory sees only what comes from the workers."""
-    _keys = itertools.count()
-
-    def __init__(self, step: int, tensors: dict[str, Tensor], slices: int):
-        self.step, self.tensors, self._missing = step, tensors, slices
-        self.key = next(self._keys)
-        self.by_key[self.key] = self
-
-    def pin_after_last_slice(self) -> None:
-        self._missing -= 1
-        if not self._missing:
-            self.tensors = {name: each.pin_memory() for name, each in self.tensors.items()}

@@ -55,16 +55,13 @@ _MAX_PARTS = 4096
 """Largest number of JPEG segments, and of PNG chunks without pixels; decoders allocate objects for each."""
 
 _FIRST_BYTES = re.compile(
-    rb"(?P<jpeg>\xff\xd8\xff)|(?P<png>\x89PNG\r\n\x1a\n.{4}IHDR)|(?P<webp>RIFF.{4}WEBP)|(?P<gif>GIF8[79]a)"
-    rb"|(?P<bmp>BM.{12}[\x0c\x28\x34\x38\x40\x6c\x7c]\0\0\0)|(?P<tiff>II\*\0|MM\0\*)|(?P<ppm>P[1-6][\s#])"
-    rb"|(?P<avif>.{4}ftyp(?:.{4}){0,16}?avi[fs])",
+    rb"(?P<Jpeg>\xff\xd8\xff)|(?P<Png>\x89PNG\r\n\x1a\n.{4}IHDR)|(?P<WebP>RIFF.{4}WEBP)|(?P<Gif>GIF8[79]a)"
+    rb"|(?P<Bmp>BM.{12}[\x0c\x28\x34\x38\x40\x6c\x7c]\0\0\0)|(?P<Tiff>II\*\0|MM\0\*)|(?P<Ppm>P[1-6][\s#])"
+    rb"|(?P<Avif>.{4}ftyp(?:.{4}){0,16}?avi[fs])",
     re.DOTALL,
 )
-_PLUGINS = {
-    **{"jpeg": "Jpeg", "png": "Png", "webp": "WebP", "gif": "Gif"},
-    **{"bmp": "Bmp", "tiff": "Tiff", "ppm": "Ppm", "avif": "Avif"},
-}
-"""Format → name of Pillow's plugin; no other plugin is ever given a file."""
+"""The formats that are read, by the name of Pillow's plugin; no other plugin is ever given a file."""
+_PLUGINS = {name.lower(): name for name in _FIRST_BYTES.groupindex}
 
 
 class DecodedImage(NamedTuple):
@@ -122,7 +119,7 @@ def image_format(data: bytes) -> str:
         DataError: it is of another format.
     """
     if (match := _FIRST_BYTES.match(data[:96])) is not None:
-        return str(match.lastgroup)
+        return str(match.lastgroup).lower()
     got = f"begins with {bytes(data[:12])!r} ({len(data)} bytes); convert it to one of these"
     raise DataError(f"not a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF image: {got}", "image format")
 
@@ -237,15 +234,15 @@ _MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")
 _FRAMES = {b"%c" % marker for marker in range(0xC0, 0xD0)} - {b"\xc4", b"\xc8", b"\xcc"}
 _METADATA = {b"%c" % marker for marker in (*range(0xE1, 0xEE), 0xEF, 0xFE)}
 """Segments of applications and comments, without JFIF's and Adobe's, which tell the colour space."""
-_SMALLEST_SCALED = 8
-"""Smaller sides are not scaled: several fractions give equal sizes."""
 
 
 def _read_jpeg(data: bytes, max_pixels: int, min_side: int | None) -> DecodedImage:
     data, orientation = _clean_jpeg(data)
     marker, precision, height, width, components = struct.unpack_from(">xBxxBHHB", data, 2)
     _check_size("jpeg", (width, height), max_pixels)
-    divisor = 1 if min_side is None else _divisor(min(height, width), min_side)
+    divisor = 1
+    if min_side is not None:  # of sides below 8 pixels, several fractions have equal sizes
+        divisor = next((n for n in (8, 4, 2) if min(height, width) // n >= max(min_side, 8)), 1)
     if marker in (0xC0, 0xC2) and precision == 8 and components in (1, 3):
         shape = -(-height // divisor), -(-width // divisor), 3
         with contextlib.suppress(ValueError, RuntimeError):  # damage, or a warning
@@ -254,11 +251,6 @@ def _read_jpeg(data: bytes, max_pixels: int, min_side: int | None) -> DecodedIma
                 upright = _turn_upright(torch.from_numpy(pixels).permute(2, 0, 1), orientation)
                 return DecodedImage(upright, "L" if components == 1 else "RGB", orientation)
     return _read_by_pillow("jpeg", data, orientation, max_pixels, divisor)
-
-
-def _divisor(side: int, min_side: int) -> int:
-    """Return the largest fraction 1/n of a side that has at least ``min_side`` pixels."""
-    return next((n for n in (8, 4, 2) if side // n >= max(min_side, _SMALLEST_SCALED)), 1)
 
 
 def _clean_jpeg(data: bytes) -> tuple[bytes, int]:

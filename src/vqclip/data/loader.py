@@ -1,5 +1,6 @@
-"""Training data: global batches that depend only on (configuration, data, seed, step).
+"""The `data` section, and the training data: global batches that depend only on (configuration, data, seed, step).
 
+prepare_sources; open each source                      # once; a collective
 for step in range(start, stop):                        # in the workers, ahead of time; each fills a slice of the rows
     slots, places = order.deal(step, G, rank, nodes)   # (source, sample, epoch) of this rank's samples; 0 ... G - 1
     samples = make each slot, or a substitute for a bad sample
@@ -15,20 +16,26 @@ import logging
 import sys
 from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
 
 from vqclip import dist
 from vqclip.data.batch import BadSample, Batch
 from vqclip.data.batch_maker import BatchMaker, LoaderOptions, Tokenize, make_batches
-from vqclip.data.features import FeatureReader
-from vqclip.data.order import FullOrder, GlobalOrder, WindowedOrder
+from vqclip.data.decode import MAX_PIXELS
+from vqclip.data.features import FeatureCacheConfig, FeatureReader
+from vqclip.data.order import FullOrder, OrderConfig, WindowedOrder
+from vqclip.data.prepare import open_source, prepare_sources
 from vqclip.data.samples import SampleMaker
+from vqclip.data.sources.base import OpensSource, SourceConfigBase
+from vqclip.data.sources.kinds import SourceConfig
 from vqclip.data.tars.ahead import ChunkSupply, find_needs
-from vqclip.errors import DataError
+from vqclip.data.transforms import TrainTransformConfig
+from vqclip.errors import ConfigError, DataError
 from vqclip.seeds import derive_seed
 
-__all__ = ["Coverage", "TrainData"]
+__all__ = ["DataConfig", "TrainData"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -36,24 +43,59 @@ _MIN_SEEN = 1000
 """Smallest number of samples that the fraction of bad ones refers to."""
 
 
-@dataclass(frozen=True)
-class Coverage:
-    """Part of the data that the model has seen after a number of steps."""
+def _use_train_split(source: SourceConfigBase) -> SourceConfigBase:
+    return source.model_copy(update={"split": "train"}) if getattr(source, "split", "") is None else source
 
-    shown: int
-    """Samples shown, including repetitions."""
-    distinct: int
-    """Different samples shown; exact for one source or at the end of an epoch (of whole slots), else as expected."""
-    available: int
-    """Different samples in the data."""
-    epochs: float
-    """Number of epochs."""
 
-    def __str__(self) -> str:
-        return (
-            f"{self.shown:,} samples shown in {self.epochs:.2f} epochs: "
-            f"{self.distinct:,} of {self.available:,} at least once ({self.distinct / self.available:.1%})"
-        )
+class DataConfig(LoaderOptions):
+    """Training data and how to read them."""
+
+    sources: Annotated[tuple[Annotated[SourceConfig, AfterValidator(_use_train_split)], ...], Field(min_length=1)]
+    """Sources of samples; several are mixed by their weights."""
+    order: OrderConfig = FullOrder()
+    """Order of the samples, `full` or `windowed`."""
+    transform: TrainTransformConfig = TrainTransformConfig()
+    """Random augmentation of training images."""
+    views: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    """Number of different views of each image that the augmentation draws; each comes in every `views`-th epoch. null:
+    a new view in every epoch."""
+    feature_cache: FeatureCacheConfig | None = None
+    """Features of frozen towers, stored before the first step; null: towers run in every step."""
+    max_pixels: Annotated[int, Field(ge=1)] = MAX_PIXELS
+    """Images with more pixels are bad samples; they are not decoded."""
+
+    def build(self, image_size: int, tokenize: Tokenize, batch_size: int, seed: int) -> TrainData:
+        """Open the data, after drawing and indexing missing ones. A collective: every rank must call it.
+
+        Args:
+            image_size: side of the images in pixels.
+            tokenize: captions → ``(B, T)`` int64, padded with 0, and their lengths before the cut; runs in the workers.
+            batch_size: G, samples of a global batch over all ranks.
+            seed: the run's seed.
+
+        Raises:
+            DataError: on every rank, if a source cannot be used on one of them; the message says what to do.
+            ConfigError: an epoch has fewer samples than a global batch.
+        """
+        sources: list[OpensSource] = [*self.sources]
+        if isinstance(self.order, WindowedOrder):
+            sources = [source.in_chunks(self.order.chunk) for source in self.sources]
+        keys = [f"data.sources[{number}]" for number in range(len(sources))]
+        prepare_sources(sources, keys)
+        opened = [open_source(source, key) for source, key in zip(sources, keys, strict=True)]
+        samples = SampleMaker(opened, self.transform.build(image_size), seed, self.max_pixels, self.views)
+        data = TrainData(self, samples, tokenize, batch_size, seed)
+        with dist.raise_on_all_ranks():
+            needs = find_needs(opened, data.order, batch_size, dist.rank(), data.nodes)
+        if needs is not None and dist.is_main():
+            needs.warn_of_small_cache()
+            needs.warn_of_shared_chunks()
+        if batch_size > data.epoch_size:  # a sample would be its own negative
+            raise ConfigError(
+                f"train.batch_size: got {batch_size}, more than the {data.epoch_size} samples of an epoch of "
+                f"data.sources; expected at most {data.epoch_size}"
+            )
+        return data
 
 
 class TrainData:
@@ -63,37 +105,24 @@ class TrainData:
     the global batches that an uninterrupted run would see from there on.
 
     Args:
+        config: weights of the sources, the order, and how batches are prepared.
         samples: makes the samples of all sources.
-        weights: how often a sample of each source appears in an epoch.
         tokenize: captions → ``(B, T)`` int64 and their lengths.
         batch_size: G, samples of a global batch over all ranks.
         seed: the run's seed.
-        options: how batches are prepared.
-        order: `FullOrder` or `WindowedOrder`.
-        nodes: node of every rank of the job (`vqclip.dist.nodes`); with the windowed order, those of one node read the
-            chunks that it owns.
     """
 
-    def __init__(
-        self,
-        samples: SampleMaker,
-        weights: Sequence[float],
-        tokenize: Tokenize,
-        batch_size: int,
-        seed: int,
-        *,
-        options: LoaderOptions,
-        order: FullOrder | WindowedOrder,
-        nodes: Sequence[int] = (0,),
-    ):
-        sizes = [len(source) for source in samples.sources]
+    def __init__(self, config: DataConfig, samples: SampleMaker, tokenize: Tokenize, batch_size: int, seed: int):
+        self.options: LoaderOptions = config
         self.samples = samples
         """Maker of the samples."""
-        self.order: GlobalOrder = order.build(sizes, weights, derive_seed(seed, "data", "order"))
+        self._weights = [1.0 if source.weight is None else source.weight for source in config.sources]
+        sizes = [len(source) for source in samples.sources]
+        self.order = config.order.build(sizes, self._weights, derive_seed(seed, "data", "order"))
+        self._tokenize = tokenize
         self.batch_size = batch_size
-        self.nodes = tuple(nodes)
-        """Node of every rank of the job."""
-        self.options = options
+        self.nodes = dist.nodes()
+        """Node of every rank of the job; with the windowed order, those of one node read the chunks that it owns."""
         self.seen = 0
         """Samples that this rank has read."""
         self.replaced = 0
@@ -102,8 +131,6 @@ class TrainData:
         """The last of them, in the order of the batches."""
         self._unreported: list[tuple[int, BadSample]] = []
         self._lengths: Counter[int] = Counter()
-        self._weights = tuple(weights)
-        self._tokenize = tokenize
 
     def __len__(self) -> int:
         """Return the number of different samples."""
@@ -128,23 +155,28 @@ class TrainData:
         digest = hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()
         return {"sources": sources, "sha256": digest}
 
-    def coverage(self, steps: int) -> Coverage:
-        """Return how much of the data the first `steps` steps of the run show."""
+    def coverage(self, steps: int) -> str:
+        """Return a sentence on how much of the data the first `steps` steps of the run show.
+
+        The number of different samples is exact for one source or at the end of an epoch, else as expected.
+        """
         shown = steps * self.batch_size
         epochs = shown / sum(self.order.slots)
         sizes_and_slots = zip(self.order.sizes, self.order.slots, strict=True)
         distinct = sum(min(size, round(epochs * slots)) for size, slots in sizes_and_slots)
-        return Coverage(shown, distinct, len(self), float(epochs))
+        return (
+            f"{shown:,} samples shown in {float(epochs):.2f} epochs: "
+            f"{distinct:,} of {len(self):,} at least once ({distinct / len(self):.1%})"
+        )
 
     def batches(
         self,
         start: int = 0,
         stop: int | None = None,
         rank: int | None = None,
-        world_size: int | None = None,
+        nodes: Sequence[int] | None = None,
         pin_memory: bool = False,
         judge: bool = True,
-        nodes: Sequence[int] | None = None,
     ) -> Generator[Batch, None, None]:
         """Yield this rank's share of the global batches `start`, `start + 1`, ...
 
@@ -152,19 +184,15 @@ class TrainData:
             start: first step; after a resume the number of finished steps.
             stop: step to stop before; None never stops.
             rank: default this process's.
-            world_size: default the job's.
+            nodes: node of every rank; default those of the job.
             pin_memory: batches in page-locked memory, for copying to a GPU in the background.
             judge: raise at once if this rank `has_too_many_bad`; if False, the caller checks it together with the other
                 ranks.
-            nodes: node of every rank; default those of the job, or one node for another `world_size`.
 
         Raises:
             DataError: more than `max_bad_fraction` of the samples are bad, or a worker died.
         """
-        world_size = dist.world_size() if world_size is None else world_size
-        if nodes is None:
-            nodes = self.nodes if len(self.nodes) == world_size else (0,) * world_size
-        rank = dist.rank() if rank is None else rank
+        rank, nodes = dist.rank() if rank is None else rank, nodes or self.nodes
         options, steps = self.options, range(start, sys.maxsize if stop is None else stop)
         needs = find_needs(self.samples.sources, self.order, self.batch_size, rank, nodes)
         lead = options.prefetch * options.workers + 1
@@ -181,9 +209,8 @@ class TrainData:
     def _count(self, batch: Batch) -> None:
         """Log bad samples and update the counters."""
         for bad in batch.bad:
-            logger.warning(
-                "step %d: sample %d replaced by %d: %s", batch.step, bad.sample_id, bad.substitute_id, bad.reason
-            )
+            text = "step %d: sample %d replaced by %d: %s"
+            logger.warning(text, batch.step, bad.sample_id, bad.substitute_id, bad.reason)
         self.seen += len(batch)
         self.replaced += len(batch.bad)
         self.last_replaced.extend(batch.bad)
@@ -203,10 +230,10 @@ class TrainData:
     @property
     def has_too_many_bad(self) -> bool:
         """True if `require_few_bad` would raise for this rank's samples."""
-        return self._too_many(self.replaced, self.seen)
+        return self.replaced > self._allowed(self.seen)
 
-    def _too_many(self, replaced: int, seen: int) -> bool:
-        return replaced > self.options.max_bad_fraction * max(seen, _MIN_SEEN)
+    def _allowed(self, seen: int) -> float:
+        return self.options.max_bad_fraction * max(seen, _MIN_SEEN)
 
     def require_few_bad(self, replaced: int, seen: int, last: Sequence[str] | None = None, where: str = "") -> None:
         """Raise if more than `max_bad_fraction` of the samples, or of a thousand if they are fewer, were bad.
@@ -220,7 +247,7 @@ class TrainData:
         Raises:
             DataError: too many are bad; the message names the last ones.
         """
-        if self._too_many(replaced, seen):
+        if replaced > self._allowed(seen):
             whose = "in this process" if last is None else "in the run"
             last = [bad.reason for bad in list(self.last_replaced)[-5:]] if last is None else last
             shown = "\n".join(f"  {reason}" for reason in last)

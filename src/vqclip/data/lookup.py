@@ -1,15 +1,19 @@
-"""Look-ups that readers share: the interval that an index belongs to, and the values that were used last."""
+"""What readers share: look-ups, values that were used last, optional libraries and the errors of all libraries."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-__all__ = ["Recent", "locate"]
+from vqclip.data.remote import mask_credentials
+from vqclip.errors import DataError, VqclipError
+
+__all__ = ["Recent", "locate", "name_errors", "require_pyarrow"]
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -67,3 +71,29 @@ class Recent(Generic[K, V]):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._limit, self._size, self._close)
+
+
+def require_pyarrow() -> Any:
+    """Return the modules ``(pyarrow, pyarrow.parquet)``.
+
+    Raises:
+        DataError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError("Parquet needs pyarrow: pip install 'vqclip[parquet]'") from None
+    return pyarrow, pyarrow.parquet
+
+
+@contextlib.contextmanager
+def name_errors(prefix: str, kind: str = "damaged shard") -> Iterator[None]:
+    """Raise errors of the block as `DataError` with a prefix: libraries raise nearly anything for damaged data."""
+    try:
+        yield
+    except VqclipError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:400]
+        raise DataError(f"{prefix} ({type(error).__name__}: {mask_credentials(reason)})", kind) from None

@@ -31,18 +31,14 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from vqclip.config import Config
-from vqclip.data.dealing import NodeLayout
-from vqclip.data.draws import hash_integers
-from vqclip.data.permutation import permute
-from vqclip.data.windows import Windows, apportion
+from vqclip.data.draws import hash_integers, permute
+from vqclip.data.windows import NodeLayout, Windows, apportion
 
 __all__ = [
     "FullGlobalOrder",
     "FullOrder",
     "GlobalOrder",
-    "Need",
     "OrderConfig",
-    "Part",
     "Slots",
     "WindowedGlobalOrder",
     "WindowedOrder",
@@ -62,26 +58,6 @@ class Slots(NamedTuple):
     """int64, index of the sample in its source."""
     epoch: np.ndarray
     """int64, number of earlier passes through the source; with weight 1, the epoch."""
-
-
-class Part(NamedTuple):
-    """A rank's part of a global batch."""
-
-    slots: Slots
-    """Its samples."""
-    places: np.ndarray
-    """int64, their places in the global batch, ascending, 0 to G - 1."""
-
-
-class Need(NamedTuple):
-    """A chunk that a node needs."""
-
-    chunk: int
-    """Number of the chunk in its source; it begins with sample ``chunk * WindowedOrder.chunk``."""
-    passes: int
-    """Pass through the source."""
-    place: int
-    """First place of the pass that needs it."""
 
 
 class GlobalOrder(ABC):
@@ -136,31 +112,23 @@ class GlobalOrder(ABC):
         first, last = int(position / total), int((position + len(self.slots)) / total)
         return first - 1 + bisect_right(range(first, last + 1), position, key=self.begin)
 
-    def batch(self, step: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Slots:
-        """Return every `world_size`-th sample of global batch `step`, from the `rank`-th on.
+    def deal(self, step: int, batch_size: int, rank: int, nodes: Sequence[int]) -> tuple[Slots, np.ndarray]:
+        """Return this rank's samples of global batch `step`: every W-th, from the r-th on.
+
+        With several nodes, in the windowed order, it gets as many samples, of chunks that its node owns where possible;
+        see `vqclip.data.windows.NodeLayout`. All ranks together get the global batch, the same for all `nodes`.
 
         Args:
             step: t, from 0.
             batch_size: G, over all ranks; any number, not only multiples of W.
             rank: r.
-            world_size: W.
-        """
-        return self.deal(step, batch_size, rank, (0,) * world_size).slots
-
-    def deal(self, step: int, batch_size: int, rank: int, nodes: Sequence[int]) -> Part:
-        """Return this rank's part of global batch `step`: every W-th sample, from the r-th on.
-
-        With several nodes, in the windowed order, it gets as many samples, of chunks that its node owns where possible;
-        see `vqclip.data.dealing`. The parts of all ranks are the global batch, the same for all `nodes`.
-
-        Args:
-            step: t, from 0.
-            batch_size: G, over all ranks.
-            rank: r.
             nodes: node of every rank.
+
+        Returns:
+            The samples, and their places in the global batch: int64, ascending, 0 to G - 1.
         """
         places = np.arange(rank, batch_size, len(nodes), dtype=np.int64)
-        return Part(self[step * batch_size + places], places)
+        return self[step * batch_size + places], places
 
     def _places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return for each position its source, and the pass and place there."""
@@ -211,9 +179,9 @@ class WindowedGlobalOrder(GlobalOrder):
     """A random order of chunks, and of the samples within a window of chunks.
 
     Args:
-        sizes: see `GlobalOrder`; so are weights and seed.
-        weights: see there.
-        seed: see there.
+        sizes: of the sources; see `GlobalOrder`.
+        weights: of the sources.
+        seed: selects the order.
         chunk: consecutive samples that stay together.
         window: chunks whose samples are shuffled together.
     """
@@ -227,21 +195,25 @@ class WindowedGlobalOrder(GlobalOrder):
         key = int(hash_integers(self.seed, _WINDOWS, source, passes))
         return Windows(self.sizes[source], self.chunk, self.window, key)
 
-    def deal(self, step: int, batch_size: int, rank: int, nodes: Sequence[int]) -> Part:
-        """Return this rank's part of global batch `step`; see `GlobalOrder.deal`."""
-        first, layout = step * batch_size, NodeLayout(nodes)
-        if len(layout) == 1:
+    def deal(self, step: int, batch_size: int, rank: int, nodes: Sequence[int]) -> tuple[Slots, np.ndarray]:
+        """Return this rank's samples of global batch `step`, and their places; see `GlobalOrder.deal`."""
+        layout = NodeLayout(nodes)
+        if len(layout.ranks) == 1:
             return super().deal(step, batch_size, rank, nodes)
-        source, passes, place = self._places(np.arange(first, first + batch_size, dtype=np.int64))
-        places = layout.places_of(rank, self._nodes(layout, source, passes, place))
-        return Part(self._slots(source[places], passes[places], place[places]), places)
-
-    def nodes(self, step: int, batch_size: int, nodes: Sequence[int]) -> np.ndarray:
-        """Return which node makes each sample of global batch `step`: ``(G,)`` int64, from 0."""
         positions = np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
-        return self._nodes(NodeLayout(nodes), *self._places(positions))
+        source, passes, place = self._places(positions)
+        lane, lanes = np.empty_like(source), []
+        for number in range(len(self.sizes)):
+            for each in np.unique(passes[source == number]).tolist():
+                mine = np.flatnonzero((source == number) & (passes == each))
+                lane[mine] = self.windows(number, each).lane_of(place[mine])
+            lanes.append(self.windows(number).lanes)
+        places = layout.deal(source, lane, lanes, rank)
+        return self._slots(source[places], passes[places], place[places]), places
 
-    def needs(self, step: int, batch_size: int, source: int, rank: int, nodes: Sequence[int]) -> Iterator[Need]:
+    def needs(
+        self, step: int, batch_size: int, source: int, rank: int, nodes: Sequence[int]
+    ) -> Iterator[tuple[int, int]]:
         """Yield the chunks of a source that this rank's node needs from global batch `step` on, without end.
 
         They come in the order of need, through all windows and passes; each once a pass. A batch may have a few
@@ -254,13 +226,17 @@ class WindowedGlobalOrder(GlobalOrder):
             source: number of the source.
             rank: any rank of the node.
             nodes: node of every rank.
+
+        Yields:
+            ``(used, chunk)``: how many samples of the source come before the first that needs the chunk, over all
+            epochs; and the number of the chunk, which begins with sample ``chunk * WindowedOrder.chunk``.
         """
         size, layout = self.sizes[source], NodeLayout(nodes)
         passes, place = divmod(self.count_used(step, batch_size, source), size)
         while True:
             windows = self.windows(source, passes)
             for where, chunk in windows.needs(place, layout.lanes_of(rank, windows.lanes)):
-                yield Need(chunk, passes, where)
+                yield passes * size + where, chunk
             passes, place = passes + 1, 0
 
     def count_used(self, step: int, batch_size: int, source: int) -> int:
@@ -273,7 +249,9 @@ class WindowedGlobalOrder(GlobalOrder):
         """
         epoch, before, slots = self._epoch(step * batch_size)
         slot = step * batch_size - sum(before)
-        return before[source] + self._turns(slots, epoch, slot)[source]
+        block = slot // _BLOCK * _BLOCK
+        sources, _ = self._mix(slots, epoch, np.arange(block, slot))
+        return before[source] + int(apportion(slots, block)[source] + (sources == source).sum())
 
     def window_chunks(self, source: int, rank: int, nodes: Sequence[int]) -> int:
         """Return the most chunks of a window of a source that this rank's node needs."""
@@ -286,21 +264,6 @@ class WindowedGlobalOrder(GlobalOrder):
         firsts = np.unique(layout.of_rank, return_index=True)[1].tolist()
         return lanes, sum(int(layout.lanes_of(rank, lanes).sum()) for rank in firsts)
 
-    def _nodes(self, layout: NodeLayout, source: np.ndarray, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
-        lane, lanes = np.empty_like(source), []
-        for number in range(len(self.sizes)):
-            for each in np.unique(passes[source == number]).tolist():
-                mine = np.flatnonzero((source == number) & (passes == each))
-                lane[mine] = self.windows(number, each).lane_of(place[mine])
-            lanes.append(self.windows(number).lanes)
-        return layout.deal(source, lane, lanes)
-
-    def _turns(self, slots: Sequence[int], epoch: int, slot: int) -> list[int]:
-        """Return how many slots of an epoch each source has before a slot."""
-        first = slot // _BLOCK * _BLOCK
-        source, _ = self._mix(slots, epoch, np.arange(first, slot))
-        return (apportion(slots, first) + np.bincount(source, minlength=len(slots))).tolist()
-
     def _mix(self, slots: Sequence[int], epoch: int, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Give each block of slots its share of every source, in random places of the block.
 
@@ -308,12 +271,18 @@ class WindowedGlobalOrder(GlobalOrder):
         """
         if len(slots) == 1:
             return np.zeros_like(slot), slot
-        block, inner = np.divmod(slot, _BLOCK)
         source, turn = np.empty_like(slot), np.empty_like(slot)
-        for number in np.unique(block).tolist():
-            mine = np.flatnonzero(block == number)
-            sources, turns = _mix_block(self.seed, slots, epoch, number)
-            source[mine], turn[mine] = sources[inner[mine]], turns[inner[mine]]
+        for block in np.unique(slot // _BLOCK).tolist():
+            first, end = block * _BLOCK, min((block + 1) * _BLOCK, sum(slots))
+            before = apportion(slots, first)
+            counts = apportion(slots, end) - before
+            key = hash_integers(self.seed, _BLOCKS, block, epoch, np.arange(end - first))
+            sources = np.repeat(np.arange(len(slots)), counts)[np.argsort(key, kind="stable")]
+            turns = np.empty_like(sources)
+            starts = before - np.cumsum(counts) + counts
+            turns[np.argsort(sources, kind="stable")] = np.arange(end - first) + np.repeat(starts, counts)
+            mine = np.flatnonzero(slot // _BLOCK == block)
+            source[mine], turn[mine] = sources[slot[mine] - first], turns[slot[mine] - first]
         return source, turn
 
     def _shuffle(self, source: int, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
@@ -323,19 +292,6 @@ class WindowedGlobalOrder(GlobalOrder):
             mine = np.flatnonzero(passes == number)
             sample[mine] = self.windows(source, number).samples(place[mine])
         return sample
-
-
-def _mix_block(seed: int, slots: Sequence[int], epoch: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the source and the turn of each slot of a block of an epoch."""
-    first, end = block * _BLOCK, min((block + 1) * _BLOCK, sum(slots))
-    before = apportion(slots, first)
-    counts = apportion(slots, end) - before
-    key = hash_integers(seed, _BLOCKS, block, epoch, np.arange(end - first))
-    source = np.repeat(np.arange(len(slots)), counts)[np.argsort(key, kind="stable")]
-    turn = np.empty_like(source)
-    starts = before - np.cumsum(counts) + counts
-    turn[np.argsort(source, kind="stable")] = np.arange(end - first) + np.repeat(starts, counts)
-    return source, turn
 
 
 class FullOrder(Config):

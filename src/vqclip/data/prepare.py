@@ -1,4 +1,4 @@
-"""Draw and index the data before anything is read.
+"""Draw and index the data before anything is read, and open them.
 
 the ranks with one cache folder divide the shards among themselves
 first the pieces of sources that are packed into tars, then the tars and all other shards:
@@ -11,21 +11,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, cast
 
 from vqclip import dist
-from vqclip.data.remote import display_url
+from vqclip.data.remote import display_url, is_tar, protocol_of
 from vqclip.data.shard import Part
-from vqclip.data.sources.base import OpensSource, Source
+from vqclip.data.sources.base import OpensSource, Source, SourceConfigBase
+from vqclip.data.sources.class_folder import CLASSNAMES
 from vqclip.data.sources.files import skip_next_check
-from vqclip.errors import DataError, name_section, printable
+from vqclip.data.sources.kinds import parse_source
+from vqclip.data.sources.packed import PackedConfig
+from vqclip.errors import ConfigError, DataError, name_section, printable
 from vqclip.io.atomic import remove_leftovers
 from vqclip.io.files import cache_folder
 from vqclip.process import progress
 
-__all__ = ["HasShards", "PackedFirst", "open_source", "prepare_shard", "prepare_sources"]
+__all__ = ["ImageSource", "open_images", "open_source", "prepare_shard", "prepare_sources"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -37,31 +42,7 @@ _Named: TypeAlias = list[tuple[str, Part]]
 """Parts, each with the key path of its source."""
 
 
-class HasShards(Protocol):
-    """The config of a source that can be prepared."""
-
-    def shards(self) -> Sequence[Part]:
-        """Return the tars or other parts, after drawing missing ones; none for a source without an index."""
-        ...
-
-
-@runtime_checkable
-class PackedFirst(Protocol):
-    """The config of a source that is packed first, which other processes open without asking a server again."""
-
-    @property
-    def opened(self) -> Any:
-        """JSON value that `pieces` has made; None if there is none."""
-
-    def set_opened(self, opened: Any) -> None:
-        """Have `pieces`, `shards` and `build` use the value of another process, if they can."""
-
-    def pieces(self) -> Sequence[Part]:
-        """Return what is packed before `shards` can be listed."""
-        ...
-
-
-def prepare_sources(sources: Sequence[HasShards], keys: Sequence[str] = ()) -> None:
+def prepare_sources(sources: Sequence[OpensSource], keys: Sequence[str] = ()) -> None:
     """Draw and index missing data. A collective: every rank of the job must call it.
 
     Indexing reads every byte of the shards, and downloads those at URLs. Ranks with the same cache folder divide the
@@ -82,9 +63,18 @@ def prepare_sources(sources: Sequence[HasShards], keys: Sequence[str] = ()) -> N
     if place == 0:
         with contextlib.suppress(OSError):
             remove_leftovers(cache_folder() / "index")
-    is_packed = any(isinstance(each, PackedFirst) for each in sources)
-    for list_parts in (_list_pieces, _list_shards) if is_packed else (_list_shards,):
-        parts = _list_on_all_ranks(functools.partial(list_parts, sources, keys), sources, group)
+    packed = [each for each in sources if isinstance(each, PackedConfig)]
+    for of_pieces in (True, False) if packed else (False,):
+        parts: _Named = []
+        with dist.raise_on_all_ranks():
+            if place == 0:  # lists them first, so that data are drawn or fetched once
+                parts = _list_parts(sources, keys, of_pieces)
+        opened = dist.gather_json([each.opened for each in packed])[group[0]]
+        with dist.raise_on_all_ranks():
+            if place > 0:
+                for source, value in zip(packed, opened, strict=True):
+                    source.set_opened(value)
+                parts = _list_parts(sources, keys, of_pieces)
         left = parts[place :: len(group)][::-1]
         more = True
         while more:
@@ -94,38 +84,15 @@ def prepare_sources(sources: Sequence[HasShards], keys: Sequence[str] = ()) -> N
     skip_next_check(part for _, part in parts)
 
 
-def _list_on_all_ranks(list_parts: Callable[[], _Named], sources: Sequence[HasShards], group: list[int]) -> _Named:
-    """Return the same parts on all ranks of one cache; the first lists them, so that data are drawn or fetched once."""
-    is_first = dist.rank() == group[0]
-    parts: _Named = []
-    with dist.raise_on_all_ranks():
-        if is_first:
-            parts = list_parts()
-    packed = [each for each in sources if isinstance(each, PackedFirst)]
-    opened = dist.gather_json([each.opened for each in packed])[group[0]]
-    with dist.raise_on_all_ranks():
-        if not is_first:
-            for source, value in zip(packed, opened, strict=True):
-                source.set_opened(value)
-            parts = list_parts()
-    return parts
-
-
-def _list_pieces(sources: Sequence[HasShards], keys: Sequence[str]) -> _Named:
-    """Return what is to be packed, each with the key path of its source."""
+def _list_parts(sources: Sequence[OpensSource], keys: Sequence[str], of_pieces: bool) -> _Named:
+    """Return all shards, or the pieces that are to be packed before shards can be listed."""
     found: _Named = []
     for key, source in zip(keys or [""] * len(sources), sources, strict=True):
         with name_section(key):
-            found += [(key, piece) for piece in source.pieces()] if isinstance(source, PackedFirst) else []
-    return found
-
-
-def _list_shards(sources: Sequence[HasShards], keys: Sequence[str]) -> _Named:
-    """Return all shards, each with the key path of its source."""
-    found: _Named = []
-    for key, source in zip(keys or [""] * len(sources), sources, strict=True):
-        with name_section(key):
-            found += [(key, shard) for shard in source.shards()]
+            if not of_pieces:
+                found += [(key, shard) for shard in source.shards()]
+            elif isinstance(source, PackedConfig):
+                found += [(key, piece) for piece in source.pieces()]
     return found
 
 
@@ -141,26 +108,6 @@ def _prepare_for_a_while(left: _Named) -> None:
                 time.sleep(_WAIT_S)
         if time.monotonic() >= end:
             break
-
-
-def open_source(config: OpensSource) -> Source:
-    """Open a source, and log its notes on rank 0: what is left out, grouped or ambiguous. Each is logged once.
-
-    Raises:
-        DataError: the data are missing or damaged.
-    """
-    source = config.build()
-    if dist.is_main():
-        path = getattr(config, "path", "data")
-        shown = " ".join(map(display_url, path[:3] if isinstance(path, tuple) else [str(path)]))
-        for note in getattr(source, "notes", ()):  # sources of other packages may have none
-            _log_once(f"{shown}: {note}")
-    return source
-
-
-@functools.cache
-def _log_once(text: str) -> None:
-    logger.info("%s", printable(text, one_line=True))
 
 
 def prepare_shard(shard: Part) -> Any:
@@ -191,3 +138,71 @@ def _ranks_with_this_cache() -> list[int]:
         (folder / str(rank)).unlink()
         folder.rmdir()  # succeeds for the last one
     return seen
+
+
+def open_source(config: OpensSource, key: str = "") -> Source:
+    """Open a source, and log its notes on rank 0: what is left out, grouped or ambiguous. Each is logged once.
+
+    Args:
+        config: its configuration.
+        key: key path of the configuration, for messages.
+
+    Raises:
+        DataError: the data are missing or damaged.
+    """
+    with name_section(key):
+        source = config.build()
+    if dist.is_main():
+        path = getattr(config, "path", "data")
+        shown = " ".join(map(display_url, path[:3] if isinstance(path, tuple) else [str(path)]))
+        for note in getattr(source, "notes", ()):  # sources of other packages may have none
+            _log_once(f"{shown}: {note}")
+    return source
+
+
+@functools.cache
+def _log_once(text: str) -> None:
+    logger.info("%s", printable(text, one_line=True))
+
+
+class ImageSource(Source, Protocol):
+    """A source whose samples have unique, readable names."""
+
+    config: SourceConfigBase
+
+    def place(self, index: int) -> str:
+        """Return the unique path of a sample below the opened folder: ``pets/cat.png``, ``00003.tar/000031415``."""
+        ...
+
+
+def open_images(path: str, split: str | None = None) -> ImageSource:
+    """Open images to index or to export with; the files at a path decide the kind of source.
+
+    Args:
+        path: labelled shards (a folder with ``classnames.txt``), caption shards (a folder of tars, a tar, a pattern or
+            a URL), a folder of image files, in subfolders too, whose captions are their names, or a file of another
+            kind (see `parse_source`).
+        split: of labelled shards; may be omitted where there is only one.
+
+    Raises:
+        ConfigError: labelled shards with several splits, and none is named; or a split of anything else.
+        DataError: the path contains none of these, or cannot be read.
+    """
+    folder = Path(path).expanduser()
+    labelled = (folder / CLASSNAMES).is_file()
+    if split is not None and not labelled:
+        raise ConfigError(f"split: got {split!r}, but {path} has no {CLASSNAMES}, so it has no splits; leave it out")
+    if not folder.exists() and protocol_of(path) is None and not any(mark in path for mark in "*?[{"):
+        raise DataError(
+            f"{path}: no such file or folder; expected a folder of images or shards, a tar, a table or a pattern"
+        )
+    if labelled:
+        config = parse_source(folder, kind="classes", split=split)
+    elif folder.is_dir() and not any(map(is_tar, os.listdir(folder))):
+        config = parse_source(folder, kind="folder", captions="names")
+    else:
+        config = parse_source(path, kind=None if folder.is_file() else "shards")  # also a pattern or URL
+    source = open_source(config)
+    if not hasattr(source, "place"):
+        raise ConfigError(f"{path}: its images have no names; write them as shards first (vqclip data pack)")
+    return cast(ImageSource, source)

@@ -11,7 +11,7 @@ The view is the epoch, or with `data.views` n one of n, each in every n-th epoch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from vqclip.data.transforms import TrainTransform
 from vqclip.errors import DataError, StorageError
 from vqclip.seeds import derive_seed
 
-__all__ = ["ReadsSamples", "Sample", "SampleMaker", "read_decoded"]
+__all__ = ["Sample", "SampleMaker", "read_decoded"]
 
 _TRIES = 32
 
@@ -44,21 +44,7 @@ class Sample(NamedTuple):
     """Name → ``(N, D)`` from the feature cache."""
 
 
-class ReadsSamples(Protocol):
-    """The part of a `Source` that reads samples."""
-
-    def name(self, index: int) -> str:
-        """See `Source.name`."""
-        ...
-
-    def read(self, index: int) -> RawSample:
-        """See `Source.read`."""
-        ...
-
-
-def read_decoded(
-    source: ReadsSamples, index: int, max_pixels: int, min_side: int | None = None
-) -> tuple[RawSample, Tensor]:
+def read_decoded(source: Source, index: int, max_pixels: int, min_side: int | None = None) -> tuple[RawSample, Tensor]:
     """Read one sample of a source and decode its image to ``(3, H, W)`` uint8; see `decode_image`.
 
     Raises:
@@ -68,16 +54,11 @@ def read_decoded(
     return raw, _decode(source, index, raw, max_pixels, min_side)
 
 
-def _decode(source: ReadsSamples, index: int, raw: RawSample, max_pixels: int, min_side: int | None) -> Tensor:
+def _decode(source: Source, index: int, raw: RawSample, max_pixels: int, min_side: int | None) -> Tensor:
     try:
         return decode_image(raw.image, max_pixels, min_side)
     except DataError as error:
         raise DataError(f"{source.name(index)}: {error}", error.kind) from error
-
-
-def _draw_other(index: int, key: np.ndarray, size: int) -> int:
-    """Return a random index below `size`, drawn by `key`; different from the given one if size > 1."""
-    return (index + 1 + int(key % np.uint64(max(size - 1, 1)))) % size
 
 
 class SampleMaker:
@@ -95,21 +76,13 @@ class SampleMaker:
     """
 
     def __init__(
-        self,
-        sources: Sequence[Source],
-        transform: TrainTransform,
-        seed: int,
-        max_pixels: int,
-        views: int | None = None,
+        self, sources: Sequence[Source], transform: TrainTransform, seed: int, max_pixels: int, views: int | None = None
     ):
-        self.sources = sources
-        self.views = views
+        self.sources, self.transform, self.views, self._max_pixels = sources, transform, views, max_pixels
         self.features: Mapping[str, FeatureReader] = {}
         """Stored features by name; those of ``image`` replace the images."""
         self.first_ids = np.cumsum([0, *(len(source) for source in sources)])
         """Sample id of the first sample of every source, and the total number of samples."""
-        self.transform = transform
-        self._max_pixels = max_pixels
         self._augmentation = KeyedGenerator(derive_seed(seed, "data", "augmentation"))
         self._caption_seed = derive_seed(seed, "data", "caption")
         self._substitute_seed = derive_seed(seed, "data", "substitute")
@@ -122,7 +95,7 @@ class SampleMaker:
             StorageError: the shard cannot be downloaded, or has changed since it was indexed.
         """
         bad: list[BadSample] = []
-        wanted = index
+        wanted, size = index, len(self.sources[source])
         for attempt in range(_TRIES):
             try:
                 return self._make(source, index, epoch), bad
@@ -130,7 +103,7 @@ class SampleMaker:
                 raise  # the choice of a substitute would depend on the network and the cache
             except DataError as error:
                 key = hash_integers(self._substitute_seed, epoch, self._id(source, wanted), attempt)
-                failed, index = index, _draw_other(index, key, len(self.sources[source]))
+                failed, index = index, (index + 1 + int(key % np.uint64(max(size - 1, 1)))) % size  # any other
                 bad.append(BadSample(self._id(source, failed), str(error), error.kind, self._id(source, index)))
         raise DataError(
             f"{bad[0].reason}\n{_TRIES - 1} substitutes for it cannot be used either; the last: {bad[-1].reason}"

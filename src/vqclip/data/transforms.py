@@ -23,8 +23,7 @@ from vqclip.errors import ShapeError
 __all__ = ["EvalTransform", "EvalTransformConfig", "TrainTransform", "TrainTransformConfig"]
 
 Interpolation = Literal["bicubic", "bilinear"]
-Probability = Annotated[float, Field(ge=0, le=1)]
-Strength = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(ge=0.01)]
 Range = tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]]
 
@@ -39,9 +38,9 @@ class TrainTransformConfig(Config):
     """Smallest and largest width : height of a crop, before it is resized to a square."""
     interpolation: Interpolation = "bicubic"
     """Interpolation of crops; always antialiased."""
-    flip: Probability = 0.0
+    flip: Fraction = 0.0
     """Probability of a left-right flip. 0 by default, since captions mention left and right."""
-    vertical_flip: Probability = 0.0
+    vertical_flip: Fraction = 0.0
     """Probability of a top-bottom flip, for images without an upright direction, such as aerial images."""
     quarter_turns: bool = False
     """Rotate by 0, 90, 180 or 270 degrees at random, for images without an upright direction."""
@@ -49,11 +48,11 @@ class TrainTransformConfig(Config):
     """Largest rotation in either direction, in degrees; corners are filled with white."""
     translation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Largest shift in each direction, as a fraction of the side; the gap is filled with white."""
-    brightness: Strength = 0.0
+    brightness: Fraction = 0.0
     """Brightness is multiplied by a factor in 1 ± this."""
-    contrast: Strength = 0.0
+    contrast: Fraction = 0.0
     """Contrast is multiplied by a factor in 1 ± this."""
-    saturation: Strength = 0.0
+    saturation: Fraction = 0.0
     """Saturation is multiplied by a factor in 1 ± this."""
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     """Hue is shifted by up to ± this fraction of the colour circle. Wrong for captions that mention colours."""
@@ -99,8 +98,10 @@ class TrainTransform:
     def __init__(self, config: TrainTransformConfig, image_size: int):
         self.config = config
         self.image_size = image_size
-        self.min_side = _shortest_side(config, image_size) if config.dct_scaling else None
-        """Shorter side that decoded images should have at least; None: images are decoded in full."""
+        narrowest = config.scale[0] * min(config.ratio[0], 1 / config.ratio[1], 1.0)
+        self.min_side = math.ceil(image_size / math.sqrt(narrowest)) if config.dct_scaling else None
+        """Shorter side from which on no side of a crop has fewer pixels than the result; None: images are decoded in
+        full."""
         self._interpolation = InterpolationMode(config.interpolation)
 
     def __call__(self, image: Tensor, rng: np.random.Generator) -> Tensor:
@@ -110,7 +111,17 @@ class TrainTransform:
         top, left, height, width = _random_box(image.shape[1], image.shape[2], config.scale, config.ratio, rng)
         image = _resize(image[:, top : top + height, left : left + width], size, self._interpolation)
         if config.rotation > 0 or config.translation > 0:
-            image = self._move(image, *rng.uniform(-1, 1, 3).tolist())
+            turn, right, down = rng.uniform(-1, 1, 3).tolist()
+            reach = config.translation * self.image_size
+            image = F.affine(
+                image,
+                angle=turn * config.rotation,
+                translate=[round(right * reach), round(down * reach)],
+                scale=1.0,
+                shear=[0.0, 0.0],
+                interpolation=InterpolationMode.BILINEAR,
+                fill=[255.0, 255.0, 255.0],
+            )
         if config.flip and rng.random() < config.flip:
             image = image.flip(2)
         if config.vertical_flip and rng.random() < config.vertical_flip:
@@ -123,19 +134,6 @@ class TrainTransform:
                 if strength:
                     image = getattr(F, f"adjust_{name}")(image, change * strength + (name != "hue"))
         return image
-
-    def _move(self, image: Tensor, turn: float, right: float, down: float) -> Tensor:
-        """Rotate and shift by fractions, -1 to 1, of the largest rotation and translation; gaps are white."""
-        reach = self.config.translation * self.image_size
-        return F.affine(
-            image,
-            angle=turn * self.config.rotation,
-            translate=[round(right * reach), round(down * reach)],
-            scale=1.0,
-            shear=[0.0, 0.0],
-            interpolation=InterpolationMode.BILINEAR,
-            fill=[255.0, 255.0, 255.0],
-        )
 
 
 class EvalTransform:
@@ -162,23 +160,13 @@ class EvalTransform:
         return _resize(image, (self.image_size, self.image_size), self._interpolation)
 
 
-def _shortest_side(config: TrainTransformConfig, image_size: int) -> int:
-    """Return the shorter side from which on no side of a crop has fewer pixels than the result."""
-    narrowest = min(config.ratio[0], 1 / config.ratio[1], 1.0)
-    return math.ceil(image_size / math.sqrt(config.scale[0] * narrowest))
-
-
 def _check_image(image: Tensor) -> None:
     if image.ndim != 3 or image.shape[0] != 3 or image.dtype != torch.uint8:
         raise ShapeError(f"got an image of shape {tuple(image.shape)} and {image.dtype}; expected (3, H, W) uint8")
 
 
 def _resize(image: Tensor, size: tuple[int, int], interpolation: InterpolationMode) -> Tensor:
-    if (
-        image.shape[0] == 3
-        and image.stride(0) == 1
-        and not image[None].is_contiguous(memory_format=torch.channels_last)
-    ):
+    if image.stride(0) == 1:
         # A crop of a decoded (channels-last) image: torch's vectorised kernel needs it contiguous (2x at 224 px).
         image = image[None].contiguous(memory_format=torch.channels_last)[0]
     return F.resize(image, list(size), interpolation=interpolation, antialias=True)

@@ -15,14 +15,13 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from vqclip import dist
-from vqclip.errors import DataError, StorageError
+from vqclip.errors import DataError
 from vqclip.process.signals import ignore_stop_signals
 from vqclip.process.stacks import dump_stacks_on_request
 
@@ -36,7 +35,7 @@ StartMethod = Literal["fork", "forkserver", "spawn"]
 _CHECK_S = 1.0
 """Seconds between looks for dead workers while a result is awaited."""
 
-_DEATH = re.compile("exited unexpectedly|killed by signal")
+_DEATH = re.compile("^DataLoader worker.*(exited unexpectedly|killed by signal)", re.DOTALL)
 """Message of torch about a worker that died."""
 
 _TIMEOUT = re.compile("^DataLoader timed out")
@@ -45,27 +44,19 @@ _TIMEOUT = re.compile("^DataLoader timed out")
 _running: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """An error in a worker, sent as a result; torch would hide its message in two tracebacks."""
-
-    message: str
-    details: str = ""
-    of_storage: bool = False
-    """Whether it is a `StorageError`."""
-
-
 class _Mapped(Dataset, Generic[S, T]):
+    """Results by number; an error is sent as a result, since torch would hide its message in two tracebacks."""
+
     def __init__(self, function: Callable[[S], T]):
         self._function = function
 
-    def __getitem__(self, number: S) -> T | _Failure:
+    def __getitem__(self, number: S) -> T | DataError:
         try:
             return self._function(number)
         except DataError as error:
-            return _Failure(str(error), of_storage=isinstance(error, StorageError))
+            return error
         except Exception as error:
-            return _Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
+            return DataError(f"{type(error).__name__}: {error}\n{traceback.format_exc()}".rstrip())
 
 
 def ordered_map(
@@ -147,7 +138,7 @@ def explain_worker_deaths(section: str = "data") -> Iterator[None]:
         yield
     except Exception as error:
         death: BaseException | None = error
-        while death is not None and not _is_death(death):
+        while death is not None and not (isinstance(death, RuntimeError) and _DEATH.search(str(death))):
             death = death.__cause__ or death.__context__
         if death is None or isinstance(error, DataError):
             raise
@@ -166,49 +157,32 @@ def _end_workers() -> None:
 
 
 def _results(loader: DataLoader[Any], timeout_s: float, section: str) -> Generator[Any, None, None]:
-    results = iter(loader)
+    results: Any = iter(loader)
+    start = time.monotonic()
     try:
         while True:
             try:
-                result = _next(results, timeout_s)
+                result = next(results)
             except StopIteration:
                 return
             except RuntimeError as error:
+                waited = time.monotonic() - start
+                if _TIMEOUT.search(str(error)) and not (timeout_s and waited >= timeout_s):
+                    continue  # torch looks for dead workers, of any start method, whenever its own timeout ends
                 raise DataError(_explain(error, timeout_s, section)) from error
-            if isinstance(result, _Failure):
-                kind = StorageError if result.of_storage else DataError
-                raise kind(f"{result.message}\n{result.details}".rstrip())
+            if isinstance(result, DataError):
+                raise result
             yield result
+            start = time.monotonic()
     finally:
         if loader.num_workers:
-            _end(results)
-
-
-def _next(results: Any, timeout_s: float) -> Any:
-    """Return the next result; notice the death of workers of any start method within `_CHECK_S`.
-
-    torch looks for dead workers when its own timeout ends, and can be asked again after that.
-    """
-    start = time.monotonic()
-    while True:
-        try:
-            return next(results)
-        except RuntimeError as error:
-            waited = time.monotonic() - start
-            if not _TIMEOUT.search(str(error)) or (timeout_s and waited >= timeout_s):
-                raise
-
-
-def _end(results: Any) -> None:
-    """End the workers now: torch waits until the iterator is collected, which a stored traceback prevents.
-
-    torch waits ten seconds for each stuck worker.
-    """
-    try:
-        results._shutdown_workers()  # DataLoader has no public method for it
-    finally:
-        for worker in results._workers:
-            worker.kill()
+            # torch would wait until the iterator is collected, which a stored traceback prevents, and then ten seconds
+            # for each stuck worker.
+            try:
+                results._shutdown_workers()  # DataLoader has no public method for it
+            finally:
+                for worker in results._workers:
+                    worker.kill()
 
 
 def _identity(result: T) -> T:
@@ -217,19 +191,13 @@ def _identity(result: T) -> T:
 
 def _prepare_worker(worker: int) -> None:
     gc.freeze()  # objects of the parent: the collector would write to each, and so copy 65 MB of its memory
-    _end_with_parent()
+    # The worker ends with the process that reads from it, which under ``forkserver`` is not its system parent.
+    # Otherwise a stuck one would keep its pipes and memory forever.
+    threading.Thread(target=_exit_after_parent, daemon=True).start()
+    dist.signal_at_parent_death(signal.SIGKILL)  # at once, even while native code holds the interpreter lock
     torch.set_num_threads(1)
     ignore_stop_signals()
     dump_stacks_on_request()
-
-
-def _end_with_parent() -> None:
-    """End this worker with the process that reads from it, which under ``forkserver`` is not its system parent.
-
-    Otherwise a stuck worker would keep its pipes and memory forever.
-    """
-    threading.Thread(target=_exit_after_parent, daemon=True).start()
-    dist.signal_at_parent_death(signal.SIGKILL)  # at once, even while native code holds the interpreter lock
 
 
 def _exit_after_parent() -> None:
@@ -237,11 +205,6 @@ def _exit_after_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _is_death(error: BaseException) -> bool:
-    text = str(error)
-    return isinstance(error, RuntimeError) and text.startswith("DataLoader worker") and bool(_DEATH.search(text))
 
 
 def _explain(error: BaseException, timeout_s: float, section: str) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from vqclip.data import Source
 from vqclip.data.batch_maker import Tokenize
 from vqclip.data.decode import MAX_PIXELS, DecodedImage, image_format, read_image
-from vqclip.data.in_order import InOrderReader, ShardSlices
+from vqclip.data.in_order import InOrderReader
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import DataError, printable
 from vqclip.runlog.bar import ProgressBar
@@ -125,7 +125,7 @@ def scan(source: Source, options: CheckOptions, name: str = "check") -> Iterator
     Raises:
         StorageError: the storage cannot be read, which says nothing of the samples.
     """
-    reader = InOrderReader(partial(_scan_sample, source, options), ShardSlices([len(source)], [0], _BATCH))
+    reader = InOrderReader(partial(_scan_sample, source, options), [len(source)], [0], _BATCH)
     with explain_worker_deaths("check"), ProgressBar(len(source), 0, True, name, "sample") as bar:
         for batch in ordered_map(reader, range(len(reader)), options.workers, timeout_s=240.0, section="check"):
             bad = {each.sample_id: (each.kind, each.reason) for each in batch.bad}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vqclip.data.decode import decode_image
-from vqclip.data.images import ImageSource
+from vqclip.data.prepare import ImageSource
 from vqclip.errors import DataError
 from vqclip.evaluation.image_details import codebook_names, token_grid
 from vqclip.search.hits import Hit, find_hits

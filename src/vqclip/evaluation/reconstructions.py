@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from vqclip.data import EvalBatch, EvalSet, RawSample, Source
-from vqclip.data.draws import hash_integers
-from vqclip.data.permutation import permute
+from vqclip.data.draws import hash_integers, permute
 from vqclip.data.transforms import EvalTransform
 from vqclip.errors import ConfigError, DataError
 from vqclip.evaluation.details import DIFFERENCE_GAIN, DecodedImage, Reconstruction, ShownImage

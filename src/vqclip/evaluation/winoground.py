@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from vqclip.data.decode import IMAGE_ENDINGS
-from vqclip.data.libraries import name_errors
+from vqclip.data.lookup import name_errors
 from vqclip.data.sources.json_table import read_json_lines
 from vqclip.data.sources.parquet import ParquetFile
 from vqclip.data.sources.reader import MAX_IMAGE_BYTES

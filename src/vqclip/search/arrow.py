@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Literal, get_args
 import numpy as np
 import torch
 
-from vqclip.data.libraries import name_errors, require_pyarrow
+from vqclip.data.lookup import name_errors, require_pyarrow
 from vqclip.data.tokens.manifest import id_type
 from vqclip.errors import CheckpointError, ConfigError, DataError, encodable
 from vqclip.io.atomic import write_file

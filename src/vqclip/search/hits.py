@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vqclip.data.decode import MAX_PIXELS
-from vqclip.data.images import ImageSource, open_images
+from vqclip.data.prepare import ImageSource, open_images
 from vqclip.data.samples import read_decoded
 from vqclip.errors import CheckpointError, DataError, StorageError
 from vqclip.search.index import CodeIndex
@@ -37,7 +37,7 @@ def open_indexed(index: CodeIndex, images: str) -> ImageSource:
 
     Args:
         index: the index.
-        images: argument of `vqclip.data.images.open_images`.
+        images: argument of `vqclip.data.prepare.open_images`.
 
     Raises:
         CheckpointError: the index names an image that the source does not have.

@@ -48,7 +48,7 @@ class Origin(Config):
     tokenizer: LocalPath | None = None
     """The tokenizer folder; None if it was not a local folder."""
     pictures: LocalPath | None = None
-    """Argument of `vqclip.data.images.open_images`; None for a URL."""
+    """Argument of `vqclip.data.prepare.open_images`; None for a URL."""
     split: str | None = None
     """Split of labelled shards; None for others."""
     fingerprint: dict[str, Any] = {}

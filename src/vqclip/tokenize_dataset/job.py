@@ -28,7 +28,7 @@ from vqclip.config import Config
 from vqclip.data import ShardedSource, SourceConfigBase, prepare_sources
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.in_order import require_few_bad
-from vqclip.data.libraries import require_pyarrow
+from vqclip.data.lookup import require_pyarrow
 from vqclip.data.on_ray import RayOptions, connect_to_ray
 from vqclip.data.tokens import SUFFIX, IdLayout, TokenRecord, write_shard
 from vqclip.data.tokens.manifest import VERSIONS, Settings, SourceShard, TokenizerInfo

@@ -14,7 +14,7 @@ from torch import Tensor
 from vqclip.data.batch import BadSample
 from vqclip.data.batch_maker import LoaderOptions
 from vqclip.data.features import FeatureFolder
-from vqclip.data.in_order import InOrderReader, SamplesRead, ShardSlices
+from vqclip.data.in_order import InOrderReader, SamplesRead
 from vqclip.data.samples import SampleMaker
 from vqclip.data.workers import ordered_map
 from vqclip.errors import ConfigError, NonFiniteError
@@ -60,7 +60,7 @@ class FeatureJob:
         settings = self.folder.settings
         sizes = [len(settings.shard_range(number)) for number in range(settings.shards)]
         read = self.samples.make_views if settings.modality == "image" else self.samples.read_captions
-        reader = InOrderReader[Tensor | tuple[str, ...]](read, ShardSlices(sizes, shards, size))
+        reader = InOrderReader[Tensor | tuple[str, ...]](read, sizes, shards, size)
         blocks = ordered_map(
             reader,
             range(len(reader)),

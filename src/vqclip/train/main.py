@@ -310,8 +310,8 @@ def _summarise(
     if not speed:  # no step was left to train
         speed, processes = recorded_speed(folder) or (speed, processes)
     paths = {"folder": folder, "checkpoint": training.checkpointer.path(exported), "tokenizer": folder / "tokenizer"}
-    coverage, replaced = training.data.coverage(training.done), records.bad.counts.total()
-    summary = summarise(config.run.name, task, coverage, replaced, speed, processes, outcome.results, paths)
+    coverage, samples, replaced = training.data.coverage(training.done), len(training.data), records.bad.counts.total()
+    summary = summarise(config.run.name, task, coverage, samples, replaced, speed, processes, outcome.results, paths)
     summary = dataclasses.replace(
         summary,
         step=exported,

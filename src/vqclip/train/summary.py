@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import vqclip
 from vqclip.config import to_yaml
-from vqclip.data import Coverage, mask_credentials
+from vqclip.data import mask_credentials
 from vqclip.errors import printable
 from vqclip.evaluation import Result, format_figure, format_results
 from vqclip.report import REPORT_FILE
@@ -71,7 +71,8 @@ class RunSummary:
 def summarise(
     name: str,
     task: Task[Any],
-    coverage: Coverage,
+    coverage: str,
+    samples: int,
     replaced: int,
     speed: Mapping[str, float],
     processes: int,
@@ -82,8 +83,8 @@ def summarise(
     parts, tokenizers = task.trained_parts, task.tokenizers
     return RunSummary(
         name=name,
-        coverage=str(coverage),
-        samples=coverage.available,
+        coverage=coverage,
+        samples=samples,
         replaced=replaced,
         parameters={key: sum(p.numel() for p in part.parameters() if p.requires_grad) for key, part in parts.items()},
         tokens={key: part.num_tokens for key, part in tokenizers.items()},

@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.making import class_folder, encode, pixels
 from vqclip.data import FileSource, parse_source, prepare_sources
-from vqclip.data.images import open_images
+from vqclip.data.prepare import open_images
 from vqclip.data.sources import files
 from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
 

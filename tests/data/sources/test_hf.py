@@ -240,7 +240,7 @@ def test_a_stream_at_the_hub_is_of_a_commit(monkeypatch: pytest.MonkeyPatch) -> 
 def test_training_streams(tmp_path: Path, kind: str) -> None:
     order = {"kind": kind, **({"chunk": 4, "window": 2} if kind == "windowed" else {})}
     data = open_data(tmp_path, sources=(streamed(tmp_path),), order=order, batch_size=5)
-    captions = [text(row) for batch in data.batches(0, 2, 0, 1) for row in batch.texts]
+    captions = [text(row) for batch in data.batches(0, 2) for row in batch.texts]
     assert sorted(captions) == CAPTIONS
 
 

@@ -111,7 +111,7 @@ def test_four_machines_with_caches_of_their_own(
     for node in nodes:
         data = bucket.open(tmp_path / f"cache {node}", 0.1, window=32, monkeypatch=monkeypatch)
         before = server.sent
-        parts.append(list(data.batches(0, STEPS, node, 4, nodes=nodes)))
+        parts.append(list(data.batches(0, STEPS, node, nodes)))
         sent.append(server.sent - before)
     ratio = sum(sent) / (2 * bucket.bytes)
     print(f"4 nodes: {ratio:.3f} bytes fetched for each byte of data; {[round(each / sum(sent), 2) for each in sent]}")

@@ -116,7 +116,7 @@ class NumberedSource:
         return f"{index:09d}"
 
     def place(self, index: int) -> str:
-        """Return the number of the sample; see `vqclip.data.images.ImageSource.place`."""
+        """Return the number of the sample; see `vqclip.data.prepare.ImageSource.place`."""
         return self.key(index)
 
     @property

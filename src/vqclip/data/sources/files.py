@@ -190,7 +190,7 @@ class FileSource(NumberedSource):
         return printable(text, one_line=True)
 
     def place(self, index: int) -> str:
-        """Return the path of the file, and its row; see `vqclip.data.images.ImageSource.place`."""
+        """Return the path of the file, and its row; see `vqclip.data.prepare.ImageSource.place`."""
         path, row = self._table.paths.read(index), int(self._table.rows[index])
         return f"{path} (row {row})" if row >= 0 else path
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from vqclip.data.libraries import name_errors
+from vqclip.data.lookup import name_errors
 from vqclip.data.remote import mask_credentials
 from vqclip.data.sources.base import FolderContent
 from vqclip.data.sources.packed import PackedSource, Piece, StreamSample, stamp

@@ -445,7 +445,7 @@ class PackedSource(TarSource):
         return printable(f"{self._pieces[self._piece(index)]}: row {int(self.tars.key(index))}", one_line=True)
 
     def place(self, index: int) -> str:
-        """Return file and row; see `vqclip.data.images.ImageSource.place`."""
+        """Return file and row; see `vqclip.data.prepare.ImageSource.place`."""
         return f"{self._places[self._piece(index)]}/{self.tars.key(index)}".lstrip("/")
 
     def _piece(self, index: int) -> int:

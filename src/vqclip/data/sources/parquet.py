@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple
 
 from pydantic import model_validator
 
-from vqclip.data.libraries import name_errors, require_pyarrow
+from vqclip.data.lookup import name_errors, require_pyarrow
 from vqclip.data.remote import RemoteShard, is_tar, protocol_of
 from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.base import FolderContent, OpensSource, Source

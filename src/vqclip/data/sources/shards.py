@@ -146,7 +146,7 @@ class TarSource:
         return self.tars.key(index)
 
     def place(self, index: int) -> str:
-        """Return shard and sample; see `vqclip.data.images.ImageSource.place`."""
+        """Return shard and sample; see `vqclip.data.prepare.ImageSource.place`."""
         return self.tars.place(index)
 
     @property

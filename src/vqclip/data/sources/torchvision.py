@@ -17,7 +17,7 @@ from pydantic import Field, PrivateAttr
 from torch import Tensor
 
 from vqclip.config import did_you_mean
-from vqclip.data.libraries import name_errors
+from vqclip.data.lookup import name_errors
 from vqclip.data.sources.base import RawSample
 from vqclip.data.sources.captions import DEFAULT_TEMPLATE, Templates, require_usable
 from vqclip.data.sources.file_table import checksum

@@ -226,12 +226,12 @@ class NodeNeeds:
         stop = math.inf if steps.stop == sys.maxsize else self.position(steps.stop, source)
         reader, size = self.readers[source], len(self.readers[source])
         chunk, part = min(self._chunk, size), reader.index.chunk
-        for need in self._order.needs(steps.start, self._batch_size, source, self._rank, self._nodes):
-            if (place := need.passes * size + need.place) >= stop:
+        for used, needed in self._order.needs(steps.start, self._batch_size, source, self._rank, self._nodes):
+            if used >= stop:
                 return
-            first, end = need.chunk * chunk, min((need.chunk + 1) * chunk, size)
+            first, end = needed * chunk, min((needed + 1) * chunk, size)
             for number in range(first // part, -(-end // part)):
-                yield PlannedFetch(place + delay, reader.cached_bytes(number), number)
+                yield PlannedFetch(used + delay, reader.cached_bytes(number), number)
 
 
 def find_needs(

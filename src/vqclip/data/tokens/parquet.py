@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from vqclip.data.libraries import name_errors, require_pyarrow
+from vqclip.data.lookup import name_errors, require_pyarrow
 from vqclip.data.tokens.manifest import IdLayout, id_type
 from vqclip.errors import DataError, ShapeError, printable
 from vqclip.io.files import open_regular

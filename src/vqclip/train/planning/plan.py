@@ -8,7 +8,7 @@ from functools import cached_property
 
 from vqclip import dist
 from vqclip.config import load_config
-from vqclip.data.dealing import share_sizes
+from vqclip.data.batch import share_sizes
 from vqclip.errors import ConfigError
 from vqclip.train.config import TaskConfig
 from vqclip.train.main import require_samples

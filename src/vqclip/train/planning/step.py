@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from vqclip import dist
 from vqclip.data import Batch
-from vqclip.data.dealing import share_sizes
+from vqclip.data.batch import share_sizes
 from vqclip.data.features import TORCH_DTYPES
 from vqclip.errors import ConfigError
 from vqclip.model import ModelConfig
