@@ -1,9 +1,8 @@
-"""Shards to tensors: images a second and core, vqclip's loader against open_clip's pipeline and MosaicML streaming.
+"""Shards to tensors: images a second and core, vqclip's loader against open_clip's pipeline.
 
 Prints rates and ratios, after about 5 minutes on two CPU cores.
 
-    python benchmarks/data.py --shards DATA/captions_pomological/train --peer-python PEER/bin/python \\
-        --mosaic-python MOSAIC/bin/python
+    python benchmarks/data.py --shards DATA/captions_pomological/train --peer-python PEER/bin/python
     python benchmarks/data.py ... --photos 480x360      # the same images, put together to JPEGs of this size
     python benchmarks/data.py ... --other OLD/src       # another version of vqclip beside this one
 
@@ -19,13 +18,6 @@ packages of the one you have, but for these:
     python -c "import torch, pathlib; print(pathlib.Path(torch.__file__).parents[1])" > \\
         PEER/lib/python3.11/site-packages/others.pth        # your version of Python
     PEER/bin/pip install --no-deps webdataset==0.2.86 pandas python-dateutil six pytz tzdata
-
-MosaicML streaming reads shards of its own (MDS), which are written first. Samples are decoded by Pillow, as by its own
-column type, and transformed and tokenized by open_clip. It asks for older versions of packages not needed here:
-
-    python -m venv MOSAIC                                   # and others.pth, as above
-    MOSAIC/bin/pip install --no-deps mosaicml-streaming==0.13.0 boto3 botocore s3transfer jmespath Brotli \\
-        python-snappy cramjam xxhash zstd paramiko catalogue
 """
 
 from __future__ import annotations
@@ -53,18 +45,14 @@ SIDES = {
     "uint8": "vqclip, uint8",
     "other": "other vqclip, uint8",
     "peer": "open_clip + webdataset",
-    "mosaic": "MosaicML streaming",
 }
 
 
 def main() -> None:
     options = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
-    if options.side == "write-mds":
-        write_mds(options)
-        return
     if options.side:
-        sides = {"ours": ours, "uint8": ours_in_bytes, "other": ours_in_bytes, "peer": peer, "mosaic": mosaic}
+        sides = {"ours": ours, "uint8": ours_in_bytes, "other": ours_in_bytes, "peer": peer}
         serve(sides[options.side](options), options)
         return
     print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
@@ -73,10 +61,6 @@ def main() -> None:
         if options.photos:
             width, height = map(int, options.photos.split("x"))
             options.shards = put_together(options.shards, Path(folder, "photos"), width, height)
-        options.mds = Path(folder, "mds")
-        if options.mosaic_python:
-            write = [options.mosaic_python, __file__, "--shards", str(options.shards), "--mds", str(options.mds)]
-            subprocess.run([*write, "--side", "write-mds"], check=True)
         for size in options.size:
             compare(options, size)
 
@@ -86,14 +70,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shards", type=Path, required=True, help="folder of tars with .jpg and .txt")
     parser.add_argument("--photos", metavar="WxH", help="put the images together to JPEGs of this size")
     parser.add_argument("--peer-python", help="Python with webdataset 0.2.86 (see above); default: without open_clip")
-    parser.add_argument("--mosaic-python", help="Python with mosaicml-streaming; default: without it")
     parser.add_argument("--other", type=Path, help="src folder of another version of vqclip")
     parser.add_argument("--size", type=int, nargs="+", default=[64, 224], help="side of the images, in pixels")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--batches", type=int, default=20, help="batches a round")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--side", choices=[*SIDES, "write-mds"], help=argparse.SUPPRESS)
-    parser.add_argument("--mds", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=[*SIDES], help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -104,7 +86,6 @@ def compare(options: argparse.Namespace, size: int) -> None:
     sides = {"ours": sys.executable, "uint8": sys.executable}
     sides |= {"other": sys.executable} if options.other else {}
     sides |= {"peer": options.peer_python} if options.peer_python else {}
-    sides |= {"mosaic": options.mosaic_python} if options.mosaic_python else {}
     children = {side: start(options, side, python, size) for side, python in sides.items()}
     rates: dict[str, list[float]] = {side: [] for side in sides}
     for number in tqdm(range(options.rounds + 1), desc=f"{size} px", disable=None):
@@ -117,7 +98,7 @@ def compare(options: argparse.Namespace, size: int) -> None:
     print(f"{size} px, batch {options.batch}, {options.rounds} rounds of {options.batches} batches, images/s per core:")
     for side, values in rates.items():
         print(f"  {SIDES[side]:<26} {statistics.median(values):7.0f}  ({min(values):.0f} to {max(values):.0f})")
-    for side, against in itertools.product(("ours", "uint8"), ("other", "peer", "mosaic")):
+    for side, against in itertools.product(("ours", "uint8"), ("other", "peer")):
         if against in rates and (side, against) != ("ours", "other"):
             ratios = [mine / theirs for mine, theirs in zip(rates[side], rates[against], strict=True)]
             spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
@@ -126,7 +107,7 @@ def compare(options: argparse.Namespace, size: int) -> None:
 
 def start(options: argparse.Namespace, side: str, python: str, size: int) -> subprocess.Popen[str]:
     command = [python, __file__, "--side", side, "--shards", str(options.shards), "--size", str(size)]
-    command += ["--batch", str(options.batch), "--batches", str(options.batches), "--mds", str(options.mds)]
+    command += ["--batch", str(options.batch), "--batches", str(options.batches)]
     environment = {**os.environ, "PYTHONPATH": str(options.other)} if side == "other" else None
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -214,38 +195,6 @@ def peer(options: argparse.Namespace) -> Callable[[], Iterator[tuple]]:
         yield from info.dataloader
 
     return one_pass
-
-
-def mosaic(options: argparse.Namespace) -> Callable[[], Iterator[tuple]]:
-    import open_clip
-    from PIL import Image
-    from streaming import StreamingDataset
-    from torch.utils.data import DataLoader
-
-    transform = open_clip.image_transform(options.size[0], is_train=True, mean=MEAN, std=STD)
-    tokenizer = open_clip.get_tokenizer("ViT-B-32")
-
-    class Pairs(StreamingDataset):
-        def __getitem__(self, at):
-            sample = super().__getitem__(at)
-            image = Image.open(io.BytesIO(sample["image"]))  # as the column type "jpeg" does
-            return transform(image), tokenizer([sample["caption"]])[0]
-
-    data = Pairs(local=str(options.mds), shuffle=True, shuffle_seed=0, batch_size=options.batch)
-
-    def one_pass() -> Iterator[tuple]:
-        epochs = itertools.chain.from_iterable(DataLoader(data, options.batch, drop_last=True) for _ in range(1000))
-        yield from itertools.islice(epochs, options.batches)
-
-    return one_pass
-
-
-def write_mds(options: argparse.Namespace) -> None:
-    from streaming import MDSWriter
-
-    with MDSWriter(out=str(options.mds), columns={"image": "bytes", "caption": "str"}) as writer:
-        for image, caption in read_pairs(options.shards):
-            writer.write({"image": image, "caption": caption.decode()})
 
 
 def read_pairs(folder: Path) -> Iterator[tuple[bytes, bytes]]:

@@ -65,12 +65,12 @@ class Windows:
     def samples(self, places: np.ndarray) -> np.ndarray:
         """Return the sample at each place of the pass; int64 in 0 ... size - 1."""
         number, *cells = self._cells(places)
-        rank = self._ranks(number, *cells)
-        key = hash_integers(self._key, _WITHIN, rank)
+        spot, chunk = self._chunks(number, *cells)
+        key = hash_integers(self._key, _WITHIN, spot)
         within = permute(number, self.chunk, key)
-        short = np.flatnonzero(rank >= self._whole)
+        short = np.flatnonzero(spot >= self._whole)
         within[short] = permute(number[short], max(1, self.size % self.chunk), key[short])
-        return self._chunk_at(rank) * self.chunk + within
+        return chunk * self.chunk + within
 
     def lane_of(self, places: np.ndarray) -> np.ndarray:
         """Return the lane of each place, int64 below `lanes`; all samples of a chunk have one lane."""
@@ -103,9 +103,9 @@ class Windows:
             count = (end - first) * (1 if start == first * self.chunk else 2)
             places = np.arange(start, min(start + count, end * self.chunk, self.size))
             places = places[lanes[self.lane_of(places)]]
-            rank, seen = np.unique(self._ranks(*self._cells(places)), return_index=True)
+            chunks, seen = np.unique(self._chunks(*self._cells(places))[1], return_index=True)
             order = np.argsort(seen)
-            yield from zip(places[seen[order]].tolist(), self._chunk_at(rank[order]).tolist(), strict=True)
+            yield from zip(places[seen[order]].tolist(), chunks[order].tolist(), strict=True)
 
     def _cells(self, places: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return where the tables of chunks are read at each place, before the chunks of lanes are permuted.
@@ -128,21 +128,18 @@ class Windows:
         row, column = np.divmod(position, self.lanes)
         return number, row, column, (whole - column + self.lanes - 1) // self.lanes, first
 
-    def _ranks(
+    def _chunks(
         self, number: np.ndarray, row: np.ndarray, column: np.ndarray, height: np.ndarray, first: np.ndarray
-    ) -> np.ndarray:
-        """Return the rank, among the permuted chunks of the pass, of the chunk that each of `_cells` has."""
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the chunk of each of `_cells`: its spot among the permuted chunks of the pass, and its number."""
         key = hash_integers(self._key, _ROUNDS, first + column, number)
         permuted = row.copy()
         for each in range(int(height.min(initial=1)), int(height.max(initial=0)) + 1):
             mine = np.flatnonzero((height == each) & (row < each))
             permuted[mine] = permute(row[mine], max(1, each), key[mine])
-        return first + permuted * self.lanes + column
-
-    def _chunk_at(self, rank: np.ndarray) -> np.ndarray:
-        """Return the chunk at each rank of the permuted chunks."""
-        whole = permute(np.minimum(rank, self._whole - 1), self._whole, hash_integers(self._key, _CHUNKS))
-        return np.where(rank < self._whole, whole, rank)
+        spot = first + permuted * self.lanes + column
+        whole = permute(np.minimum(spot, self._whole - 1), self._whole, hash_integers(self._key, _CHUNKS))
+        return spot, np.where(spot < self._whole, whole, spot)
 
 
 def apportion(slots: Sequence[int], count: int) -> np.ndarray:
