@@ -1,14 +1,17 @@
-"""Batches for the training step and for evaluation."""
+"""Batches for the training step and for evaluation, and the samples that could not be used."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["BadSample", "Batch", "EvalBatch", "share_sizes"]
+from vqclip.errors import DataError
+
+__all__ = ["BadSample", "Batch", "EvalBatch", "require_few_bad", "share_sizes"]
 
 
 def share_sizes(batch_size: int, world_size: int) -> tuple[int, ...]:
@@ -27,6 +30,16 @@ class BadSample(NamedTuple):
     """Kind of the problem in a word or two."""
     substitute_id: int
     """Sample that replaces it; -1 without one (evaluation)."""
+
+
+def require_few_bad(reasons: Iterable[str], count: int, allowed: int, option: str) -> None:
+    """Check the number of samples left out; raise DataError if it is larger than allowed."""
+    if count > allowed:
+        shown = "\n".join(f"  {reason}" for reason in itertools.islice(reasons, 5))
+        raise DataError(
+            f"{count} samples cannot be used; {option} allows {allowed} of these data. Repair them, or raise it and "
+            f"run the command again. Some of them:\n{shown}"
+        )
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ Nothing is replaced, unlike in training (`vqclip.data.samples`).
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -27,7 +26,7 @@ from vqclip.data.sources.base import RawSample, Source
 from vqclip.data.workers import ordered_map
 from vqclip.errors import DataError, StorageError
 
-__all__ = ["EvalSet", "InOrderReader", "SamplesRead", "read_in_order", "require_few_bad"]
+__all__ = ["EvalSet", "InOrderReader", "SamplesRead", "read_in_order"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -99,16 +98,6 @@ class InOrderReader(Generic[T]):
         first = int(self._starts[shard]) + batch * self._batch_size
         ids = range(first, min(first + self._batch_size, int(self._starts[shard + 1])))
         return read_in_order(self._read, ids, shard)
-
-
-def require_few_bad(reasons: Iterable[str], count: int, allowed: int, option: str) -> None:
-    """Check the number of samples left out; raise DataError if it is larger than allowed."""
-    if count > allowed:
-        shown = "\n".join(f"  {reason}" for reason in itertools.islice(reasons, 5))
-        raise DataError(
-            f"{count} samples cannot be used; {option} allows {allowed} of these data. Repair them, or raise it and "
-            f"run the command again. Some of them:\n{shown}"
-        )
 
 
 class EvalSet:

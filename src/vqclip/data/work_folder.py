@@ -40,7 +40,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 
 from vqclip.config import Config
-from vqclip.data.in_order import require_few_bad
+from vqclip.data.batch import require_few_bad
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.atomic import FileDigest, remove_leftovers, verify_file, write_file, write_file_once
 from vqclip.io.file_locks import ProcessLock

@@ -25,8 +25,8 @@ from pydantic import Field
 
 from vqclip.config import Config
 from vqclip.data import Source
+from vqclip.data.batch import require_few_bad
 from vqclip.data.decode import MAX_PIXELS, decode_image
-from vqclip.data.in_order import require_few_bad
 from vqclip.data.sources.base import RawSample
 from vqclip.data.sources.captions import DEFAULT_TEMPLATE
 from vqclip.data.sources.class_folder import CLASSNAMES, MAX_LINE, TEMPLATES

@@ -26,8 +26,8 @@ from pydantic import Field, ValidationError
 from vqclip import dist
 from vqclip.config import Config
 from vqclip.data import ShardedSource, SourceConfigBase, prepare_sources
+from vqclip.data.batch import require_few_bad
 from vqclip.data.decode import MAX_PIXELS
-from vqclip.data.in_order import require_few_bad
 from vqclip.data.lookup import require_pyarrow
 from vqclip.data.on_ray import RayOptions, connect_to_ray
 from vqclip.data.tokens import SUFFIX, IdLayout, TokenRecord, write_shard

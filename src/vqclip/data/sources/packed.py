@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from pydantic import PrivateAttr
 
+from vqclip.data.batch import require_few_bad
 from vqclip.data.decode import image_format
-from vqclip.data.in_order import require_few_bad
 from vqclip.data.lookup import locate
 from vqclip.data.remote import RemoteConfig
 from vqclip.data.shard import Part, Shard
