@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.evaluation.made import caption_shards, class_shards, image_folder, tiny_clip
-from tests.evaluation.test_choices import sugarcrepe, winoground
 from vqclip import checkpoint
 from vqclip.cli.evaluate import main
 from vqclip.cli.evaluation_tasks import EvaluationFile
@@ -161,10 +160,6 @@ def test_probes_and_compositional_sets_and_several_data_sets(command, run_folder
     options = ("--data", images.parent, "--split", "test", "--train-split", "train", "--features", "tokens")
     code, out, err = command("linear-probe", run_folder, *options)
     assert code == 0, err
-    code, out, err = command("sugarcrepe", run_folder, *as_options(sugarcrepe(tmp_path / "s", {"add": [(9, 1, 2)]})))
-    assert (code, "add" in out) == (0, True), err
-    code, out, err = command("winoground", run_folder, "--data", winoground(tmp_path / "w", [(1, 90, 1, 2)]))
-    assert (code, "group score" in out) == (0, True), err
 
 
 def test_pixels_of_labelled_and_of_captioned_images(command, run_folder, tmp_path):
@@ -189,10 +184,6 @@ def test_pixels_of_labelled_and_of_captioned_images(command, run_folder, tmp_pat
     model.image.save_pretrained(tmp_path / "image")
     code, out, err = command("pixels", tmp_path / "image", "--data", labelled)
     assert (code, "classes: 4 images of classes" in out, "top-1" in out) == (0, True, False), err
-
-
-def as_options(data):
-    return "--data", data["path"], "--images", data["images"]
 
 
 def test_any_kind_of_data_and_prompts_from_files(command, run_folder, tmp_path):
@@ -271,7 +262,6 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
         ),
         (("knn", run_folder, "--kind", "scenes"), "--kind: got scenes, whose classes have no training images"),
         (("knn", run_folder, "--data", fine, "--neighbours", 10**9), "--neighbours: got 1000000000"),
-        (("winoground", run_folder, "--data", fine), "fine: cannot be read"),
         (("retrieval", run_folder, "--data", fine / "test"), f"'test': data: {fine / 'test'}: none of the 22 samples"),
     ]
     for arguments, message in cases:

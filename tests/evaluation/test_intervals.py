@@ -8,7 +8,6 @@ from vqclip.evaluation.intervals import (
     bootstrap,
     class_intervals,
     class_mean_intervals,
-    mean_intervals,
     ratio_intervals,
     wilson,
 )
@@ -76,15 +75,3 @@ def test_blocks_change_nothing(monkeypatch):
     whole = bootstrap(50, lambda drawn: drawn @ values / 50)
     monkeypatch.setattr("vqclip.evaluation.intervals._BLOCK", 70)
     assert bootstrap(50, lambda drawn: drawn @ values / 50) == pytest.approx(np.array(whole))
-
-
-def test_choices_of_one_image_count_together():
-    images, labels = torch.arange(200) // 4, torch.arange(200) % 2
-    hits = (images % 2).double()[None]
-    for together, apart in (
-        (mean_intervals(hits, images), mean_intervals(hits, torch.arange(200))),
-        (class_mean_intervals(hits, labels, images), class_mean_intervals(hits, labels)),
-    ):
-        assert together[0][1] - together[0][0] == pytest.approx(2 * (apart[0][1] - apart[0][0]), rel=0.15)
-    shuffled = torch.randperm(200, generator=torch.Generator().manual_seed(0))
-    assert mean_intervals(hits[:, shuffled], images[shuffled]) == mean_intervals(hits, images)

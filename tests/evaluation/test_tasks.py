@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.evaluation.made import caption_shards, class_shards, png, tiny_clip, write_tar
-from tests.evaluation.test_choices import sugarcrepe, winoground
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.evaluation import (
@@ -20,8 +19,6 @@ from vqclip.evaluation import (
     LinearProbeConfig,
     PixelQualityConfig,
     RetrievalConfig,
-    SugarCrepeConfig,
-    WinogroundConfig,
     ZeroShotConfig,
     evaluate,
     format_results,
@@ -45,8 +42,6 @@ def TASKS(folder):
         RetrievalConfig(data=CaptionShardsConfig(path=str(folder / "captions"), captions="txt_lines")),
         KnnConfig(**probe, neighbours=5),
         LinearProbeConfig(**probe, features="tokens"),
-        SugarCrepeConfig(data={"path": folder / "pairs" / "sets", "images": folder / "pairs" / "images"}),
-        WinogroundConfig(data={"path": folder / "rows" / "test.parquet"}, max_bad_fraction=0.5),
         PixelQualityConfig(**labelled, codecs=("webp",)),
     ]
 
@@ -60,8 +55,6 @@ def folder(tmp_path):
         good = {f"s{i:07d}.{end}": data for i in (1, 3) for end, data in (("png", png(9 * i)), ("cls", b"1"))}
         write_tar(tmp_path / name / "test" / "00.tar", dict(sorted((damaged | good).items())))
     caption_shards(tmp_path / "captions", CAPTIONS)
-    sugarcrepe(tmp_path / "pairs", {"swap_obj": [(9 * n, n, 9 - n) for n in range(5)], "add": [(0, 1, 2)]})
-    winoground(tmp_path / "rows", [(n, 200 - n, n, n + 1) for n in range(0, 90, 18)], parquet=True)
     model = tiny_clip()
     decoder = ConvolutionalPixelsConfig(channels=4, max_channels=8, channels_per_group=2)
     attach(model.image, decoder.build(model.image.quantizer.dim, model.image.num_tokens, 16))

@@ -106,6 +106,28 @@ def test_classification(model, classes, tmp_path):
     assert (classes / "ran").exists()  # so it would have been made
 
 
+def test_near_misses_of_sugar_crepe_from_codes_too(model, tmp_path):
+    items = {}
+    (tmp_path / "val2017").mkdir()
+    for i in range(12):
+        (tmp_path / "val2017" / f"{i}.png").write_bytes(png(colour_of(i % 4), seed=i))
+        items[str(i)] = {"filename": f"{i}.png", "caption": f"{i} dots", "negative_caption": f"no {i} dots"}
+    (tmp_path / "swap_att.json").write_text(json.dumps(items))
+    found = theirs(model, tmp_path, tmp_path / "out", "--dataset", "sugar_crepe/swap_att")
+    for mode in MODES:
+        clip, preprocess, tokenize = load_vqclip(mode, str(model))
+        with torch.no_grad():
+            images = [preprocess(Image.open(tmp_path / "val2017" / each["filename"])) for each in items.values()]
+            seen = clip.encode_image(torch.stack(images))
+            right, wrong = (
+                clip.encode_text(tokenize([each[key] for each in items.values()]))
+                for key in ("caption", "negative_caption")
+            )
+        nearer = ((seen * right).sum(dim=1) > (seen * wrong).sum(dim=1)).float().mean()
+        assert found[mode]["text_acc"] == pytest.approx(float(nearer))
+        assert 0 < nearer < 1
+
+
 def test_workers_adapt_webdataset(model, monkeypatch):
     for table in ("decoders", "imagespecs"):
         monkeypatch.setattr(autodecode, table, dict(getattr(autodecode, table)))

@@ -7,8 +7,6 @@ vqclip evaluate retrieval runs/base --data val.csv
 vqclip evaluate retrieval runs/captions --data "val/{00000..00003}.tar" captions=json json_keys=[caption]
 vqclip evaluate linear-probe runs/eurosat --data path/to/cls_eurosat
 vqclip evaluate knn runs/eurosat --data path/to/cls_eurosat
-vqclip evaluate sugarcrepe runs/captions --data sugar-crepe/data --images coco/val2017
-vqclip evaluate winoground runs/captions --data winoground/test.parquet
 vqclip evaluate pixels runs/pixels --kind scenes
 
 Several tasks, in one table: those of a run's own configuration, or of a file with a list `evaluation:` as in one:

@@ -33,8 +33,6 @@ TASKS = {
     "retrieval": "find the captions of images, and images by captions",
     "linear-probe": "fit logistic regression to the codes of labelled images",
     "knn": "classify images by the nearest codes of labelled ones",
-    "sugarcrepe": "tell captions from near misses, in SugarCrepe's layout",
-    "winoground": "tell two images and two captions apart, in Winoground's layout",
     "pixels": "decode stored ids to images, and compare these with the originals, WebP and JPEG",
 }
 """Name of each task on the command line, and what it does."""
@@ -55,7 +53,7 @@ def task_parser(
     for name, summary in TASKS.items():
         task = tasks.add_parser(name, help=summary, description=summary.capitalize() + ".")
         add(task)
-        (_add_choice_data if name in ("sugarcrepe", "winoground") else _add_data)(task, name)
+        _add_data(task)
         if name == "zero-shot":
             _add_prompts(task)
         elif name in ("retrieval", "pixels"):
@@ -101,7 +99,7 @@ def option_error(error: ValidationError) -> ConfigError:
     return ConfigError("\n".join(_problem(each) for each in error.errors()))
 
 
-def _add_data(parser: argparse.ArgumentParser, task: str) -> None:
+def _add_data(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--data",
@@ -145,16 +143,6 @@ def _add_probe(parser: argparse.ArgumentParser, task: str) -> None:
         add("--temperature", type=float, default=0.07, help="of the weights of votes (%(default)s)")
     else:
         add("--l2", type=float, help="strength of the penalty (chosen on a fifth of the training images)")
-
-
-def _add_choice_data(parser: argparse.ArgumentParser, task: str) -> None:
-    add = parser.add_argument
-    if task == "winoground":
-        add("--data", type=types.path, required=True, help="the .parquet, or the .jsonl beside a folder of images")
-        add("--images", type=types.path, help="folder of the images of a .jsonl (images, beside it)")
-    else:
-        add("--data", type=types.path, required=True, help="folder of JSON files, one for each category, or one file")
-        add("--images", type=types.path, required=True, help="folder of the images, such as coco/val2017")
 
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:

@@ -21,10 +21,6 @@ from vqclip.evaluation import (
     LinearProbeConfig,
     PixelQualityConfig,
     RetrievalConfig,
-    SugarCrepeConfig,
-    SugarCrepeData,
-    WinogroundConfig,
-    WinogroundData,
     ZeroShotConfig,
 )
 from vqclip.train.loading import require_local
@@ -81,8 +77,6 @@ def tasks_of_options(options: argparse.Namespace) -> list[EvaluationConfig]:
     Raises:
         ConfigError, DataError: wrong options, or data of a kind that is not plain.
     """
-    if options.task in ("sugarcrepe", "winoground"):
-        return [_choices(options)]
     groups = [_Group(given) for given in options.data or ()]
     if getattr(options, "kind", None) == "scenes":
         if groups:
@@ -161,13 +155,6 @@ def _task(
     if options.task == "knn":
         return KnnConfig(**settings, neighbours=options.neighbours, temperature=options.temperature)
     return LinearProbeConfig(**settings, l2=options.l2)
-
-
-def _choices(options: argparse.Namespace) -> EvaluationConfig:
-    settings = _settings(options)
-    if options.task == "winoground":
-        return WinogroundConfig(**settings, data=WinogroundData(path=options.data, images=options.images))
-    return SugarCrepeConfig(**settings, data=SugarCrepeData(path=options.data, images=options.images))
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

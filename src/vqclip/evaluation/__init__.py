@@ -24,7 +24,6 @@ from vqclip.evaluation.results import (
     write_json,
 )
 from vqclip.evaluation.retrieval import RetrievalConfig
-from vqclip.evaluation.sugarcrepe import SugarCrepeConfig, SugarCrepeData
 from vqclip.evaluation.suite import (
     EvaluationConfig,
     EvaluationOutcome,
@@ -35,7 +34,6 @@ from vqclip.evaluation.suite import (
     try_all,
 )
 from vqclip.evaluation.tables import format_figure, format_line, format_results, main_figures
-from vqclip.evaluation.winoground import WinogroundConfig, WinogroundData
 from vqclip.evaluation.zero_shot import ZeroShotConfig
 
 __all__ = [
@@ -56,10 +54,6 @@ __all__ = [
     "Result",
     "RetrievalConfig",
     "StoredEvaluation",
-    "SugarCrepeConfig",
-    "SugarCrepeData",
-    "WinogroundConfig",
-    "WinogroundData",
     "ZeroShotConfig",
     "evaluate",
     "format_figure",

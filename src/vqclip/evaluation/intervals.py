@@ -103,41 +103,25 @@ def class_intervals(
     }
 
 
-def mean_intervals(hits: Tensor, images: Tensor) -> list[Interval]:
-    """Return the interval of each mean hit; hits of one image belong together.
-
-    Args:
-        hits: ``(F, Q)`` in [0, 1] on the CPU.
-        images: ``(Q,)`` int64, the image of each.
-    """
-    order = images.argsort(stable=True)
-    return ratio_intervals(hits[:, order], images[order].unique_consecutive(return_counts=True)[1])
-
-
-def class_mean_intervals(hits: Tensor, labels: Tensor, images: Tensor | None = None) -> list[Interval]:
+def class_mean_intervals(hits: Tensor, labels: Tensor) -> list[Interval]:
     """Return the intervals of the mean of the classes' own mean hits; a resample without a class leaves it out.
 
     Args:
         hits: ``(F, n)`` in [0, 1] on the CPU.
         labels: ``(n,)`` int64, at least one.
-        images: ``(n,)`` int64, the image of each hit; None: each has its own.
     """
     order = labels.argsort(stable=True)
     sizes = labels.unique(return_counts=True)[1].numpy()
-    starts, count = np.cumsum(sizes) - sizes, len(labels)
+    starts = np.cumsum(sizes) - sizes
     distinct, which = hits[:, order].unique(dim=0, return_inverse=True)  # quantized and codes only are often equal
     sorted_hits = distinct.float().numpy()
-    if images is not None:
-        drawn_image = images.unique(return_inverse=True)[1][order].numpy()
-        count = 1 + int(drawn_image.max())
 
     def statistic(drawn: np.ndarray) -> np.ndarray:
-        # If each hit has its own image, draws are of places in the order of the classes.
-        drawn = (drawn if images is None else drawn[:, drawn_image]).astype(np.float32)
+        drawn = drawn.astype(np.float32)  # of places in the order of the classes
         sizes = np.add.reduceat(drawn, starts, axis=1)
         present = (sizes > 0).sum(1)
         sums = [np.add.reduceat(drawn * each, starts, axis=1) for each in sorted_hits]
         return np.stack([(each / np.maximum(sizes, 1)).sum(1) / present for each in sums], axis=1)
 
-    found = bootstrap(count, statistic)
+    found = bootstrap(len(labels), statistic)
     return [found[number] for number in which.tolist()]

@@ -25,8 +25,6 @@ from vqclip.evaluation.pixels import PixelQualityConfig
 from vqclip.evaluation.prefixes import Prefixes
 from vqclip.evaluation.results import Result
 from vqclip.evaluation.retrieval import RetrievalConfig
-from vqclip.evaluation.sugarcrepe import SugarCrepeConfig
-from vqclip.evaluation.winoground import WinogroundConfig
 from vqclip.evaluation.zero_shot import ZeroShotConfig
 from vqclip.model import CLIP
 from vqclip.nn.precision import Precision
@@ -34,13 +32,7 @@ from vqclip.nn.precision import Precision
 logger = logging.getLogger(__name__)
 
 EvaluationConfig = Annotated[
-    ZeroShotConfig
-    | RetrievalConfig
-    | LinearProbeConfig
-    | KnnConfig
-    | SugarCrepeConfig
-    | WinogroundConfig
-    | PixelQualityConfig,
+    ZeroShotConfig | RetrievalConfig | LinearProbeConfig | KnnConfig | PixelQualityConfig,
     Field(discriminator="kind"),
 ]
 """Any kind of task."""
