@@ -32,7 +32,7 @@ from vqclip import dist
 from vqclip.data import Batch
 from vqclip.train import main as training
 from vqclip.train.checkpointer import Checkpointer
-from vqclip.train.planning import Machines, plan_step
+from vqclip.train.plan import plan_step
 from vqclip.train.run_state import RetentionPolicy
 from vqclip.train.tasks.kinds import load_task_config
 
@@ -139,7 +139,7 @@ def main() -> None:
     for kind, found in ways.items():
         _, _, peak, held, saving, paused, written, last = (max(column) for column in zip(*found, strict=True))
         config = load_task_config(configuration(kind, options.depth, options.image_size))
-        plan = plan_step(config, Machines(len(found))).peak / 2**20
+        plan = plan_step(config, len(found)).peak / 2**20
         times = f"{paused:.2f} | {written:.1f}"
         print(f"| {kind} | {len(found)} | {peak:.0f} | {held:.0f} | {saving:.0f} | {times} | {last:.0f} | {plan:.0f} |")
     shares = [max(row[i] for row in ways["fsdp"]) / max(row[i] for row in ways["ddp"]) for i in (2, 3, 4)]

@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runlog",),
     ("report",),
     ("tokenize_dataset", "train"),
-    ("integrations", "data_tools", "demo", "frontier"),
+    ("integrations", "data_tools", "demo"),
     ("cli",),
     ("__main__",),
 )

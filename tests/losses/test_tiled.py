@@ -23,7 +23,6 @@ from vqclip.dist._torch_versions import REDUCE_SCATTER
 from vqclip.errors import ConfigError, DistributedError, ShapeError
 from vqclip.losses import ContrastiveLoss, SigmoidLoss, tiled, tiles
 from vqclip.losses.features import Implementation
-from vqclip.nn.device import planned_gpu
 
 IMPLEMENTATIONS = get_args(Implementation)
 KINDS = {"contrastive": (ContrastiveLoss, (14.0,)), "sigmoid": (SigmoidLoss, (10.0, -8.0))}
@@ -405,7 +404,8 @@ def test_the_sum_of_softplus(rows, dtype, rtol, spread, mean):
 @pytest.mark.parametrize(
     ("memory", "dtype", "side"), [(80, torch.float32, 4352), (80, torch.float64, 3072), (0.1, torch.float32, 256)]
 )
-def test_tiles_follow_the_memory_of_a_gpu(memory, dtype, side):
-    with planned_gpu(int(memory * 2**30)):
+def test_tiles_follow_the_memory_of_a_gpu(memory, dtype, side, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(tiles, "gpu_memory", lambda device: int(memory * 2**30))
         assert tiles.tile_side(torch.zeros(1, dtype=dtype)) == side
     assert tiles.tile_side(torch.zeros(1)) == 1024

@@ -14,14 +14,24 @@ Several tasks, in one table: those of a run's own configuration, or of a file wi
 vqclip evaluate runs/base
 vqclip evaluate runs/base --config tasks.yaml --csv figures.csv
 
+Accuracy against bits: of prefixes of the ids (the first stages of a residual quantizer, or codebooks of a product one),
+and of several models; those that differ only in their seed are one line:
+
+vqclip evaluate runs/base --prefixes full --plot bits.html
+vqclip evaluate zero-shot runs/few-seed-* runs/many-seed-* --prefixes none --data path/to/cls_eurosat
+
 On several processes, which share the work: torchrun --standalone --nproc-per-node 8 -m vqclip evaluate ...
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -37,18 +47,26 @@ from vqclip.cli.evaluation_options import (
     task_parser,
 )
 from vqclip.cli.evaluation_tasks import tasks_of_file, tasks_of_options
-from vqclip.errors import ConfigError, VqclipError
+from vqclip.data import mask_credentials
+from vqclip.errors import ConfigError
 from vqclip.evaluation import (
+    DetailsConfig,
     EvaluationConfig,
+    Prefixes,
     Result,
+    evaluate,
     format_results,
     try_all,
     write_csv,
     write_json,
 )
-from vqclip.model import CLIP
+from vqclip.io.atomic import write_text
+from vqclip.report.frontier import format_points, measure, points_csv, points_page
 from vqclip.runlog.console import print_output
 from vqclip.train.loading import MODEL_HELP, load_model
+from vqclip.train.tasks.kinds import load_task_config
+
+_OVERRIDE = re.compile(r"[a-z_]+(\[\d+\])?(\.[a-z_]+(\[\d+\])?)*=")
 
 
 @command("vqclip evaluate")
@@ -59,35 +77,78 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if given and given[0] not in TASKS and not given[0].startswith("-"):
             require_task_or_model(given[0])
             options = _file_parser().parse_intermixed_args(given)
-            tasks = list(tasks_of_file(options.model, options.config, options.overrides))
+            overrides = [each for each in options.models if _OVERRIDE.match(each)]
+            options.models = [each for each in options.models if each not in overrides]
+            tasks = list(tasks_of_file(options.models[0], options.config, overrides))
         else:
-            options = task_parser("vqclip evaluate", __doc__, _add_model_and_options).parse_args(given)
+            options = task_parser("vqclip evaluate", __doc__, _add_models_and_options).parse_args(given)
             tasks = tasks_of_options(options)
         _require_writable(options)
+        if twice := [each for each in options.models if options.models.count(each) > 1]:
+            raise ConfigError(f"got {mask_credentials(twice[0])} more than once; expected different models")
         dist.init(options.device)
-        model, place, weights = load_model(options.model, options.weights, images_alone=True)
-        model.to(require_device(options.device))
-        results, tables, failure = _run(options, model, tasks)
-        if dist.is_main() and results:
-            about = {"model": place, "weights": weights}
-            if options.json is not None:
-                write_json(options.json, results, about)
-            if options.csv is not None:
-                write_csv(options.csv, results, about)
-            print_output(f"model: {place}\nweights: {weights}\n\n{tables}")
-        if failure is not None:
-            raise failure
+        if len(options.models) > 1 or options.prefixes is not None:
+            _compare(options, tasks)
+        else:
+            _evaluate(options, tasks)
     except ValidationError as error:
         raise option_error(error) from None
     finally:
         dist.shutdown()
 
 
-def _run(
-    options: argparse.Namespace, model: CLIP, tasks: Sequence[EvaluationConfig]
-) -> tuple[list[Result], str, VqclipError | None]:
+def _evaluate(options: argparse.Namespace, tasks: Sequence[EvaluationConfig]) -> None:
+    """Evaluate one model with all of its ids, and print and write what succeeded if a task fails."""
+    model, place, weights = load_model(options.models[0], options.weights, images_alone=True)
+    model.to(require_device(options.device))
     outcome = try_all(model, tasks, precision=options.precision, codes_folder=options.codes)
-    return outcome.results, format_results(outcome.results), outcome.failure
+    if dist.is_main() and outcome.results:
+        about = {"model": place, "weights": weights}
+        if options.json is not None:
+            write_json(options.json, outcome.results, about)
+        if options.csv is not None:
+            write_csv(options.csv, outcome.results, about)
+        print_output(f"model: {place}\nweights: {weights}\n\n{format_results(outcome.results)}")
+    if outcome.failure is not None:
+        raise outcome.failure
+
+
+def _compare(options: argparse.Namespace, tasks: Sequence[EvaluationConfig]) -> None:
+    """Evaluate models with prefixes of their ids; those that differ only in their seed are one group."""
+    groups: dict[str, dict[str, list[Result]]] = {}
+    intervals = DetailsConfig(hits=0, misses=0, code_maps=0, gallery_codes=0, bits_images=0)
+    for name in options.models:
+        model = load_model(name, options.weights).model
+        model.to(require_device(options.device))
+        extent = model.image.quantizer.extent
+        whole = [extent] if all(extent) else []  # a quantizer without codes has no prefix
+        text = "same" if options.prefixes == "same" else "full"
+        prefixes = Prefixes.of(model, None if options.prefixes in ("full", "same") else whole, text)
+        found = evaluate(model, tasks, precision=options.precision, prefixes=prefixes, details=intervals)
+        groups.setdefault(_settings(name), {})[name] = found
+    short = [re.sub(r"[-_.]seed[-_.]?\d+$", "", Path(next(iter(group))).name) for group in groups.values()]
+    whole_names = [mask_credentials(next(iter(group))) for group in groups.values()]
+    labels = [a if short.count(a) == 1 else b for a, b in zip(short, whole_names, strict=True)]
+    points = measure({label: [*group.values()] for label, group in zip(labels, groups.values(), strict=True)})
+    if dist.is_main():
+        models = {label: [*group] for label, group in zip(labels, groups.values(), strict=True)}
+        body = {"models": models, "points": [dataclasses.asdict(each) for each in points]}
+        if options.json is not None:
+            write_text(options.json, json.dumps(mask_credentials(body), indent=2, allow_nan=False) + "\n")
+        if options.csv is not None:
+            write_text(options.csv, mask_credentials(points_csv(points)))
+        if options.plot is not None:
+            write_text(options.plot, points_page(points))
+        print_output(format_points(points))
+
+
+def _settings(name: str) -> str:
+    """Return the settings of a run but for the sections ``run`` and ``report``; its name if it has no configuration."""
+    file = Path(name).expanduser() / "config.yaml"
+    if not file.is_file():
+        return name
+    tree = load_task_config(file).model_dump(mode="json", exclude={"run", "report"})
+    return json.dumps(tree, sort_keys=True)
 
 
 def _require_writable(options: argparse.Namespace) -> None:
@@ -96,6 +157,12 @@ def _require_writable(options: argparse.Namespace) -> None:
         path = getattr(options, name)
         if path is not None and path.is_dir():
             raise ConfigError(f"--{name}: got the folder {path}, expected a file")
+    if options.plot is not None:
+        types.require_page("--plot", options.plot)
+        if len(options.models) == 1 and options.prefixes is None:
+            raise ConfigError("--plot: got it for all ids of one model; expected several models, or --prefixes full")
+    if options.codes is not None and (len(options.models) > 1 or options.prefixes is not None):
+        raise ConfigError("--codes: got it with several models or --prefixes; expected one model and all of its ids")
 
 
 def _file_parser() -> argparse.ArgumentParser:
@@ -104,15 +171,16 @@ def _file_parser() -> argparse.ArgumentParser:
         prog="vqclip evaluate",
         description="Run several tasks. For a single one, its name comes first: vqclip evaluate --help",
     )
-    parser.add_argument("model", type=types.text, help=MODEL_HELP)
-    parser.add_argument("--config", type=types.path, help="YAML file with a list evaluation: (the run's config.yaml)")
-    parser.add_argument("overrides", nargs="*", metavar="evaluation[0].key=value", help="changes to the file")
+    help_text = f"{MODEL_HELP}; then changes to the file, such as evaluation[0].key=value"
+    parser.add_argument("models", type=types.text, nargs="+", metavar="MODEL", help=help_text)
+    help_text = "YAML file with a list evaluation: (the first run's config.yaml)"
+    parser.add_argument("--config", type=types.path, help=help_text)
     _add_options(parser)
     return parser
 
 
-def _add_model_and_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=types.text, help=MODEL_HELP)
+def _add_models_and_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", type=types.text, nargs="+", metavar="MODEL", help=MODEL_HELP)
     _add_options(parser)
 
 
@@ -122,3 +190,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--codes", type=types.path, help="keep the ids (safetensors) in this folder")
     add("--json", type=types.path, help="write the results to this file")
     add("--csv", type=types.path, help="write a row for each data set, mode and figure to this file")
+    help_text = (
+        "accuracy against bits, of prefixes of the images' ids: texts keep all of theirs (full), or the same share "
+    )
+    help_text += "(same); none: all ids alone, to compare several models (none)"
+    add("--prefixes", choices=("full", "same", "none"), help=help_text)
+    add("--plot", type=types.path, metavar="FILE.html", help="draw accuracy against bits on this page")

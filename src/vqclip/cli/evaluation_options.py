@@ -1,4 +1,4 @@
-"""Options that `vqclip evaluate` and `vqclip frontier` share: tasks, their data, device and precision."""
+"""Options of `vqclip evaluate`: tasks, their data, device and precision."""
 
 from __future__ import annotations
 

@@ -31,7 +31,6 @@ COMMANDS = {
     "train": Command("vqclip.cli.train", "train image and text tokenizers together"),
     "plan": Command("vqclip.cli.plan", "say what a training step needs before it runs: memory by part, bytes sent"),
     "evaluate": Command("vqclip.cli.evaluate", "zero-shot, retrieval and probes: continuous, quantized and from codes"),
-    "frontier": Command("vqclip.cli.frontier", "accuracy against bits: prefixes of ids, configurations, seeds"),
     "tokenize": Command("vqclip.cli.tokenize", "turn image-text shards into token shards"),
     "export": Command("vqclip.cli.export", "write a tokenizer as ONNX files, and compare their ids with its own"),
     "export-tokenizer": Command("vqclip.cli.export_tokenizer", "write the tokenizer folder of any checkpoint of a run"),

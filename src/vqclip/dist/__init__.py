@@ -62,7 +62,6 @@ from vqclip.dist._fsdp import Roots, Shards, local_rows, sharded_parameters
 from vqclip.dist._history import Collective, exchange_timer, recent_collectives
 from vqclip.dist._launcher import launcher_has_died, signal_at_parent_death, stop_with_launcher
 from vqclip.dist._nodes import nodes
-from vqclip.dist._planned import Exchanged, exchange_of, planned_ranks
 from vqclip.dist._state import (
     choose_device,
     init,
@@ -79,7 +78,6 @@ from vqclip.dist._torch_versions import is_torch_compiling, matmul_precision
 __all__ = [
     "BackgroundGroup",
     "Collective",
-    "Exchanged",
     "Roots",
     "Shards",
     "all_gather",
@@ -90,7 +88,6 @@ __all__ = [
     "broadcast_json",
     "choose_device",
     "differing_ranks",
-    "exchange_of",
     "exchange_timer",
     "gather_json",
     "gather_sizes",
@@ -105,7 +102,6 @@ __all__ = [
     "named_errors",
     "no_sync",
     "nodes",
-    "planned_ranks",
     "raise_on_all_ranks",
     "rank",
     "recent_collectives",

@@ -15,7 +15,6 @@ from torch import Tensor
 from vqclip import errors
 from vqclip.dist._collectives import all_gather, reduce_
 from vqclip.dist._history import exchange_timer
-from vqclip.dist._planned import is_planned
 from vqclip.dist._state import (
     control_device,
     is_distributed,
@@ -165,8 +164,6 @@ def gather_json(value: Any) -> list[Any]:
     """
     if not is_distributed():
         return [_decode(_encode(value))]
-    if is_planned():
-        return [_decode(_encode(value))] * world_size()
     payload = _to_tensor(_encode(value))
     lengths = all_gather(torch.tensor([len(payload)], device=payload.device), [1] * world_size()).tolist()
     parts = all_gather(payload, lengths).split(lengths)

@@ -13,12 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from vqclip.dist._history import exchange_timer
-from vqclip.dist._planned import PlannedDDP, is_planned
 from vqclip.dist._state import is_distributed, named_errors
 from vqclip.dist._torch_versions import NO_BUFFER_SYNC
-
-_WRAPPERS = (DistributedDataParallel, PlannedDDP)
-
 
 def wrap_ddp(module: nn.Module, bucket_mb: float | None = None) -> nn.Module:
     """Average the gradients of `module` over ranks in every backward, always summed in the same order.
@@ -41,8 +37,6 @@ def wrap_ddp(module: nn.Module, bucket_mb: float | None = None) -> nn.Module:
     """
     if not is_distributed() or not any(p.requires_grad for p in module.parameters()):
         return module
-    if is_planned():
-        return PlannedDDP(module, bucket_mb)
     with named_errors("wrapping the model in DDP"):
         wrapped = DistributedDataParallel(
             module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, **NO_BUFFER_SYNC,  # type: ignore[arg-type]
@@ -57,12 +51,12 @@ def no_sync(module: nn.Module) -> contextlib.AbstractContextManager[object]:
 
     The first backward after the block averages the accumulated gradients. No effect on a module that is not wrapped.
     """
-    return module.no_sync() if isinstance(module, _WRAPPERS) else contextlib.nullcontext()
+    return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
 
 
 def unwrap_ddp(module: nn.Module) -> nn.Module:
     """Return the module that was passed to `wrap_ddp`."""
-    return module.module if isinstance(module, _WRAPPERS) else module
+    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 def release_ddp(module: nn.Module) -> nn.Module:
@@ -74,8 +68,6 @@ def release_ddp(module: nn.Module) -> nn.Module:
     if isinstance(module, DistributedDataParallel):
         module.reducer._remove_autograd_hooks()
         module.hook_of_waits.remove()  # type: ignore[operator, union-attr]
-    if isinstance(module, PlannedDDP):
-        module.release()
     return unwrap_ddp(module)
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as c10d
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -196,11 +195,6 @@ def local_rows(tensor: Tensor) -> Tensor:
 
 def _mesh(device: str, hybrid: bool) -> DeviceMesh:
     """Return the ranks as machines times ranks of a machine, or as one row."""
-    with unset_fake_temporarily():  # a mesh has tensors of its own, whose values it reads
-        return _make_mesh(device, hybrid)
-
-
-def _make_mesh(device: str, hybrid: bool) -> DeviceMesh:
     if not hybrid:
         return init_device_mesh(device, (world_size(),), mesh_dim_names=("shard",))
     sizes = gather_json(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

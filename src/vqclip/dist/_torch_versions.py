@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import TypeVar
@@ -49,25 +47,6 @@ def is_torch_compiling() -> bool:
     compilation.
     """
     return torch.compiler.is_dynamo_compiling() and (TORCH_VERSION < (2, 12) or not torch.compiler.is_exporting())
-
-
-@functools.cache
-def describe_collectives() -> torch.library.Library | None:
-    """Let collectives return on tensors without values, as planned ranks have them; torch 2.8 cannot by itself.
-
-    Returns:
-        What keeps this in force while it exists; None where torch can.
-    """
-    if importlib.util.find_spec("torch.distributed._meta_registrations") is not None:
-        return None
-    from torch._C._distributed_c10d import FakeWork
-
-    library = torch.library.Library("c10d", "IMPL")
-    for name in ("broadcast_", "allreduce_", "_allgather_base_", "_reduce_scatter_base_"):
-        library.impl(name, lambda *args: (args[0], FakeWork().boxed()), "Meta")
-    for name in ("send", "recv_"):
-        library.impl(name, lambda *args: FakeWork().boxed(), "Meta")
-    return library
 
 
 def matmul_precision() -> str:

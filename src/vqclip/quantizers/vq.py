@@ -247,8 +247,8 @@ class VQ(TableQuantizer):
     def _count_skipped(self, skipped: Tensor) -> None:
         """Count the update if it is skipped; report the first one in the next, so that none waits for the device."""
         before = self._skipped_before
-        # In a plan tensors have no values. A number that has not arrived yet may be any.
-        if type(skipped) is Tensor and before is not None and before > 0 and self.skipped > 0:
+        # A number that has not arrived yet may be any.
+        if before is not None and before > 0 and self.skipped > 0:
             _warn_skipped()
             before = None
         self.skipped = self.skipped.to(skipped.device) + skipped

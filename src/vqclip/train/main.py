@@ -207,15 +207,9 @@ def build_data(config: TaskConfig, task: Task[Any]) -> TrainData:
     return config.data.build(task.image_size, task.tokenize, config.train.batch_size, config.run.seed)
 
 
-def build_step(config: TaskConfig, task: Task[Any], kind: type[TrainStep[Any]] = TrainStep) -> TrainStep[Any]:
-    """Make the training step. A collective with several processes.
-
-    Args:
-        config: of the run.
-        task: with the weights of the first step.
-        kind: class of the step.
-    """
-    return kind(
+def build_step(config: TaskConfig, task: Task[Any]) -> TrainStep[Any]:
+    """Make the training step of a task with the weights of the first step. A collective with several processes."""
+    return TrainStep(
         task,
         config.optim.build(task.model, task.discriminators),
         config.optim.schedule(config.train.steps),

@@ -1,0 +1,167 @@
+"""Accuracy against bits of several models: prefixes of their ids, and seeds, as a table, a page and files.
+
+    points = measure({"few": [results of seed 0, results of seed 1], "many": [results]})
+    print(format_points(points))
+    write_text(path, points_page(points))
+
+Models of one group differ only in their seed; results are those of `vqclip.evaluation.evaluate` with `Prefixes`.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+
+from vqclip.evaluation import PrefixResult, Result, main_figures
+from vqclip.evaluation.intervals import wilson
+from vqclip.evaluation.tables import figure_title, percent, table
+from vqclip.report.charts import COLOURS, PERCENT, Curve, line_chart
+from vqclip.report.page import render
+
+__all__ = ["Point", "format_points", "measure", "points_csv", "points_page"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One figure of one task, codes only, with one prefix of the ids: the mean over the models of a group."""
+
+    task: str
+    """Name of the task."""
+    figure: str
+    """Name of the figure, such as `top1`."""
+    group: str
+    """Name of the models that differ only in their seed."""
+    ids: str
+    """``2 of 4 stages``, ``8 of 16 codebooks``, ``all ids``, or ``no codes``: the continuous figure."""
+    bits_per_image: float | None
+    """Size of these ids of an image; None without codes."""
+    bits_per_text: float | None
+    """Mean size of the ids of a text that are compared with them; None without codes or without texts."""
+    rate: float
+    """Mean over the models."""
+    low: float
+    """Lower end of the 95 % interval over images of a single model; lowest rate of several models."""
+    high: float
+    """Upper end of the interval; highest rate."""
+    rates: list[float]
+    """Rate of each model."""
+    chance: float
+    """Expectation for random embeddings."""
+    main: bool
+    """Whether table and plot contain the figure."""
+
+
+def measure(groups: Mapping[str, Sequence[Sequence[Result]]]) -> list[Point]:
+    """Return every figure of every prefix of every group.
+
+    Args:
+        groups: name → results of each model of the group; all models have the same tasks.
+    """
+    return [
+        point
+        for name, models in groups.items()
+        for results in zip(*models, strict=True)
+        for point in _points(name, results)
+    ]
+
+
+def _points(group: str, results: Sequence[Result]) -> Iterator[Point]:
+    """Yield the points of one task of a group."""
+    first = results[0]
+    most = max(((each.stages, each.codebooks) for each in first.prefixes), default=(0, 0))
+    prefixes: list[Sequence[PrefixResult]] = [*zip(*(each.prefixes for each in results), strict=True)]
+    if not prefixes:  # no codes: the continuous figures
+        whole = [PrefixResult(0, 0, 0.0, None, each.figures["continuous"] or {}, {}) for each in results]
+        prefixes = [whole]
+    for same in prefixes:
+        one = same[0]
+        numbers = ((one.stages, most[0], "stages"), (one.codebooks, most[1], "codebooks"))
+        ids = ", ".join(f"{number} of {all_} {what}" for number, all_, what in numbers if number < all_)
+        for figure, chance in first.chance.items():
+            rates = [each.figures[figure] for each in same]
+            low, high = min(rates), max(rates)
+            if len(rates) == 1:
+                low, high = one.intervals.get(figure, wilson(rates[0], first.samples))
+            texts = [each.bits_per_text for each in same if each.bits_per_text is not None]
+            yield Point(
+                task=first.name,
+                figure=figure,
+                group=group,
+                ids=ids or ("all ids" if first.prefixes else "no codes"),
+                bits_per_image=fmean(each.bits_per_image for each in same) if first.prefixes else None,
+                bits_per_text=fmean(texts) if texts else None,
+                rate=fmean(rates),
+                low=low,
+                high=high,
+                rates=rates,
+                chance=chance,
+                main=first.pixels is not None or figure in main_figures(first)[1],
+            )
+
+
+def format_points(points: Sequence[Point]) -> str:
+    """Return a table of the main figures of each task, in percent."""
+    return "\n\n".join(_table([each for each in points if each.task == task]) for task in _tasks(points))
+
+
+def _tasks(points: Sequence[Point]) -> list[str]:
+    return list(dict.fromkeys(point.task for point in points))
+
+
+def _table(points: Sequence[Point]) -> str:
+    shown = [point for point in points if point.main]
+    figures = {point.figure: point.chance for point in shown}
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for point in shown:
+        bits = ["-" if each is None else f"{each:.0f}" for each in (point.bits_per_image, point.bits_per_text)]
+        cell = f"{percent(point.rate)} ({percent(point.low)}–{percent(point.high)})"
+        rows.setdefault((point.group, point.ids, *bits), {})[point.figure] = cell
+    body = [(*row, *(cells.get(figure, "-") for figure in figures)) for row, cells in rows.items()]
+    body.append(("chance", "", "", "", *(f"{100 * chance:.2f}" for chance in figures.values())))
+    heads = (f"{points[0].task}, codes only, %", "ids", "bits/image", "bits/text", *map(figure_title, figures))
+    kinds = ("95 % intervals over the images of one model", "lowest and highest of several seeds")
+    spreads = dict.fromkeys(kinds[len(each.rates) > 1] for each in points)
+    return f"{table(heads, body, left=2)}\nIn brackets: {' and '.join(spreads)}"
+
+
+def points_csv(points: Sequence[Point]) -> str:
+    """Return a row for each point, with the names of its fields above."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([field.name for field in dataclasses.fields(Point)])
+    for point in points:
+        row = vars(point) | {"rates": " ".join(map(str, point.rates))}
+        writer.writerow(["" if value is None else value for value in row.values()])
+    return text.getvalue()
+
+
+def points_page(points: Sequence[Point]) -> str:
+    """Return HTML with a figure for each main figure of each task: a line for each group, by stages or by codebooks.
+
+    Models without codes and chance are horizontal lines. Of more than `COLOURS` lines the first are drawn.
+    """
+    charts = []
+    main = [point for point in points if point.main]
+    for task, figure in dict.fromkeys((point.task, point.figure) for point in main):
+        own = [point for point in main if (point.task, point.figure) == (task, figure)]
+        bits = [point.bits_per_image for point in own if point.bits_per_image is not None] or [0.0]
+        ends, curves = [min(bits), max(bits)], [Curve("chance", [min(bits), max(bits)], [own[0].chance] * 2)]
+        for group in dict.fromkeys(point.group for point in own):
+            mine = [point for point in own if point.group == group]
+            for word, ending in (("stages", ""), ("codebooks", ", by codebooks")):
+                line = [each for each in mine if word in each.ids or each.ids == "all ids"]
+                line.sort(key=lambda each: each.bits_per_image or 0.0)
+                if len(line) > 1 or (line and not ending):
+                    curves.append(_curve(group + ending, [each.bits_per_image or 0.0 for each in line], line))
+            if mine[0].ids == "no codes":
+                curves.append(_curve(f"{group} (no codes)", ends, [mine[0]] * 2))
+        title = f"{task}: {figure_title(figure)}, codes only"
+        charts.append(line_chart(title, curves[:COLOURS], unit=PERCENT, x_label="bits an image", marks=True, floor=0.0))
+    return render("frontier.html", title=", ".join(_tasks(points)), charts=charts)
+
+
+def _curve(label: str, bits: Sequence[float], points: Sequence[Point]) -> Curve:
+    return Curve(label, bits, *([getattr(each, key) for each in points] for key in ("rate", "low", "high")))
