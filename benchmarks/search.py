@@ -93,15 +93,15 @@ def seconds(search: Callable[[Tensor, int], object], queries: Tensor, rounds: in
 def cost_rows(side: ItemSet, index: CodeIndex, queries: Tensor, rounds: int) -> None:
     """Lines of the second table."""
     searches: dict[str, CodeSearch | FaissSearch] = {
-        f"ids, cache {cache}": CodeSearch(index, side.tokenizer, cache)
-        for cache in ("none", "float32", "float16", "int8")
+        name: CodeSearch(index, side.tokenizer, keep)
+        for name, keep in (("ids alone", False), ("ids, embeddings kept", True))
     }
     try:
         searches["faiss Flat"] = FaissSearch(index, side.tokenizer, "Flat")
         searches["faiss HNSW32"] = FaissSearch(index, side.tokenizer, "HNSW32")
     except ConfigError as error:
         print(f"(no faiss: {error})")
-    exact = searches["ids, cache none"].search(queries, K).items
+    exact = searches["ids alone"].search(queries, K).items
     floats = 4 * side.tokenizer.embed_dim
     counts = (1, len(queries))
     times = {name: [seconds(each.search, queries, rounds, n) for n in counts] for name, each in searches.items()}
@@ -137,7 +137,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|")
     for title, queries, items in (("captions → images", text, image), ("images → captions", image, text)):
-        found_rows(title, queries, items, CodeSearch(indexes[items], items.tokenizer, "float32"))
+        found_rows(title, queries, items, CodeSearch(indexes[items], items.tokenizer, keep=True))
     print(
         "\n| images as | bytes an item | float32 / it | µs a query, alone (× faiss Flat) | of 100 together | "
         "of the exact ten |\n|---|---|---|---|---|---|"

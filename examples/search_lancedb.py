@@ -1,8 +1,7 @@
-"""Search images with words in LanceDB, in a table that `vqclip search export` has written.
+"""Search images with words in LanceDB, in a table of the embeddings of an index of codes.
 
     vqclip search build --tokenizer runs/captions/tokenizer --images data/captions_noto_emoji/val --out emoji.index
-    vqclip search export --index emoji.index --out emoji.parquet
-    python examples/search_lancedb.py runs/captions/tokenizer emoji.parquet "hamster" "family" --where "place < 200"
+    python examples/search_lancedb.py runs/captions/tokenizer emoji.index "hamster" "family" --where "item < 200"
 
 The database is a folder, `--out`. Queries are texts, embedded through their codes.
 """
@@ -19,8 +18,8 @@ import torch
 import vqclip
 from vqclip.cli.arguments import count
 from vqclip.data.lookup import name_errors
-from vqclip.errors import VqclipError
-from vqclip.search import read_vectors
+from vqclip.errors import VqclipError, encodable
+from vqclip.search import CodeIndex, embeddings
 
 
 @torch.no_grad()
@@ -28,18 +27,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Make the table, and search it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer", help="folder or hub name of a tokenizer of images and texts")
-    parser.add_argument("vectors", help="Parquet file of `vqclip search export`")
+    parser.add_argument("index", help="folder of `vqclip search build`")
     parser.add_argument("queries", nargs="+", help="what to look for")
     parser.add_argument("-k", type=count, default=5, help="results of a query")
     parser.add_argument("--where", help="condition on the columns, in SQL")
     parser.add_argument("--out", type=Path, default=Path("lancedb"), help="folder of the database")
     options = parser.parse_args(arguments)
     import lancedb  # pip install 'vqclip[lancedb]'
+    import pyarrow
 
     images = vqclip.load_tokenizer(options.tokenizer, modality="image")
     text = vqclip.load_tokenizer(options.tokenizer, modality="text")
-    database = lancedb.connect(options.out)
-    table = database.create_table("images", read_vectors(options.vectors, images), mode="overwrite")
+    index = CodeIndex.load(options.index)
+    vectors = pyarrow.FixedSizeListArray.from_arrays(embeddings(index, images).numpy().ravel(), images.embed_dim)
+    rows = pyarrow.table(
+        {"item": range(len(index)), "name": [encodable(name) for name in index.names], "vector": vectors}
+    )
+    table = lancedb.connect(options.out).create_table("images", rows, mode="overwrite")
     print(f"{table.count_rows()} rows of {', '.join(table.schema.names)}")
 
     for query, vector in zip(options.queries, text.embed(text.encode(options.queries)), strict=True):

@@ -1,4 +1,4 @@
-"""Accuracy against bits: points, table and page by hand, and the command on runs with codes, seeds and without codes."""
+"""Accuracy against bits: points, table and page by hand; the command on runs with seeds, and without codes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def made(name, *prefixes, rates=(0.9,)):
                 figures={"continuous": {"top1": rate, "top5": 0.99}, "quantized": None, "codes_only": None},
                 chance={"top1": 0.1, "top5": 0.5},
                 prefixes=[
-                    PrefixResult(stages, codebooks, bits, 10.0, {"top1": rate - lost, "top5": 1.0}, {"top1": (0.2, 0.8)})
+                    PrefixResult(
+                        stages, codebooks, bits, 10.0, {"top1": rate - lost, "top5": 1.0}, {"top1": (0.2, 0.8)}
+                    )
                     for stages, codebooks, bits, lost in prefixes
                 ],
             )

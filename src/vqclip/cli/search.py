@@ -3,7 +3,6 @@
 vqclip search build --tokenizer runs/captions/tokenizer --images path/to/images --out images.index
 vqclip search query --index images.index "a red apple" --images path/to/images --html page.html
 vqclip search query --index images.index --image apple.png
-vqclip search export --index images.index --out images.parquet
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +25,6 @@ from vqclip.errors import ConfigError, DataError, printable
 from vqclip.io.atomic import write_text
 from vqclip.report.page import search_page
 from vqclip.runlog.console import print_output
-from vqclip.search.arrow import VectorType, export_vectors
 from vqclip.search.hits import find_hits, open_indexed
 from vqclip.search.index import CodeIndex, Origin
 from vqclip.search.scan import CodeSearch
@@ -41,48 +38,7 @@ __all__ = ["build", "main"]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = _parser().parse_args(arguments)
-    {"build": _build, "query": _query, "export": _export}[options.command](options)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = types.Parser(
-        prog="vqclip search", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    build = commands.add_parser("build", help="make an index")
-    build.add_argument("--tokenizer", type=types.text, required=True, help="tokenizer folder, or hub name (owner/name)")
-    what = build.add_mutually_exclusive_group(required=True)
-    what.add_argument("--images", type=types.text, help="images to index: a folder, tars, or clip_benchmark's layout")
-    what.add_argument("--captions", type=types.text, help="data whose captions to index, in the same forms")
-    build.add_argument("--split", help=f"of labelled data: {SPLIT_HELP}")
-    build.add_argument("--out", type=types.path, required=True, help="folder of the index")
-    build.add_argument(
-        "--batch-size", type=types.batch_size, default=64, help="images or captions encoded at once (64)"
-    )
-    build.add_argument(
-        "--bad-fraction",
-        type=types.share,
-        default=0.01,
-        help="largest share of unusable images; they are left out (0.01)",
-    )
-    index = types.Parser(add_help=False)
-    index.add_argument("--index", type=types.path, required=True, help="folder of the index")
-    index.add_argument(
-        "--tokenizer", type=types.text, help="tokenizer that the index was built with (its folder at that time)"
-    )
-    query = commands.add_parser("query", help="search an index", parents=[index])
-    query.add_argument("--images", type=types.text, help="images that the index was built from; for --html")
-    query.add_argument("text", type=types.text, nargs="?", help="text to search for")
-    query.add_argument("--image", type=types.path, help="image to search for instead of a text")
-    query.add_argument("-k", type=types.count, default=24, help="number of results (24)")
-    query.add_argument("--continuous", action="store_true", help="do not quantize the query")
-    query.add_argument("--html", type=types.path, help="write a page with the images of --images to this file")
-    export = commands.add_parser("export", help="write names, ids and embeddings as Parquet or Arrow", parents=[index])
-    export.add_argument("--out", type=types.path, required=True, help="file to write: .parquet or .arrow")
-    export.add_argument(
-        "--dtype", choices=get_args(VectorType), default="float32", help="numbers of a vector (float32)"
-    )
-    return parser
+    (_build if options.command == "build" else _query)(options)
 
 
 def build(
@@ -100,52 +56,35 @@ def build(
     Raises:
         DataError: more than ``bad_fraction`` of the images cannot be used.
     """
+    ids, items = list[Tensor](), list[tuple[int, str]]()  # number of the image, and its text
     if isinstance(tokenizer, ImageTokenizer):
-        ids, names, places = _images(tokenizer, source, batch_size, bad_fraction)
+        for batch in EvalSet(source, tokenizer.transform, batch_size, max_bad_fraction=bad_fraction):
+            if len(batch):
+                ids.append(tokenizer.encode(batch.images).cpu())
+                texts = [captions[0] for captions in batch.captions]
+                if source.classnames:
+                    texts = [source.classnames[label] for label in batch.labels.tolist()]
+                items += zip(batch.sample_ids.tolist(), texts, strict=True)
     else:
-        every = [(caption, index) for index in range(len(source)) for caption in source.read(index).captions]
-        names = [_name(source, index, caption) for caption, index in every]
-        places = torch.tensor([index for _, index in every])
-        captions = [caption for caption, _ in every]
-        batches = [captions[start : start + batch_size] for start in range(0, len(captions), batch_size)]
-        ids = [tokenizer.encode(batch).cpu() for batch in batches]
+        items = [(index, caption) for index in range(len(source)) for caption in source.read(index).captions]
+        for start in range(0, len(items), batch_size):
+            ids.append(tokenizer.encode([caption for _, caption in items[start : start + batch_size]]).cpu())
     if not ids:
         raise DataError("got no items, expected at least one")
+    named = getattr(source.config, "captions", None) == "names"  # the caption says nothing that the place does not
+    names = [source.place(index) + ("" if named else f": {text}") for index, text in items]
+    places = torch.tensor([index for index, _ in items])
     same = torch.equal(places, torch.arange(len(names)))
     return CodeIndex.build(tokenizer, torch.cat(ids), names, None if same else places, origin)
-
-
-def _images(
-    tokenizer: ImageTokenizer, source: ImageSource, batch_size: int, bad_fraction: float
-) -> tuple[list[Tensor], list[str], Tensor]:
-    ids, names, places = [], [], []
-    for batch in EvalSet(source, tokenizer.transform, batch_size, max_bad_fraction=bad_fraction):
-        if not len(batch):
-            continue
-        ids.append(tokenizer.encode(batch.images).cpu())
-        places.append(batch.sample_ids)
-        rows = zip(batch.sample_ids.tolist(), batch.labels.tolist(), batch.captions, strict=True)
-        names += [
-            _name(source, index, source.classnames[label] if source.classnames else captions[0])
-            for index, label, captions in rows
-        ]
-    return ids, names, torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
-
-
-def _name(source: ImageSource, index: int, caption: str) -> str:
-    place = source.place(index)
-    return place if getattr(source.config, "captions", None) == "names" else f"{place}: {caption}"
 
 
 def _build(options: argparse.Namespace) -> None:
     path = options.images or options.captions
     tokenizer = load_tokenizer(options.tokenizer, "image" if options.images else "text")
     source = open_images(path, options.split)
+    split = getattr(source.config, "split", None)
     origin = Origin(
-        tokenizer=_local(options.tokenizer),
-        pictures=_local(path),
-        split=getattr(source.config, "split", None),
-        fingerprint=source.fingerprint,
+        tokenizer=_local(options.tokenizer), pictures=_local(path), split=split, fingerprint=source.fingerprint
     )
     index = build(tokenizer, source, options.batch_size, options.bad_fraction, origin)
     index.save(options.out)
@@ -157,64 +96,6 @@ def _build(options: argparse.Namespace) -> None:
     )
 
 
-def _query(options: argparse.Namespace) -> None:
-    if (options.text is None) == (options.image is None):
-        raise ConfigError("query: got a text and --image, or neither; expected one of them")
-    index = CodeIndex.load(options.index)
-    if options.html is not None and options.images is None:
-        # An index from somebody else could name any local folder, whose images would get into a shared page.
-        raise ConfigError(
-            f"--images: missing, expected the images for --html; the index was built from {_former(index)}"
-        )
-    tokenizer = _tokenizer(options, index)
-    search = CodeSearch(index, load_tokenizer(tokenizer, index.modality))  # type: ignore[call-overload]
-    found = search.search(_embed_query(options, tokenizer), options.k)
-    asked = options.text if options.text is not None else options.image.name
-    hits = enumerate(zip(found.scores[0].tolist(), found.items[0].tolist(), strict=True), start=1)
-    lines = [f"{rank:3d}  {score:.4f}  {printable(index.names[item], one_line=True)}" for rank, (score, item) in hits]
-    print_output("\n".join(lines))
-    if options.html is not None:
-        notes = f"{len(index):,} items of {index.packing.bits} bits in {options.index.name}, searched by their codes"
-        source = open_indexed(index, options.images)
-        _write(options.html, search_page(str(asked), find_hits(index, found, source, _print_left_out), notes))
-
-
-def _export(options: argparse.Namespace) -> None:
-    index = CodeIndex.load(options.index)
-    tokenizer = load_tokenizer(_tokenizer(options, index), index.modality)  # type: ignore[call-overload]
-    try:
-        export_vectors(index, tokenizer, options.out, options.dtype)
-    except OSError as error:
-        raise ConfigError(
-            f"--out: {options.out}: cannot be written ({error.strerror}); expected a file in a folder"
-        ) from None
-    size = options.out.stat().st_size
-    print(f"{options.out}: {len(index):,} rows, vectors of {tokenizer.embed_dim} {options.dtype}; {size:,} bytes")
-
-
-def _tokenizer(options: argparse.Namespace, index: CodeIndex) -> str:
-    """Return the folder or name of the tokenizer of an index."""
-    tokenizer = options.tokenizer or index.origin.tokenizer
-    if tokenizer is None:
-        raise ConfigError(
-            "--tokenizer: missing, and the index names no local folder; expected the tokenizer it was built with"
-        )
-    return str(tokenizer)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise ConfigError(
-            f"--html: {path}: cannot be written ({error.strerror}); expected a file in a folder"
-        ) from None
-
-
-def _former(index: CodeIndex) -> str:
-    return "images that are not on this machine" if index.origin.pictures is None else index.origin.pictures
-
-
 def _local(path: str) -> str | None:
     """Return an absolute path for local files or patterns; None for a URL or a hub name."""
     found = Path(path).expanduser().absolute()
@@ -222,24 +103,72 @@ def _local(path: str) -> str | None:
 
 
 @torch.no_grad()
-def _embed_query(options: argparse.Namespace, tokenizer: str) -> Tensor:
-    """Return the query's embedding ``(1, E)``, from its codes or, with --continuous, without quantization."""
+def _query(options: argparse.Namespace) -> None:
+    if (options.text is None) == (options.image is None):
+        raise ConfigError("query: got a text and --image, or neither; expected one of them")
+    index = CodeIndex.load(options.index)
+    if options.html is not None and options.images is None:
+        # An index from somebody else could name any local folder, whose images would get into a shared page.
+        former = index.origin.pictures or "images that are not on this machine"
+        raise ConfigError(f"--images: missing, expected the images for --html; the index was built from {former}")
+    folder = options.tokenizer or index.origin.tokenizer
+    if folder is None:
+        raise ConfigError(
+            "--tokenizer: missing, and the index names no local folder; expected the tokenizer it was built with"
+        )
+    search = CodeSearch(index, load_tokenizer(folder, index.modality))  # type: ignore[call-overload]
     if options.text is not None:
-        text = load_tokenizer(tokenizer, "text")
-        tokens = text.preprocess([options.text])
-        return text.continuous(tokens) if options.continuous else text.embed(text.encode(tokens))
-    image = load_tokenizer(tokenizer, "image")
-    pixels = image.transform(_read_image(options.image))[None]
-    return image.continuous(pixels) if options.continuous else image.embed(image.encode(pixels))
+        asked, own = options.text, load_tokenizer(folder, "text")
+        inputs = own.preprocess([asked])
+    else:
+        asked, own = options.image.name, load_tokenizer(folder, "image")
+        inputs = own.transform(_read_image(options.image))[None]
+    found = search.search(own.continuous(inputs) if options.continuous else own.embed(own.encode(inputs)), options.k)
+    hits = enumerate(zip(found.scores[0].tolist(), found.items[0].tolist(), strict=True), start=1)
+    lines = [f"{rank:3d}  {score:.4f}  {printable(index.names[item], one_line=True)}" for rank, (score, item) in hits]
+    print_output("\n".join(lines))
+    if options.html is not None:
+        notes = f"{len(index):,} items of {index.packing.bits} bits in {options.index.name}, searched by their codes"
+        source = open_indexed(index, options.images)
+        page = search_page(str(asked), find_hits(index, found, source, _print_left_out), notes)
+        try:
+            write_text(options.html, page)
+        except OSError as error:
+            raise ConfigError(f"--html: {options.html}: cannot be written ({error.strerror})") from None
 
 
 def _read_image(path: Path) -> Tensor:
-    data = read_image(path, str(path))
     try:
-        return decode_image(data)
+        return decode_image(read_image(path, str(path)))
     except DataError as error:
         raise DataError(f"{path}: {error}", error.kind) from error
 
 
 def _print_left_out(error: DataError) -> None:
     print(f"vqclip search: left out of the page: {printable(mask_credentials(str(error)))}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = types.Parser(prog="vqclip search", description=__doc__, formatter_class=kind)
+    commands = parser.add_subparsers(dest="command", required=True)
+    build = commands.add_parser("build", help="make an index")
+    build.add_argument("--tokenizer", type=types.text, required=True, help="tokenizer folder, or hub name (owner/name)")
+    what = build.add_mutually_exclusive_group(required=True)
+    what.add_argument("--images", type=types.text, help="images to index: a folder, tars, or clip_benchmark's layout")
+    what.add_argument("--captions", type=types.text, help="data whose captions to index, in the same forms")
+    build.add_argument("--split", help=f"of labelled data: {SPLIT_HELP}")
+    build.add_argument("--out", type=types.path, required=True, help="folder of the index")
+    build.add_argument("--batch-size", type=types.batch_size, default=64, help="images or captions at once (64)")
+    help_text = "largest share of unusable images; they are left out (0.01)"
+    build.add_argument("--bad-fraction", type=types.share, default=0.01, help=help_text)
+    query = commands.add_parser("query", help="search an index")
+    query.add_argument("--index", type=types.path, required=True, help="folder of the index")
+    query.add_argument("--tokenizer", type=types.text, help="that the index was built with (its folder at that time)")
+    query.add_argument("--images", type=types.text, help="images that the index was built from; for --html")
+    query.add_argument("text", type=types.text, nargs="?", help="text to search for")
+    query.add_argument("--image", type=types.path, help="image to search for instead of a text")
+    query.add_argument("-k", type=types.count, default=24, help="number of results (24)")
+    query.add_argument("--continuous", action="store_true", help="do not quantize the query")
+    query.add_argument("--html", type=types.path, help="write a page with the images of --images to this file")
+    return parser

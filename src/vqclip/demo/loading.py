@@ -82,6 +82,6 @@ def _load_search(folder: str, answers: Answers, path: Path) -> CodeSearch:
             f"--index: {path} is of {index.modality} codes; {folder} has no {index.modality} tokenizer"
         )
     try:
-        return CodeSearch(index, tokenizer, "int8")
+        return CodeSearch(index, tokenizer, keep=True)
     except CheckpointError as error:
         raise CheckpointError(f"--index: {path}: {error}, or build another index:\n{index_commands(folder)}") from None

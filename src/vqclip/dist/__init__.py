@@ -73,7 +73,7 @@ from vqclip.dist._state import (
     shutdown,
     world_size,
 )
-from vqclip.dist._torch_versions import is_torch_compiling, matmul_precision
+from vqclip.dist._torch_versions import is_torch_compiling
 
 __all__ = [
     "BackgroundGroup",
@@ -98,7 +98,6 @@ __all__ = [
     "launcher_has_died",
     "local_rank",
     "local_rows",
-    "matmul_precision",
     "named_errors",
     "no_sync",
     "nodes",

@@ -47,11 +47,3 @@ def is_torch_compiling() -> bool:
     compilation.
     """
     return torch.compiler.is_dynamo_compiling() and (TORCH_VERSION < (2, 12) or not torch.compiler.is_exporting())
-
-
-def matmul_precision() -> str:
-    """Return how GPUs compute float32 products: ``ieee`` or ``none`` in full, ``tf32`` or another one rounded."""
-    matmul = torch.backends.cuda.matmul
-    if TORCH_VERSION < (2, 9):
-        return "tf32" if matmul.allow_tf32 else "ieee"
-    return str(matmul.fp32_precision)

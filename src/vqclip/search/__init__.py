@@ -4,26 +4,15 @@
     result = CodeSearch(index, tokenizer).search(queries, 10)  # queries: (Q, E) unit-norm, of either modality
     index.save("images.index")                                 # codes.safetensors and index.json
 
-    export_vectors(index, tokenizer, "images.parquet")         # names, ids and embeddings for databases of vectors
+    vectors = embeddings(index, tokenizer)                     # (n, E), for databases of vectors
 
 On the command line: ``vqclip search --help``. `FaissSearch` needs ``pip install 'vqclip[search]'``.
 
 After `vqclip.tokenizer`, which makes and embeds the ids; before `vqclip.cli`.
 """
 
-from vqclip.search.arrow import export_vectors, read_vectors, vectors_of
 from vqclip.search.index import CodeIndex
 from vqclip.search.packing import Packing
-from vqclip.search.scan import CodeSearch, SearchResult
-from vqclip.search.vectors import FaissSearch
+from vqclip.search.scan import CodeSearch, FaissSearch, SearchResult, embeddings
 
-__all__ = [
-    "CodeIndex",
-    "CodeSearch",
-    "FaissSearch",
-    "Packing",
-    "SearchResult",
-    "export_vectors",
-    "read_vectors",
-    "vectors_of",
-]
+__all__ = ["CodeIndex", "CodeSearch", "FaissSearch", "Packing", "SearchResult", "embeddings"]

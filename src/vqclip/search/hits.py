@@ -73,18 +73,13 @@ def find_hits(
     """
     scores, items = found.scores[0].tolist(), found.items[0].tolist()
     places = items if index.places is None else index.places[torch.tensor(items, dtype=torch.int64)].tolist()
-    read = {place: _read(source, place, report_bad) for place in dict.fromkeys(places)}  # captions may share an image
+    pictures: dict[int, Tensor | None] = dict.fromkeys(places)  # captions may share an image
+    for place in pictures if source is not None else ():
+        try:
+            pictures[place] = read_decoded(source, place, MAX_PIXELS)[1]
+        except StorageError:
+            raise  # the storage failed, not the image
+        except DataError as error:
+            report_bad(error)
     rows = zip(scores, items, places, strict=True)
-    return [Hit(index.names[item], score, read[place]) for score, item, place in rows]
-
-
-def _read(source: ImageSource | None, place: int, report_bad: Callable[[DataError], None]) -> Tensor | None:
-    if source is None:
-        return None
-    try:
-        return read_decoded(source, place, MAX_PIXELS)[1]
-    except StorageError:
-        raise  # the storage failed, not the image
-    except DataError as error:
-        report_bad(error)
-        return None
+    return [Hit(index.names[item], score, pictures[place]) for score, item, place in rows]

@@ -21,7 +21,6 @@ from vqclip.io.json_files import add_checksum, read_checked
 from vqclip.io.tensors import open_tensors, save_tensors
 from vqclip.nn.inputs import require_ids
 from vqclip.search.packing import Packing
-from vqclip.search.topk import MOST_ITEMS
 from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.fingerprint import fingerprint
 from vqclip.tokenizer.folder import ID_LAYOUT_VERSION
@@ -30,6 +29,8 @@ __all__ = ["CodeIndex", "Origin"]
 
 INDEX_FILE = "index.json"
 CODES_FILE = "codes.safetensors"
+MOST_ITEMS = 2**31 - 1
+"""Range of the int32 of `CodeIndex.row`."""
 _VERSIONS = {"format": "vqclip-index", "format_version": 2, "id_layout": ID_LAYOUT_VERSION}
 
 
@@ -118,7 +119,12 @@ class CodeIndex:
             raise ShapeError(f"names: got {len(names)} for {len(ids)} items, expected one each, at most {MOST_ITEMS}")
         absent = bool((ids < 0).any())
         packing = Packing(tokenizer.num_tokens, tuple(tokenizer.codebook_sizes), absent)
-        codes, row = _distinct(packing.pack(ids))
+        codes, row = packing.pack(ids), None
+        table = np.ascontiguousarray(codes.numpy())
+        whole = table.view(np.dtype((np.void, packing.bytes))).reshape(-1)
+        _, first, inverse = np.unique(whole, return_index=True, return_inverse=True)
+        if len(first) < len(codes):
+            codes, row = torch.from_numpy(table[first]), torch.from_numpy(inverse.reshape(-1).astype(np.int32))
         sha256 = fingerprint(tokenizer)
         return CodeIndex(codes, row, names, packing, tokenizer.modality, sha256, places, origin or Origin())
 
@@ -143,9 +149,8 @@ class CodeIndex:
         Raises:
             ConfigError: the folder contains something else.
         """
-        folder = Path(folder)
-        require_replaceable(folder, INDEX_FILE)
-        replace_folder(folder, self._fill)
+        require_replaceable(Path(folder), INDEX_FILE)
+        replace_folder(Path(folder), self._fill)
 
     def _fill(self, folder: Path) -> None:
         texts = [name.encode("utf-8", "surrogateescape") for name in self.names]
@@ -175,39 +180,25 @@ class CodeIndex:
         Raises:
             CheckpointError: a file is missing, damaged, of another version, or has other content than expected.
         """
-        folder = Path(folder)
-        header = _read_header(folder)
-        path = folder / CODES_FILE
+        path, hint = Path(folder) / CODES_FILE, "; expected the folder of an index"
+        remedy = "build the index again (`vqclip search build`)"
+        header = read_checked(path.with_name(INDEX_FILE), _Header, _VERSIONS, remedy, hint)
         verify_file(path, header.codes, INDEX_FILE)
         with open_tensors(path) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         packing = Packing(header.num_tokens, header.codebook_sizes, header.absent)
         _require_tensors(path, tensors, packing, header.items)
+        text, ends = tensors["names"].numpy().tobytes(), pairwise([0, *tensors["name_ends"].tolist()])
         return CodeIndex(
             tensors["codes"],
             tensors.get("row"),
-            _names(tensors["names"], tensors["name_ends"]),
+            [text[start:stop].decode("utf-8", "surrogateescape") for start, stop in ends],
             packing,
             header.modality,
             header.tokenizer_sha256,
             tensors.get("places"),
             header.origin,
         )
-
-
-def _distinct(codes: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the distinct codes and the row of each item's code; all codes and None if none repeats."""
-    table = codes.numpy()
-    whole = np.ascontiguousarray(table).view(np.dtype((np.void, table.shape[1]))).reshape(-1)
-    _, first, inverse = np.unique(whole, return_index=True, return_inverse=True)
-    if len(first) == len(codes):
-        return codes, None
-    return torch.from_numpy(table[first]), torch.from_numpy(inverse.reshape(-1).astype(np.int32))
-
-
-def _read_header(folder: Path) -> _Header:
-    remedy, hint = "build the index again (`vqclip search build`)", "; expected the folder of an index"
-    return read_checked(folder / INDEX_FILE, _Header, _VERSIONS, remedy, hint)
 
 
 def _require_tensors(path: Path, tensors: dict[str, Tensor], packing: Packing, items: int) -> None:
@@ -235,8 +226,3 @@ def _require_tensors(path: Path, tensors: dict[str, Tensor], packing: Packing, i
             problems.append("name_ends: not in order")
     if problems:
         raise CheckpointError(f"{path}: " + "; ".join(sorted(problems)))
-
-
-def _names(letters: Tensor, ends: Tensor) -> list[str]:
-    text = letters.numpy().tobytes()
-    return [text[start:stop].decode("utf-8", "surrogateescape") for start, stop in pairwise([0, *ends.tolist()])]
