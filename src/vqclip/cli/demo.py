@@ -10,8 +10,8 @@ import torch
 
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
-from vqclip.demo.loading import load_answers
-from vqclip.demo.server import is_local, listen, require_gradio, serve, upload_folder
+from vqclip.demo.answers import Answers
+from vqclip.demo.page import serve
 from vqclip.runlog.console import print_output
 from vqclip.train.loading import MODEL_HELP
 
@@ -22,23 +22,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    with listen(options.host, options.port) as listener, upload_folder() as uploads:
-        print(f"vqclip demo: loading {options.folder}", file=sys.stderr)
-        require_gradio(uploads)
-        answers = load_answers(options.folder, options.index, options.images, options.device)
-        if answers.search is not None and answers.source is None:
-            built_from = answers.search.index.origin.pictures or "PATH"
-            print(f"vqclip demo: names alone are shown; for images: --images {built_from}", file=sys.stderr)
-        host, port = listener.getsockname()[:2]
-        if not is_local(host):
-            print(
-                f"vqclip demo: warning: --host {options.host}: everyone who can reach port {port} of this machine can "
-                "use the page and see what --index and --images show; there is no password",
-                file=sys.stderr,
-            )
-        shown = f"[{host}]" if ":" in host else host
-        print_output(f"Open http://{shown}:{port} in a browser. Ctrl-C stops the demo.")
-        serve(options.folder, answers, listener, uploads)
+    answers = Answers.load(options.folder, options.index, options.images, options.device)
+    if options.host not in ("127.0.0.1", "localhost", "::1"):
+        who = "everyone who can reach this machine can use the page, and see what --index and --images show"
+        print(f"vqclip demo: warning: --host {options.host}: {who}; there is no password", file=sys.stderr)
+
+    def ready(address: str) -> None:
+        print_output(f"Open {address} in a browser. Ctrl-C stops the demo.")
+
+    serve(options.folder, answers, options.host, options.port, ready)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Compute what the page shows of a visitor's image, caption and classes.
+"""What the page shows of a visitor's image, caption and classes.
 
 Every function depends on its arguments alone, so that visitors never see each other's input.
 
@@ -10,31 +10,29 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vqclip.data.decode import decode_image
-from vqclip.data.prepare import ImageSource
-from vqclip.errors import DataError
-from vqclip.evaluation.image_details import codebook_names, token_grid
-from vqclip.search.hits import Hit, find_hits
+from vqclip.data.images import ImageSource
+from vqclip.errors import CheckpointError, ConfigError, DataError
+from vqclip.search.hits import Hit, find_hits, open_indexed
+from vqclip.search.index import CodeIndex
 from vqclip.search.scan import CodeSearch
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
+from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder
+from vqclip.tokenizer.loading import load_tokenizer
+from vqclip.train.loading import load_model
 
-__all__ = ["Answers", "CaptionAnswer", "ClassScore", "Coded", "ImageAnswer", "cosine", "split_classes"]
+__all__ = ["Answers", "Coded"]
 
+MAX_TEXT = 20_000
+"""Longest caption or list of classes in characters; towers read far less."""
 MAX_CLASSES = 1000
 """Largest number of classes in a request."""
-MAX_CHARACTERS = 2000
-"""Longest caption, prompt or name of a class; towers read far less."""
-MAX_FILE_BYTES = 20 << 20
-"""Largest uploaded file."""
-_REMEMBERED = 4
-"""Inputs whose codes are kept, by their content."""
-_BATCH = 64
 
 
 class Coded(NamedTuple):
@@ -52,49 +50,9 @@ class Coded(NamedTuple):
         return "[" + ",\n ".join(json.dumps(row) for row in self.ids.tolist()) + "]"
 
 
-class ImageAnswer(NamedTuple):
-    """An image's codes."""
-
-    coded: Coded
-    pixels: Tensor
-    """``(3, H, W)`` uint8, resized and cropped: what the model sees."""
-    size: tuple[int, int]
-    """Width and height of the image as it was given."""
-    file_bytes: int
-    """Bytes of its file."""
-    bits: float
-    """Bits of the ids."""
-    grid: tuple[int, int] | None
-    """Rows and columns of the tokens; None if they have no place in the image."""
-    codebooks: list[str]
-    """Names of the codebooks."""
-
-
-class CaptionAnswer(NamedTuple):
-    """A caption's codes."""
-
-    coded: Coded
-    pieces: tuple[str, ...]
-    """Text of each token, marks as ``<start>`` and ``<end>``; empty where tokens and ids do not correspond."""
-    bytes: int
-    """Bytes of the caption in UTF-8."""
-    bits: float
-    """Bits of the ids."""
-    left_out: int
-    """Tokens at the end that the tower does not read."""
-
-
-class ClassScore(NamedTuple):
-    """Probability of one class."""
-
-    name: str
-    continuous: float
-    codes_only: float
-
-
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Answers:
-    """A model and an index, and what they answer."""
+    """The tokenizers of a folder and an index, and what they answer. `load` makes one."""
 
     image: ImageTokenizer | None
     """None if the folder contains no image tokenizer."""
@@ -107,89 +65,114 @@ class Answers:
     source: ImageSource | None = None
     """Images that the index was built from; None if they are not shown."""
 
-    def __post_init__(self) -> None:
-        self._image_of = lru_cache(_REMEMBERED)(self._read_image)
-        self._prompts_of = lru_cache(_REMEMBERED)(self._embed_prompts)
+    @staticmethod
+    def load(
+        folder: str, index: Path | None = None, images: str | None = None, device: torch.device | str = "cpu"
+    ) -> Answers:
+        """Load a folder, and an index of its codes.
 
-    def read_image(self, data: bytes) -> ImageAnswer:
-        """Encode an image file.
-
-        Raises:
-            DataError: it is too large, damaged, or of a format that is not read; there is no image tokenizer.
-        """
-        if len(data) > MAX_FILE_BYTES:
-            raise DataError(f"got a file of {len(data):,} bytes; expected at most {MAX_FILE_BYTES:,}")
-        return self._image_of(data)
-
-    def _read_image(self, data: bytes) -> ImageAnswer:
-        if self.image is None:
-            raise DataError("this folder contains no image tokenizer")
-        image = decode_image(data)
-        pixels = self.image.transform(image)
-        coded = _encode(self.image, pixels[None])[0]
-        size = image.shape[2], image.shape[1]
-        bits, names = len(coded.ids) * self.image.quantizer.bits, codebook_names(self.image.quantizer)
-        return ImageAnswer(coded, pixels, size, len(data), bits, token_grid(self.image), names)
-
-    def read_caption(self, caption: str) -> CaptionAnswer:
-        """Encode a caption.
+        Args:
+            folder: a run, a checkpoint, or a tokenizer folder, also with one modality alone; or a hub name.
+            index: folder of the index.
+            images: the images that the index was built from; None to show names alone.
+            device: device of the tokenizers.
 
         Raises:
-            DataError: it is empty or too long; there is no text tokenizer.
+            CheckpointError: a folder is damaged or contains no codes, or the index is of another tokenizer.
+            ConfigError: images without an index.
+            DataError: the images are not those that the index was built from.
         """
-        if self.text is None:
-            raise DataError("this folder contains no text tokenizer")
-        caption = _check_text("caption", caption)
-        tokens, lengths = self.text.preprocess.with_lengths([caption])
-        coded = _encode(self.text, tokens)[0]
-        return CaptionAnswer(
-            coded,
-            self._pieces(caption, len(coded.ids)),
-            len(caption.encode("utf-8", "replace")),
-            len(coded.ids) * self.text.quantizer.bits,
-            max(0, lengths[0] - self.text.preprocess.context_length),
-        )
+        if images is not None and index is None:
+            raise ConfigError("--images: got images without --index; expected the index that was built from them")
+        path, held = Path(folder).expanduser(), list[str]()
+        places = [each for each in (path, path / "tokenizer") if (each / CONFIG_FILE).is_file()]
+        if places:
+            held = list(TokenizerFolder.open(places[0]).config.modalities)
+        image, text, scale = None, None, None
+        if held == ["image"]:
+            image = load_tokenizer(places[0], "image").to(device)
+        elif held == ["text"]:
+            text = load_tokenizer(places[0], "text").to(device)
+        else:
+            model = load_model(folder).model.to(device)
+            image, text, scale = model.image, model.text, float(model.logit_scale.detach().exp())
+        for tokenizer in (image, text):
+            if tokenizer is not None and not tokenizer.codebook_sizes:
+                raise CheckpointError(
+                    f"{folder}: its {tokenizer.modality} tokenizer has no codes (quantizer: identity); expected one "
+                    "with codebooks"
+                )
+        if index is None:
+            return Answers(image, text, scale)
+        loaded = CodeIndex.load(index)
+        own = image if loaded.modality == "image" else text
+        if own is None:
+            raise CheckpointError(f"--index: {index} is of {loaded.modality} codes; {folder} has no such tokenizer")
+        try:
+            search = CodeSearch(loaded, own, keep=True)
+        except CheckpointError as error:
+            raise CheckpointError(f"--index: {index}: {error}, or build another index (vqclip search build)") from None
+        return Answers(image, text, scale, search, None if images is None else open_indexed(loaded, images))
 
-    def _pieces(self, caption: str, tokens: int) -> tuple[str, ...]:
-        if self.text is None or self.text.reduce is not None:
-            return ()
+    @torch.no_grad()
+    def of_image(self, data: bytes) -> tuple[Coded, Tensor]:
+        """Encode an image file; return also its pixels ``(3, H, W)`` uint8, resized and cropped: what the model sees.
+
+        Raises:
+            DataError: it is damaged, too large, or of a format that is not read.
+        """
+        assert self.image is not None
+        pixels = self.image.transform(decode_image(data))
+        return _encode(self.image, pixels[None])[0], pixels
+
+    @torch.no_grad()
+    def of_caption(self, caption: str) -> tuple[Coded, list[str]]:
+        """Encode a caption; return also the text of each token, or its number where tokens and ids do not correspond.
+
+        Raises:
+            DataError: it is too long.
+        """
+        assert self.text is not None
+        _require_short("caption", caption)
+        coded = _encode(self.text, self.text.preprocess([caption]))[0]
         pieces, most = self.text.preprocess.pieces(caption)
-        marked = ("<start>", *pieces[:most], "<end>")
-        return marked if len(marked) == tokens else ()
+        marked = ["<start>", *pieces[:most], "<end>"]
+        if self.text.reduce is not None or len(marked) != len(coded.ids):
+            marked = [str(number) for number in range(1, len(coded.ids) + 1)]
+        return coded, marked
 
-    def classify(self, coded: Coded, classes: Sequence[str], template: str) -> list[ClassScore]:
-        """Return the probability of each class, the most likely one by the codes first.
+    @torch.no_grad()
+    def classify(self, image: Coded, classes: str, template: str) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the probability of each class, from continuous embeddings and from codes.
 
         It is the softmax over the given classes of the cosines, times the model's scale.
 
         Args:
-            coded: an image.
-            classes: from `split_classes`.
+            image: an image.
+            classes: names, one a line or between commas.
             template: prompt with ``{c}`` for the name of the class.
 
         Raises:
-            DataError: the template has no ``{c}``, a prompt is too long, or there are not both tokenizers.
+            DataError: there are no names or too many, or the template has no ``{c}``.
         """
-        if self.text is None or self.image is None or self.scale is None:
-            raise DataError("classes need an image and a text tokenizer; this folder contains one of them")
-        template = _check_text("template", template)
-        if "{c}" not in template:
-            raise DataError(f"template: got {template!r}; expected {{c}} in it, where the name of the class goes")
-        prompts = tuple(_check_text("prompt", template.replace("{c}", name)) for name in classes)
-        continuous, codes_only = self._prompts_of(prompts)
-        columns = [
-            torch.softmax(self.scale * (rows @ query).double(), dim=0).tolist()
-            for rows, query in ((continuous, coded.continuous), (codes_only, coded.codes_only))
-        ]
-        scores = [ClassScore(*row) for row in zip(classes, *columns, strict=True)]
-        return sorted(scores, key=lambda score: -score.codes_only)
-
-    def _embed_prompts(self, prompts: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         assert self.text is not None
-        found: list[Coded] = []
-        for start in range(0, len(prompts), _BATCH):
-            found += _encode(self.text, self.text.preprocess(list(prompts[start : start + _BATCH])))
-        return torch.stack([each.continuous for each in found]), torch.stack([each.codes_only for each in found])
+        assert self.scale is not None
+        _require_short("classes", classes)
+        _require_short("prompt", template)
+        lines = classes.strip().splitlines() if "\n" in classes.strip() else classes.split(",")
+        names = list(dict.fromkeys(name.strip() for name in lines if name.strip()))
+        if not 0 < len(names) <= MAX_CLASSES:
+            raise DataError(f"classes: got {len(names):,}; expected 1 to {MAX_CLASSES:,}, one a line or between commas")
+        if "{c}" not in template:
+            raise DataError(f"prompt: got {template!r}; expected {{c}} in it, where the name of the class goes")
+        prompts = self.text.preprocess([template.replace("{c}", name) for name in names])
+        rows = [row for part in prompts.split(64) for row in _encode(self.text, part)]
+        logits = [
+            [float(row.continuous @ image.continuous) for row in rows],
+            [float(row.codes_only @ image.codes_only) for row in rows],
+        ]
+        found = torch.softmax(self.scale * torch.tensor(logits, dtype=torch.float64), dim=1).tolist()
+        return dict(zip(names, found[0], strict=True)), dict(zip(names, found[1], strict=True))
 
     def nearest(self, coded: Coded, count: int) -> list[Hit]:
         """Return the nearest items of the index to a sample's codes; none without an index."""
@@ -199,39 +182,12 @@ class Answers:
         return find_hits(self.search.index, found, self.source, lambda error: None)
 
 
-def split_classes(text: str) -> list[str]:
-    """Return the names of classes: one a line, or, of a single line, between commas.
-
-    Raises:
-        DataError: too many, one is too long, or one is there twice.
-    """
-    text = text.strip()
-    names = [name.strip() for name in (text.splitlines() if "\n" in text else text.split(","))]
-    names = [name for name in names if name]
-    if len(names) > MAX_CLASSES:
-        raise DataError(f"classes: got {len(names):,}; expected at most {MAX_CLASSES:,}")
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise DataError(f"classes: got {twice[0]!r} more than once; expected different names")
-    return [_check_text("class", name) for name in names]
+def _require_short(what: str, text: str) -> None:
+    if len(text) > MAX_TEXT:
+        raise DataError(f"{what}: got {len(text):,} characters; expected at most {MAX_TEXT:,}")
 
 
-def cosine(one: Coded, other: Coded) -> tuple[float, float]:
-    """Return the cosines of two samples: continuous, and from the codes."""
-    return float(one.continuous @ other.continuous), float(one.codes_only @ other.codes_only)
-
-
-def _check_text(what: str, text: str) -> str:
-    text = text.strip()
-    if not text:
-        raise DataError(f"{what}: empty; expected some words")
-    if len(text) > MAX_CHARACTERS:
-        raise DataError(f"{what}: got {len(text):,} characters; expected at most {MAX_CHARACTERS:,}")
-    return text
-
-
-@torch.no_grad()
-def _encode(tokenizer: Tokenizer, inputs: Tensor) -> list[Coded]:
+def _encode(tokenizer: Tokenizer, inputs: Tensor) -> Sequence[Coded]:
     """Encode a batch as `Tokenizer.batch` takes it."""
     out, continuous = tokenizer.with_continuous(inputs.to(tokenizer.device))
     codes_only = tokenizer.embed(out.ids)

@@ -1,115 +1,169 @@
-"""The layout of the page, in Gradio."""
+"""The page in Gradio, with Gradio's own queue, limits and display of errors."""
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-import gradio as gr
+from PIL import Image
+from torch import Tensor
 
+from vqclip.data import mask_credentials
 from vqclip.data.sources.captions import DEFAULT_TEMPLATE
-from vqclip.demo import fragments
-from vqclip.demo.answers import MAX_FILE_BYTES, Answers
-from vqclip.demo.respond import Request, Response, respond
+from vqclip.demo.answers import Answers, Coded
+from vqclip.errors import ConfigError, VqclipError, printable
+from vqclip.evaluation.code_maps import codebook_names, token_grid
+from vqclip.report.code_maps import find_grid
+from vqclip.report.images import draw_map
 
-__all__ = ["CSS", "THEME", "build_page"]
+__all__ = ["build_page", "serve"]
 
-_log = logging.getLogger(__name__)
-CSS = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-THEME = gr.themes.Base(
-    primary_hue="indigo",
-    neutral_hue="slate",
-    font=["system-ui", "sans-serif"],  # of the visitor's machine; the theme's own would be fetched
-    font_mono=["ui-monospace", "monospace"],
-)
+T = TypeVar("T")
+_MAPS, _NEAREST, _CLASSES = 64, 8, 20
+"""Largest numbers of code maps, items of the index and classes that are shown."""
 
 
-def build_page(folder: str, answers: Answers, uploads: Path) -> gr.Blocks:
-    """Return the page of a model and an index.
-
-    Its only event sends every input and replaces every output, so the server keeps nothing of a visitor.
+def build_page(folder: str, answers: Answers) -> Any:
+    """Return the page, a `gradio.Blocks`. The server keeps nothing of a visitor but uploads, an hour at most.
 
     Args:
         folder: name of the model's folder.
-        answers: model and index.
-        uploads: folder of uploaded files; no other file is read.
+        answers: its tokenizers, and an index.
     """
+    import gradio as gr
+
+    def ask(compute: Callable[..., T], *given: Any) -> T:
+        """Show a refusal in Gradio's way."""
+        try:
+            return compute(*given)
+        except VqclipError as error:
+            raise gr.Error(mask_credentials(str(error))) from error
+
+    def show_image(data: bytes | None) -> list[Any]:
+        if data is None:
+            return [None, None, "", None]
+        coded, pixels = ask(answers.of_image, data)
+        assert answers.image is not None
+        tokens, codebooks = coded.ids.shape
+        bits = tokens * answers.image.quantizer.bits
+        cost = f"{tokens} tokens x {codebooks} codebooks: {bits:,.0f} bits; the file has {8 * len(data):,}"
+        names, columns = codebook_names(answers.image.quantizer), (token_grid(answers.image) or find_grid(tokens))[1]
+        maps = [(_picture(pixels), cost)]
+        for codebook, name in enumerate(names[:_MAPS]):
+            drawn = draw_map(coded.ids[:, codebook].tolist(), columns)
+            maps.append((drawn.resize((16 * drawn.width, 16 * drawn.height), Image.Resampling.NEAREST), name))
+        return [maps, coded.to_json(), cost, show_nearest(coded)]
+
+    def show_caption(caption: str, data: bytes | None) -> list[Any]:
+        if not caption.strip():
+            return [None, "", "", None]
+        coded, pieces = ask(answers.of_caption, caption)
+        assert answers.text is not None
+        note = f"{len(coded.ids)} tokens: {len(coded.ids) * answers.text.quantizer.bits:,.0f} bits"
+        if data is not None and answers.image is not None:
+            image, _ = ask(answers.of_image, data)
+            continuous, codes = (
+                float(getattr(coded, key) @ getattr(image, key)) for key in ("continuous", "codes_only")
+            )
+            note += f"; cosine with the image {codes:.3f} from the codes, {continuous:.3f} without quantization"
+        rows = [[piece, " ".join(map(str, ids))] for piece, ids in zip(pieces, coded.ids.tolist(), strict=True)]
+        return [rows, coded.to_json(), note, show_nearest(coded)]
+
+    def show_classes(classes: str, template: str, data: bytes | None) -> list[Any]:
+        if data is None or not classes.strip():
+            return [None, None]
+        image, _ = ask(answers.of_image, data)
+        return list(ask(answers.classify, image, classes, template))
+
+    def show_nearest(coded: Coded) -> list[Any]:
+        hits = ask(answers.nearest, coded, _NEAREST)
+        named = [(hit, f"{hit.score:.3f} {printable(hit.name, one_line=True)}") for hit in hits]
+        if answers.source is None:
+            return [[name] for _, name in named]
+        blank = Image.new("RGB", (32, 32), "#888888")  # of an image that cannot be read
+        return [(blank if hit.picture is None else _picture(hit.picture), name) for hit, name in named]
+
+    def nearest_box(label: str) -> Any:
+        if answers.source is not None:
+            return gr.Gallery(label=label, columns=8)
+        return gr.Dataframe(label=label, headers=["cosine, name"], visible=answers.search is not None)
+
     has_image, has_text = answers.image is not None, answers.text is not None
-    start = respond(answers, folder, Request())
     with gr.Blocks(title=f"vqclip demo: {folder}", analytics_enabled=False, delete_cache=(600, 3600)) as page:
-        _html(fragments.draw_model(folder, answers))
-        with gr.Row(visible=has_image, elem_classes="vq-section"):
-            with gr.Column(scale=1, min_width=280):
-                image = gr.Image(
-                    type="filepath",
-                    sources=["upload", "clipboard"],
-                    label="Image",
-                    height=260,
-                    buttons=["fullscreen"],
-                    placeholder=f"# Drop an image\nor click to pick one\nJPEG, PNG, ..., {MAX_FILE_BYTES >> 20} MB",
-                    elem_id="image",
-                )
-                # Gradio's own would decode the file without our limits.
-                vars(image)["preprocess"] = lambda upload: None if upload is None else _path_of(upload.path, uploads)
-                image_ids = _ids("Ids of the image", "image-ids")
-            with gr.Column(scale=2, min_width=280):
-                shown_image = _html(start.image, "image-codes")
-        with gr.Row(visible=has_text, elem_classes="vq-section"):
-            with gr.Column(scale=1, min_width=280):
-                caption = gr.Textbox(
-                    label="Caption", placeholder="a red apple", submit_btn="Encode", max_lines=4, elem_id="caption"
-                )
-                caption_ids = _ids("Ids of the caption", "caption-ids")
-            with gr.Column(scale=2, min_width=280):
-                shown_caption = _html(start.caption, "caption-codes")
-        with gr.Row(visible=has_image and has_text, elem_classes="vq-section"):
-            with gr.Column(scale=1, min_width=280):
-                template = gr.Textbox(DEFAULT_TEMPLATE, label="Prompt, {c} is the class", elem_id="template")
-                classes = gr.Textbox(
-                    label="Classes",
-                    placeholder="cat, dog, car\nor one a line",
-                    lines=3,
-                    max_lines=8,
-                    submit_btn="Classify",
-                    elem_id="classes",
-                )
-            with gr.Column(scale=2, min_width=280):
-                shown_classes = _html(start.classes, "probabilities")
-        with gr.Row(elem_classes="vq-section"):
-            nearest = _html(start.nearest, "nearest")
-
-        def answer(path: Path | None, *texts: str | None) -> Response:
-            try:
-                return respond(answers, folder, Request(path, *(str(text or "") for text in texts)))
-            except Exception:  # on the page no visitor could do anything about it; the terminal has the cause
-                _log.exception("a request failed")
-                failed = fragments.draw_notice("This failed on the server; its terminal shows why.")
-                return Response(failed, "", failed, "", failed, failed)
-
-        gr.on(
-            [image.change, caption.submit, template.submit, classes.submit],
-            answer,
-            [image, caption, classes, template],
-            [shown_image, image_ids, shown_caption, caption_ids, shown_classes, nearest],
-            show_progress="minimal",
-            trigger_mode="always_last",
-            api_visibility="private",
-        )
+        gr.Markdown("### vqclip demo")
+        with gr.Column(visible=has_image):
+            image = gr.File(label="Image: JPEG, PNG, WebP, ...", type="binary", file_types=["image"])
+            maps = gr.Gallery(
+                label="What the model sees, and its codes: a panel a codebook, a colour a code", columns=9
+            )
+            image_cost, image_ids = gr.Textbox(label="Size"), gr.Textbox(label="Ids of the image", max_lines=6)
+            of_image = nearest_box("Nearest to the image")
+        with gr.Column(visible=has_text):
+            caption = gr.Textbox(label="Caption", placeholder="a red apple", submit_btn="Encode")
+            tokens = gr.Dataframe(label="Ids of each token", headers=["token", "ids"])
+            caption_cost, caption_ids = gr.Textbox(label="Size"), gr.Textbox(label="Ids of the caption", max_lines=6)
+            of_caption = nearest_box("Nearest to the caption")
+        with gr.Column(visible=has_image and has_text):
+            template = gr.Textbox(DEFAULT_TEMPLATE, label="Prompt, {c} is the class")
+            classes = gr.Textbox(label="Classes", placeholder="cat, dog, or one a line", lines=3, submit_btn="Classify")
+            with gr.Row():
+                continuous = gr.Label(label="Without quantization", num_top_classes=_CLASSES)
+                codes = gr.Label(label="From the codes", num_top_classes=_CLASSES)
+        options: dict[str, Any] = {"trigger_mode": "always_last", "concurrency_id": "model", "concurrency_limit": 1}
+        gr.on([image.change], show_image, [image], [maps, image_ids, image_cost, of_image], api_name="image", **options)
+        shown = [tokens, caption_ids, caption_cost, of_caption]
+        events = [caption.submit, image.change]
+        gr.on(events, show_caption, [caption, image], shown, api_name="caption", **options)
+        events = [classes.submit, template.submit, image.change]
+        gr.on(events, show_classes, [classes, template, image], [continuous, codes], api_name="classes", **options)
     return page.queue(max_size=64)
 
 
-def _path_of(upload: str, uploads: Path) -> Path:
-    path = Path(upload).resolve()
-    if not path.is_relative_to(uploads):
-        raise ValueError("expected a file that was uploaded here")
-    return path
+def _picture(pixels: Tensor) -> Image.Image:
+    picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+    picture.thumbnail((256, 256))
+    return picture
 
 
-def _html(value: str, name: str | None = None) -> gr.HTML:
-    return gr.HTML(value, js_on_load=None, apply_default_css=False, elem_id=name)
+def serve(folder: str, answers: Answers, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C, which raises KeyboardInterrupt.
 
+    Args:
+        folder: name of the model's folder.
+        answers: its tokenizers, and an index.
+        host: address to listen on.
+        port: of the page; 0 for any that is free.
+        ready: called with the address once it is served.
 
-def _ids(label: str, name: str) -> gr.Textbox:
-    return gr.Textbox(
-        label=label, lines=3, max_lines=6, buttons=["copy"], interactive=False, elem_id=name, elem_classes="vq-ids"
-    )
+    Raises:
+        ConfigError: Gradio is not installed, or the port is in use.
+    """
+    for name in [name for name in os.environ if name.startswith("GRADIO_")]:
+        del os.environ[name]  # they could share the page, open other folders, or send usage statistics
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the uploads are removed
+    local = {"NO_PROXY": "127.0.0.1,localhost", "GRADIO_ANALYTICS_ENABLED": "False"}
+    with tempfile.TemporaryDirectory(prefix="vqclip-demo-") as uploads:
+        os.environ |= local | {"GRADIO_TEMP_DIR": uploads}
+        try:
+            import gradio as gr
+        except ImportError as error:
+            raise ConfigError(f"vqclip demo needs Gradio ({error}): pip install 'vqclip[demo]'") from None
+        fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # none is fetched
+        page = build_page(folder, answers)
+        try:
+            _, address, _ = page.launch(
+                server_name=host, server_port=port or None, theme=gr.themes.Base(**fonts), share=False, quiet=True,
+                prevent_thread_lock=True, max_file_size="20mb", ssr_mode=False, mcp_server=False, footer_links=[],
+            )  # fmt: skip
+        except OSError as error:
+            raise ConfigError(f"--host, --port: cannot listen on {host}:{port}: {error}; --port 0: any free") from None
+        try:
+            ready(address)
+            threading.Event().wait()
+        finally:
+            page.close()
