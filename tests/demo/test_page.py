@@ -54,7 +54,7 @@ def start(folder, *arguments):
     hostile = {"GRADIO_SHARE": "True", "GRADIO_ALLOWED_PATHS": "/", "GRADIO_SERVER_NAME": "0.0.0.0"}
     environment = os.environ | {"PYTHONPATH": path, "HTTP_PROXY": "http://203.0.113.1:1"} | hostile
     process = subprocess.Popen(
-        [sys.executable, "-m", "vqclip", "demo", str(folder / "tokenizer"), "--port", "0", "--threads", "1", *arguments],
+        [sys.executable, "-m", "vqclip", "demo", str(folder / "tokenizer"), "--port", "0", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
     )  # fmt: skip
     assert process.stdout is not None

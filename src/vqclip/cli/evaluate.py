@@ -122,8 +122,8 @@ def _compare(options: argparse.Namespace, tasks: Sequence[EvaluationConfig]) -> 
         model.to(require_device(options.device))
         extent = model.image.quantizer.extent
         whole = [extent] if all(extent) else []  # a quantizer without codes has no prefix
-        text = "same" if options.prefixes == "same" else "full"
-        prefixes = Prefixes.of(model, None if options.prefixes in ("full", "same") else whole, text)
+        chosen = None if options.prefixes in ("full", "same") else whole
+        prefixes = Prefixes.of(model, chosen, "same" if options.prefixes == "same" else "full")
         found = evaluate(model, tasks, precision=options.precision, prefixes=prefixes, details=intervals)
         groups.setdefault(_settings(name), {})[name] = found
     short = [re.sub(r"[-_.]seed[-_.]?\d+$", "", Path(next(iter(group))).name) for group in groups.values()]

@@ -117,12 +117,12 @@ def _query(options: argparse.Namespace) -> None:
             "--tokenizer: missing, and the index names no local folder; expected the tokenizer it was built with"
         )
     search = CodeSearch(index, load_tokenizer(folder, index.modality))  # type: ignore[call-overload]
-    if options.text is not None:
-        asked, own = options.text, load_tokenizer(folder, "text")
-        inputs = own.preprocess([asked])
-    else:
-        asked, own = options.image.name, load_tokenizer(folder, "image")
+    own: ImageTokenizer | TextTokenizer = load_tokenizer(folder, "image" if options.text is None else "text")
+    asked = options.image.name if options.text is None else options.text
+    if isinstance(own, ImageTokenizer):
         inputs = own.transform(_read_image(options.image))[None]
+    else:
+        inputs = own.preprocess([asked])
     found = search.search(own.continuous(inputs) if options.continuous else own.embed(own.encode(inputs)), options.k)
     hits = enumerate(zip(found.scores[0].tolist(), found.items[0].tolist(), strict=True), start=1)
     lines = [f"{rank:3d}  {score:.4f}  {printable(index.names[item], one_line=True)}" for rank, (score, item) in hits]

@@ -153,11 +153,11 @@ def serve(folder: str, answers: Answers, host: str, port: int, ready: Callable[[
             import gradio as gr
         except ImportError as error:
             raise ConfigError(f"vqclip demo needs Gradio ({error}): pip install 'vqclip[demo]'") from None
-        fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # none is fetched
+        theme = gr.themes.Base(font="system-ui", font_mono="ui-monospace")  # fonts of the visitor: none is fetched
         page = build_page(folder, answers)
         try:
             _, address, _ = page.launch(
-                server_name=host, server_port=port or None, theme=gr.themes.Base(**fonts), share=False, quiet=True,
+                server_name=host, server_port=port or None, theme=theme, share=False, quiet=True,
                 prevent_thread_lock=True, max_file_size="20mb", ssr_mode=False, mcp_server=False, footer_links=[],
             )  # fmt: skip
         except OSError as error:

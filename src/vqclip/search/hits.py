@@ -74,7 +74,9 @@ def find_hits(
     scores, items = found.scores[0].tolist(), found.items[0].tolist()
     places = items if index.places is None else index.places[torch.tensor(items, dtype=torch.int64)].tolist()
     pictures: dict[int, Tensor | None] = dict.fromkeys(places)  # captions may share an image
-    for place in pictures if source is not None else ():
+    for place in pictures:
+        if source is None:
+            break
         try:
             pictures[place] = read_decoded(source, place, MAX_PIXELS)[1]
         except StorageError:

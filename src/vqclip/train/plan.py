@@ -4,7 +4,7 @@
     the rest                       formulas of the numbers of weights, samples and processes
 
 Memory is planned at three moments, of which the fullest counts: in the loss, at the beginning of the backward pass, and
-in the update. The step is one at the end of a run, in which all towers train and captions fill their context.
+at its end. The step is one at the end of a run, in which all towers train and captions fill their context.
 """
 
 from __future__ import annotations
@@ -73,26 +73,32 @@ def plan_step(config: TaskConfig, processes: int, of_machine: int = 8, gpu: int 
     model = _outline(config)
     batch, saved, statistics = _forward(config, model, samples, math.ceil(samples / train.micro_batches))
 
-    # FSDP cuts the weights of the towers that train; a block is whole while it runs, as is the next one.
+    # FSDP cuts the weights of the towers that train. Two blocks are whole at a time, and what is outside of the blocks;
+    # a gradient is whole, beside a copy, until it is sent.
     towers = [each for each in (model.image.tower, model.text.tower) if not each.is_frozen]
     trained = _size(each for each in model.parameters() if each.requires_grad)
     cut = _size(p for each in towers for p in each.parameters() if p.requires_grad) if shards > 1 else 0
-    block = max((_size(b.parameters()) for each in towers for b in _blocks(each)), default=0) if cut else 0
+    blocks = [[_size(block.parameters()) for block in _blocks(each)] or [0] for each in towers]
+    outside = [_size(each.parameters()) - sum(sizes) for each, sizes in zip(towers, blocks, strict=True)]
+    whole = max((2 * max(sizes) + rest for sizes, rest in zip(blocks, outside, strict=True)), default=0) if cut else 0
+    sending = 2 * max(*outside, *(size for sizes in blocks for size in sizes)) if cut else 0
     own = trained - cut + math.ceil(cut / shards)
     always = {
-        "weights": _size(model.parameters()) + _size(model.buffers()) - trained + own + 2 * block,
+        "weights": _size(model.parameters()) + _size(model.buffers()) - trained + own + whole,
         "optimizer": 2 * own,
         "moving averages": own if train.ema else 0,
         "statistics": 2 * statistics,
         "batch": batch + (2 * samples * width if several else 0),
     }
-    # DDP averages gradients in flat tensors that always exist; those of microbatches are summed beside them.
+    # DDP averages gradients in flat tensors that always exist; those of microbatches are summed beside them, and each
+    # new one is copied into them.
     flat, summed = trained if processes > 1 and not cut else 0, trained if several else 0
+    copied = max(each.nbytes for each in model.parameters() if each.requires_grad) if flat else 0
     loss, sent = _loss(config, processes, samples, width, gpu)
     moments = [
         {"gradients": flat, "activations": 0 if several else saved.size, "loss": loss},
-        {"gradients": max(flat + summed, block), "activations": saved.size + saved.working, "loss": 0},
-        {"gradients": own, "activations": 0, "loss": 0},
+        {"gradients": flat + summed, "activations": saved.size + saved.working, "loss": 0},
+        {"gradients": max(own + copied, summed + sending), "activations": 0, "loss": 0},
     ]
     parts = max((always | moment for moment in moments), key=lambda each: sum(each.values()))
 
