@@ -17,9 +17,8 @@ from vqclip.data import mask_credentials
 from vqclip.data.sources.captions import DEFAULT_TEMPLATE
 from vqclip.demo.answers import Answers, Coded
 from vqclip.errors import ConfigError, VqclipError, printable
-from vqclip.evaluation.code_maps import codebook_names, token_grid
-from vqclip.report.code_maps import find_grid
-from vqclip.report.images import draw_map
+from vqclip.evaluation.image_details import codebook_names, token_grid
+from vqclip.report.images import draw_map, find_grid
 
 __all__ = ["build_page", "serve"]
 
