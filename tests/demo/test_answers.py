@@ -9,7 +9,7 @@ from tests.data.making import encode, pixels
 from tests.models import PRODUCT, tiny_model
 from tests.search.making import built, pictures
 from vqclip.cli.search import build
-from vqclip.data.images import open_images
+from vqclip.data.prepare import open_images
 from vqclip.demo.answers import MAX_CLASSES, MAX_TEXT, Answers
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.search.index import Origin

@@ -19,7 +19,7 @@ from vqclip import dist
 from vqclip.cli.main import main as vqclip
 from vqclip.config import to_yaml
 from vqclip.data import Batch
-from vqclip.data.dealing import share_sizes
+from vqclip.data.batch import share_sizes
 from vqclip.errors import ConfigError
 from vqclip.train import main
 from vqclip.train.plan import plan_step

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vqclip.data.decode import decode_image
-from vqclip.data.images import ImageSource
+from vqclip.data.prepare import ImageSource
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.search.hits import Hit, find_hits, open_indexed
 from vqclip.search.index import CodeIndex

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vqclip.data.dealing import share_sizes
+from vqclip.data.batch import share_sizes
 from vqclip.errors import ConfigError
 from vqclip.model import CLIP, ModelConfig
 from vqclip.nn.precision import AUTOCAST_DTYPES
