@@ -156,20 +156,25 @@ def make_plan(
                 "index"
             )
         chunks = -(-each.samples // each.chunk)
+        requests = each.at_urls * (chunks + each.shards - 1)
         has_members = not each.at_urls and each.bytes <= MOST_WITH_MEMBERS  # of every sample; nothing is then cached
         index += chunks * _CHUNK_BYTES + each.shards * _SHARD_BYTES + has_members * each.samples * _MEMBER_BYTES
-        misses = each.samples * each.weight * max(0.0, 1 - limit / max(1, remote_bytes))  # in random order
-        full_times = max(machines, misses / chunks) if each.at_urls else each.weight
+
+        misses = each.samples * each.weight * max(0.0, 1 - limit / max(1, remote_bytes))  # samples come at random
+        times = max(machines, misses / chunks) if each.at_urls else each.weight
+        full["cache_bytes"] += each.at_urls * each.bytes
+        full["epoch_bytes"] += times * each.bytes
+        full["epoch_requests"] += times * requests
+
         windows = Windows(each.samples, chunk, window, 0)
         # Lanes are dealt to machines in equal parts; a lane that two of them share is fetched by both.
         lanes = min(windows.lanes, math.ceil(windows.lanes / machines) + (windows.lanes % machines > 0))
         shared = (machines - math.gcd(machines, windows.lanes)) / windows.lanes
+        times = each.weight * (1 + each.at_urls * shared)
         sample_bytes = _TABLE_BYTES + each.at_urls * each.bytes / each.samples
-        full["cache_bytes"] += each.at_urls * each.bytes
         windowed["cache_bytes"] += (not has_members) * 2 * windows.most_rows * lanes * chunk * sample_bytes
-        for needs, times in ((full, full_times), (windowed, each.weight * (1 + each.at_urls * shared))):
-            needs["epoch_bytes"] += times * each.bytes
-            needs["epoch_requests"] += times * each.at_urls * (chunks + each.shards - 1)
+        windowed["epoch_bytes"] += times * each.bytes
+        windowed["epoch_requests"] += times * requests
     advice = []
     if missing := sum(each.bytes for each in remote if not each.is_indexed):
         then = "fetches all of them to make it" if missing <= cache_gib * 2**30 else "ends: they exceed the cache"
