@@ -10,7 +10,7 @@ from vqclip import dist
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
 from vqclip.cli.engine import add_engine, ray_options
-from vqclip.data import SourceConfigBase, mask_credentials, parse_source
+from vqclip.data import mask_credentials, parse_source
 from vqclip.data.remote import protocol_of
 from vqclip.errors import ConfigError
 from vqclip.runlog.console import log_to_stderr
@@ -37,7 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     log_to_stderr(mask_credentials)
     dist.stop_with_launcher()
     ray = ray_options(options)
-    done = tokenize(_options(options)) if ray is None else tokenize_on_ray(_options(options), ray)
+    paths, overrides = types.paths_and_overrides(options.data)
+    if not paths:
+        raise ConfigError(f"--data: got {' '.join(options.data)!r}; expected a path before it")
+    at_urls = protocol_of(paths[0]) not in (None, "file")
+    data = parse_source(paths, overrides, kind="shards" if at_urls else None)
+    data.require_no_weight("vqclip tokenize")
+    fields = {name: getattr(options, name) for name in ("tokenizer", *_FIELDS)}
+    job = Options(data=data, out=options.out.expanduser().absolute(), **fields)
+    done = tokenize(job) if ray is None else tokenize_on_ray(job, ray)
     who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     print(done.describe(options.out, who), flush=True)
 
@@ -50,40 +58,14 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--tokenizer",
-        type=types.text,
-        required=True,
-        metavar="FOLDER",
-        help="tokenizer folder, or hub name (owner/name)",
+    help_text = "tokenizer folder, or hub name (owner/name)"
+    add("--tokenizer", type=types.text, required=True, metavar="FOLDER", help=help_text)
+    help_text = (
+        "data set: a folder, table, tar, pattern or URL; several may follow, or repeat the option; and key=value of "
+        "its configuration in data.sources, such as captions=text, json_keys=[long,short] or split=train"
     )
-    add(
-        "--data",
-        type=types.text,
-        required=True,
-        nargs="+",
-        action="extend",
-        metavar="PATTERN",
-        help="data set: a folder, table, tar, pattern or URL; several may follow, or repeat the option; and key=value "
-        "of its configuration in data.sources, such as captions=text, json_keys=[long,short] or split=train",
-    )
+    add("--data", type=types.text, required=True, nargs="+", action="extend", metavar="PATTERN", help=help_text)
     add("--out", required=True, type=types.path, metavar="FOLDER", help="folder of the token shards and manifest.json")
     types.add_fields(parser, Options, *_FIELDS)
     add_engine(parser)
     return parser
-
-
-def _options(options: argparse.Namespace) -> Options:
-    out = options.out.expanduser().absolute()
-    fields = {name: getattr(options, name) for name in _FIELDS}
-    return Options(tokenizer=options.tokenizer, data=_data(options), out=out, **fields)
-
-
-def _data(options: argparse.Namespace) -> SourceConfigBase:
-    paths, overrides = types.paths_and_overrides(options.data)
-    if not paths:
-        raise ConfigError(f"--data: got {' '.join(options.data)!r}; expected a path before it")
-    at_urls = protocol_of(paths[0]) not in (None, "file")
-    data = parse_source(paths, overrides, kind="shards" if at_urls else None)
-    data.require_no_weight("vqclip tokenize")
-    return data

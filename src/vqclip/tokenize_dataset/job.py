@@ -141,7 +141,7 @@ def tokenize_on_ray(options: Options, ray: RayOptions) -> WorkResult:
             f"--engine ray: got data of kind {options.data.kind}; expected tars (kind shards or classes): pack them "
             "first (vqclip data pack), or use --engine local"
         )
-    made, seen, bad = 0, 0, list[str]()
+    made, seen, bad, folder = 0, 0, list[str](), None
     with connect_to_ray(ray) as cluster:
         cpus, gpus = cluster.worker_size(options.threads + options.workers, options.device)
         source = _open_source(options)
@@ -150,11 +150,12 @@ def tokenize_on_ray(options: Options, ray: RayOptions) -> WorkResult:
         with ProgressBar(sum(sizes), 0, True, "tokenize", "sample") as bar:
             for shard, is_new in cluster.map(open_job, range(len(sizes)), "shard", cpus, gpus):
                 made, seen = made + is_new, seen + is_new * sizes[shard]
-                folder, record = _wait_for(options.out, shard)
+                folder, record = _wait_for(options.out, shard, folder)
                 bad += [each.reason for each in record.bad]
                 require_few_bad(bad, len(bad), int(options.tolerance * sum(sizes)), "--tolerance")
                 bar.advance(sizes[shard])
                 bar.show()
+    assert folder is not None  # there is a shard
     return finish_folder(options, folder, made, len(sizes) - made, seen, start)
 
 
@@ -192,20 +193,22 @@ def _open_maker(
     return make
 
 
-def _wait_for(out: Path, shard: int) -> tuple[WorkFolder, ItemRecord]:
+def _wait_for(out: Path, shard: int, folder: WorkFolder | None) -> tuple[WorkFolder, ItemRecord]:
     """Return the folder and the record of a shard when this machine sees what a worker wrote, or raise ConfigError.
 
-    Its settings are those that the workers wrote: they know the names of their devices.
+    The folder is opened once, with the settings that the workers wrote: they know the names of their devices.
     """
     end = time.monotonic() + _VISIBLE_S
-    while (folder := WorkFolder.existing(out, LAYOUT)) is None or (record := folder.record(shard)) is None:
+    while True:
+        folder = folder or WorkFolder.existing(out, LAYOUT)
+        if folder is not None and (record := folder.record(shard)) is not None:
+            return folder, record
         if time.monotonic() > end:
             raise ConfigError(
                 f"--out: this machine does not see what a worker of Ray wrote to {out}; expected a folder that all "
                 "machines share, under the same path"
             )
         time.sleep(1)
-    return folder, record
 
 
 class ShardMaker:
