@@ -20,8 +20,7 @@ from vqclip.tokenizer.hub import find_folder, save_and_push
 from vqclip.tokenizer.loading import load_whole
 from vqclip.tokenizer.saving import save_folder
 from vqclip.tokenizer.stored import merged_state
-from vqclip.towers.inherited import InheritedWeights, find_inherited, pretrained_temperature
-from vqclip.towers.open_clip import share_models
+from vqclip.towers.open_clip import InheritedWeights, find_inherited, pretrained_temperature, share_models
 from vqclip.towers.training import rename_tower_errors
 
 

@@ -14,7 +14,7 @@ from tests.data.making import caption_members, class_folder, encode, pixels, wri
 from vqclip.cli.data import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.data_tools.check import CheckOptions, check_source, format_report
-from vqclip.towers.bpe import BPE
+from vqclip.towers.vocabulary import BPE
 
 CONTEXT = 12
 KINDS = {

@@ -15,7 +15,7 @@ from tests.data.making import caption_members, caption_shards, encode, pixels, w
 from tests.training import run_tree
 from vqclip.cli.data import main
 from vqclip.data_tools.show import Caption, ModelInputs, Tile, render_sheet, training_tiles
-from vqclip.towers.bpe import BPE
+from vqclip.towers.vocabulary import BPE
 
 AUGMENTED = {"scale": [0.5, 0.9], "flip": 0.5, "rotation": 20, "brightness": 0.3}
 

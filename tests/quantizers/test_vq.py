@@ -13,7 +13,7 @@ from vqclip.errors import ConfigError, ShapeError
 from vqclip.io.tensors import module_digest
 from vqclip.quantizers import BSQ, VQ, ResidualConfig, SimVQ, SimVQConfig, VQConfig, VQLossWeights
 from vqclip.quantizers.vq import _warn_skipped
-from vqclip.towers.pixels import Normalize
+from vqclip.towers.image import Normalize
 from vqclip.train.optim import parameter_groups
 from vqclip.train.step import broadcast_module
 from vqclip.train.tasks.base import Task

@@ -12,7 +12,7 @@ import torch
 
 import vqclip
 from tests.models import tiny_model
-from tests.towers.huggingface.making import CAPTIONS, make_image, make_text, word_pieces
+from tests.towers.transformers_models import CAPTIONS, make_image, make_text, word_pieces
 from vqclip.errors import CheckpointError, ShapeError
 from vqclip.export.program import export_program
 from vqclip.io.json_files import add_checksum, read_json
@@ -175,7 +175,6 @@ def test_damaged_and_forged_files_are_refused(damage, message, copied, capsys):
         ({"num_hidden_layers": 1000}, "does not fit the weights: missing"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers: got 1000000000; expected at most 1024"),
         ({"max_position_embeddings": 10**12}, "max_position_embeddings: got 1000000000000"),
-        ({"auto_map": {"AutoModel": "own.Model"}}, "needs Python code of its own"),
         ({"model_type": "gpt2"}, "no encoder of text"),
         ({"num_attention_heads": 0}, "transformers cannot make this model"),
         ({"hidden_act": "system"}, "transformers cannot make this model"),

@@ -86,10 +86,10 @@ def test_an_adapter_without_gradient_is_refused(monkeypatch):
         self.unused = nn.Linear(4, 4)
         return module
 
-    from vqclip.towers.image import _TimmFeatures
+    from vqclip.towers.image import TimmFeatures
 
-    original = _TimmFeatures.__init__
-    monkeypatch.setattr(_TimmFeatures, "__init__", build)
+    original = TimmFeatures.__init__
+    monkeypatch.setattr(TimmFeatures, "__init__", build)
     assert "backbone.unused" not in adapted(vit())
     with pytest.raises(ConfigError, match=r"targets: adapters of backbone.unused do not affect the features"):
         vit(targets=["unused", "fc1"])

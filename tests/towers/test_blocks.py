@@ -11,13 +11,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.open_clip_models import save_open_clip
-from tests.towers.huggingface.making import CAPTIONS, make_image, make_text
+from tests.towers.transformers_models import CAPTIONS, make_image, make_text
 from vqclip.errors import ConfigError
 from vqclip.towers.blocks import recompute_blocks
-from vqclip.towers.convolutional import ConvolutionalTowerConfig
-from vqclip.towers.huggingface import TransformersImageTowerConfig, TransformersTextTowerConfig
-from vqclip.towers.image import OpenCLIPImageTowerConfig, TimmTowerConfig
+from vqclip.towers.image import ConvolutionalTowerConfig, TimmTowerConfig
+from vqclip.towers.open_clip import OpenCLIPImageTowerConfig
 from vqclip.towers.text import TextTower, TransformerTowerConfig
+from vqclip.towers.transformers import TransformersImageTowerConfig, TransformersTextTowerConfig
 from vqclip.train.step import ComputeConfig
 
 VIT = {"patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2, "drop_path_rate": 0.4, "proj_drop_rate": 0.3}

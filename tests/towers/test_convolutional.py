@@ -5,7 +5,7 @@ import torch
 
 from vqclip.config import load_config
 from vqclip.errors import ConfigError
-from vqclip.towers.convolutional import ConvolutionalTowerConfig
+from vqclip.towers.image import ConvolutionalTowerConfig
 
 CONFIG = ConvolutionalTowerConfig(image_size=32, channels=[8, 16, 24])
 

@@ -9,9 +9,8 @@ import torch
 import transformers
 from torch import nn
 
-from vqclip.towers.convolutional import ConvolutionalTowerConfig
-from vqclip.towers.depth import block_names, depth_of, layers
-from vqclip.towers.image import TimmTowerConfig
+from vqclip.towers.blocks import block_names, depth_of, layers
+from vqclip.towers.image import ConvolutionalTowerConfig, TimmTowerConfig
 from vqclip.towers.text import TransformerTowerConfig
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}

@@ -7,8 +7,8 @@ import torch
 
 from tests.models import FSQ, tiny_model
 from vqclip.towers import TimmTowerConfig
-from vqclip.towers.convolutional import ConvolutionalTowerConfig
 from vqclip.towers.frozen import chunk_size, frozen_features
+from vqclip.towers.image import ConvolutionalTowerConfig
 from vqclip.towers.text import TransformerTowerConfig
 
 CHUNK = chunk_size(torch.device("cpu"))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.towers.image import OpenCLIPImageTowerConfig, TimmTowerConfig
-from vqclip.towers.pixels import Normalize
+from vqclip.towers.image import Normalize, TimmTowerConfig
+from vqclip.towers.open_clip import OpenCLIPImageTowerConfig
 
 VIT = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 CNN = {"depths": [1, 1, 1, 1], "dims": [8, 8, 16, 24], "output_stride": 16}

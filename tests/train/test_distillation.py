@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tests.data.making import caption_shards
 from tests.models import FSQ, tiny_model
 from tests.open_clip_models import save_open_clip
-from tests.towers.huggingface.making import make_image
+from tests.towers.transformers_models import make_image
 from tests.train.test_grad_cache import assert_alike, batch_number
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
 from vqclip.errors import ConfigError, NonFiniteError, OtherRunError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.data.making import caption_shards
-from tests.towers.huggingface.making import make_image, make_text
+from tests.towers.transformers_models import make_image, make_text
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
 from vqclip import checkpoint, load_tokenizer
 from vqclip.data.tokens import TokenRecord

@@ -23,8 +23,7 @@ from vqclip.data_tools.show import ModelInputs
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.atomic import write_text
 from vqclip.runlog.console import print_output
-from vqclip.towers.bpe import BPE
-from vqclip.towers.vocabulary import MAX_CONTEXT, Vocabulary
+from vqclip.towers.vocabulary import BPE, MAX_CONTEXT, Vocabulary
 
 __all__ = ["EXAMPLES", "configure", "run"]
 

@@ -27,7 +27,7 @@ from vqclip.pixels.grid import pixels_per_token, prime_factors, require_groups
 from vqclip.quantizers import Product, QuantizerConfig, QuantizerOutput, checks
 from vqclip.quantizers.draws import random_integers
 from vqclip.seeds import derive_seed
-from vqclip.towers.pixels import Normalize
+from vqclip.towers.image import Normalize
 
 __all__ = ["Detail", "DetailConfig"]
 

@@ -2,50 +2,25 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from vqclip.errors import CheckpointError
+from vqclip.io import hub
 from vqclip.io.atomic import write_text
 from vqclip.io.files import expand_home
 from vqclip.tokenizer.card import card as plain_card
 from vqclip.tokenizer.folder import CARD_FILE, FILES, TokenizerFolder
 
-_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
 
 def find_folder(folder: str | Path, revision: str | None = None) -> Path:
-    """Return a local folder, or fetch a model on the hub into the hub's cache: JSON, safetensors and card only.
-
-    Args:
-        folder: a folder, or a hub name ``owner/name``; an existing folder has precedence.
-        revision: branch, tag or commit on the hub; None for the newest.
+    """Return a local tokenizer folder, or fetch one from the hub: JSON, safetensors and card only.
 
     Raises:
-        CheckpointError: neither exists, the hub cannot be reached, or a revision of a local folder is given.
+        CheckpointError: see `vqclip.io.hub.find_folder`.
     """
-    path = expand_home(folder)
-    if path.exists() or str(folder).count("/") != 1 or str(folder).startswith((".", "/", "~")):
-        if revision is not None:
-            raise CheckpointError(
-                f"{folder}: got revision {revision!r} of a local folder, expected none: only models on the hub have "
-                "revisions, and their names are owner/name"
-            )
-        return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(str(folder), revision=revision, allow_patterns=list(FILES)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        at = "" if revision is None else f" (revision {revision!r})"
-        raise CheckpointError(
-            f"{folder}{at}: neither a local folder nor a model on the hub that can be reached or is in its cache: "
-            f"{error}; expected a folder that save_pretrained wrote, or owner/name of a model that push_to_hub sent. "
-            "Without a network, load it once on a machine with one, or copy the folder"
-        ) from error
+    return hub.find_folder(folder, revision, FILES)
 
 
 def push_folder(
@@ -70,7 +45,7 @@ def push_folder(
         CheckpointError: for a folder that is missing or damaged, an invalid name, or a hub that cannot be reached or
             refuses.
     """
-    if not _NAME.fullmatch(name):
+    if not hub.HUB_NAME.fullmatch(name):
         raise CheckpointError(f"hub: got the name {name!r}, expected owner/name")
     folder = expand_home(folder)
     for path in (folder / file for file in FILES):

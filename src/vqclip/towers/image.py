@@ -1,25 +1,26 @@
-"""Image towers: any timm model, or the vision half of an open_clip model; pixels to a grid of features."""
+"""Image towers: pixels to a grid of features. Any timm model, and a small stack of convolutions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from vqclip.errors import ConfigError
+from vqclip.config.bounds import MAX_WIDTH
+from vqclip.errors import ConfigError, ShapeError
 from vqclip.towers.base import Tower, freeze_unused
-from vqclip.towers.open_clip import create_open_clip, unknown_model_error
-from vqclip.towers.packages import EFFICIENTNET_NAME, load_efficientnet
-from vqclip.towers.pixels import OPENAI_MEAN, OPENAI_STD, Normalize
 from vqclip.towers.training import TowerConfig, set_training
-from vqclip.towers.weights import load_checkpoint
+from vqclip.towers.weights import EFFICIENTNET_NAME, load_checkpoint, load_efficientnet
 
+OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
+OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 _ELSEWHERE = {
     "img_size": "image_size decides it",
     "num_classes": "a tower has no classifier",
@@ -74,7 +75,51 @@ class ImageTower(Tower):
         return self.normalize.mean.new_zeros(1, 3, self.image_size, self.image_size)
 
 
-class _TimmFeatures(nn.Module):
+class Normalize(nn.Module):
+    """Checks pixels and normalises each channel to zero mean and unit deviation.
+
+    Args:
+        image_size: height and width that the tower expects, in pixels.
+        mean, std: per-channel mean and deviation of pixels in 0..1.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, image_size: int, mean: Sequence[float] = OPENAI_MEAN, std: Sequence[float] = OPENAI_STD):
+        super().__init__()
+        self.image_size = image_size
+        # Constants of the architecture, not weights: not in the state dict.
+        self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(3, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Normalise ``images``.
+
+        Args:
+            images: ``(B, 3, H, W)``, uint8 in 0..255 or floating point in 0..1.
+
+        Returns:
+            ``(B, 3, H, W)`` in the dtype of the tower's weights.
+
+        Raises:
+            ShapeError: wrong shape or dtype.
+        """
+        size = self.image_size
+        if images.ndim != 4 or tuple(images.shape[1:]) != (3, size, size):
+            raise ShapeError(
+                f"images: got shape {tuple(images.shape)}, expected (B, 3, {size}, {size}); "
+                "tokenizer.preprocess makes such a tensor from a PIL image"
+            )
+        if images.dtype == torch.uint8:
+            # In place on the new tensor: three times as fast.
+            return images.to(self.mean.dtype).div_(255).sub_(self.mean).div_(self.std)
+        if not images.is_floating_point():
+            raise ShapeError(f"images: got dtype {images.dtype}, expected uint8 (0..255) or floating point (0..1)")
+        return (images.to(self.mean.dtype) - self.mean) / self.std
+
+
+class TimmFeatures(nn.Module):
     """A timm model's last feature map as ``(B, N, D)``, without prefix (class, register) tokens."""
 
     def __init__(self, model: nn.Module):
@@ -84,37 +129,11 @@ class _TimmFeatures(nn.Module):
         self.channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
 
     def forward(self, pixels: Tensor) -> Tensor:
+        """Map normalised pixels ``(B, 3, H, W)`` to features ``(B, N, D)``."""
         features: Tensor = self.model.forward_features(pixels)  # type: ignore[operator]
         if features.ndim == 3:
             return features[:, self.prefix :]
         return features.flatten(1, 2) if self.channels_last else features.flatten(2).transpose(1, 2)
-
-
-class _OpenCLIPFeatures(nn.Module):
-    """The last patch features of open_clip's own ViT as ``(B, N, D)``."""
-
-    def __init__(self, visual: nn.Module):
-        super().__init__()
-        self.visual = visual
-        visual.prune_intermediate_layers(1, prune_norm=False, prune_head=True)  # type: ignore[operator]
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        out = self.visual.forward_intermediates(  # type: ignore[operator]
-            pixels, indices=1, normalize_intermediates=True, intermediates_only=True, output_fmt="NLC"
-        )
-        return out["image_intermediates"][-1]
-
-
-class _ResNetFeatures(nn.Module):
-    """The last feature map of open_clip's own ResNet as ``(B, N, D)``, without its pooling by attention."""
-
-    def __init__(self, visual: nn.Module):
-        super().__init__()
-        self.visual = visual
-        visual.attnpool = nn.Identity()
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        return self.visual(pixels).flatten(2).transpose(1, 2)
 
 
 class TimmTowerConfig(TowerConfig):
@@ -204,7 +223,7 @@ class TimmTowerConfig(TowerConfig):
                 model = model.to(memory_format=torch.channels_last)
             # timm's statistics fit its pretrained weights; without these any will do.
             mean, std = defaults.get("mean", OPENAI_MEAN), defaults.get("std", OPENAI_STD)
-            tower = ImageTower(_TimmFeatures(model), Normalize(self.image_size, mean, std))
+            tower = ImageTower(TimmFeatures(model), Normalize(self.image_size, mean, std))
         return set_training(tower, self.train)
 
     def _create(self) -> Any:
@@ -246,58 +265,11 @@ class TimmTowerConfig(TowerConfig):
             ) from e
 
 
-class OpenCLIPImageTowerConfig(TowerConfig):
-    """The vision half of an open_clip model."""
-
-    random_weights: ClassVar[dict[str, Any]] = {"pretrained": None}
-    """Settings to change to build the same network without pretrained weights."""
-
-    kind: Literal["open_clip"] = "open_clip"
-    model: str
-    """Name of the open_clip model, such as `ViT-B-16`."""
-    pretrained: str | None = None
-    """Tag of pretrained weights (`open_clip.list_pretrained()`) or the path of a local file; null: random weights."""
-
-    @torch.inference_mode(False)  # weights made in inference mode could neither be probed nor trained
-    def build(self) -> ImageTower:
-        """Make the tower.
-
-        Raises:
-            ConfigError: unknown model or tag, or a vision half that does not return features of patches.
-        """
-        clip = create_open_clip(self.model, self.pretrained)
-        visual = clip.visual
-        size = visual.image_size[0] if isinstance(visual.image_size, tuple) else visual.image_size
-        mean, std = visual.preprocess_cfg["mean"], visual.preprocess_cfg["std"]
-        with _translate_open_clip_errors(self.model):
-            tower = ImageTower(self._backbone(visual), Normalize(int(size), mean, std))
-        return set_training(tower, self.train)
-
-    def _backbone(self, visual: Any) -> nn.Module:
-        if hasattr(visual, "trunk"):
-            return _TimmFeatures(visual.trunk)
-        if hasattr(visual, "attnpool") and hasattr(visual, "layer4"):
-            return _ResNetFeatures(visual)
-        if not hasattr(visual, "prune_intermediate_layers"):
-            raise ConfigError(
-                f"tower.model: the vision half of {self.model!r} is a {type(visual).__name__}, which does not give "
-                "features of patches; expected open_clip's own ViT or a timm model (such as ViT-B-16)"
-            )
-        return _OpenCLIPFeatures(visual)
-
-
-@contextmanager
-def _translate_open_clip_errors(model: str) -> Iterator[None]:
-    """Raise the errors of a vision half that cannot return features of patches as ConfigError."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, LookupError) as error:
-        raise ConfigError(
-            f"tower.model: the vision half of {model!r} does not give features of patches ({type(error).__name__}: "
-            f"{error}); expected open_clip's own ViT without attentional pooling, or a timm model (such as ViT-B-16)"
-        ) from error
+def unknown_model_error(key: str, library: str, name: str, known: Sequence[str]) -> ConfigError:
+    """Return the error for a model that `library` does not have; `key` is the setting, `known` the valid names."""
+    close = get_close_matches(name, known, n=5)
+    hint = f"did you mean one of: {', '.join(close)}?" if close else f"{library}.list_models() gives the names"
+    return ConfigError(f"{key}: {library} has no model {name!r}; {hint}")
 
 
 def _require_whole_patches(model: Any, image_size: int) -> None:
@@ -325,3 +297,72 @@ def _group_norm(channels: int, channels_per_group: int, **factory: Any) -> nn.Gr
             f"tower.group_norm: got {channels_per_group} channels per group, which do not divide a layer of {channels}"
         )
     return nn.GroupNorm(groups, channels, **factory)
+
+
+class _Convolutions(nn.Module):
+    """Strided 3×3 convolutions, each with group normalisation and ReLU: ``(B, 3, H, W) → (B, N, D)``.
+
+    Standardised weights (Qiao et al. 2019; BiT, Kolesnikov et al. 2020) let group normalisation train as fast as batch
+    normalisation, whose statistics would tie a sample to the others of its rank.
+    """
+
+    def __init__(self, channels: list[int], channels_per_group: int):
+        super().__init__()
+        from timm.layers import StdConv2d
+
+        self.stages = nn.ModuleList(
+            nn.Sequential(
+                StdConv2d(before, after, 3, stride=2, padding=1),
+                nn.GroupNorm(after // channels_per_group, after),
+                nn.ReLU(),
+            )
+            for before, after in zip([3, *channels], channels, strict=False)
+        )
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = pixels
+        for stage in self.stages:
+            x = stage(x)
+        return x.flatten(2).transpose(1, 2)
+
+
+class ConvolutionalTowerConfig(TowerConfig):
+    """A plain stack of strided convolutions: each stage halves the image, the last one's cells are the tokens."""
+
+    kind: Literal["convolutional"] = "convolutional"
+    image_size: int = Field(ge=8, le=4096)
+    """Height and width of the input in pixels; a multiple of 2^stages."""
+    channels: list[Annotated[int, Field(ge=1, le=MAX_WIDTH)]] = Field([32, 64, 128, 192], min_length=1, max_length=8)
+    """Channels of each stage; there are (image_size / 2^stages)² tokens."""
+    channels_per_group: int = Field(4, ge=1)
+    """Number of channels that are normalised together; must divide every entry of `channels`."""
+
+    @model_validator(mode="after")
+    def _groups_divide_channels(self) -> ConvolutionalTowerConfig:
+        if any(width % self.channels_per_group for width in self.channels):
+            raise ValueError(
+                f"got channels {self.channels} and channels_per_group {self.channels_per_group}; expected channels "
+                "that are multiples of channels_per_group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stages_halve_the_image(self) -> ConvolutionalTowerConfig:
+        cell = 2 ** len(self.channels)
+        if self.image_size % cell:
+            raise ValueError(
+                f"got image_size {self.image_size} and {len(self.channels)} stages in channels; expected an image_size "
+                f"that is a multiple of 2^{len(self.channels)}, such as {max(1, round(self.image_size / cell)) * cell}"
+            )
+        if self.image_size == cell and self.channels_per_group == 1:
+            raise ValueError(
+                "got channels_per_group 1 with a single token: each group is one number, which is normalised "
+                "to 0; expected channels_per_group 2 or more, a larger image_size or fewer stages in channels"
+            )
+        return self
+
+    @torch.inference_mode(False)
+    def build(self) -> ImageTower:
+        """Make the tower with random weights (torch's global generator), channels last in memory."""
+        network = _Convolutions(self.channels, self.channels_per_group).to(memory_format=torch.channels_last)
+        return set_training(ImageTower(network, Normalize(self.image_size)), self.train)

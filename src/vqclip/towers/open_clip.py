@@ -1,25 +1,142 @@
-"""Creation of open_clip models, with errors that name the setting."""
+"""open_clip's models as towers: both halves, their creation, and a record of what was taken from a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar, Literal
 from zipfile import BadZipFile
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import first_names, nonfinite_names
+from vqclip.nn.temperature import PretrainedTemperature
+from vqclip.towers.image import ImageTower, Normalize, TimmFeatures, unknown_model_error
+from vqclip.towers.text import TextTower, open_clip_tower
+from vqclip.towers.training import TowerConfig, set_training
+from vqclip.towers.vocabulary import BPE
 from vqclip.towers.weights import explain, read_state, require_plain_size
+
+_TEMPERATURE = ("logit_scale", "logit_bias")
+_FAILURES = (
+    *(RuntimeError, OSError, ValueError, ImportError, UnpicklingError, SafetensorError, BadZipFile),
+    *(AssertionError, AttributeError, EOFError, LookupError, StopIteration, TypeError),  # from files of other content
+)
+
+
+class OpenCLIPTowerConfig(TowerConfig):
+    """Common keys of the two halves."""
+
+    random_weights: ClassVar[dict[str, Any]] = {"pretrained": None}
+    """Settings to change to build the same network without pretrained weights."""
+
+    kind: Literal["open_clip"] = "open_clip"
+    model: str
+    """Name of the open_clip model, such as `ViT-B-16`."""
+    pretrained: str | None = None
+    """Tag of pretrained weights (`open_clip.list_pretrained()`) or the path of a local file; null: random weights."""
+
+
+class OpenCLIPImageTowerConfig(OpenCLIPTowerConfig):
+    """The vision half of an open_clip model."""
+
+    @torch.inference_mode(False)  # weights made in inference mode could neither be probed nor trained
+    def build(self) -> ImageTower:
+        """Make the tower.
+
+        Raises:
+            ConfigError: unknown model or tag, or a vision half that does not return features of patches.
+        """
+        clip = create_open_clip(self.model, self.pretrained)
+        visual = clip.visual
+        size = visual.image_size[0] if isinstance(visual.image_size, tuple) else visual.image_size
+        mean, std = visual.preprocess_cfg["mean"], visual.preprocess_cfg["std"]
+        try:
+            tower = ImageTower(self._backbone(visual), Normalize(int(size), mean, std))
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, LookupError) as error:
+            raise ConfigError(
+                f"tower.model: the vision half of {self.model!r} does not give features of patches "
+                f"({type(error).__name__}: {error}); expected open_clip's own ViT without attentional pooling, or a "
+                "timm model (such as ViT-B-16)"
+            ) from error
+        return set_training(tower, self.train)
+
+    def _backbone(self, visual: Any) -> nn.Module:
+        if hasattr(visual, "trunk"):
+            return TimmFeatures(visual.trunk)
+        if hasattr(visual, "attnpool") and hasattr(visual, "layer4"):
+            return _ResNetFeatures(visual)
+        if not hasattr(visual, "prune_intermediate_layers"):
+            raise ConfigError(
+                f"tower.model: the vision half of {self.model!r} is a {type(visual).__name__}, which does not give "
+                "features of patches; expected open_clip's own ViT or a timm model (such as ViT-B-16)"
+            )
+        return _OpenCLIPFeatures(visual)
+
+
+class _OpenCLIPFeatures(nn.Module):
+    """The last patch features of open_clip's own ViT as ``(B, N, D)``."""
+
+    def __init__(self, visual: nn.Module):
+        super().__init__()
+        self.visual = visual
+        visual.prune_intermediate_layers(1, prune_norm=False, prune_head=True)  # type: ignore[operator]
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        out = self.visual.forward_intermediates(  # type: ignore[operator]
+            pixels, indices=1, normalize_intermediates=True, intermediates_only=True, output_fmt="NLC"
+        )
+        return out["image_intermediates"][-1]
+
+
+class _ResNetFeatures(nn.Module):
+    """The last feature map of open_clip's own ResNet as ``(B, N, D)``, without its pooling by attention."""
+
+    def __init__(self, visual: nn.Module):
+        super().__init__()
+        self.visual = visual
+        visual.attnpool = nn.Identity()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.visual(pixels).flatten(2).transpose(1, 2)
+
+
+class OpenCLIPTextTowerConfig(OpenCLIPTowerConfig):
+    """The text half of an open_clip model."""
+
+    def build(self) -> TextTower:
+        """Make the tower.
+
+        Raises:
+            ConfigError: unknown model or tag, or a text half that is not open_clip's own transformer.
+        """
+        from open_clip.transformer import TextTransformer
+
+        text = create_open_clip(self.model, self.pretrained).text
+        if not isinstance(text, TextTransformer) or text.cls_emb is not None or text.vocab_size != BPE.size:
+            raise ConfigError(
+                f"tower.model: the text half of {self.model!r} is a {type(text).__name__} with another vocabulary or a "
+                "class token; expected open_clip's own text transformer over its byte pairs (such as ViT-B-16)"
+            )
+        return set_training(open_clip_tower(text), self.train)
+
+    def vocabulary(self) -> BPE:
+        """Return the vocabulary that maps captions to this tower's token numbers."""
+        import open_clip
+
+        config = open_clip.get_model_config(self.model) or {}
+        return BPE(int(config.get("text_cfg", {}).get("context_length", 77)))
 
 
 @dataclass
@@ -37,12 +154,6 @@ class SharedModels:
 
 
 _SHARED: ContextVar[SharedModels | None] = ContextVar("shared open_clip models", default=None)
-
-
-_FAILURES = (
-    *(RuntimeError, OSError, ValueError, ImportError, UnpicklingError, SafetensorError, BadZipFile),
-    *(AssertionError, AttributeError, EOFError, LookupError, StopIteration, TypeError),  # from files of other content
-)
 
 
 @contextmanager
@@ -132,8 +243,62 @@ def _create(model: str, pretrained: str | None) -> Any:
     return made
 
 
-def unknown_model_error(key: str, library: str, name: str, known: Sequence[str]) -> ConfigError:
-    """Return the error for a model that `library` does not have; `key` is the setting, `known` the valid names."""
-    close = get_close_matches(name, known, n=5)
-    hint = f"did you mean one of: {', '.join(close)}?" if close else f"{library}.list_models() gives the names"
-    return ConfigError(f"{key}: {library} has no model {name!r}; {hint}")
+@dataclass(frozen=True)
+class InheritedWeights:
+    """Weights that a model has taken from an open_clip checkpoint, by open_clip's names."""
+
+    source: str
+    """Name of the open_clip model and its pretrained weights."""
+    taken: dict[str, tuple[int, ...]]
+    """Name → shape of every tensor that a tower or the temperature has taken."""
+    left: dict[str, tuple[int, ...]]
+    """Name → shape of the others: projections to open_clip's own embedding, its pooling, heads."""
+    notes: tuple[str, ...] = ()
+    """Remarks on the temperature."""
+
+    def describe(self) -> str:
+        """Return a few lines for the log."""
+        lines = [f"model.towers: took {_count(self.taken)} of {self.source}"]
+        if self.left:
+            lines.append(f"model.towers: did not take {_count(self.left)}: {first_names(self.left, 20)}")
+        return "\n".join((*lines, *self.notes))
+
+
+def pretrained_temperature(tensors: Mapping[str, Tensor]) -> PretrainedTemperature | None:
+    """Return the temperature among the tensors of an open_clip model, None if they have none."""
+    if "logit_scale" not in tensors:
+        return None
+    bias = tensors.get("logit_bias")
+    return PretrainedTemperature(tensors["logit_scale"].item(), None if bias is None else bias.item())
+
+
+def find_inherited(
+    source: str,
+    tensors: Mapping[str, Tensor],
+    towers: Iterable[nn.Module],
+    temperature: Collection[str],
+    notes: tuple[str, ...] = (),
+) -> InheritedWeights:
+    """Find the tensors of an open_clip model that are now those of ``towers``.
+
+    Args:
+        source: name of the checkpoint.
+        tensors: of the open_clip model, by name; the towers share those that they have taken.
+        towers: modules that have taken parts of it; weights that do not affect their features count as left.
+        temperature: which of ``logit_scale`` and ``logit_bias`` were taken.
+        notes: see `InheritedWeights`.
+    """
+    used: set[int] = set()
+    for tower in towers:
+        unused = set(getattr(tower, "unused", ()))
+        used |= {id(tensor) for name, tensor in tower.state_dict(keep_vars=True).items() if name not in unused}
+    taken: dict[str, tuple[int, ...]] = {}
+    left: dict[str, tuple[int, ...]] = {}
+    for name, tensor in tensors.items():
+        is_taken = name in temperature if name in _TEMPERATURE else id(tensor) in used
+        (taken if is_taken else left)[name] = tuple(tensor.shape)
+    return InheritedWeights(source, taken, left, notes)
+
+
+def _count(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return f"{len(shapes)} tensors ({sum(math.prod(shape) for shape in shapes.values()):,} numbers)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from einops import repeat
@@ -10,13 +10,11 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vqclip.config.bounds import MAX_LAYERS, MAX_WIDTH
-from vqclip.errors import ConfigError, ShapeError
+from vqclip.errors import ShapeError
 from vqclip.nn.attention import heads_divide_width
 from vqclip.towers.base import Tower
-from vqclip.towers.bpe import BPE
-from vqclip.towers.open_clip import create_open_clip
 from vqclip.towers.training import TowerConfig, set_training
-from vqclip.towers.vocabulary import MAX_CONTEXT, Vocabulary
+from vqclip.towers.vocabulary import BPE, MAX_CONTEXT, Vocabulary
 
 
 class TextNetwork(Protocol):
@@ -103,6 +101,11 @@ class TextTower(Tower):
         return torch.zeros(1, self.context_length, dtype=torch.int64, device=next(self.parameters()).device)
 
 
+def attendable(real: Tensor) -> Tensor:
+    """Return ``real`` with rows without a real token all True: attention over nothing would be NaN."""
+    return real | ~real.any(dim=1, keepdim=True)
+
+
 class OpenCLIPText:
     """Runs an ``open_clip.transformer.TextTransformer`` over open_clip's byte pairs."""
 
@@ -127,11 +130,6 @@ class OpenCLIPText:
         visible = attendable(real)
         hidden = torch.zeros(visible.shape, dtype=dtype, device=real.device).masked_fill(~visible, float("-inf"))
         return repeat(hidden, "b keys -> (b heads) queries keys", heads=network.heads, queries=length)
-
-
-def attendable(real: Tensor) -> Tensor:
-    """Return ``real`` with rows without a real token all True: attention over nothing would be NaN."""
-    return real | ~real.any(dim=1, keepdim=True)
 
 
 def open_clip_tower(transformer: Any) -> TextTower:
@@ -180,39 +178,3 @@ class TransformerTowerConfig(TowerConfig):
     def vocabulary(self) -> BPE:
         """Return the vocabulary that maps captions to this tower's token numbers."""
         return BPE(self.context_length)
-
-
-class OpenCLIPTextTowerConfig(TowerConfig):
-    """The text half of an open_clip model."""
-
-    random_weights: ClassVar[dict[str, Any]] = {"pretrained": None}
-    """Settings to change to build the same network without pretrained weights."""
-
-    kind: Literal["open_clip"] = "open_clip"
-    model: str
-    """Name of the open_clip model, such as `ViT-B-16`."""
-    pretrained: str | None = None
-    """Tag of pretrained weights (`open_clip.list_pretrained()`) or the path of a local file; null: random weights."""
-
-    def build(self) -> TextTower:
-        """Make the tower.
-
-        Raises:
-            ConfigError: unknown model or tag, or a text half that is not open_clip's own transformer.
-        """
-        from open_clip.transformer import TextTransformer
-
-        text = create_open_clip(self.model, self.pretrained).text
-        if not isinstance(text, TextTransformer) or text.cls_emb is not None or text.vocab_size != BPE.size:
-            raise ConfigError(
-                f"tower.model: the text half of {self.model!r} is a {type(text).__name__} with another vocabulary or a "
-                "class token; expected open_clip's own text transformer over its byte pairs (such as ViT-B-16)"
-            )
-        return set_training(open_clip_tower(text), self.train)
-
-    def vocabulary(self) -> BPE:
-        """Return the vocabulary that maps captions to this tower's token numbers."""
-        import open_clip
-
-        config = open_clip.get_model_config(self.model) or {}
-        return BPE(int(config.get("text_cfg", {}).get("context_length", 77)))

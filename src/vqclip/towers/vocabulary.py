@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import codecs
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+
+from vqclip.errors import ConfigError, ShapeError
+from vqclip.nn.inputs import require_captions
+from vqclip.towers.transformers_folder import VOCABULARY_FILE, require_library
 
 MAX_CONTEXT = 4096
 """Largest context length."""
+_CACHED_WORDS = 100_000
+_LONG_WORD = 64
+"""Longer words, in characters, are not cached."""
+_SIZE = 49408
+_END = "</w>"
+"""End of the last token of a word."""
+_END_OF_TEXT = 49407
+_PADDING = -1
+"""Number of a position without a token: unlike a tokenizer's own padding, no caption can contain it."""
 
 
 class Vocabulary(Protocol):
@@ -55,6 +72,274 @@ class Vocabulary(Protocol):
 
     def describe(self) -> str:
         """Return how rows are made, for implementations in other languages."""
+
+
+class BPE:
+    """open_clip's byte-pair vocabulary at a fixed context length.
+
+    Contains only the length, so that it is cheap to send to data-loader workers; each process loads the tables once.
+
+    Args:
+        context_length: N, token positions per caption.
+    """
+
+    size = _SIZE
+    end_of_text = _END_OF_TEXT
+    """Number of the end mark."""
+
+    def __init__(self, context_length: int):
+        self.context_length = context_length
+
+    def __call__(self, captions: Sequence[str]) -> Tensor:
+        """Map B captions to ``(B, N)`` int64, start and end marks included, padded with 0.
+
+        Raises:
+            ShapeError: not a list or tuple of str.
+        """
+        return self.with_lengths(captions)[0]
+
+    def with_lengths(self, captions: Sequence[str]) -> tuple[Tensor, list[int]]:
+        """Tokenize captions as `__call__` does, and return the length of each before it was cut.
+
+        Lengths are in tokens, start and end marks included, and at most `MAX_CONTEXT` + 1.
+        """
+        bpe = _bpe()
+        rows = [[bpe.sot_token_id, *bpe.encode(text), bpe.eot_token_id] for text in require_captions(captions)]
+        tokens = torch.zeros(len(rows), self.context_length, dtype=torch.int64)
+        for row, numbers in zip(tokens, rows, strict=True):
+            if len(numbers) > self.context_length:
+                numbers = [*numbers[: self.context_length - 1], bpe.eot_token_id]
+            row[: len(numbers)] = torch.tensor(numbers)
+        return tokens, [min(len(numbers), MAX_CONTEXT + 1) for numbers in rows]
+
+    def pieces(self, caption: str) -> tuple[list[str], int]:
+        """Return the text of each token of a caption, and how many of them are read; see `Vocabulary.pieces`."""
+        bpe, decoder = _bpe(), codecs.getincrementaldecoder("utf-8")("replace")
+        texts = [
+            decoder.decode(bytes(bpe.byte_decoder[character] for character in token.removesuffix(_END)))
+            + " " * token.endswith(_END)
+            for token in map(bpe.decoder.__getitem__, bpe.encode(caption))
+        ]
+        return texts, self.context_length - 2
+
+    def mask(self, tokens: Tensor) -> Tensor:
+        """Return ``(B, N)`` bool, True up to and including the first end mark; a row without one has no real token.
+
+        The padding's number 0 is ambiguous: it is also the number of "!" inside a word.
+        """
+        is_end = tokens == self.end_of_text
+        end = is_end.int().argmax(dim=1, keepdim=True)  # the first of equals
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return (positions <= end) & is_end.any(dim=1, keepdim=True)
+
+    def require_rows(self, tokens: Tensor) -> None:
+        """Check that each row is a caption.
+
+        Raises:
+            ShapeError: a number outside the vocabulary, or a row without end mark.
+        """
+        for number in tokens[(tokens < 0) | (tokens >= self.size)].tolist():
+            raise ShapeError(f"tokens: got the number {number}, expected 0 to {self.size - 1}")
+        for row in (tokens != self.end_of_text).all(dim=1).nonzero().flatten().tolist():
+            raise ShapeError(
+                f"tokens[{row}]: got a row without the end mark {self.end_of_text}, expected one after the last token; "
+                "tokenizer.preprocess makes such rows from captions"
+            )
+
+    def files(self) -> dict[str, bytes]:
+        """Return no files: open_clip contains the tables."""
+        return {}
+
+    def describe(self) -> str:
+        """Return how rows are made."""
+        return "open_clip's byte pairs: start mark, tokens, end mark, then zeros up to the context length"
+
+
+class _Bounded(dict[str, str]):
+    """A cache that is cleared when it is full: open_clip's own cache grows without limit."""
+
+    def __setitem__(self, word: str, pairs: str) -> None:
+        if len(self) >= _CACHED_WORDS:
+            self.clear()
+        if len(word) <= _LONG_WORD:
+            super().__setitem__(word, pairs)
+
+
+@lru_cache(maxsize=1)
+def _bpe() -> Any:
+    """Return open_clip's tokenizer, changed so that ``<end_of_text>`` in a caption is ordinary text."""
+    from open_clip import tokenizer as theirs
+
+    tokenizer = theirs.SimpleTokenizer()
+    # Its pattern matches marks in captions first. Without that alternative their letters and brackets are split like
+    # other text, and no caption, also not `&lt;end_of_text&gt;`, gives the number of a mark.
+    marks = "|".join(tokenizer.decoder[number] for number in tokenizer.all_special_ids) + "|"
+    pattern: str = tokenizer.pat.pattern
+    if not pattern.startswith(marks):
+        raise RuntimeError(f"open_clip's tokenizer changed: expected a pattern that starts with {marks}, got {pattern}")
+    if (tokenizer.vocab_size, tokenizer.eot_token_id) != (_SIZE, _END_OF_TEXT):
+        raise RuntimeError(f"open_clip's vocabulary changed: expected {_SIZE} tokens, got {tokenizer.vocab_size}")
+    regex = theirs.re  # the package of that name: Python's own does not know \p{L}
+    tokenizer.pat = regex.compile(pattern.removeprefix(marks), regex.IGNORECASE)
+    tokenizer.cache = _Bounded()
+    return tokenizer
+
+
+class FastVocabulary:
+    """A fast tokenizer of transformers at a fixed context length; rows are padded with -1.
+
+    Marks such as ``[SEP]`` or ``</s>`` that a caption writes are ordinary text.
+
+    Args:
+        content: of ``tokenizer.json``; each process parses it once.
+        context_length: N, token positions per caption, marks included.
+
+    Raises:
+        ConfigError: a damaged file, or a tokenizer that adds no mark, so that an empty caption would have no token.
+    """
+
+    def __init__(self, content: bytes, context_length: int):
+        self._content = content
+        self.context_length = context_length
+        table = _table(content)
+        self.size, marks = table.size, len(table.before) + len(table.after)
+        if marks == 0:
+            raise ConfigError(
+                f"tower.name: {VOCABULARY_FILE} adds no marks such as [CLS] or </s>, so that an empty caption would "
+                "have no token; expected the tokenizer of an encoder"
+            )
+        if context_length <= marks:
+            raise ConfigError(
+                f"tower.context_length: got {context_length}; expected more than the {marks} marks that the tokenizer "
+                "adds to each caption"
+            )
+
+    def __call__(self, captions: Sequence[str]) -> Tensor:
+        """Map B captions to ``(B, N)`` int64, marks included; see `Vocabulary`."""
+        return self.with_lengths(captions)[0]
+
+    def with_lengths(self, captions: Sequence[str]) -> tuple[Tensor, list[int]]:
+        """Tokenize captions as `__call__` does, and return the length of each before it was cut; see `Vocabulary`."""
+        table = _table(self._content)
+        marks = len(table.before) + len(table.after)
+        rows = [table.read(text).numbers for text in require_captions(captions)]
+        tokens = torch.full((len(rows), self.context_length), _PADDING, dtype=torch.int64)
+        for row, numbers in zip(tokens, rows, strict=True):
+            whole = [*table.before, *numbers[: self.context_length - marks], *table.after]
+            row[: len(whole)] = torch.tensor(whole)
+        return tokens, [min(marks + len(numbers), MAX_CONTEXT + 1) for numbers in rows]
+
+    def pieces(self, caption: str) -> tuple[list[str], int]:
+        """Return the text of each token of a caption, and how many of them are read; see `Vocabulary.pieces`."""
+        table = _table(self._content)
+        return table.read(caption).pieces, self.context_length - len(table.before) - len(table.after)
+
+    def mask(self, tokens: Tensor) -> Tensor:
+        """Return ``(B, N)`` bool, True where there is a token."""
+        return tokens >= 0
+
+    def require_rows(self, tokens: Tensor) -> None:
+        """Check that each row is a caption.
+
+        Raises:
+            ShapeError: a number outside the vocabulary, a row without tokens, or a token after padding.
+        """
+        for number in tokens[(tokens < _PADDING) | (tokens >= self.size)].tolist():
+            raise ShapeError(f"tokens: got the number {number}, expected 0 to {self.size - 1}, or -1 at padding")
+        real = self.mask(tokens)
+        wrong = ~real[:, 0] | (real[:, 1:] & ~real[:, :-1]).any(dim=1)
+        for row in wrong.nonzero().flatten().tolist():
+            raise ShapeError(
+                f"tokens[{row}]: got a row that is empty or has a token after padding (-1), expected tokens, then "
+                "padding; tokenizer.preprocess makes such rows from captions"
+            )
+
+    def files(self) -> dict[str, bytes]:
+        """Return ``tokenizer.json``, byte for byte."""
+        return {VOCABULARY_FILE: self._content}
+
+    def describe(self) -> str:
+        """Return how rows are made."""
+        return (
+            f"{VOCABULARY_FILE} of the tokenizer folder, with its marks and without its own cut and padding (special "
+            "tokens in a caption are ordinary text), then -1 up to the context length"
+        )
+
+
+class _Tokens(NamedTuple):
+    """Tokens of a caption, without marks."""
+
+    numbers: list[int]
+    pieces: list[str]
+    """The characters that each was made from, or the unknown token."""
+
+
+class _Table(NamedTuple):
+    """A parsed tokenizer."""
+
+    tokenizer: Any
+    before: tuple[int, ...]
+    """Marks before the tokens of a caption."""
+    after: tuple[int, ...]
+    """Marks after them."""
+    size: int
+    """Token numbers are below it."""
+    marks: frozenset[int]
+    """Special tokens that no caption may contain."""
+    unknown: int | None
+    """Token for text that the vocabulary lacks."""
+
+    def read(self, text: str) -> _Tokens:
+        """Return the tokens of a caption; those with the numbers of marks become the unknown token, or are removed.
+
+        A vocabulary of sentence pieces has the marks among its pieces, so that `encode_special_tokens` is not enough.
+        """
+        plain = text.encode(errors="replace").decode()  # without lone surrogates, which JSON can contain
+        encoded, found, end = self.tokenizer.encode(plain, add_special_tokens=False), _Tokens([], []), 0
+        for number, (_, stop) in zip(encoded.ids, encoded.offsets, strict=True):
+            if number not in self.marks and number != self.unknown:
+                found.numbers.append(number)
+                found.pieces.append(plain[end:stop])
+            elif self.unknown is not None:
+                found.numbers.append(self.unknown)
+                found.pieces.append(f"{self.tokenizer.id_to_token(self.unknown)} ")
+            end = max(end, stop)
+        return found
+
+
+@lru_cache(maxsize=4)
+def _table(content: bytes) -> _Table:
+    tokenizers = require_library("tokenizers")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        marks: list[int] = tokenizer.encode("").ids
+        bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
+        whole: list[int] = tokenizer.encode("a").ids
+    except BaseException as error:  # the library's own errors are plain Exceptions, its panics BaseExceptions
+        if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+            raise
+        raise ConfigError(
+            f"tower.name: {VOCABULARY_FILE} cannot be read: {type(error).__name__}: {error}; expected the file that a "
+            "fast tokenizer's save_pretrained writes"
+        ) from error
+    splits = [n for n in range(len(marks) + 1) if [*marks[:n], *bare, *marks[n:]] == whole]
+    if not splits:
+        raise ConfigError(
+            f"tower.name: the post-processor in {VOCABULARY_FILE} does not put fixed marks around a text; expected the "
+            "tokenizer of an encoder, such as that of BERT or RoBERTa"
+        )
+    model = json.loads(content)["model"]
+    name = model.get("unk_token")  # sentence pieces have its number in place of its text
+    unknown = model.get("unk_id") if name is None else tokenizer.token_to_id(name)
+    if unknown in marks:  # CLIP's unknown token is its end mark
+        unknown = None
+    special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    forbidden = frozenset({*special, *marks} - {unknown})
+    return _Table(tokenizer, tuple(marks[: splits[0]]), tuple(marks[splits[0] :]), size, forbidden, unknown)
 
 
 class CaptionLengths(Counter[int]):

@@ -20,8 +20,7 @@ from torch import nn
 
 from vqclip.errors import ConfigError
 from vqclip.quantizers import Quantizer
-from vqclip.towers.blocks import compiled_forward
-from vqclip.towers.depth import block_names
+from vqclip.towers.blocks import block_names, compiled_forward
 
 __all__ = ["CompiledRegions", "compile_model"]
 

@@ -114,11 +114,9 @@ def _refuse_current(name: str) -> None:
 
 
 def _find_on_hub(name: str) -> Path:
-    problem = "no such run, checkpoint or tokenizer folder here"
     try:
-        folder = find_folder(name)
+        return find_folder(name)
     except CheckpointError as error:
-        raise CheckpointError(f"{problem}: {error}") from None
-    if not folder.is_dir():
-        raise CheckpointError(f"{problem}: {name}; expected a {MODEL_HELP}")
-    return folder
+        raise CheckpointError(
+            f"no such run, checkpoint or tokenizer folder here: {error}; expected a {MODEL_HELP}"
+        ) from None

@@ -2,7 +2,7 @@
 
     learning rate = schedule · image_lr_ratio or text_lr_ratio · layer_decay^(L - l) · lr_ratio of the override
 
-The layers of a tower are l = 0 (before the blocks), 1 to L - 1 (its blocks) and L (after them): `vqclip.towers.depth`.
+The layers of a tower are l = 0 (before the blocks), 1 to L - 1 (its blocks) and L (after them): `vqclip.towers.blocks`.
 So the last block has one factor of the decay, the layer before the blocks has L, and everything from the tower's output
 to the embedding has none. This is the convention of BEiT (Bao et al. 2021, https://arxiv.org/abs/2106.08254) and MAE.
 timm's is the same, but it counts the norm after the blocks to the last block.
@@ -22,7 +22,7 @@ from vqclip.config import Config
 from vqclip.config.messages import did_you_mean
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import first_names
-from vqclip.towers.depth import layers
+from vqclip.towers.blocks import layers
 
 _SHOWN = 3
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from vqclip import checkpoint, dist
 from vqclip.checkpoint import OptimizerState
 from vqclip.errors import ConfigError
-from vqclip.towers.depth import block_names
+from vqclip.towers.blocks import block_names
 from vqclip.train.ema import AVERAGE
 from vqclip.train.tasks.base import Task
 

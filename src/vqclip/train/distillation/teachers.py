@@ -20,13 +20,11 @@ from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.hub import find_folder
 from vqclip.tokenizer.loading import load_tokenizer
 from vqclip.towers import ImageTower, TextTower
-from vqclip.towers.bpe import BPE
 from vqclip.towers.frozen import frozen_features, run_in_chunks
-from vqclip.towers.image import OpenCLIPImageTowerConfig
-from vqclip.towers.open_clip import create_open_clip
-from vqclip.towers.pixels import Normalize
-from vqclip.towers.text import OpenCLIPTextTowerConfig
+from vqclip.towers.image import Normalize
+from vqclip.towers.open_clip import OpenCLIPImageTowerConfig, OpenCLIPTextTowerConfig, create_open_clip
 from vqclip.towers.training import TowerConfig
+from vqclip.towers.vocabulary import BPE
 from vqclip.train.distillation.config import (
     FolderTeacherConfig,
     InitialTeacherConfig,

@@ -8,11 +8,30 @@ import shutil
 
 import pytest
 import torch
-from transformers import BartConfig, BartModel, GPT2Config, GPT2Model
+from transformers import (
+    BartConfig,
+    BartModel,
+    CLIPConfig,
+    CLIPModel,
+    GPT2Config,
+    GPT2Model,
+    ViTMAEConfig,
+    ViTMAEModel,
+)
 
-from tests.towers.huggingface.making import CAPTIONS, TEXTS, make_image, make_text, word_pieces
+from tests.towers.transformers_models import (
+    CAPTIONS,
+    IMAGES,
+    TEXT,
+    TEXTS,
+    VISION,
+    make_image,
+    make_network,
+    make_text,
+    word_pieces,
+)
 from vqclip.errors import ConfigError
-from vqclip.towers.huggingface import TransformersTextTowerConfig
+from vqclip.towers.transformers import TransformersImageTowerConfig, TransformersTextTowerConfig
 
 
 def config(folder, **settings):
@@ -140,7 +159,7 @@ def test_folders_of_sentence_transformers(bert, tmp_path):
     torch.testing.assert_close(tower(tokens), config(bert[0], context_length=9).build().eval()(tokens))
     for wrong, message in (
         ([modules[1]], "the first module is 'sentence_transformers.models.Pooling'"),
-        ([modules[0] | {"path": "../other"}], "leaves the folder"),
+        ([modules[0] | {"path": "../other"}], r"in '../other'; expected a Transformer .* in the folder"),
         ({}, "the first module is None"),
     ):
         (tmp_path / "modules.json").write_text(json.dumps(wrong))
@@ -180,15 +199,14 @@ def write(name, content):
     ("damage", "message"),
     [
         (lose("config.json"), "expected config.json, model.safetensors and, for text, tokenizer.json; got:.*model.saf"),
-        (lose("model.safetensors"), "contains no model.safetensors; expected"),
+        (lose("model.safetensors"), "contains no model.safetensors, but config.json"),
         (lose("tokenizer.json"), "contains no tokenizer.json, the file of a fast tokenizer"),
-        (pickle_only, "no model.safetensors but pytorch_model.bin; pickled files are never opened"),
+        (pickle_only, "no model.safetensors, but .*pytorch_model.bin.*; pickled weights are never opened"),
         (write("adapter_config.json", "{}"), "contains adapters"),
         (write("config.json", "{"), "config.json: not JSON"),
         (write("config.json", "[]"), "no JSON object"),
         (write("model.safetensors", "x" * 100), "transformers cannot make this model of type 'bert'"),
-        (lambda f: change(f, auto_map={"AutoModel": "own.Model"}), r"needs Python code of its own \(auto_map"),
-        (lambda f: change(f, model_type="nonsense"), "has no model type 'nonsense'"),
+        (lambda f: change(f, model_type="nonsense"), "has no model type 'nonsense'.*own code is never executed"),
         (lambda f: change(f, is_decoder=True), "which is no encoder of text"),
         (lambda f: change(f, quantization_config={"a": 1}), "has quantization_config"),
         (lambda f: change(f, part={"backbone": "someone/model"}), "has backbone, with which transformers fetches"),
@@ -212,6 +230,20 @@ def test_damaged_or_foreign_folders_are_refused(damage, message, bert, tmp_path)
         config(folder).build()
 
 
+def test_a_models_own_code_is_never_executed(bert, tmp_path):
+    folder, marker = tmp_path / "copy", tmp_path / "executed"
+    shutil.copytree(bert[0], folder)
+    (folder / "own.py").write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n")
+    code = {"auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.Model"}}
+    change(folder, **code)
+    tokens = torch.tensor([[2, 7, 3]])
+    assert torch.equal(config(folder).build().eval()(tokens), config(bert[0]).build().eval()(tokens))
+    change(folder, **code, model_type="own")
+    with pytest.raises(ConfigError, match="has no model type 'own'.*own code is never executed"):
+        config(folder).build()
+    assert not marker.exists()
+
+
 def test_what_is_no_text_encoder_is_refused(tmp_path):
     gpt = GPT2Model(GPT2Config(vocab_size=90, n_embd=16, n_layer=1, n_head=2))
     sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
@@ -232,12 +264,12 @@ def test_wrong_settings_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"tower.name: .*missing: no such folder; expected a folder"):
         config(tmp_path / "missing").build()
-    with pytest.raises(ConfigError, match="nobody/nothing: no such folder, and the hub cannot be reached"):
+    with pytest.raises(ConfigError, match="nobody/nothing: neither a local folder nor a model on the hub"):
         config("nobody/nothing").build()
-    with pytest.raises(ConfigError, match="got 'main' of a local folder"):
+    with pytest.raises(ConfigError, match="got revision 'main' of a local folder"):
         config(tmp_path, revision="main").build()
     for settings, message in (
-        ({}, "got neither name nor package"),
+        ({}, "got no name; expected one: name, or package"),
         ({"name": "a", "package": "minilm-l6"}, "got name and package; expected one"),
         ({"network": {}}, "got network with pretrained true"),
         ({"name": "a", "context_length": 2}, "greater than or equal to 4"),
@@ -249,14 +281,14 @@ def test_wrong_settings_are_refused(tmp_path, monkeypatch):
 
 
 def test_the_message_names_the_extra(bert, monkeypatch):
-    from vqclip.towers.huggingface import library
+    from vqclip.towers import transformers_folder
 
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(library, "import_module", missing)
+    monkeypatch.setattr(transformers_folder, "import_module", missing)
     with pytest.raises(ConfigError, match=r"which is not installed.*pip install 'vqclip\[transformers\]'"):
-        library.require()
+        transformers_folder.require_library("transformers")
 
 
 def test_half_precision_becomes_fp32(bert, tmp_path):
@@ -277,3 +309,110 @@ def test_weights_with_nan_are_refused(bert, tmp_path):
         broken.save_pretrained(tmp_path / "nan")
     with pytest.raises(ConfigError, match=r"encoder.layer.0.output.dense.bias: contains NaN"):
         config(tmp_path / "nan").build()
+
+
+def image_config(folder, **settings):
+    return TransformersImageTowerConfig(name=str(folder), **settings)
+
+
+def expected_features(network, pixels, tokens, **arguments):
+    out = network((pixels - 0.5) / 0.25, **arguments).last_hidden_state
+    return out.flatten(2).transpose(1, 2) if out.ndim == 4 else out[:, -tokens:]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_features_of_patches_are_those_of_transformers(name, tmp_path):
+    theirs = make_image(tmp_path, name)
+    size = 32 if name == "convnext" else None
+    tower = image_config(tmp_path, image_size=size).build()
+    assert tower.image_size == 32
+    tokens = {"convnext": 1, "swin": 16}.get(name, 16)
+    assert tower.num_tokens == tokens
+    pixels = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(tower.eval()(pixels), expected_features(theirs, pixels, tokens))
+        assert tower(pixels[:0]).shape == (0, tokens, tower.width)
+    tower.train()(pixels).sum().backward()
+    assert [n for n, p in tower.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2", "siglip", "clip"])
+def test_positions_are_interpolated_for_another_size(name, tmp_path):
+    theirs = make_image(tmp_path, name)
+    tower = image_config(tmp_path, image_size=48).build().eval()
+    assert tower.num_tokens == 36
+    pixels = torch.rand(2, 3, 48, 48)
+    arguments = {} if name == "dinov2" else {"interpolate_pos_encoding": True}
+    with torch.no_grad():
+        assert torch.equal(tower(pixels), expected_features(theirs, pixels, 36, **arguments))
+
+
+def test_wrong_image_sizes_are_refused(tmp_path):
+    make_image(tmp_path / "vit")
+    with pytest.raises(ConfigError, match=r"tower.image_size: got 30 with patches of 8.*last 6 rows.*multiple of 8"):
+        image_config(tmp_path / "vit", image_size=30).build()
+    make_image(tmp_path / "convnext", "convnext")
+    with pytest.raises(ConfigError, match=r"tower.image_size: the network cannot read images of 16 pixels"):
+        image_config(tmp_path / "convnext", image_size=16).build()
+
+
+def test_both_halves_of_clip(tmp_path):
+    torch.manual_seed(0)
+    theirs = CLIPModel(CLIPConfig(vision_config=VISION, text_config=TEXT)).eval()
+    with contextlib.redirect_stderr(io.StringIO()):
+        theirs.save_pretrained(tmp_path)
+    word_pieces().save(str(tmp_path / "tokenizer.json"))
+    image = image_config(tmp_path, mean=[0.5] * 3, std=[0.25] * 3).build().eval()
+    text = TransformersTextTowerConfig(name=str(tmp_path), context_length=12).build().eval()
+    pixels, tokens = torch.rand(2, 3, 32, 32), text.vocabulary(["a red star", "two"])
+    with torch.no_grad():
+        expected = expected_features(theirs.vision_model, pixels, 16)
+        torch.testing.assert_close(image(pixels), expected)
+        numbers = tokens.clamp_min(0)
+        real = text.mask(tokens)
+        torch.testing.assert_close(text(tokens)[real], theirs.text_model(numbers).last_hidden_state[real])
+
+
+def test_normalisation_is_the_models_or_ones_own(tmp_path):
+    make_image(tmp_path, mean=0.4)
+    assert image_config(tmp_path).build().normalize.mean.flatten().tolist() == pytest.approx([0.4] * 3)
+    assert image_config(tmp_path, mean=[0.1, 0.2, 0.3]).resolve().mean == (0.1, 0.2, 0.3)
+    path = tmp_path / "preprocessor_config.json"
+    for settings, message in (
+        ({"image_mean": [0.5], "image_std": [0.5]}, "lacks image_mean or image_std"),
+        ({"image_mean": [0.5] * 3, "image_std": [0, 1, 1]}, "lacks image_mean or image_std"),
+        ({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "rescale_factor": 1 / 127.5}, "scales pixels by"),
+        ({"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "rescale_factor": None}, "scales pixels by None"),
+        ({"image_mean": [float("nan")] * 3, "image_std": [0.5] * 3}, "not JSON: contains NaN"),
+    ):
+        path.write_text(json.dumps(settings))
+        with pytest.raises(ConfigError, match=message):
+            image_config(tmp_path).build()
+    path.write_text(json.dumps({"do_normalize": False}))
+    assert image_config(tmp_path).resolve().std == (1.0, 1.0, 1.0)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"tower.mean: .* has no preprocessor_config.json; expected mean and std"):
+        image_config(tmp_path).build()
+    image_config(tmp_path, pretrained=False).build()
+    with pytest.raises(ValueError, match="expected numbers above 0"):
+        image_config(tmp_path, std=[0.0, 1.0, 1.0])
+    network = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(network | {"layer_norm_eps": float("nan")}))
+    with pytest.raises(ConfigError, match=r"config\.json: not JSON: contains NaN"):
+        image_config(tmp_path, pretrained=False).build()
+
+
+def test_what_is_no_image_encoder_is_refused(tmp_path):
+    make_text(tmp_path / "bert")
+    with pytest.raises(ConfigError, match="'bert', which is no encoder of images; expected an encoder of images"):
+        image_config(tmp_path / "bert", image_size=32, mean=[0.5] * 3, std=[0.5] * 3).build()
+    with contextlib.redirect_stderr(io.StringIO()):
+        ViTMAEModel(ViTMAEConfig(**VISION)).save_pretrained(tmp_path / "mae")
+    with pytest.raises(ConfigError, match="gives 5 tokens for 32 pixels"):  # it hides most patches
+        image_config(tmp_path / "mae", mean=[0.5] * 3, std=[0.5] * 3).build()
+    resnet = {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic"}
+    make_network(tmp_path / "resnet", ("ResNetModel", "ResNetConfig", resnet))
+    settings = {"image_size": 32, "mean": [0.5] * 3, "std": [0.5] * 3}
+    with pytest.raises(ConfigError, match="batch-normalisation"):
+        image_config(tmp_path / "resnet", **settings).build()
+    assert image_config(tmp_path / "resnet", **settings, train="none").build().is_frozen

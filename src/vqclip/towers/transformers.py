@@ -1,0 +1,414 @@
+"""Towers of transformers: any encoder that `AutoModel` loads from safetensors, with its own vocabulary."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
+from torch import Tensor, nn
+
+from vqclip.errors import ConfigError
+from vqclip.io.tensors import first_names
+from vqclip.towers.base import freeze_unused
+from vqclip.towers.image import OPENAI_MEAN, OPENAI_STD, ImageTower, Normalize
+from vqclip.towers.text import TextTower, attendable
+from vqclip.towers.training import TowerConfig, set_training
+from vqclip.towers.transformers_folder import (
+    VOCABULARY_FILE,
+    build_network,
+    find_encoder,
+    network_settings,
+    open_encoder,
+    read_file,
+    read_json,
+    require_weights,
+)
+from vqclip.towers.vocabulary import MAX_CONTEXT, FastVocabulary
+from vqclip.towers.weights import unpack_minilm
+
+_Channels = tuple[float, float, float]
+_Shapes = Mapping[str, tuple[int, ...]]
+
+_DEFAULT_CONTEXT = 77
+"""Context length of CLIP, for folders without one of their own."""
+_CAUSAL = ("clip_text_model",)
+"""Model types whose tokens see earlier ones only, so that they need no mask of the padding after them."""
+_CALL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
+"""Errors of a network that cannot read its input."""
+
+
+class TransformersTowerConfig(TowerConfig):
+    """Common keys of the towers of transformers (extra ``transformers``)."""
+
+    random_weights: ClassVar[dict[str, Any]] = {"name": None, "revision": None, "pretrained": False}
+    """Settings to change to build the same network without pretrained weights, once `resolve` has filled the others."""
+
+    kind: Literal["transformers"] = "transformers"
+    name: str | None = None
+    """Folder that transformers or sentence-transformers wrote, or name ``owner/name`` of a model on the hub."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub; null for the newest."""
+    pretrained: bool = True
+    """Load the weights (model.safetensors); false: random weights of the same network."""
+    dropout: bool = False
+    """Keep the network's dropout and stochastic depth in training. They depend on the number of processes."""
+    network: dict[str, Any] | None = None
+    """The network's own settings (config.json of transformers); set in tokenizer folders, in place of `name`."""
+
+    _shapes: _Shapes | None = PrivateAttr(None)
+    """Shapes of the weights that a tokenizer folder has."""
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Return whether the tower starts from weights that were trained before."""
+        return self.pretrained
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TransformersTowerConfig:
+        sources = [key for key in ("name", "package", "network") if getattr(self, key, None) is not None]
+        if len(sources) != 1:
+            raise ValueError(f"got {' and '.join(sources) or 'no name'}; expected one: name, or package for texts")
+        if self.network is not None and self.pretrained:
+            raise ValueError("got network with pretrained true, which has no weights; expected pretrained false")
+        return self
+
+    def _folder(self) -> Path:
+        assert self.name is not None
+        return find_encoder(self.name, self.revision)
+
+    def _build(self, part: Literal["text", "vision"]) -> tuple[Any, list[str]]:
+        """Return the network, and the names of its weights that the folder lacks; for a config that is resolved."""
+        assert self.network is not None
+        folder = self._folder() if self.pretrained else None
+        if folder is not None:
+            require_weights(folder)
+        return build_network(self.network, part, folder, dropout=self.dropout, shapes=self._shapes)
+
+
+class TransformersImageTowerConfig(TransformersTowerConfig):
+    """An image encoder of transformers (extra ``transformers``)."""
+
+    image_size: int | None = Field(None, ge=8, le=4096)
+    """Height and width of the input in pixels; null for the network's own. Another size needs a network that
+    interpolates its position embeddings, or one without any."""
+    mean: _Channels | None = None
+    """Mean of the pixels in 0..1 per channel; null for that of preprocessor_config.json."""
+    std: _Channels | None = None
+    """Deviation of the pixels in 0..1 per channel; null for that of preprocessor_config.json."""
+
+    @model_validator(mode="after")
+    def _std_is_positive(self) -> TransformersImageTowerConfig:
+        if self.std is not None and min(self.std) <= 0:
+            raise ValueError(f"got std {self.std}; expected numbers above 0")
+        return self
+
+    def resolve(self) -> TransformersImageTowerConfig:
+        """Return a copy with the network's settings, the image size and the normalisation read from the folder.
+
+        Raises:
+            ConfigError: a folder that is missing or incomplete, or a model other than an encoder of images.
+        """
+        mean, std = self.mean, self.std
+        if self.network is not None:
+            settings = network_settings(self.network, "vision")
+        else:
+            folder = self._folder()
+            settings = network_settings(read_json(folder / "config.json"), "vision")
+            if self.pretrained and (mean is None or std is None):  # any will do without weights
+                found = _statistics(folder)
+                mean, std = mean or found[0], std or found[1]
+        size = self.image_size or _native_size(settings)
+        if size is None:
+            raise ConfigError("tower.image_size: got null; expected a size, for the network's settings have none")
+        update = {"network": settings, "image_size": size, "mean": mean or OPENAI_MEAN, "std": std or OPENAI_STD}
+        return self.model_copy(update=update)
+
+    def with_stored(self, files: Mapping[str, bytes], shapes: _Shapes) -> TransformersImageTowerConfig:
+        """Return a copy for a tokenizer folder, with the shapes of the tower's weights."""
+        if self.network is None:
+            raise ConfigError("tower.network: missing; expected the network's settings in this folder")
+        found = self.model_copy()
+        found._shapes = {name.removeprefix("backbone.network."): shape for name, shape in shapes.items()}
+        return found
+
+    @torch.inference_mode(False)  # weights made in inference mode could neither be probed nor trained
+    def build(self) -> ImageTower:
+        """Make the tower.
+
+        Raises:
+            ConfigError: a folder that is missing or incomplete, a model other than an encoder of images, an image size
+                that it cannot read, or weights that do not fit.
+        """
+        resolved = self.resolve()
+        size, mean, std = resolved.image_size, resolved.mean, resolved.std
+        assert resolved.network is not None
+        assert size is not None
+        assert mean is not None
+        assert std is not None
+        network, missing = resolved._build("vision")
+        native = _native_size(resolved.network)
+        try:
+            tower = ImageTower(TransformersFeatures(network, size, native), Normalize(size, mean, std))
+        except ConfigError:
+            raise
+        except _CALL_ERRORS as error:
+            own = f" (its own is {native})" if native else ""
+            raise ConfigError(
+                f"tower.image_size: the network cannot read images of {size} pixels{own}: {_describe(error)}"
+            ) from error
+        _require_trained(network, missing)
+        return set_training(tower, self.train)
+
+
+class TransformersFeatures(nn.Module):
+    """The last features of an encoder of transformers as ``(B, N, D)``, without prefix (class, register) tokens.
+
+    Args:
+        network: the encoder.
+        image_size: height and width in pixels.
+        native_size: size of its position embeddings, if it has one.
+    """
+
+    def __init__(self, network: Any, image_size: int, native_size: int | None):
+        super().__init__()
+        self.network = network
+        self.arguments: dict[str, Any] = {"return_dict": True}
+        resized = native_size is not None and image_size != native_size
+        if resized and "interpolate_pos_encoding" in inspect.signature(network.forward).parameters:
+            self.arguments["interpolate_pos_encoding"] = True
+        with torch.no_grad():
+            out = network.eval()(torch.zeros(1, 3, image_size, image_size), **self.arguments).last_hidden_state
+        self.prefix = 0 if out.ndim == 4 else _count_prefix(network.config, out.shape[1], image_size)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Map normalised pixels ``(B, 3, H, W)`` to features ``(B, N, D)``."""
+        features: Tensor = self.network(pixels, **self.arguments).last_hidden_state
+        return features.flatten(2).transpose(1, 2) if features.ndim == 4 else features[:, self.prefix :]
+
+
+def _native_size(settings: Mapping[str, Any]) -> int | None:
+    size = settings.get("image_size")
+    if isinstance(size, list) and len(size) == 2 and size[0] == size[1]:
+        size = size[0]
+    return size if isinstance(size, int) else None
+
+
+def _statistics(folder: Path) -> tuple[_Channels, _Channels]:
+    """Return mean and deviation of the pixels that the network was trained on."""
+    settings = read_json(folder / "preprocessor_config.json")
+    if settings is None:
+        settings = (read_json(folder / "processor_config.json") or {}).get("image_processor")
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            f"tower.mean: {folder} has no preprocessor_config.json; expected mean and std of the pixels that the "
+            "weights were trained on, such as [0.5, 0.5, 0.5]"
+        )
+    factor, rescales = settings.get("rescale_factor", 1 / 255), settings.get("do_rescale", True)
+    if not rescales or not isinstance(factor, int | float) or not math.isclose(factor, 1 / 255, rel_tol=1e-3):
+        raise ConfigError(
+            f"tower.mean: preprocessor_config.json in {folder} scales pixels by {factor!r} (do_rescale {rescales!r}); "
+            "expected 1/255, or mean and std of pixels in 0..1 beside name"
+        )
+    if settings.get("do_normalize") is False:
+        return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    try:
+        read = TypeAdapter(_Channels).validate_python
+        mean, std = read(settings.get("image_mean")), read(settings.get("image_std"))
+    except ValidationError:
+        mean = std = (0.0, 0.0, 0.0)
+    if min(std) > 0:
+        return mean, std
+    raise ConfigError(
+        f"tower.mean: preprocessor_config.json in {folder} lacks image_mean or image_std; expected three numbers each, "
+        "those of image_std above 0, or mean and std beside name"
+    )
+
+
+def _count_prefix(config: Any, tokens: int, image_size: int) -> int:
+    """Return the number of class and register tokens before the patches."""
+    patch = getattr(config, "patch_size", None)
+    side = patch[0] if isinstance(patch, list | tuple) else patch
+    if isinstance(side, int) and side > 0:
+        extra = tokens - (image_size // side) ** 2
+        if extra in (0, 1, 2, 1 + int(getattr(config, "num_register_tokens", 0) or 0)):
+            if image_size % side:
+                raise ConfigError(
+                    f"tower.image_size: got {image_size} with patches of {side} pixels, which would ignore the last "
+                    f"{image_size % side} rows and columns; expected a multiple of {side}"
+                )
+            return extra
+    if round(tokens**0.5) ** 2 == tokens and hasattr(config, "depths"):  # stages of windows, as in Swin
+        return 0
+    raise ConfigError(
+        f"tower.name: the network gives {tokens} tokens for {image_size} pixels and patches of {patch}; expected one "
+        "for each patch after class and register tokens, or a feature map"
+    )
+
+
+class TransformersTextTowerConfig(TransformersTowerConfig):
+    """A text encoder of transformers with its own vocabulary (extra ``transformers``)."""
+
+    random_weights: ClassVar[dict[str, Any]] = TransformersTowerConfig.random_weights | {"package": None}
+    """Settings to change to build the same network without pretrained weights, once `resolve` has filled the others."""
+
+    package: Literal["minilm-l6"] | None = None
+    """In place of `name`: a small model that comes as a Python package (extra ``small-towers``)."""
+    context_length: int | None = Field(None, ge=4, le=MAX_CONTEXT)
+    """Token positions per caption, marks included; longer captions are cut. Null: max_seq_length of a
+    sentence-transformers folder, else 77."""
+
+    _vocabulary: bytes | None = PrivateAttr(None)
+
+    def resolve(self) -> TransformersTextTowerConfig:
+        """Return a copy with the network's settings, the context length and the vocabulary read from the folder.
+
+        Raises:
+            ConfigError: a folder that is missing or incomplete, or a model other than an encoder of text.
+        """
+        if self._vocabulary is not None and self.network is not None:
+            return self
+        if self.network is not None:
+            raise ConfigError(
+                f"tower.network: got it without a folder's {VOCABULARY_FILE}; expected name or package beside kind"
+            )
+        folder = self._folder()
+        if not (folder / VOCABULARY_FILE).is_file():
+            raise ConfigError(
+                f"tower.name: {folder}: contains no {VOCABULARY_FILE}, the file of a fast tokenizer; if there is one, "
+                "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes it"
+            )
+        cut = (read_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
+        length = self.context_length or min(cut if isinstance(cut, int) else _DEFAULT_CONTEXT, MAX_CONTEXT)
+        settings = network_settings(read_json(folder / "config.json"), "text")
+        found = self.model_copy(update={"network": settings, "context_length": length})
+        found._vocabulary = read_file(folder / VOCABULARY_FILE)
+        return found
+
+    def with_stored(self, files: Mapping[str, bytes], shapes: _Shapes) -> TransformersTextTowerConfig:
+        """Return a copy for a tokenizer folder, with its files and the shapes of the tower's weights.
+
+        Raises:
+            ConfigError: the vocabulary is missing.
+        """
+        if VOCABULARY_FILE not in files or self.network is None or self.context_length is None:
+            raise ConfigError(f"tower: expected network, context_length and the file {VOCABULARY_FILE} in this folder")
+        found = self.model_copy(update={"network": network_settings(self.network, "text")})
+        found._vocabulary = files[VOCABULARY_FILE]
+        found._shapes = {name.removeprefix("transformer."): shape for name, shape in shapes.items()}
+        return found
+
+    def vocabulary(self) -> FastVocabulary:
+        """Return the vocabulary that maps captions to this tower's token numbers."""
+        resolved = self.resolve()
+        assert resolved._vocabulary is not None
+        assert resolved.context_length is not None
+        return FastVocabulary(resolved._vocabulary, resolved.context_length)
+
+    @torch.inference_mode(False)  # weights made in inference mode could neither be probed nor trained
+    def build(self) -> TextTower:
+        """Make the tower.
+
+        Raises:
+            ConfigError: a folder that is missing or incomplete, a model other than an encoder of text, too long a
+                context, or weights that do not fit.
+        """
+        resolved = self.resolve()
+        vocabulary = resolved.vocabulary()
+        network, missing = resolved._build("text")
+        rows = network.get_input_embeddings().num_embeddings
+        if vocabulary.size > rows:
+            raise ConfigError(
+                f"tower.name: {VOCABULARY_FILE} has {vocabulary.size} tokens, the network {rows}; expected files of "
+                "one model"
+            )
+        pad = network.config.pad_token_id
+        width = getattr(network.config, "hidden_size", None) or network.config.d_model
+        runs = TransformersText(
+            width=int(width),
+            pad=pad if isinstance(pad, int) and 0 <= pad < rows else 0,
+            causal=network.config.model_type in _CAUSAL,
+        )
+        tower = TextTower(network, runs, vocabulary)
+        tower.unused = freeze_unused(tower, _probe(tower, runs))
+        _require_trained(network, missing)
+        return set_training(tower.train(), self.train)
+
+    def _folder(self) -> Path:
+        return super()._folder() if self.package is None else open_encoder(unpack_minilm())
+
+
+class TransformersText:
+    """Runs an encoder of transformers.
+
+    Args:
+        width: D, features per token.
+        pad: token number that padding gets.
+        causal: a token sees only earlier ones.
+    """
+
+    sees_padding = False
+
+    def __init__(self, width: int, pad: int, causal: bool):
+        self.width, self.pad, self.causal = width, pad, causal
+
+    def features(self, network: Any, tokens: Tensor, real: Tensor) -> Tensor:
+        """Run the encoder without its pooling.
+
+        transformers leaves out a mask without padding, and attention without a mask takes another kernel on a GPU, so
+        that the bits of a caption would depend on the others of its batch. A last column of padding avoids this.
+        """
+        numbers = torch.where(real, tokens, self.pad)
+        if self.causal:
+            return network(input_ids=numbers, return_dict=True).last_hidden_state
+        numbers = F.pad(numbers, (0, 1), value=self.pad)
+        visible = F.pad(attendable(real), (0, 1), value=False)
+        return network(input_ids=numbers, attention_mask=visible.long(), return_dict=True).last_hidden_state[:, :-1]
+
+
+def _probe(tower: TextTower, runs: TransformersText) -> Tensor:
+    """Return the features of the longest caption, with a graph, after checking that they do not depend on padding.
+
+    Raises:
+        ConfigError: the network cannot read so many tokens, does not give one feature for each, or reads padding.
+    """
+    tower.eval()
+    longest, short = torch.zeros(1, tower.context_length, dtype=torch.int64), tower.vocabulary(["a b"])
+    real = tower.mask(short)
+    other_padding = TransformersText(runs.width, 1 if runs.pad != 1 else 0, runs.causal)
+    try:
+        with torch.no_grad():
+            changed, unchanged = other_padding.features(tower.transformer, short, real), tower(short)
+        with torch.enable_grad():
+            features: Tensor = tower(longest)
+    except _CALL_ERRORS as error:
+        raise ConfigError(
+            f"tower.context_length: the network cannot read {tower.context_length} tokens (and one of padding): "
+            f"{_describe(error)}; expected fewer"
+        ) from error
+    if features.shape != (1, tower.context_length, tower.width):
+        raise ConfigError(
+            f"tower.name: the network gives features of shape {tuple(features.shape)}; expected one for each token, "
+            f"(1, {tower.context_length}, {tower.width})"
+        )
+    if not torch.allclose(unchanged[real], changed[real], rtol=1e-3, atol=1e-4):
+        raise ConfigError("tower.name: the network's features depend on padding; expected one that masks it")
+    return features
+
+
+def _require_trained(network: nn.Module, missing: list[str]) -> None:
+    """Check that the folder has all weights that affect the features; the others are frozen by now."""
+    if lacking := [name for name, weight in network.named_parameters() if weight.requires_grad and name in missing]:
+        raise ConfigError(
+            f"tower.name: the weights lack {first_names(sorted(lacking))}; expected those of the whole encoder, or "
+            "pretrained: false"
+        )
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

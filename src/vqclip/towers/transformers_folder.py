@@ -1,0 +1,313 @@
+"""Encoders of transformers: a folder read as data, and the network that its settings describe.
+
+    folder or hub name ─> config.json (checked), tokenizer.json, preprocessor_config.json ─> network with its weights
+
+No code of a model is executed and no pickle is opened: `AutoModel` gets ``use_safetensors=True`` and
+``trust_remote_code=False``, and settings with which it would fetch something else are refused or dropped.
+`transformers` is imported when a tower is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from vqclip.config.bounds import MAX_LAYERS
+from vqclip.errors import CheckpointError, ConfigError
+from vqclip.io.files import read_bounded
+from vqclip.io.hub import find_folder
+from vqclip.io.tensors import first_names, nonfinite_names, shape_differences
+
+Part = Literal["text", "vision"]
+
+VOCABULARY_FILE = "tokenizer.json"
+CONFIG_FILE = "config.json"
+_MAX_BYTES = 64 << 20
+"""Larger files are not read; the largest `tokenizer.json` in use have 35 MB."""
+_FETCHED = ("*.json", "*.safetensors")
+_NOT_FETCHED = ("onnx/*", "openvino/*", "coreml/*", "*/onnx/*", "*/openvino/*")
+_MAX_NUMBER = 2**24
+"""Largest integer in a configuration; the largest vocabularies have a million tokens."""
+_COUNTS = ("layer", "depth", "block", "stage", "expert")
+"""Integers whose keys contain one of these are numbers of modules."""
+_NOT_THE_NETWORK = (
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "torchscript"),
+    *("gradient_checkpointing", "output_attentions", "output_hidden_states", "return_dict", "use_cache"),
+    *("finetuning_task", "task_specific_params", "problem_type", "id2label", "label2id", "num_labels"),
+)
+"""Keys that do not describe the network: how it was trained, stored or is run."""
+_FETCHES = ("quantization_config", "use_pretrained_backbone", "use_timm_backbone", "backbone")
+"""Keys with which transformers would fetch other weights or code."""
+_EXPECTED = {
+    "text": "text with an attention mask, such as BERT, RoBERTa, MPNet, ModernBERT, T5's encoder or CLIP's text half",
+    "vision": "images, such as ViT, DINOv2, CLIP's vision half or ConvNeXt",
+}
+
+
+def find_encoder(name: str, revision: str | None = None) -> Path:
+    """Return the folder of a network; a model on the hub is fetched into the hub's cache: JSON and safetensors only.
+
+    Args:
+        name: folder that transformers or sentence-transformers wrote, or hub name ``owner/name``; a folder goes first.
+        revision: branch, tag or commit on the hub; None for the newest.
+
+    Raises:
+        ConfigError: neither exists, the hub cannot be reached, ``config.json`` is missing, or the first module of
+            sentence-transformers is no transformer.
+    """
+    try:
+        root = find_folder(name, revision, _FETCHED, _NOT_FETCHED)
+    except CheckpointError as error:
+        raise ConfigError(f"tower.name: {error}") from error
+    return open_encoder(root)
+
+
+def open_encoder(root: Path) -> Path:
+    """Return the part of a folder that contains the network; that of sentence-transformers has a ``modules.json``."""
+    modules, inside = read_json(root / "modules.json"), ""
+    if modules is not None:
+        try:
+            kind, inside = modules[0]["type"], modules[0]["path"]
+            is_inside = (root / inside).resolve().is_relative_to(root.resolve())
+        except (LookupError, TypeError):
+            kind, is_inside = None, False
+        if not is_inside or not str(kind).endswith(".Transformer"):
+            raise ConfigError(
+                f"tower.name: {root / 'modules.json'}: the first module is {kind!r} in {inside!r}; expected a "
+                "Transformer of sentence-transformers in the folder, from which features of tokens are taken"
+            )
+    path = root / inside
+    if not (path / CONFIG_FILE).is_file():
+        found = first_names(sorted(p.name for p in path.iterdir())) if path.is_dir() else "no such folder"
+        raise ConfigError(
+            f"tower.name: {path}: expected {CONFIG_FILE}, model.safetensors and, for text, {VOCABULARY_FILE}; "
+            f"got: {found or 'an empty folder'}"
+        )
+    return path
+
+
+def require_weights(folder: Path) -> None:
+    """Check that a folder has weights in safetensors, and whole ones.
+
+    Raises:
+        ConfigError: no safetensors, or adapters, whose base model transformers would fetch.
+    """
+    names = sorted(path.name for path in folder.iterdir())
+    if "adapter_config.json" in names:
+        raise ConfigError(
+            f"tower.name: {folder}: contains adapters (adapter_config.json) of another model; expected whole "
+            "weights: merge them with peft's merge_and_unload and save_pretrained"
+        )
+    if not {"model.safetensors", "model.safetensors.index.json"} & {*names}:
+        raise ConfigError(
+            f"tower.name: {folder}: contains no model.safetensors, but {first_names(names)}; pickled weights are never "
+            "opened, for a pickle can run code: if you trust them, load them with transformers elsewhere and write "
+            "them with save_pretrained. pretrained: false gives random weights"
+        )
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file, None if there is no such file.
+
+    Raises:
+        ConfigError: it cannot be read, or is damaged.
+    """
+    try:
+        return json.loads(read_file(path), parse_constant=_refuse_constant) if path.is_file() else None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"tower.name: {path}: not JSON: {error}: the file is damaged") from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"contains {name}")
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a file; raises ConfigError if it cannot be read or is larger than any in use."""
+    try:
+        content = read_bounded(path, _MAX_BYTES)
+    except OSError as error:
+        raise ConfigError(f"tower.name: {path}: cannot be read ({error.strerror})") from error
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"tower.name: {path}: more than {_MAX_BYTES} bytes, which are not read")
+    return content
+
+
+def network_settings(config: Any, part: Part) -> dict[str, Any]:
+    """Return the settings of the text or vision network in a ``config.json``, without those that are not its own.
+
+    A model with both, such as CLIP, has a section for each.
+
+    Raises:
+        ConfigError: a model that fetches other weights, or numbers beyond the size limits.
+    """
+    if not isinstance(config, dict):
+        raise ConfigError(f"tower.name: {CONFIG_FILE} contains no JSON object; the file is damaged")
+    section = config.get(f"{part}_config")
+    if isinstance(section, dict):
+        config = {"model_type": f"{config.get('model_type')}_{part}_model", **section}
+    if str(config.get("model_type")).startswith("timm"):
+        raise ConfigError("tower.name: got a model of timm; expected kind: timm with its name")
+    return _select(config)
+
+
+def _select(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a section, and of the sections in it, that describe the network."""
+    found = {}
+    for key, value in config.items():
+        if key in _FETCHES and value:
+            raise ConfigError(
+                f"tower.name: {CONFIG_FILE} has {key}, with which transformers fetches or converts weights; expected a "
+                "plain encoder"
+            )
+        if key not in _NOT_THE_NETWORK and not key.startswith("_") and not key.endswith("_implementation"):
+            _require_bounded(key, value)
+            found[key] = _select(value) if isinstance(value, dict) else value
+    return found
+
+
+def _require_bounded(key: str, value: Any) -> None:
+    """Refuse numbers for which no memory or time would be enough."""
+    if isinstance(value, list):
+        _require_bounded(f"{key}: number of items", len(value))
+        for each in value:
+            _require_bounded(key, each)
+    most = MAX_LAYERS if any(part in key for part in _COUNTS) else _MAX_NUMBER
+    if isinstance(value, int) and abs(value) > most:
+        raise ConfigError(f"tower.name: {CONFIG_FILE}: {key}: got {value}; expected at most {most}")
+
+
+def build_network(
+    settings: Mapping[str, Any],
+    part: Part,
+    weights: Path | None,
+    *,
+    dropout: bool,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> tuple[Any, list[str]]:
+    """Make a network.
+
+    Args:
+        settings: of `network_settings`.
+        part: what it reads: tokens or pixels.
+        weights: folder with safetensors; None for random weights (torch's global generator).
+        dropout: keep dropout and stochastic depth; otherwise their rates are 0.
+        shapes: shapes that the weights must have, compared before memory is taken for them; None for any.
+
+    Returns:
+        The module in fp32, and the names of its weights that the folder lacks.
+
+    Raises:
+        ConfigError: an architecture that is unknown or a decoder, settings that it refuses, or weights that do not fit.
+    """
+    transformers = require_library("transformers")
+    with _calls_to_transformers(settings):
+        config = _make_config(transformers, settings, dropout)
+        auto = _auto_class(transformers, config, part)
+        if shapes is not None:
+            with torch.device("meta"):
+                outline = auto.from_config(config, trust_remote_code=False).state_dict()
+            expected = {name: tuple(tensor.shape) for name, tensor in outline.items()}
+            if problems := shape_differences(expected, shapes):
+                raise ConfigError(f"tower.network: does not fit the weights: {'; '.join(problems[:5])}")
+        if weights is None:
+            network, found = auto.from_config(config, trust_remote_code=False), {}
+        else:
+            network, found = auto.from_pretrained(
+                weights,
+                config=config,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+    if network.main_input_name != ("input_ids" if part == "text" else "pixel_values"):
+        raise _other_model_error(config, part)
+    problems = [
+        f"{name}: got shape {tuple(got)}, expected {tuple(want)}"
+        for name, got, want in sorted(found.get("mismatched_keys", ()))
+    ]
+    problems += [f"{each}" for each in found.get("error_msgs", ())]
+    problems += [f"{name}: contains NaN or infinity" for name in nonfinite_names(network.state_dict())]
+    if problems:
+        raise ConfigError(f"tower.name: the weights in {weights} do not fit: {'; '.join(problems[:5])}")
+    return network.float(), sorted(found.get("missing_keys", ()))
+
+
+def _make_config(transformers: Any, settings: Mapping[str, Any], dropout: bool) -> Any:
+    kind = settings.get("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f"tower.name: transformers {transformers.__version__} has no model type {kind!r}; expected one that it "
+            "contains, such as bert or vit: a model's own code is never executed"
+        )
+    config = transformers.CONFIG_MAPPING[kind].from_dict(dict(settings))
+    if not dropout:
+        for key, value in config.to_dict().items():
+            if isinstance(value, float) and ("dropout" in key or "drop_path" in key or "layerdrop" in key):
+                setattr(config, key, 0.0)
+    return config
+
+
+def _auto_class(transformers: Any, config: Any, part: Part) -> Any:
+    """Return the class that makes the encoder; refuse decoders."""
+    known, kind = transformers.models.auto.modeling_auto, config.model_type
+    if config.is_encoder_decoder and part == "text" and kind in known.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES:
+        return transformers.AutoModelForTextEncoding  # the encoder of T5
+    writes = kind in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if config.is_encoder_decoder or getattr(config, "is_decoder", False) or (part == "text" and writes):
+        raise _other_model_error(config, part)
+    return transformers.AutoModel
+
+
+def _other_model_error(config: Any, part: Part) -> ConfigError:
+    what = f"no encoder of {'text' if part == 'text' else 'images'}"
+    return ConfigError(
+        f"tower.name: got a model of type {config.model_type!r}, which is "
+        f"{'an encoder-decoder' if config.is_encoder_decoder else what}; expected an encoder of {_EXPECTED[part]}"
+    )
+
+
+def require_library(name: str) -> Any:
+    """Import a package of the extra ``transformers``.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"tower.kind: transformers needs the package {name}, which is not installed ({error}); "
+            "pip install 'vqclip[transformers]'"
+        ) from error
+
+
+@contextlib.contextmanager
+def _calls_to_transformers(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Turn off messages and progress bars, and raise the errors of constructors and damaged files as ConfigError."""
+    logging = import_module("transformers.utils.logging")
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:  # transformers, huggingface_hub and safetensors raise many kinds
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(
+            f"tower.name: transformers cannot make this model of type {settings.get('model_type')!r}: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
