@@ -1,6 +1,6 @@
 """The training command as one rank on a machine of its own: ``python -m tests.faults.node config.json``.
 
-Uploads are slow and leave marks, and leases expire soon.
+Uploads are slow and leave marks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.faults.job import before
 from vqclip.cli.train import main
-from vqclip.train.run_store import RemoteFolder, lease
+from vqclip.data.remote.folder import RemoteFolder
 from vqclip.train.step import TrainStep
 
 UPLOAD_S, STEP_S = 0.02, float(os.environ.get("STEP_S", "0.05"))
@@ -30,7 +30,6 @@ def mark(what: str, seconds: float) -> Any:
 
 
 if __name__ == "__main__":
-    lease.RENEW_S, lease.EXPIRE_S, lease._POLL_S = 0.5, 3.0, 0.1
     before(RemoteFolder, "upload", mark("upload", UPLOAD_S))
     before(TrainStep, "__call__", mark("step", STEP_S))
     sys.exit(main(["--config", sys.argv[1]]))

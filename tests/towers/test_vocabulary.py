@@ -5,10 +5,10 @@ import pickle
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from vqclip.towers.vocabulary import FastVocabulary
 
 from tests.towers.transformers_models import CAPTIONS, sentence_pieces, word_pieces
 from vqclip.errors import ConfigError, ShapeError
+from vqclip.towers.vocabulary import FastVocabulary
 
 
 def vocabulary(tokenizer: Tokenizer, length: int = 12) -> FastVocabulary:

@@ -15,7 +15,7 @@ from vqclip.train.run_store import copy_run
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     options = _parser().parse_args(arguments)
-    print_output(str(copy_run(options.url, options.folder, options.all)))
+    print_output(str(copy_run(options.url, options.folder)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -25,5 +25,4 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("url", help="of the run, such as s3://bucket/runs/base")
     parser.add_argument("folder", type=types.path, help="folder to write, such as runs/base")
-    parser.add_argument("--all", action="store_true", help="copy all checkpoints (the newest)")
     return parser

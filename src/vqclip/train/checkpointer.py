@@ -179,11 +179,9 @@ class Checkpointer:
         """Raise an error of the background thread, without waiting for it.
 
         Raises:
-            CheckpointError: on rank 0, when a checkpoint could not be written, or another job has the run's folder.
+            CheckpointError: on rank 0, when a checkpoint could not be written.
         """
         self._writer.raise_if_failed()
-        if self.mirror is not None:
-            self.mirror.raise_if_lost()
 
     def wait(self) -> None:
         """Wait until what was saved is on the disk, or this rank's part of it.
@@ -320,7 +318,7 @@ class Checkpointer:
         """Rename checkpoints newer than ``done`` steps, on rank 0; see `vqclip.checkpoint.set_aside_newer`."""
         checkpoint.set_aside_newer(self.folder, done)
         if self.mirror is not None:
-            self.mirror.set_aside_newer(done)
+            self.mirror.remove_newer(done)
 
     def path(self, done: int) -> Path:
         """Return the folder of the checkpoint after ``done`` steps."""

@@ -15,6 +15,7 @@ from typing_extensions import Self
 from vqclip.config import Config, to_yaml
 from vqclip.data import DataConfig, mask_credentials
 from vqclip.data.remote import TransferConfig
+from vqclip.data.remote.folder import require_writable
 from vqclip.evaluation import Evaluations, scalar_names
 from vqclip.io.files import cache_folder
 from vqclip.runlog.metrics import EVALUATION
@@ -25,7 +26,6 @@ from vqclip.train.feature_makers import FeatureMaker
 from vqclip.train.guards import GuardConfig
 from vqclip.train.optim import OptimConfig
 from vqclip.train.report import ReportConfig
-from vqclip.train.run_store import require_writable
 from vqclip.train.step import ComputeConfig
 from vqclip.train.tasks.base import Task
 

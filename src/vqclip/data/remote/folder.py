@@ -119,24 +119,6 @@ class RemoteFolder:
         """Write a small file; replaces another one."""
         self._call(name, "written", lambda system, path, timeout: system.pipe_file(path, content, timeout=timeout))
 
-    def create(self, name: str, content: bytes) -> bool:
-        """Write a small file unless there is one; return whether the file now has this content.
-
-        Of several processes that create one file at once with different contents, one gets True, if the store decides
-        such races (`If-None-Match` of S3, generations of Google, ETags of Azure). Another store keeps the content of
-        the last one, and the others notice it in their next `read`.
-        """
-
-        def create(system: Any, path: str, timeout: float) -> None:
-            try:
-                system.pipe_file(path, content, mode="create", timeout=timeout)
-            except Exception:
-                if self.read(name) is None:  # otherwise it exists, or an earlier try has written it
-                    raise
-
-        self._call(name, "written", create)
-        return self.read(name) == content
-
     def upload(self, name: str, path: Path) -> None:
         """Copy a local file to a name; replaces another one."""
         self._call(name, "written", lambda system, to, timeout: system.put_file(str(path), to, timeout=timeout))
@@ -154,11 +136,6 @@ class RemoteFolder:
                 system.rm_file(path, timeout=timeout)
 
         self._call(name, "removed", remove)
-
-    def copy(self, name: str, to: str) -> None:
-        """Copy a file to another name within the store."""
-        target = self._path(to)
-        self._call(name, "copied", lambda system, path, timeout: system.cp_file(path, target, timeout=timeout))
 
     def _call(self, name: str, done: str, action: Callable[[Any, str, float], T]) -> T:
         url, deadline = f"{self.url}/{name}", Deadline(self.options.total_s)

@@ -1,0 +1,284 @@
+"""A run folder in an object store, with a copy on rank 0's disk.
+
+    start:  what is at the URL counts; the copy gets its files, and its newest whole checkpoint when it is needed
+    save:   a checkpoint is written to the copy  ->  uploaded, manifest last  ->  old ones are removed, manifest first
+
+So a checkpoint at the URL is whole as soon as its manifest is there. The names are those of a local run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+
+from vqclip import checkpoint
+from vqclip.checkpoint.folders import find_old
+from vqclip.checkpoint.manifest import MANIFEST
+from vqclip.data.remote import TransferConfig
+from vqclip.data.remote.folder import RemoteFolder, require_writable
+from vqclip.errors import CheckpointError, ConfigError, StorageError
+from vqclip.io.atomic import REPLACED, TEMPORARY, replace_folder
+from vqclip.io.files import Stamp, read_bounded
+from vqclip.process.lock import LOCK_FILES
+
+logger = logging.getLogger(__name__)
+
+_CHECKPOINTS = "checkpoints"
+_CONFIG = "config.yaml"
+_LEFT_OUT = (*LOCK_FILES, _CHECKPOINTS, "wandb")
+"""Parts of the copy that are not uploaded with the files; wandb uploads its own."""
+_NOTES = ("stopped.json", "best.json")
+"""Files that a resumed run may remove."""
+_MOST = 1 << 20
+"""Bytes of a manifest or configuration."""
+_LAST_S = 20.0
+"""Longest time for each of the last files of a run that an error has ended."""
+
+
+class RunMirror:
+    """Run folder at a URL, and its copy on this disk; only rank 0 has one.
+
+    A context manager: it uploads what an error has left.
+
+    Args:
+        url: of the run. One job at a time may write to it.
+        folder: the copy, locked by this job.
+        options: retries and time limits of each transfer.
+    """
+
+    def __init__(self, url: str, folder: Path, options: TransferConfig):
+        self.url, self._folder = url, folder
+        self._remote = RemoteFolder(url, options, "run.remote")
+        self._uploaded: dict[str, Stamp] = {}
+        self._known: set[str] = set()
+        """Names of the checkpoints that were at the URL at the start, or that this job has uploaded."""
+        self.is_open = False
+        """True once the copy follows the URL."""
+
+    def open(self) -> None:
+        """Make the copy equal to the URL, but for checkpoints, which are fetched when they are needed.
+
+        Checkpoints of the copy that follow the newest one at the URL are uploaded: an interrupted job has not done it.
+
+        Raises:
+            ConfigError: the copy has checkpoints, and the URL has nothing.
+            StorageError: the store cannot be read or written.
+        """
+        names = self._remote.list()
+        stored, local = complete_checkpoints(self._folder, names), checkpoint.checkpoints(self._folder / _CHECKPOINTS)
+        whole = {path.name for path in stored}
+        for name in names:
+            if name.startswith(f"{_CHECKPOINTS}/") and name.split("/")[1] not in whole:
+                self._remote.remove(name)  # a killed job has left it
+        self._known = whole
+        is_same = self._equals(f"{_CHECKPOINTS}/{stored[-1].name}/{MANIFEST}") if stored else self._equals(_CONFIG)
+        if not stored and local and not is_same:
+            raise ConfigError(
+                f"run.folder: {self._folder} has checkpoints of the run, and {self._remote} has none. Remove this "
+                "folder to start over, or copy it there to restore the run"
+            )
+        self.is_open = True
+        if not is_same:
+            self.replace_copy(names)
+            return
+        for path in local:
+            if not stored or path.name > stored[-1].name:
+                with contextlib.suppress(CheckpointError):
+                    checkpoint.verify(path)
+                    logger.warning("%s: was not uploaded by the job that saved it; it is uploaded now", path)
+                    self.upload_checkpoint(path, keep_last=2**62, keep=lambda step: True)
+
+    def checkpoints(self) -> list[Path]:
+        """Return the paths in the copy of all whole checkpoints at the URL, oldest first; they may not be there."""
+        return complete_checkpoints(self._folder, self._remote.list(_CHECKPOINTS))
+
+    def fetch(self, path: Path) -> Path:
+        """Fetch a checkpoint unless the copy has the same one intact, and return its path.
+
+        Raises:
+            CheckpointError: this disk has no room for it.
+            StorageError: it cannot be fetched.
+        """
+        base = f"{_CHECKPOINTS}/{path.name}"
+        if self._equals(f"{base}/{MANIFEST}"):
+            try:
+                return checkpoint.verify(path)
+            except CheckpointError as error:
+                logger.warning("%s; it is fetched again", error)
+        files = self._remote.list(base)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(path.parent).free) < sum(files.values()):
+            raise CheckpointError(
+                f"{self._remote}/{base}: has {sum(files.values())} bytes, and {free} are free in {path.parent}; set "
+                "VQCLIP_CACHE to a folder with more room"
+            )
+        size = sum(files.values()) / 1e9
+        logger.info("fetching %s/%s (%.3g GB); all ranks wait, within run.timeout_s", self._remote, base, size)
+
+        def fill(aside: Path) -> None:
+            for name in files:
+                self._remote.download(name, aside / name.removeprefix(f"{base}/"))
+
+        replace_folder(path, fill)
+        return path
+
+    def upload_checkpoint(self, path: Path, keep_last: int, keep: Callable[[int], bool]) -> None:
+        """Upload a checkpoint of the copy and the files of the run, then remove old ones at the URL.
+
+        Args:
+            path: the checkpoint.
+            keep_last: number of checkpoints to keep, this one included.
+            keep: whether to keep an older checkpoint, by its step.
+
+        Raises:
+            CheckpointError: it could not be uploaded, or another job writes to the URL.
+        """
+        try:
+            if others := {each.name for each in self.checkpoints()} - self._known:
+                raise CheckpointError(
+                    f"run.folder: {self._remote} has got {', '.join(sorted(others))} from another job; this one writes "
+                    "nothing more to it. Stop one of the two"
+                )
+            self.upload_files()  # those with the lines of its steps, and with the weights that it refers to
+            self._upload(path)
+            for old in find_old(self.checkpoints(), path, keep_last, keep):
+                self._remove(old.name)
+        except StorageError as error:
+            raise CheckpointError(
+                f"{self._remote}/{_CHECKPOINTS}/{path.name}: the checkpoint could not be uploaded ({error}); it is in "
+                f"{path}, and older ones are untouched. The same command on this machine uploads it and continues"
+            ) from error
+
+    def upload_files(self) -> None:
+        """Upload the files of the run that have changed, except its checkpoints, and remove notes that are gone.
+
+        Raises:
+            StorageError: one cannot be written.
+        """
+        for name in _files(self._folder, _LEFT_OUT):
+            try:
+                stamp = Stamp.of(self._folder / name)
+                if self._uploaded.get(name) != stamp:
+                    self._remote.upload(name, self._folder / name)
+                    self._uploaded[name] = stamp
+            except (FileNotFoundError, StorageError):
+                if (self._folder / name).exists():  # otherwise it was removed meanwhile
+                    raise
+        for name in _NOTES:
+            if not (self._folder / name).exists():
+                self._remote.remove(name)
+
+    def remove_newer(self, step: int) -> None:
+        """Remove checkpoints newer than ``step`` at the URL: they are damaged, or of steps that the run repeats."""
+        for path in self.checkpoints():
+            if checkpoint.step_of(path) > step:
+                logger.warning("%s/%s/%s: removed", self._remote, _CHECKPOINTS, path.name)
+                self._remove(path.name)
+
+    def __enter__(self) -> RunMirror:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.is_open and isinstance(error, Exception) and not isinstance(error, CheckpointError | StorageError):
+            self._remote = self._remote.with_limits(tries=1, total_s=_LAST_S)
+            with contextlib.suppress(StorageError):
+                self.upload_files()
+
+    def _upload(self, path: Path) -> None:
+        base = f"{_CHECKPOINTS}/{path.name}"
+        if not self._equals(f"{base}/{MANIFEST}"):
+            self._remove(path.name)
+            for file in _files(path):
+                if file != MANIFEST:
+                    self._remote.upload(f"{base}/{file}", path / file)
+            self._remote.upload(f"{base}/{MANIFEST}", path / MANIFEST)
+        self._known.add(path.name)
+
+    def _remove(self, name: str) -> None:
+        """Remove a checkpoint at the URL: the manifest first, so that no part of it counts as one."""
+        base = f"{_CHECKPOINTS}/{name}"
+        for each in (f"{base}/{MANIFEST}", *self._remote.list(base)):
+            self._remote.remove(each)
+
+    def replace_copy(self, names: Iterable[str]) -> None:
+        """Remove the copy, and fetch those of the files at the URL that are no checkpoints."""
+        self._remote.require_tree(names)
+        for path in self._folder.iterdir():
+            if path.name not in LOCK_FILES:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        for name in names:
+            if name.split("/")[0] not in _LEFT_OUT:
+                self._remote.download(name, self._folder / name)
+                self._uploaded[name] = Stamp.of(self._folder / name)
+
+    def _equals(self, name: str) -> bool:
+        """Return whether a small file is the same at the URL and in the copy."""
+        path = self._folder / name
+        return path.is_file() and self._remote.read(name) == read_bounded(path, _MOST)
+
+
+def copy_run(url: str, folder: Path) -> Path:
+    """Copy the run at a URL: its files and its newest checkpoint, verified.
+
+    Args:
+        url: of the run, such as ``s3://bucket/runs/base``.
+        folder: to write; must not exist.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: no URL of an object store, or the folder exists or cannot be written.
+        CheckpointError: there is no run, or no intact checkpoint.
+        StorageError: it cannot be fetched.
+    """
+    if "://" not in (url := require_writable(url)):
+        raise ConfigError(f"{url}: expected a URL of a run, such as s3://bucket/runs/base")
+    if folder.exists():
+        raise ConfigError(f"{folder}: exists; expected a new folder")
+    remote = RemoteFolder(url, TransferConfig(total_s=600.0))
+    names = remote.list()
+    if _CONFIG not in names:
+        below = f"there are files, but no {_CONFIG}" if names else "nothing is below this name"
+        raise CheckpointError(f"{remote}: no run there: {below}. Are the names of bucket, folder and run right?")
+
+    def fill(aside: Path) -> None:
+        mirror = RunMirror(url, aside, remote.options)
+        mirror.replace_copy(names)
+        checkpoint.use_latest(
+            aside / _CHECKPOINTS, lambda path: checkpoint.verify(mirror.fetch(path)), mirror.checkpoints()
+        )
+
+    try:
+        replace_folder(folder, fill)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be written ({error.strerror}); expected a new folder on a disk with room"
+        ) from None
+    return folder
+
+
+def complete_checkpoints(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Return the paths in a copy of all checkpoints whose manifests are among the files at the URL, oldest first."""
+    parts = [name.split("/") for name in names]
+    found = {part[1] for part in parts if len(part) == 3 and part[0] == _CHECKPOINTS and part[2] == MANIFEST}
+    return checkpoint.sort_checkpoints(folder / _CHECKPOINTS / name for name in found)
+
+
+def _files(folder: Path, left_out: tuple[str, ...] = ()) -> list[str]:
+    """Return the relative names of all plain files below a folder that are not being written."""
+    found = []
+    for path in sorted(folder.iterdir()):
+        if path.name in left_out or path.name.startswith((TEMPORARY, REPLACED)) or path.is_symlink():
+            continue
+        if path.is_dir():
+            found += [f"{path.name}/{name}" for name in _files(path)]
+        elif path.is_file():
+            found.append(path.name)
+    return found

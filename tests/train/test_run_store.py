@@ -1,0 +1,436 @@
+"""A run folder at a URL: what is there counts, and the copy on this disk follows it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.data.making import caption_shards
+from tests.training import all_equal, metrics, run_tree, weights
+from vqclip import checkpoint
+from vqclip.checkpoint.folders import write_folder
+from vqclip.cli.main import main
+from vqclip.data.remote import TransferConfig, folder, retry
+from vqclip.errors import CheckpointError, ConfigError, StorageError
+from vqclip.train import Callback, TrainConfig
+from vqclip.train import run as train
+from vqclip.train.run_store import RunMirror
+
+URL = "s3://bucket/runs/tiny"
+
+
+class Store(MemoryFileSystem):
+    """Fails by ``failing``: name of a method -> errors of its next calls, None for a call that succeeds."""
+
+    store: dict[str, Any] = {}
+    pseudo_dirs: list[str] = [""]
+    failing: dict[str, list[Exception | None]]
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in ("find", "cat_file", "pipe_file", "put_file", "get_file", "rm_file", "cp_file"):
+            return found
+
+        def call(*args: Any, timeout: float, **options: Any) -> Any:
+            assert timeout > 0
+            errors = self.failing.get(name, self.failing.get("all"))
+            if errors and (error := errors.pop(0)):
+                raise error
+            result = found(*args, **options)
+            # A bucket's names have no slash at the beginning.
+            return {each.lstrip("/"): info for each, info in result.items()} if name == "find" else result
+
+        return call
+
+    def names(self) -> list[str]:
+        return sorted(name.removeprefix("/bucket/runs/tiny/") for name in self.store)
+
+
+def mirror_of(folder: Path) -> RunMirror:
+    folder.mkdir(parents=True, exist_ok=True)
+    return RunMirror(URL, folder, TransferConfig(tries=3))
+
+
+def save(folder: Path, step: int, content: str = "weights") -> Path:
+    """A checkpoint with one file."""
+
+    def fill(aside: Path) -> None:
+        (aside / "model").mkdir()
+        (aside / "model" / "weights").write_text(f"{content} {step}")
+
+    return write_folder(folder / "checkpoints", step, fill)
+
+
+def steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """The store at every URL, and no waiting between tries."""
+    files = Store(skip_instance_cache=True)
+    files.failing = {}
+    files.store.clear()
+    monkeypatch.setattr(folder, "object_store", lambda url, timeout_s: files)
+    monkeypatch.setattr(retry, "_sleep", lambda seconds: None)
+    yield files
+    files.store.clear()
+
+
+def keep_none(step):
+    return False
+
+
+def upload(folder, *numbers, keep_last=9):
+    """A job that saves some steps."""
+    with mirror_of(folder) as mirror:
+        mirror.open()
+        for number in numbers:
+            (folder / "config.yaml").write_text("one: run\n")
+            (folder / "metrics.jsonl").write_text(f"{number}\n")
+            mirror.upload_checkpoint(save(folder, number), keep_last, keep_none)
+
+
+def test_another_machine_finds_what_was_uploaded(tmp_path, store, caplog):
+    upload(tmp_path / "a", 2, 4, 6, keep_last=2)
+    assert not any("step-00000002" in name for name in store.names())
+    with mirror_of(tmp_path / "b") as mirror:
+        mirror.open()
+        assert (tmp_path / "b" / "metrics.jsonl").read_text() == "6\n"
+        assert [path.name for path in mirror.checkpoints()] == ["step-00000004", "step-00000006"]
+        with caplog.at_level("INFO"):
+            checkpoint.verify(mirror.fetch(mirror.checkpoints()[-1]))
+        assert " GB); all ranks wait, within run.timeout_s" in caplog.text
+        assert steps(tmp_path / "b") == ["step-00000006"]  # the other one is fetched when it is needed
+        # Retention counts those at the URL, not the few in the copy.
+        mirror.upload_checkpoint(save(tmp_path / "b", 8), 2, keep_none)
+        assert [path.name[-1] for path in mirror.checkpoints()] == ["6", "8"]
+
+
+def test_a_checkpoint_is_there_with_its_manifest_alone(tmp_path, store):
+    upload(tmp_path / "a", 2)
+    store.failing["put_file"] = [None, None, *[PermissionError("read only")] * 9]
+    with pytest.raises(
+        CheckpointError,
+        match=r"step-00000004: the checkpoint could not be uploaded .*run\.remote\.tries=3.*it is in .*a/ch",
+    ):
+        upload(tmp_path / "a", 4)
+    store.failing.clear()
+    with mirror_of(tmp_path / "b") as mirror:
+        mirror.open()
+        assert [path.name for path in mirror.checkpoints()] == ["step-00000002"]
+    # The machine that has it uploads it, as it follows what is there.
+    with mirror_of(tmp_path / "a") as mirror:
+        mirror.open()
+        assert [path.name for path in mirror.checkpoints()] == ["step-00000002", "step-00000004"]
+
+
+def test_a_copy_that_others_have_overtaken_is_replaced(tmp_path, store):
+    upload(tmp_path / "a", 2)
+    upload(tmp_path / "b", 3)
+    save(tmp_path / "a", 4, "never uploaded")
+    with mirror_of(tmp_path / "a") as mirror:
+        mirror.open()
+        assert [path.name for path in mirror.checkpoints()] == ["step-00000002", "step-00000003"]
+        assert not (tmp_path / "a" / "checkpoints").exists()
+
+
+def test_files_of_a_killed_upload_and_damage_in_the_copy(tmp_path, store):
+    upload(tmp_path / "a", 2)
+    store.pipe_file("/bucket/runs/tiny/checkpoints/step-00000004/model/weights", b"half", timeout=1)
+    (tmp_path / "a" / "checkpoints" / "step-00000002" / "model" / "weights").write_text("damaged")
+    with mirror_of(tmp_path / "a") as mirror:
+        mirror.open()
+        assert not any("step-00000004" in name for name in store.names())
+        checkpoint.verify(mirror.fetch(mirror.checkpoints()[-1]))
+
+
+def test_newer_checkpoints_are_removed_at_the_url(tmp_path, store):
+    upload(tmp_path / "a", 2, 4)
+    with mirror_of(tmp_path / "a") as mirror:
+        mirror.open()
+        mirror.remove_newer(2)
+        assert [path.name for path in mirror.checkpoints()] == ["step-00000002"]
+    assert not any("step-00000004" in name for name in store.names())
+
+
+def test_a_run_that_was_removed_is_not_mixed_with_its_copy(tmp_path, store):
+    upload(tmp_path / "a", 2)
+    store.store.clear()
+    with pytest.raises(ConfigError, match="has checkpoints of the run, and s3://bucket/runs/tiny has none. Remove"):
+        upload(tmp_path / "a", 4)
+    shutil.rmtree(tmp_path / "a")
+    upload(tmp_path / "a", 4)
+
+
+def test_names_that_lead_elsewhere_are_not_fetched(tmp_path, store):
+    upload(tmp_path / "a", 2)
+    for name in ("../x", "checkpoints/step-00000002/../../../y"):
+        store.store[f"/bucket/runs/tiny/{name}"] = store.store["/bucket/runs/tiny/config.yaml"]
+    with mirror_of(tmp_path / "b") as mirror:
+        mirror.open()
+        checkpoint.verify(mirror.fetch(mirror.checkpoints()[-1]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_second_job_is_noticed_before_it_mixes_with_the_first(tmp_path, store):
+    with mirror_of(tmp_path / "a") as first, mirror_of(tmp_path / "b") as second:
+        first.open()
+        second.open()
+        first.upload_checkpoint(save(tmp_path / "a", 2), 9, keep_none)
+        before = store.names()
+        with pytest.raises(CheckpointError, match="has got step-00000002 from another job; this one writes nothing"):
+            second.upload_checkpoint(save(tmp_path / "b", 2, "other weights"), 9, keep_none)
+        assert store.names() == before
+        first.upload_checkpoint(save(tmp_path / "a", 4), 9, keep_none)
+
+
+def test_the_first_checkpoint_of_a_killed_job_is_uploaded(tmp_path, store):
+    with mirror_of(tmp_path / "a") as mirror:
+        mirror.open()
+        (tmp_path / "a" / "config.yaml").write_text("one: run\n")
+        mirror.upload_files()
+        save(tmp_path / "a", 2)
+    with mirror_of(tmp_path / "a") as mirror:
+        mirror.open()
+        assert [path.name for path in mirror.checkpoints()] == ["step-00000002"]
+
+
+def test_removed_notes_are_removed_at_the_url(tmp_path, store):
+    upload(tmp_path / "a", 2)
+    with mirror_of(tmp_path / "a") as mirror:
+        mirror.open()
+        (tmp_path / "a" / "stopped.json").write_text("{}")
+        mirror.upload_files()
+    assert "stopped.json" in store.names()
+    (tmp_path / "a" / "stopped.json").unlink()
+    with mirror_of(tmp_path / "a") as mirror:
+        mirror.open()
+        mirror.upload_files()
+    assert "stopped.json" not in store.names()
+
+
+def test_failures_of_the_store_are_tried_again_and_then_named(tmp_path, store):
+    store.failing["put_file"] = [OSError("503 Slow Down")] * 2
+    upload(tmp_path / "a", 2)
+    for error, told in (
+        (PermissionError("Access Denied"), "cannot be listed: PermissionError: Access Denied; this is not tried again"),
+        (OSError("503"), "cannot be listed: OSError: 503. Tries: 3 of"),
+    ):
+        store.failing["all"] = [error] * 9
+        with pytest.raises(StorageError, match=told):
+            upload(tmp_path / "b", 4)
+        del store.failing["all"]
+
+
+@pytest.mark.parametrize(
+    "folder", ["http://host/runs", "hf://datasets/x", "s3://bucket/runs?x=y", "ftp://host/x", "s3://"]
+)
+def test_folders_that_cannot_be_written_to(tmp_path, folder):
+    with pytest.raises(ConfigError, match=r"run.folder: "):
+        train(run_tree(folder, tmp_path))
+
+
+def test_a_run_continues_on_another_machine(tmp_path, store, monkeypatch):
+    """From a damaged checkpoint to the one before it, and again to the same bits."""
+    tree = run_tree("s3://bucket/runs", caption_shards(tmp_path / "shards", counts=(17, 13)), train__steps=4)
+    tree["train"]["checkpoint_every"] = 2
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "a"))
+    first = TrainConfig.model_validate(tree).run.path
+    assert train(tree).finished
+    name = "/bucket/runs/tiny/checkpoints/step-00000004/model/model.safetensors"
+    content = bytearray(store.cat_file(name, timeout=1))
+    content[-1] ^= 1
+    store.pipe_file(name, bytes(content), timeout=1)
+
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "b"))
+    copy = TrainConfig.model_validate(tree).run.path
+    assert train(tree).finished
+    log = (copy / "train.log").read_text()
+    assert "step-00000004/model/model.safetensors: SHA-256" in log
+    assert "resumed from step 2" in log
+    assert all_equal(weights(copy.parent, 4), weights(first.parent, 4))
+    lines = [[each["loss/total"] for each in metrics(run.parent) if "loss/total" in each] for run in (first, copy)]
+    assert lines[0] == lines[1]
+    assert {"summary.json", "report.html", "tokenizer/model.safetensors", "train.log"} <= set(store.names())
+
+
+class Ask(Callback):
+    """Remember what is at the URL when the training begins."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def on_train_start(self, training):
+        self.names = self.store.names()
+
+
+class StopAt(Callback):
+    """Ask for a stop after a step, or fail there."""
+
+    def __init__(self, step, error=None):
+        self.step, self.error = step, error
+
+    def on_step_end(self, training):
+        if training.done == self.step and self.error:
+            raise self.error
+        if training.done == self.step:
+            training.request_stop("test")
+
+
+@pytest.fixture
+def tree_at(tmp_path):
+    shards = caption_shards(tmp_path / "shards", counts=(17, 13))
+    pairs = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
+    best = {"train__keep_best": "eval/pairs/codes_only/i2t_r1", "train__evaluate_every": 2, "evaluation": pairs}
+
+    def make(place, **changes):
+        return run_tree(place, shards, **best | {"train__steps": 8, "train__checkpoint_every": 2} | changes)
+
+    return make
+
+
+@pytest.mark.slow
+def test_a_stopped_run_continues_elsewhere_with_its_best_step(tmp_path, store, monkeypatch, tree_at):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "a"))
+    slow = {"optim__lr": 1e-9}  # so that the first evaluation stays the best
+    tree = tree_at("s3://bucket/runs", **slow)
+    assert train(tree, [StopAt(5)]).stopped == "test"
+    notes = json.loads(store.cat_file("/bucket/runs/tiny/stopped.json", timeout=1))
+    assert (notes["step"], notes["checkpoint"]) == (5, "checkpoints/step-00000005")
+
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "b"))
+    copy = TrainConfig.model_validate(tree).run.path
+    ask = Ask(store)
+    result = train(tree, [ask])
+    assert "stopped.json" not in ask.names
+    assert "stored at   s3://bucket/runs/tiny" in str(result)
+    whole = train(tree_at(tmp_path / "whole", **slow))
+    assert whole.summary.best["step"] == 2
+    assert result.summary.best == whole.summary.best
+    assert all_equal(weights(copy.parent, 8), weights(tmp_path / "whole", 8))
+    best = f"checkpoints/step-{result.summary.best['step']:08d}/manifest.json"
+    assert (copy / best).is_file()
+    assert best in store.names()
+
+
+@pytest.mark.slow
+def test_a_run_folder_that_was_copied_to_a_url(tmp_path, store, monkeypatch, tree_at):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "a"))
+    run = train(tree_at(tmp_path / "runs")).folder
+    for path in run.rglob("*"):
+        if path.is_file():
+            store.pipe_file(f"/bucket/runs/tiny/{path.relative_to(run).as_posix()}", path.read_bytes(), timeout=1)
+    tree = tree_at("s3://bucket/runs", train__steps=10, run__resume_allow=["train.steps"])
+    assert train(tree).step == 10
+    assert "resumed from step 8" in store.cat_file("/bucket/runs/tiny/train.log", timeout=1).decode()
+    with pytest.raises(ConfigError, match="got 'never', but s3://bucket/runs/tiny/checkpoints contains checkpoints"):
+        train(tree_at("s3://bucket/runs", run__resume="never"))
+
+
+@pytest.mark.slow
+def test_what_an_error_leaves_is_uploaded(tmp_path, store, monkeypatch, tree_at):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "a"))
+    with pytest.raises(ValueError, match="mine"):
+        train(tree_at("s3://bucket/runs"), [StopAt(3, ValueError("mine"))])
+    assert "StopAt failed in on_step_end" in store.cat_file("/bucket/runs/tiny/train.log", timeout=1).decode()
+
+
+class FailUploads(Callback):
+    """Refuse uploads after a step."""
+
+    def __init__(self, store, step):
+        self.store, self.step = store, step
+
+    def on_step_end(self, training):
+        if training.done == self.step:
+            self.store.failing["put_file"] = [PermissionError("read only")] * 99
+
+
+@pytest.mark.slow
+def test_the_only_checkpoint_that_is_kept_is_uploaded_by_the_next_job(tmp_path, store, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "a"))
+    changes = {"train__steps": 6, "train__checkpoint_every": 2, "train__keep_checkpoints": 1}
+    changes["train__save_in_background"] = False
+    tree = run_tree("s3://bucket/runs", caption_shards(tmp_path / "shards", counts=(17, 13)), **changes)
+    with pytest.raises(CheckpointError, match="step-00000004: the checkpoint could not be uploaded"):
+        train(tree, [FailUploads(store, 3)])
+    store.failing.clear()
+    result = train(tree)
+    assert result.step == 6
+    assert "resumed from step 4" in (result.folder / "train.log").read_text()
+
+
+@pytest.fixture
+def run(tmp_path, store):
+    with mirror_of(tmp_path / "a") as mirror:
+        mirror.open()
+        for step in (2, 4):
+            (tmp_path / "a" / "config.yaml").write_text("one: run\n")
+            mirror.upload_checkpoint(save(tmp_path / "a", step), 9, lambda step: False)
+    return tmp_path / "copy"
+
+
+def test_the_newest_intact_checkpoint_is_copied(run, store, capsys):
+    assert main(["copy-run", URL, str(run)]) == 0
+    assert capsys.readouterr().out == f"{run}\n"
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.yaml"]
+    assert steps(run) == ["step-00000004"]
+    assert main(["copy-run", URL, str(run)]) == 2
+    assert f"{run}: exists; expected a new folder" in capsys.readouterr().err
+    store.pipe_file("/bucket/runs/tiny/checkpoints/step-00000004/model/weights", b"damaged", timeout=1)
+    assert main(["copy-run", URL, str(run) + "2"]) == 0
+    assert "step-00000002" in steps(run.with_name("copy2"))
+
+
+def test_mistakes(run, store, capsys):
+    for arguments, told in (
+        (
+            ["copy-run", f"{URL}x", str(run)],
+            f"{URL}x: no run there: nothing is below this name. Are the names of bucket",
+        ),
+        (["copy-run", URL.rpartition("/")[0], str(run)], "no run there: there are files, but no config.yaml"),
+        (["copy-run", "runs/base", str(run)], "expected a URL of a run"),
+        (
+            ["copy-run", "http://host/runs/base", str(run)],
+            "got http://host/runs/base; expected a local folder, or a URL",
+        ),
+        (
+            ["evaluate", "s3://me:secret@b/runs/x"],
+            "s3://b/runs/x: models are not read from URLs; `vqclip copy-run URL F",
+        ),
+    ):
+        assert main(arguments) in (1, 2)
+        error = capsys.readouterr().err
+        assert told in error
+        assert "secret" not in error
+    with pytest.raises(SystemExit):
+        main(["report", "s3://me:secret@b/runs/x"])
+    error = capsys.readouterr().err
+    assert (
+        "got 's3://b/runs/x', expected a path on this machine; a run at a URL is copied to one by `vqclip copy-run"
+        in error
+    )
+
+
+def test_objects_that_are_folders_too_are_named(run, store, tmp_path, capsys):
+    """An object store may have `a` and `a/b`, a disk may not."""
+    store.pipe_file("/bucket/runs/tiny/logs", b"", timeout=1)
+    store.store["/bucket/runs/tiny/logs/deep/x"] = store.store["/bucket/runs/tiny/logs"]
+    assert main(["copy-run", URL, str(run)]) == 2
+    told = f"{URL}/logs: is an object, and a folder of {URL}/logs/deep/x too, which no disk can hold; remove or rename"
+    assert told in capsys.readouterr().err
+    assert not run.exists()
+    with mirror_of(tmp_path / "other") as mirror, pytest.raises(StorageError, match="is an object, and a folder of"):
+        mirror.open()
+
+
+def test_a_folder_that_cannot_be_written_is_named(run, store, capsys):
+    assert main(["copy-run", URL, "/proc/x"]) == 2
+    assert "/proc/x: cannot be written (No such file or directory); expected a new folder" in capsys.readouterr().err
