@@ -101,6 +101,10 @@ class CLIPOutput(NamedTuple):
     """() positive, factor of the logits."""
     bias: Tensor | None
     """() added to the logits, or None."""
+    image_features: Tensor | None = None
+    """``(B, N, D)`` of the image tower, where they were given or asked for."""
+    text_features: Tensor | None = None
+    """``(B, N, D)`` of the text tower, where they were given or asked for."""
 
 
 class CLIP(nn.Module):
@@ -139,6 +143,7 @@ class CLIP(nn.Module):
         tokens: Tensor,
         image_features: Tensor | None = None,
         text_features: Tensor | None = None,
+        keep_features: bool = False,
     ) -> CLIPOutput:
         """Run the training path of both tokenizers.
 
@@ -147,9 +152,13 @@ class CLIP(nn.Module):
             tokens: ``(B, N)`` int64, as `TextTokenizer.preprocess` makes them.
             image_features: ``(B, N, D)`` from `Tokenizer.tower_features`; the image tower is then not run.
             text_features: ``(B, N, D)`` from `Tokenizer.tower_features`; the text tower is then not run.
+            keep_features: return the features of both towers as well.
         """
+        if keep_features:
+            image_features = self.image.tower_features(images) if image_features is None else image_features
+            text_features = self.text.tower_features(tokens) if text_features is None else text_features
         image, text = self.image(images, image_features), self.text(tokens, text_features)
-        return CLIPOutput(image, text, *self.temperature())
+        return CLIPOutput(image, text, *self.temperature(), image_features, text_features)
 
     def temperature(self) -> tuple[Tensor, Tensor | None]:
         """Return the () scale of the logits, and their () bias or None."""

@@ -32,15 +32,14 @@ class ReconstructingCLIP(nn.Module):
 
     Args:
         model: built with `image.pixels`.
-        inner: the model, or a module around it with the same first argument and output.
         losses: compare decoded images with real ones.
     """
 
-    def __init__(self, model: CLIP, inner: nn.Module, losses: PixelLosses):
+    def __init__(self, model: CLIP, losses: PixelLosses):
         super().__init__()
         assert model.image.pixels is not None
         assert model.image.config.pixels is not None
-        self.inner, self.decoder, self.losses = inner, model.image.pixels, losses
+        self.model, self.decoder, self.losses = model, model.image.pixels, losses
         self.config: PixelTrainingConfig = model.image.config.pixels
 
     def forward(self, images: Tensor, *others: Any, places: Tensor, step: int) -> tuple[CLIPOutput, dict[str, Stats]]:
@@ -48,11 +47,11 @@ class ReconstructingCLIP(nn.Module):
 
         Args:
             images: ``(B, 3, H, W)`` uint8.
-            others: further arguments of the module inside.
+            others: further arguments of `CLIP.forward`.
             places: ``(B,)`` positions of the samples in the global batch.
             step: number of the step, from 0.
         """
-        out: CLIPOutput = self.inner(images, *others)
+        out: CLIPOutput = self.model(images, *others)
         if step < self.config.start_step:
             return out, {}
         vectors = out.image.vectors

@@ -25,7 +25,6 @@ from vqclip.tokenizer.saving import write_tokenizer_files
 from vqclip.towers import ImageTower, TextTower
 from vqclip.train.bottleneck import BottleneckConfig
 from vqclip.train.distillation import Distillation
-from vqclip.train.distillation.features import separate_sums
 from vqclip.train.pixel_sums import error_metrics
 from vqclip.train.rank_batch import RankBatch, make_rank_batch
 from vqclip.train.reconstruction import ReconstructingCLIP
@@ -58,13 +57,12 @@ class ContrastiveTask(Task[RankBatch]):
     ):
         super().__init__(model)
         self.loss, self.bottleneck, self.distillation = loss, bottleneck, distillation
-        self._student = model if distillation is None else distillation.wrap(model)
-        self.reconstruction = None if pixels is None else ReconstructingCLIP(model, self._student, pixels)
+        self.reconstruction = None if pixels is None else ReconstructingCLIP(model, pixels)
 
     @property
     def student(self) -> nn.Module:
-        """The model, or a module around it that also compares features or decodes images."""
-        return self._student if self.reconstruction is None else self.reconstruction
+        """The model, or a module around it that also decodes images."""
+        return self.model if self.reconstruction is None else self.reconstruction
 
     @property
     def discriminators(self) -> nn.Module | None:
@@ -96,16 +94,19 @@ class ContrastiveTask(Task[RankBatch]):
 
     def run(self, network: nn.Module, local: RankBatch, step: int) -> TaskOutput:
         """Return the embeddings, the statistics of the quantizers and of the terms on features, and the temperature."""
+        compares = self.distillation is not None and self.distillation.compares_features(step)
+        known = (local.features.get("image"), local.features.get("text"))
+        inputs = (local.images, local.tokens, *known, compares)
         with nullcontext() if self.bottleneck is None else self.bottleneck.at(step, self.model):
-            further = () if self.distillation is None else self.distillation.targets(local, step)
-            known = (local.features.get("image"), local.features.get("text"))
-            inputs = (local.images, local.tokens, *known, *further)
             if self.reconstruction is None:
-                out, pixels = network(*inputs), {}
+                out, stats = network(*inputs), {}
             else:
-                out, pixels = network(*inputs, places=local.order.places, step=step)
+                out, stats = network(*inputs, places=local.order.places, step=step)
         rows = {"image": out.image.embedding, "text": out.text.embedding}
-        stats = {"image": out.image.stats, "text": out.text.stats, **pixels}
+        stats = {"image": out.image.stats, "text": out.text.stats, **stats}
+        if compares:
+            assert self.distillation is not None
+            stats["distillation"] = self.distillation.compare(out, local, step)
         return TaskOutput(rows, stats, _temperature(out.scale, out.bias))
 
     def shared(self) -> dict[str, Tensor]:
@@ -117,9 +118,7 @@ class ContrastiveTask(Task[RankBatch]):
         totals = {name: each.detach().double().sum(dim=0) for name, each in out.rows.items()}
         totals["count"] = torch.full((), len(local), device=self.device)
         *found, embedded = sync([*out.stats.values(), Stats(totals)], local.order, histograms=False)
-        sums = dict(zip(out.stats, found, strict=True))
-        stats, followed = separate_sums({name: sums.pop(name) for name in ("image", "text")})
-        return sums | stats | {"embedded": embedded, "distillation": followed}
+        return dict(zip(out.stats, found, strict=True)) | {"embedded": embedded}
 
     def losses(
         self, out: TaskOutput, sums: Mapping[str, Stats], parts: Sequence[RankBatch], step: int
@@ -139,7 +138,7 @@ class ContrastiveTask(Task[RankBatch]):
         if self.distillation is None:
             return terms, weights
         with autocast(self.device, self.precision):
-            further = self.distillation.losses(image, text, scale, sums["distillation"], parts, step)
+            further = self.distillation.losses(image, text, scale, sums.get("distillation"), parts, step)
         return terms | further[0], weights | further[1]
 
     def update(self, sums: Mapping[str, Stats]) -> None:

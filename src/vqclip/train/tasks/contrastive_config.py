@@ -126,7 +126,7 @@ class TrainConfig(TaskConfig):
         makers: dict[str, FeatureMaker] = {
             modality: tower_maker(tokenizers[modality]) for modality in self.cached_modalities
         }
-        return makers | ({} if distillation is None else distillation.makers(task.model, self.stores_teacher))
+        return makers | ({} if distillation is None else distillation.makers(self.stores_teacher))
 
     def release_stored(self, task: Task[Any]) -> None:
         """Drop the networks whose outputs batches contain from now on."""
