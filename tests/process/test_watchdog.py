@@ -9,7 +9,6 @@ import pytest
 
 from vqclip import dist
 from vqclip.errors import DistributedError
-from vqclip.process.stacks import StackFile
 from vqclip.process.watchdog import STATUS, Watchdog
 
 
@@ -20,7 +19,7 @@ def ended(monkeypatch):
     monkeypatch.setattr("vqclip.process.watchdog.os._exit", statuses.append)
     monkeypatch.setattr("vqclip.process.watchdog._GRACE_S", 5.0)
     monkeypatch.setattr("vqclip.process.watchdog._CHECK_S", 0.05)
-    monkeypatch.setattr(StackFile, "dump_and_exit_after", lambda self, seconds: None)  # it would end pytest
+    monkeypatch.setattr(Watchdog, "_dump_and_exit_after", lambda self, seconds: None)  # it would end pytest
     return statuses
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from vqclip import dist
 from vqclip.errors import DataError
 from vqclip.process.signals import ignore_stop_signals
-from vqclip.process.stacks import dump_stacks_on_request
+from vqclip.process.watchdog import dump_stacks_on_request
 
 __all__ = ["StartMethod", "explain_worker_deaths", "ordered_map"]
 

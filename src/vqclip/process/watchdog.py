@@ -1,11 +1,18 @@
-"""Watchdog: detect a job that makes no progress; every rank writes its position and its stacks."""
+"""Watchdog: detect a job that makes no progress; every rank writes its position and its stacks.
+
+Stacks are written by `faulthandler`: of all threads of this process, of its data workers, which answer a signal, and of
+an interpreter that is stuck in code that keeps its lock, by a timer in C.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
+import multiprocessing
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -17,7 +24,6 @@ from typing import NamedTuple
 
 from vqclip import dist
 from vqclip.errors import DistributedError
-from vqclip.process.stacks import StackFile
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +37,13 @@ _CHECK_S = 1.0
 _GRACE_S = 5.0
 """Seconds beyond the limit until the stacks of a stuck interpreter are written from C; also the time for the other
 ranks to write theirs."""
+
+_ANSWER_S = 0.1
+"""Seconds for one data worker to write its stacks, so that two do not write at once."""
+_WORKERS_SIGNAL = signal.SIGUSR2
+
+_workers_file = 2
+"""File descriptor to which newly forked data workers write their stacks: stderr, or that of the running watchdog."""
 
 _HEADER = re.compile(r"^=== (\w+) rank (\d+) at collective #(\d+): (.*)$", re.MULTILINE)
 
@@ -107,61 +120,62 @@ class Watchdog:
         self._position = self._position._replace(since=time.monotonic())
 
     def __enter__(self) -> Watchdog:
+        global _workers_file
         if self._on:
-            self._token = f"{dist.shared_seed():016x}"
-            self._file = StackFile(self._folder / f"rank-{dist.rank()}.txt")
-            self._rank, self._world_size = dist.rank(), dist.world_size()
+            self._token, self._rank, self._world_size = f"{dist.shared_seed():016x}", dist.rank(), dist.world_size()
+            self._path = self._folder / f"rank-{self._rank}.txt"
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = _workers_file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             self.beat()
-            work = self._watch if self._ends_process else self._warn
-            self._thread = threading.Thread(target=work, name="watchdog", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        global _workers_file
         if not self._on:
             return
         self._closing.set()
         self._thread.join()  # it never returns after it has detected a hang: it ends the process
-        if isinstance(error, DistributedError):
-            with contextlib.suppress(OSError):
-                self._write(
-                    f"another rank is lost: {self._describe_position()}", "".join(traceback.format_exception(error))
-                )
-        self._file.close()
+        if self._ends_process:
+            faulthandler.cancel_dump_traceback_later()
+        with contextlib.suppress(OSError):
+            if isinstance(error, DistributedError):
+                trace_text = "".join(traceback.format_exception(error))
+                self._write(f"another rank is lost: {self._describe_position()}", trace_text)
+        _workers_file = 2
+        os.close(self._file)
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_size == 0:
+                self._path.unlink()
+            self._folder.rmdir()  # if it is empty
 
     def _watch(self) -> None:
-        while (left := self._seconds_left()) > 0:
-            self._file.dump_and_exit_after(left + _GRACE_S)
-            if self._closing.wait(min(left, _CHECK_S)):
-                return
-        self._end()
-
-    def _warn(self) -> None:
         warned: _Position | None = None
-        while not self._closing.wait(_CHECK_S):
+        while not self._closing.is_set():
             position = self._position
-            if self._seconds_left() <= 0 and position is not warned:
+            left = position.since + position.limit - time.monotonic()
+            if self._ends_process:
+                if left <= 0:
+                    self._end()
+                    return
+                self._dump_and_exit_after(left + _GRACE_S)
+            elif left <= 0 and position is not warned:
                 warned, where = position, self._describe_hang()
                 with contextlib.suppress(OSError):
                     self._write(where)
-                logger.warning(
-                    "%s; stacks: %s; the process continues: interrupt the run to end it", where, self._file.path
-                )
+                logger.warning("%s; stacks: %s; the process continues: interrupt the run to end it", where, self._path)
+            self._closing.wait(min(left, _CHECK_S) if left > 0 else _CHECK_S)
 
-    def _describe_hang(self) -> str:
-        limit = self._position.limit
-        name = "run.step_timeout_s" if limit < self._long else "run.timeout_s"
-        return f"no progress for {limit:g} s ({name}): {self._describe_position()}"
-
-    def _seconds_left(self) -> float:
-        position = self._position
-        return position.since + position.limit - time.monotonic()
+    def _dump_and_exit_after(self, seconds: float) -> None:
+        """Have a thread in C, which needs no lock of the interpreter, write the stacks and end the process later."""
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self._file)
 
     def _end(self) -> None:
         """Report and end the process, even if the disk hangs."""
-        self._file.dump_and_exit_after(4 * _GRACE_S)
+        self._dump_and_exit_after(4 * _GRACE_S)
         where = self._describe_hang()
         _print_to_stderr(f"rank {self._rank}: {where}")
         for work, patience in ((lambda: self._write(where), _GRACE_S), (self._report_all_ranks, 2 * _GRACE_S)):
@@ -169,6 +183,11 @@ class Watchdog:
             thread.start()
             thread.join(patience)
         os._exit(STATUS)
+
+    def _describe_hang(self) -> str:
+        limit = self._position.limit
+        name = "run.step_timeout_s" if limit < self._long else "run.timeout_s"
+        return f"no progress for {limit:g} s ({name}): {self._describe_position()}"
 
     def _describe_position(self) -> str:
         position, recent = self._position, dist.recent_collectives()
@@ -182,6 +201,7 @@ class Watchdog:
         return f"{text}; in no collective, {named} ended {time.monotonic() - last.finished:.1f} s ago"
 
     def _write(self, where: str, trace: str = "") -> None:
+        """Append the position, the last collectives, and the stacks of this process and of its data workers."""
         recent, now = dist.recent_collectives(), time.monotonic()
         number = recent[-1].number if recent else 0
         lines = [
@@ -189,11 +209,16 @@ class Watchdog:
             f"process {os.getpid()} on {socket.gethostname()}, {datetime.now(timezone.utc).isoformat()}",
             "last collectives:",
             *(f"  {_describe_collective(each, now)}" for each in recent),
-            f"{trace}stacks:",
+            f"{trace}stacks:\n",
         ]
-        self._file.write("\n".join(lines) + "\n")
-        self._file.dump()
-        self._file.write("\n")
+        os.write(self._file, "\n".join(lines).encode(errors="backslashreplace"))
+        faulthandler.dump_traceback(self._file, all_threads=True)
+        for worker in multiprocessing.active_children():
+            os.write(self._file, f"\nchild process {worker.pid} ({worker.name}):\n".encode())
+            with contextlib.suppress(OSError, TypeError):  # it has ended
+                os.kill(worker.pid, _WORKERS_SIGNAL)  # type: ignore[arg-type]
+            time.sleep(_ANSWER_S)
+        os.write(self._file, b"\n")
 
     def _report_all_ranks(self) -> None:
         """Wait until all ranks have written, or had time to; the lowest rank that has prints a summary."""
@@ -238,3 +263,11 @@ def _print_to_stderr(text: str) -> None:
     # Not through print: the training thread may be stuck in one.
     with contextlib.suppress(OSError):
         os.write(2, f"\nvqclip.train: {text}\n".encode())
+
+
+def dump_stacks_on_request() -> None:
+    """Let this data worker write its stacks when the watchdog of its parent asks for them.
+
+    A worker that was spawned instead of forked writes them to stderr.
+    """
+    faulthandler.register(_WORKERS_SIGNAL, file=_workers_file, all_threads=True)
