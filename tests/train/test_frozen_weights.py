@@ -292,11 +292,7 @@ def rewritten(folder, change):
     state = load_file(path)
     change(state)
     save_file(state, path)
-    config, _ = read_json(path.with_name("frozen.json"))
-    config.pop("checksum", None)
-    config = {key: value for key, value in config.items() if key in ("format", "version")}
     digest = digest_file(path).model_dump()
-    path.with_name("frozen.json").write_bytes(add_checksum(config | {"weights": digest}))
     for each in (folder / "tiny" / "checkpoints").iterdir():
         model = each / "model" / "config.json"
         body, _ = read_json(model)
@@ -342,7 +338,7 @@ def test_a_forged_file_is_refused(copy, change, message):
     if change is nan:
         task = build(config).task
         frozen = FrozenWeights(folder / "tiny" / "frozen", task.model, task.towers)
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(OtherRunError, match="began with other weights"):
             frozen.require_equal(checkpoint(folder) / "model")
 
 
@@ -405,7 +401,7 @@ def test_the_frozen_file_of_a_model_folder_near_the_root():
             lambda path: path.unlink(),
             "frozen/model.safetensors: no such file; .* once for all its checkpoints. Restore",
         ),
-        (lambda path: shutil.rmtree(path.parent), "no such file|frozen.json: cannot be read .* Restore the folder"),
+        (lambda path: shutil.rmtree(path.parent), "frozen/model.safetensors: no such file"),
     ],
 )
 def test_a_damaged_file_is_refused(copy, damage, message):
@@ -424,7 +420,7 @@ def test_a_checkpoint_beside_another_frozen_file_is_refused(copy, frozen, tmp_pa
     run(tree(other, shards, "none", LORA, run__seed=5, train__steps=4), str(tmp_path / "cache"))
     shutil.rmtree(folder / "tiny" / "frozen")
     shutil.copytree(other / "tiny" / "frozen", folder / "tiny" / "frozen")
-    with pytest.raises(CheckpointError, match="was saved with other frozen weights than those in"):
+    with pytest.raises(CheckpointError, match=r"frozen/model.safetensors: SHA-256"):
         run(config, str(folder / "cache"))
     with pytest.raises(CheckpointError, match=r"frozen/model.safetensors: SHA-256"):
         CLIP.from_pretrained(checkpoint(folder) / "model")

@@ -66,8 +66,6 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
 
     def restore() -> dict[str, Any] | None:
         paths = checkpointer.find()
-        if paths:
-            checkpointer.frozen.verify()
         found = checkpoint.use_latest(
             checkpointer.folder, lambda path: _restore(checkpointer.fetch(path), checkpointer, allow), paths
         )
