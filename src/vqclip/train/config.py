@@ -22,7 +22,7 @@ from vqclip.runlog.metrics import EVALUATION
 from vqclip.runlog.trackers import RunFacts, TensorBoardConfig, Trackers, hyperparameters
 from vqclip.train.bottleneck import BottleneckConfig
 from vqclip.train.ema import EmaConfig
-from vqclip.train.feature_makers import FeatureMaker
+from vqclip.train.feature_jobs import FeatureMaker
 from vqclip.train.guards import GuardConfig
 from vqclip.train.optim import OptimConfig
 from vqclip.train.report import ReportConfig

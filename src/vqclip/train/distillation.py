@@ -33,7 +33,7 @@ from vqclip.quantizers import Stats
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import TextTokenizer, Tokenizer
 from vqclip.towers import ImageTower, TextTower
-from vqclip.train.feature_makers import FeatureMaker, tower_origin, vocabulary_origin
+from vqclip.train.feature_jobs import FeatureMaker, tower_origin, vocabulary_origin
 from vqclip.train.rank_batch import RankBatch
 from vqclip.train.teachers import (
     EmbeddingTeacher,

@@ -28,7 +28,6 @@ from vqclip.io.files import format_bytes
 from vqclip.process import progress
 from vqclip.runlog.bar import ProgressBar
 from vqclip.train.feature_jobs import FeatureJob
-from vqclip.train.feature_origin import feature_settings
 from vqclip.train.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -66,7 +65,11 @@ def store_features(config: TaskConfig, task: Task[Any], data: TrainData) -> None
     jobs = feature_jobs(config, task, data)
     finished: set[Path] = set()
     for job in jobs.values():
-        _require_same_settings(job.folder)
+        if others := dist.differing_ranks(job.folder.settings.digest):
+            raise ConfigError(
+                f"data.feature_cache: rank {', '.join(others)} has other settings of {job.maker.modality} features "
+                "than rank 0; expected the same weights, kind of device and versions of the libraries on every machine"
+            )
         if job.folder.path not in finished:  # two terms may have one teacher
             _complete(job.folder, job)
         finished.add(job.folder.path)
@@ -76,22 +79,7 @@ def store_features(config: TaskConfig, task: Task[Any], data: TrainData) -> None
 
 def feature_jobs(config: TaskConfig, task: Task[Any], data: TrainData) -> dict[str, FeatureJob]:
     """Return a job for each network whose features are stored, by name; two of them may have one folder."""
-    cache = config.data.feature_cache
-    assert cache is not None
-    jobs = {}
-    for name, maker in config.feature_makers(task).items():
-        folder = FeatureFolder(cache.path, feature_settings(config, maker, data))
-        jobs[name] = FeatureJob(maker, config.train.precision, data.samples, folder, data.options)
-    return jobs
-
-
-def _require_same_settings(folder: FeatureFolder) -> None:
-    if others := dist.differing_ranks(folder.settings.digest):
-        raise ConfigError(
-            f"data.feature_cache: rank {', '.join(others)} has other settings of "
-            f"{folder.settings.modality} features than rank 0; expected the same weights, kind of device and versions "
-            "of the libraries on every machine"
-        )
+    return {name: FeatureJob(config, maker, data) for name, maker in config.feature_makers(task).items()}
 
 
 def _complete(folder: FeatureFolder, job: FeatureJob) -> None:
@@ -104,7 +92,12 @@ def _complete(folder: FeatureFolder, job: FeatureJob) -> None:
         dist.run_on_main(lambda: _announce(folder, job, missing))
         if missing:
             dist.run_on_main(folder.remove_leftovers)
-            _compute(folder, job, missing)
+            settings = folder.settings
+            done = settings.samples - sum(len(settings.shard_range(shard)) for shard in missing)
+            with ProgressBar(settings.samples, done, dist.is_main(), job.maker.network, "sample") as bar:
+                for count in _in_rounds(job.run(missing[dist.rank() :: dist.world_size()])):
+                    bar.advance(count)
+                    bar.show()
     with dist.raise_on_all_ranks():
         wait_until_visible(folder)
 
@@ -165,15 +158,6 @@ def _find_missing(folder: FeatureFolder, shards: Sequence[int]) -> list[int]:
     return sorted(shard for each in dist.gather_json(missing) for shard in each)
 
 
-def _compute(folder: FeatureFolder, job: FeatureJob, missing: list[int]) -> None:
-    wanted = sum(len(folder.settings.shard_range(shard)) for shard in missing)
-    total = folder.settings.samples
-    with ProgressBar(total, total - wanted, dist.is_main(), job.maker.network, "sample") as bar:
-        for count in _in_rounds(job.run(missing[dist.rank() :: dist.world_size()])):
-            bar.advance(count)
-            bar.show()
-
-
 def _in_rounds(work: Iterator[int]) -> Iterator[int]:
     """Run the work of all ranks, which meet every few seconds; yield the sum of what it yields. A collective.
 
@@ -182,43 +166,31 @@ def _in_rounds(work: Iterator[int]) -> Iterator[int]:
     finished = False
     try:
         while not finished:
+            end, done, is_last = time.monotonic() + _ROUND_S, 0, True
             with dist.raise_on_all_ranks(), explain_worker_deaths():
-                done, mine = _work_for_a_while(work)
-            rounds = dist.gather_json([done, mine])
+                for count in work:
+                    progress.heartbeat()
+                    done += count
+                    if time.monotonic() >= end:
+                        is_last = False
+                        break
+            rounds = dist.gather_json([done, is_last])
             yield sum(count for count, _ in rounds)
             finished = all(each for _, each in rounds)
     finally:
         getattr(work, "close", lambda: None)()
 
 
-def _work_for_a_while(work: Iterator[int]) -> tuple[int, bool]:
-    """Return what the work yielded in some seconds, and whether it is finished."""
-    end, done = time.monotonic() + _ROUND_S, 0
-    for count in work:
-        progress.heartbeat()
-        done += count
-        if time.monotonic() >= end:
-            return done, False
-    return done, True
-
-
 def _announce(folder: FeatureFolder, job: FeatureJob, missing: list[int]) -> None:
     """Log the size of the features, and require enough space for those that are missing."""
-    settings, samples, network = folder.settings, job.samples, job.maker.network
-    if settings.modality == "image":
-        rows = float(samples.views or 1)
-        unit = "1 view" if rows == 1 else f"{rows:,.0f} views"
-    else:
-        rows = _captions_per_sample(samples)
-        unit = "1 caption" if rows == 1 else f"about {rows:.3g} captions"
-    tokens = "1 token" if settings.tokens == 1 else f"{settings.tokens:,} tokens"
+    settings, samples = folder.settings, job.samples
+    rows = float(samples.views or 1) if settings.modality == "image" else _captions_per_sample(samples)
+    unit = "views" if settings.modality == "image" else "captions"
     what = (
-        f"{settings.samples:,} samples x {unit} x {tokens} x {settings.width:,} features, "
-        f"{settings.dtype}: {format_bytes(settings.samples * rows * settings.row_bytes)} in {folder.path}"
+        f"feature cache ({job.maker.network}): {settings.samples:,} samples x {rows:.3g} {unit} x {settings.tokens:,} "
+        f"tokens x {settings.width:,} features, {settings.dtype}: "
+        f"{format_bytes(settings.samples * rows * settings.row_bytes)} in {folder.path}"
     )
-    if not missing:
-        logger.info("feature cache (%s): %s; complete", network, what)
-        return
     needed = sum(len(settings.shard_range(shard)) for shard in missing) * rows * settings.row_bytes
     free = shutil.disk_usage(folder.path).free
     if needed > free:
@@ -227,16 +199,15 @@ def _announce(folder: FeatureFolder, job: FeatureJob, missing: list[int]) -> Non
             "expected another folder, dtype fp16 or bf16, fewer data.views, reduce: {kind: mean}, or a smaller tower"
         )
     there = settings.shards - len(missing)
-    kept = f"; {there:,} of {settings.shards:,} shards are there" if there else ""
-    logger.info("feature cache (%s): %s%s", network, what, kept)
+    logger.info("%s; %s", what, f"{there:,} of {settings.shards:,} shards are there" if missing else "complete")
     if not there and (nearest := folder.describe_nearest()):
         name, *differing = nearest
-        more = [f"  ... and {len(differing) - _SHOWN} more"] if len(differing) > _SHOWN else []
+        shown = differing[:_SHOWN] + [f"  ... and {len(differing) - _SHOWN} more"] * (len(differing) > _SHOWN)
         logger.info(
             "feature cache (%s): %s cannot be used, as it has other settings; delete it if no other run needs it:\n%s",
-            network,
+            job.maker.network,
             folder.path.with_name(name),
-            "\n".join(differing[:_SHOWN] + more),
+            "\n".join(shown),
         )
 
 

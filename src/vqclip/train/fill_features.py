@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from bisect import bisect
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vqclip import dist
@@ -18,7 +16,6 @@ from vqclip.errors import ConfigError
 from vqclip.runlog.bar import ProgressBar
 from vqclip.train.config import TaskConfig
 from vqclip.train.feature_cache import computing_alone, feature_jobs, store_features, wait_until_visible
-from vqclip.train.feature_jobs import FeatureJob
 from vqclip.train.main import build_data, build_task
 from vqclip.train.process_state import preserve_torch_state
 
@@ -59,11 +56,11 @@ def fill_features_on_ray(config: TaskConfig, ray: RayOptions) -> str:
     config = config.model_copy(update={"data": config.data.model_copy(update={"feature_cache": cache})})
     with connect_to_ray(ray) as cluster:
         cpus, gpus = cluster.worker_size(1 + config.data.workers, config.run.device)
-        opener = _Opener(config, on_gpu=gpus > 0)
-        [(_, described)] = cluster.map(_DescribeJob(opener).open, [0], "model", cpus, gpus)
-        settings = [FeatureSettings.model_validate_json(each) for each in described["settings"]]
-        folders = [FeatureFolder(parent, each) for each in settings]
-        job = _ComputeJob(opener, tuple(each.digest for each in settings), tuple(each.shards for each in settings))
+        # Only a worker knows the name of its device, which is one of the settings.
+        describe = _RayJob(config, on_gpu=gpus > 0)
+        [(_, described)] = cluster.map(describe.open, [0], "model", cpus, gpus)
+        folders = [FeatureFolder(parent, FeatureSettings.model_validate_json(each)) for each in described["settings"]]
+        job = replace(describe, settings=tuple(described["settings"]))
         return _compute(job, folders, cluster, cpus, gpus)
 
 
@@ -73,68 +70,44 @@ def _require_cache(config: TaskConfig) -> None:
 
 
 @dataclass
-class _Opener:
-    """Builds the networks and opens the data in a worker."""
+class _RayJob:
+    """Work of a Ray worker: builds the networks, opens the data, and computes shards, counted over all folders."""
 
     config: TaskConfig
     on_gpu: bool
-
-    def __call__(self) -> list[FeatureJob]:
-        """Return a job for each folder of features."""
-        device = dist.choose_device("cuda" if self.on_gpu else "cpu", "run.device")
-        task = build_task(self.config, device)
-        jobs = feature_jobs(self.config, task, build_data(self.config, task))
-        return list({job.folder.path: job for job in jobs.values()}.values())
-
-
-@dataclass
-class _DescribeJob:
-    """Describe the folders of features: only a worker knows the name of its device."""
-
-    opener: _Opener
-
-    def open(self) -> Callable[[int], dict[str, Any]]:
-        """Return the function of the item; see `RayCluster.map`."""
-        jobs = self.opener()
-        return lambda _: {"settings": [job.folder.settings.model_dump_json() for job in jobs]}
-
-
-@dataclass
-class _ComputeJob:
-    """Compute shards of features; they are counted over all folders."""
-
-    opener: _Opener
-    digests: tuple[str, ...]
-    shards: tuple[int, ...]
-
-    def locate(self, item: int) -> tuple[int, int]:
-        """Return the number of the folder, and that of the shard in it."""
-        ends = list(accumulate(self.shards))
-        folder = bisect(ends, item)
-        return folder, item - (ends[folder] - self.shards[folder])
+    settings: tuple[str, ...] = ()
+    """Of the folders, as JSON; without them, the worker only returns its own."""
 
     def open(self) -> Callable[[int], dict[str, Any]]:
         """Return the function of an item; see `RayCluster.map`."""
-        jobs = self.opener()
-        if tuple(job.folder.settings.digest for job in jobs) != self.digests:
+        device = dist.choose_device("cuda" if self.on_gpu else "cpu", "run.device")
+        task = build_task(self.config, device)
+        every = feature_jobs(self.config, task, build_data(self.config, task))
+        jobs = list({job.folder.path: job for job in every.values()}.values())
+        settings = tuple(job.folder.settings.model_dump_json() for job in jobs)
+        if not self.settings:
+            return lambda _: {"settings": settings}
+        if settings != self.settings:
             raise ConfigError(
                 f"data.feature_cache: machine {os.uname().nodename} has other settings of features than the first "
                 "worker; expected the same weights, data, kind of device and versions of the libraries everywhere"
             )
         for job in jobs:
             job.folder.make()
-        return lambda item: self._compute(jobs, item)
+        shards = [(job, shard) for job in jobs for shard in range(job.folder.settings.shards)]
 
-    def _compute(self, jobs: list[FeatureJob], item: int) -> dict[str, Any]:
-        number, shard = self.locate(item)
-        if jobs[number].folder.record(shard) is not None:
-            return {"is_new": False}
-        for _ in jobs[number].run([shard]):
-            pass
-        return {"is_new": True}
+        def compute(item: int) -> dict[str, Any]:
+            job, shard = shards[item]
+            if job.folder.record(shard) is not None:
+                return {"is_new": False}
+            for _ in job.run([shard]):
+                pass
+            return {"is_new": True}
+
+        return compute
 
 
-def _compute(job: _ComputeJob, folders: list[FeatureFolder], cluster: RayCluster, cpus: float, gpus: float) -> str:
+def _compute(job: _RayJob, folders: list[FeatureFolder], cluster: RayCluster, cpus: float, gpus: float) -> str:
     sizes = [len(folder.settings.shard_range(n)) for folder in folders for n in range(folder.settings.shards)]
     start, made, seen = time.monotonic(), 0, 0
     with contextlib.ExitStack() as locks:

@@ -19,7 +19,7 @@ from vqclip.pixels.losses import PixelLosses, require_starts
 from vqclip.towers.training import FromStep
 from vqclip.train.config import TaskConfig
 from vqclip.train.distillation import Distillation, DistillationConfig, DistillationTerm
-from vqclip.train.feature_makers import FeatureMaker, tower_maker
+from vqclip.train.feature_jobs import FeatureMaker, tower_maker
 from vqclip.train.tasks.base import Task
 from vqclip.train.tasks.contrastive import ContrastiveTask, towers_draw
 

@@ -45,7 +45,7 @@ from vqclip.tokenizer.fingerprint import fingerprint
 from vqclip.tokenizer.saving import write_weights
 from vqclip.towers.frozen import run_in_chunks
 from vqclip.train.config import TaskConfig
-from vqclip.train.feature_makers import FeatureMaker
+from vqclip.train.feature_jobs import FeatureMaker
 from vqclip.train.pixel_sums import error_metrics, sums_of_decoded
 from vqclip.train.rank_batch import copy_images
 from vqclip.train.tasks.base import Task
