@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 
 from vqclip.errors import ConfigError
 from vqclip.io.atomic import digest_file
-from vqclip.towers import packages
+from vqclip.towers import weights as packages
 from vqclip.towers.image import TimmTowerConfig
 from vqclip.towers.transformers import TransformersTextTowerConfig
 

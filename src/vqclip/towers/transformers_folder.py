@@ -258,13 +258,13 @@ def _make_config(transformers: Any, settings: Mapping[str, Any], dropout: bool) 
 
 def _auto_class(transformers: Any, config: Any, part: Part) -> Any:
     """Return the class that makes the encoder; refuse decoders."""
-    known, kind = transformers.models.auto.modeling_auto, config.model_type
-    if config.is_encoder_decoder and part == "text" and kind in known.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES:
-        return transformers.AutoModelForTextEncoding  # the encoder of T5
+    known, kind, is_text = transformers.models.auto.modeling_auto, config.model_type, part == "text"
+    has_encoder = is_text and kind in known.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES  # such as T5
     writes = kind in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    if config.is_encoder_decoder or getattr(config, "is_decoder", False) or (part == "text" and writes):
+    is_decoder = getattr(config, "is_decoder", False) or (config.is_encoder_decoder and not has_encoder)
+    if is_decoder or (is_text and writes):
         raise _other_model_error(config, part)
-    return transformers.AutoModel
+    return transformers.AutoModelForTextEncoding if has_encoder else transformers.AutoModel
 
 
 def _other_model_error(config: Any, part: Part) -> ConfigError:

@@ -188,7 +188,7 @@ def _announce(folder: FeatureFolder, job: FeatureJob, missing: list[int]) -> Non
     unit = "views" if settings.modality == "image" else "captions"
     what = (
         f"feature cache ({job.maker.network}): {settings.samples:,} samples x {rows:.3g} {unit} x {settings.tokens:,} "
-        f"tokens x {settings.width:,} features, {settings.dtype}: "
+        f"{'token' if settings.tokens == 1 else 'tokens'} x {settings.width:,} features, {settings.dtype}: "
         f"{format_bytes(settings.samples * rows * settings.row_bytes)} in {folder.path}"
     )
     needed = sum(len(settings.shard_range(shard)) for shard in missing) * rows * settings.row_bytes
