@@ -53,7 +53,7 @@ def test_features_of_tokens_are_those_of_transformers(name, tmp_path):
     real = tower.mask(tokens)
     with torch.no_grad():
         features = tower(tokens)
-        numbers = torch.where(real, tokens, tower.network.pad)
+        numbers = torch.where(real, tokens, tower.pad)
         expected = theirs(input_ids=numbers, attention_mask=real.long()).last_hidden_state
     assert features.shape == (4, 12, 16)
     torch.testing.assert_close(features[real], expected[real], rtol=0, atol=1e-6)

@@ -127,7 +127,7 @@ def without_mask(build):
         tower = build(config)
         tower.transformer.register_buffer("attn_mask", None)
         tower.transformer.use_pad_mask = False
-        tower.network.sees_padding = True
+        tower.sees_padding = True
         return tower
 
     return both

@@ -21,7 +21,7 @@ from vqclip.errors import ConfigError
 from vqclip.io.tensors import first_names, nonfinite_names
 from vqclip.nn.temperature import PretrainedTemperature
 from vqclip.towers.image import ImageTower, Normalize, TimmFeatures, unknown_model_error
-from vqclip.towers.text import TextTower, open_clip_tower
+from vqclip.towers.text import OpenCLIPTextTower, TextTower
 from vqclip.towers.training import TowerConfig, set_training
 from vqclip.towers.vocabulary import BPE
 from vqclip.towers.weights import explain, read_state, require_plain_size
@@ -129,7 +129,7 @@ class OpenCLIPTextTowerConfig(OpenCLIPTowerConfig):
                 f"tower.model: the text half of {self.model!r} is a {type(text).__name__} with another vocabulary or a "
                 "class token; expected open_clip's own text transformer over its byte pairs (such as ViT-B-16)"
             )
-        return set_training(open_clip_tower(text), self.train)
+        return set_training(OpenCLIPTextTower(text), self.train)
 
     def vocabulary(self) -> BPE:
         """Return the vocabulary that maps captions to this tower's token numbers."""

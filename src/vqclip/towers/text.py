@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from abc import abstractmethod
+from typing import Any, Literal
 
 import torch
 from einops import repeat
@@ -17,48 +18,37 @@ from vqclip.towers.training import TowerConfig, set_training
 from vqclip.towers.vocabulary import BPE, MAX_CONTEXT, Vocabulary
 
 
-class TextNetwork(Protocol):
-    """Runs the network of a `TextTower`: the library's conventions for masks and padding. Holds no weights."""
-
-    width: int
-    """D, features per token."""
-    sees_padding: bool
-    """True if a token's features depend on the padding after it."""
-
-    def features(self, network: nn.Module, tokens: Tensor, real: Tensor) -> Tensor:
-        """Map tokens ``(B, N)``, of which ``real`` are no padding, to ``(B, N, D)``; B is at least 1."""
-
-
 class TextTower(Tower):
-    """A text network that gives a feature for every token.
+    """A text network that gives a feature for every token; a subclass runs the network of a library in `features`.
 
     Args:
-        transformer: the module with the weights.
-        network: runs it.
+        transformer: the network.
+        width: D, features per token.
         vocabulary: maps captions to its token numbers.
 
     Attributes:
         context_length: N, positions per caption; captions are cut or padded to it.
-        width: D, features per token.
+        sees_padding: True if a token's features depend on the padding after it.
         unused: names of weights that do not affect the features, such as a pooler's.
     """
 
-    def __init__(self, transformer: nn.Module, network: TextNetwork, vocabulary: Vocabulary):
+    transformer: Any
+    sees_padding = False
+
+    def __init__(self, transformer: nn.Module, width: int, vocabulary: Vocabulary):
         super().__init__()
-        self.transformer = transformer
-        self.network, self.vocabulary = network, vocabulary
-        self.context_length, self.width = vocabulary.context_length, network.width
+        self.transformer, self.width, self.vocabulary = transformer, width, vocabulary
+        self.context_length = vocabulary.context_length
         self.unused: tuple[str, ...] = ()
+
+    @abstractmethod
+    def features(self, tokens: Tensor, real: Tensor) -> Tensor:
+        """Map tokens ``(B, N)``, of which ``real`` are no padding, to ``(B, N, D)``; B is at least 1."""
 
     @property
     def num_tokens(self) -> int:
         """N, token positions per caption, padding included."""
         return self.context_length
-
-    @property
-    def sees_padding(self) -> bool:
-        """True if a token's features depend on the padding after it."""
-        return self.network.sees_padding
 
     def mask(self, tokens: Tensor) -> Tensor:
         """Return ``(B, N)`` bool, True at real tokens, marks included; see `Vocabulary.mask`."""
@@ -84,7 +74,7 @@ class TextTower(Tower):
         self._require_shape(tokens)
         if tokens.shape[0] == 0:  # torch's attention cannot reshape an empty mask; weights need their (zero) gradient
             return self(tokens.new_zeros(1, tokens.shape[1]))[:0]
-        return self.network.features(self.transformer, tokens, self.mask(tokens))
+        return self.features(tokens, self.mask(tokens))
 
     def _require_shape(self, tokens: Tensor) -> None:
         full = self.context_length
@@ -101,40 +91,36 @@ class TextTower(Tower):
         return torch.zeros(1, self.context_length, dtype=torch.int64, device=next(self.parameters()).device)
 
 
-def attendable(real: Tensor) -> Tensor:
-    """Return ``real`` with rows without a real token all True: attention over nothing would be NaN."""
-    return real | ~real.any(dim=1, keepdim=True)
-
-
-class OpenCLIPText:
-    """Runs an ``open_clip.transformer.TextTransformer`` over open_clip's byte pairs."""
+class OpenCLIPTextTower(TextTower):
+    """A tower of ``open_clip.transformer.TextTransformer`` over open_clip's byte pairs."""
 
     def __init__(self, transformer: Any):
         # Features are taken before the projection, which would get no gradient.
         transformer.text_projection = None
-        self.width = int(transformer.width)
+        super().__init__(transformer, int(transformer.width), BPE(int(transformer.context_length)))
         self.sees_padding = transformer.attn_mask is None and not transformer.use_pad_mask  # as in MobileCLIP
 
-    def features(self, network: Any, tokens: Tensor, real: Tensor) -> Tensor:
+    def features(self, tokens: Tensor, real: Tensor) -> Tensor:
         """Run the transformer without its pooling."""
+        network = self.transformer
         x = network.token_embedding(tokens) + network.positional_embedding[: tokens.shape[1]]
-        return network.ln_final(network.transformer(x, attn_mask=self.attention_mask(network, real, x.dtype)))
+        return network.ln_final(network.transformer(x, attn_mask=self.attention_mask(real, x.dtype)))
 
-    def attention_mask(self, network: Any, real: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def attention_mask(self, real: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return the mask to add to the scores: open_clip's causal mask, or one of the padding."""
         length = real.shape[1]
-        if network.attn_mask is not None:
-            return network.attn_mask[:length, :length]
+        if self.transformer.attn_mask is not None:
+            return self.transformer.attn_mask[:length, :length]
         if self.sees_padding:
             return None
         visible = attendable(real)
         hidden = torch.zeros(visible.shape, dtype=dtype, device=real.device).masked_fill(~visible, float("-inf"))
-        return repeat(hidden, "b keys -> (b heads) queries keys", heads=network.heads, queries=length)
+        return repeat(hidden, "b keys -> (b heads) queries keys", heads=self.transformer.heads, queries=length)
 
 
-def open_clip_tower(transformer: Any) -> TextTower:
-    """Return the tower of an ``open_clip.transformer.TextTransformer``."""
-    return TextTower(transformer, OpenCLIPText(transformer), BPE(int(transformer.context_length)))
+def attendable(real: Tensor) -> Tensor:
+    """Return ``real`` with rows without a real token all True: attention over nothing would be NaN."""
+    return real | ~real.any(dim=1, keepdim=True)
 
 
 class TransformerTowerConfig(TowerConfig):
@@ -173,7 +159,7 @@ class TransformerTowerConfig(TowerConfig):
             use_pad_mask=not self.causal,
         )
         nn.init.normal_(transformer.token_embedding.weight, std=self.token_std)
-        return set_training(open_clip_tower(transformer), self.train)
+        return set_training(OpenCLIPTextTower(transformer), self.train)
 
     def vocabulary(self) -> BPE:
         """Return the vocabulary that maps captions to this tower's token numbers."""

