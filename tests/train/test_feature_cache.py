@@ -26,7 +26,7 @@ from vqclip.errors import ConfigError, DataError, NonFiniteError, StorageError
 from vqclip.io.file_locks import ProcessLock
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.towers.frozen import chunk_size
-from vqclip.train import TrainConfig, feature_cache, feature_jobs
+from vqclip.train import TrainConfig, feature_cache
 from vqclip.train.step import TrainStep
 
 COUNTS = (37, 30)
@@ -351,9 +351,9 @@ def test_data_and_vocabulary_are_part_of_the_settings(tmp_path, shards):
 @pytest.mark.parametrize("package", ["vqclip", "ftfy", "tokenizers"])
 def test_versions_are_part_of_the_settings(monkeypatch, package):
     """Those of the libraries that make pixels, token numbers or features."""
-    version, before = importlib.metadata.version, feature_jobs.library_versions()
+    version, before = importlib.metadata.version, feature_cache.library_versions()
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0" if name == package else version(name))
-    assert feature_jobs.library_versions() != before
+    assert feature_cache.library_versions() != before
 
 
 def test_the_kind_of_cpu_is_part_of_the_settings(tmp_path, shards, monkeypatch, caplog):

@@ -10,16 +10,21 @@ Nothing here changes what a step computes: in fp32 a step gets the bits that the
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import logging
+import platform
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from vqclip import dist
 from vqclip.data import TrainData
-from vqclip.data.features import FeatureFolder, FeatureReader
+from vqclip.data.features import FeatureFolder, FeatureReader, FeatureSettings
+from vqclip.data.features.config import TORCH_DTYPES, choose_shard_samples
 from vqclip.data.samples import SampleMaker
 from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import ConfigError, DataError
@@ -27,13 +32,20 @@ from vqclip.io.file_locks import ProcessLock
 from vqclip.io.files import format_bytes
 from vqclip.process import progress
 from vqclip.runlog.bar import ProgressBar
-from vqclip.train.feature_jobs import FeatureJob
+from vqclip.seeds import derive_seed
+from vqclip.towers.frozen import chunk_size
+from vqclip.train.feature_jobs import FeatureJob, FeatureMaker
 from vqclip.train.tasks.base import Task
 
 if TYPE_CHECKING:
     from vqclip.train.config import TaskConfig
 
 logger = logging.getLogger(__name__)
+
+_MADE_WITH = (
+    *("vqclip", "torch", "torchvision", "pillow", "timm", "open_clip_torch", "transformers"),
+    *("tokenizers", "ftfy", "regex"),  # they decide the token numbers of a caption
+)
 
 _ROUND_S = 2.0
 """Seconds of work after which the ranks meet."""
@@ -79,7 +91,60 @@ def store_features(config: TaskConfig, task: Task[Any], data: TrainData) -> None
 
 def feature_jobs(config: TaskConfig, task: Task[Any], data: TrainData) -> dict[str, FeatureJob]:
     """Return a job for each network whose features are stored, by name; two of them may have one folder."""
-    return {name: FeatureJob(config, maker, data) for name, maker in config.feature_makers(task).items()}
+    cache, jobs = config.data.feature_cache, {}
+    assert cache is not None
+    for name, maker in config.feature_makers(task).items():
+        folder = FeatureFolder(cache.path, feature_settings(config, maker, data))
+        jobs[name] = FeatureJob(maker, config.train.precision, data, folder)
+    return jobs
+
+
+def feature_settings(config: TaskConfig, maker: FeatureMaker, data: TrainData) -> FeatureSettings:
+    """Return the settings of stored features: fingerprints of everything that determines their values.
+
+    They are the same on any number of processes and of threads; the number of threads may change the last bits.
+    """
+    cache, chunk, is_image = config.data.feature_cache, chunk_size(maker.device), maker.modality == "image"
+    assert cache is not None
+    origin: dict[str, Any] = {
+        "data": [source.fingerprint for source in data.samples.sources],
+        "precision": config.train.precision,
+        "device": device_name(maker.device),
+        "chunk": chunk,
+        "made_with": library_versions(),
+    }
+    if is_image:
+        origin["transform"] = config.data.transform.model_dump(mode="json")
+        origin["views"] = config.data.views
+        origin["augmentation_seed"] = derive_seed(config.run.seed, "data", "augmentation")
+        origin["max_pixels"] = config.data.max_pixels
+    views = config.data.views or 1 if is_image else 1
+    sample_bytes = views * maker.tokens * maker.width * TORCH_DTYPES[cache.dtype].itemsize
+    return FeatureSettings(
+        modality=maker.modality,
+        samples=len(data),
+        shard_samples=choose_shard_samples(len(data), sample_bytes, chunk),
+        tokens=maker.tokens,
+        width=maker.width,
+        dtype=cache.dtype,
+        origin=origin | maker.origin,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """Return the kind of device, with the instructions that its kernels use, such as AVX512."""
+    if device.type != "cpu":
+        return torch.cuda.get_device_name(device)
+    return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of the libraries that compute features, as far as they are installed."""
+    found = {}
+    for name in _MADE_WITH:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # an extra
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _complete(folder: FeatureFolder, job: FeatureJob) -> None:

@@ -1,4 +1,4 @@
-"""Features of frozen networks that are stored: which network, settings that determine every byte, computation.
+"""Features of frozen networks that are stored: which network, and its computation.
 
 FeatureMaker    a frozen tower or teacher, and everything about it that determines its features
 FeatureJob.run  blocks of samples, read in the data workers -> network -> stored dtype -> shard
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,27 +18,18 @@ from torch import Tensor, nn
 from vqclip.config import Modality
 from vqclip.data import TrainData
 from vqclip.data.batch import BadSample
-from vqclip.data.features import FeatureFolder, FeatureSettings
-from vqclip.data.features.config import TORCH_DTYPES, choose_shard_samples
+from vqclip.data.features import FeatureFolder
 from vqclip.data.in_order import InOrderReader, SamplesRead, ShardSlices
 from vqclip.data.workers import ordered_map
 from vqclip.errors import ConfigError, NonFiniteError
 from vqclip.io.tensors import module_digest
-from vqclip.nn.precision import autocast
-from vqclip.seeds import derive_seed
+from vqclip.nn.precision import Precision, autocast
 from vqclip.tokenizer import TextTokenizer, Tokenizer
 from vqclip.towers.frozen import chunk_size
 from vqclip.towers.training import TowerConfig
 
-if TYPE_CHECKING:
-    from vqclip.train.config import TaskConfig
-
 _CAPTION_CHUNKS = 16
 """Chunks of captions between two heartbeats."""
-_MADE_WITH = (
-    *("vqclip", "torch", "torchvision", "pillow", "timm", "open_clip_torch", "transformers"),
-    *("tokenizers", "ftfy", "regex"),  # they decide the token numbers of a caption
-)
 
 
 @dataclass(frozen=True)
@@ -97,71 +86,19 @@ def vocabulary_origin(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def feature_settings(config: TaskConfig, maker: FeatureMaker, data: TrainData) -> FeatureSettings:
-    """Return the settings of stored features: fingerprints of everything that determines their values.
-
-    They are the same on any number of processes and of threads; the number of threads may change the last bits.
-    """
-    cache, chunk, is_image = config.data.feature_cache, chunk_size(maker.device), maker.modality == "image"
-    assert cache is not None
-    origin: dict[str, Any] = {
-        "data": [source.fingerprint for source in data.samples.sources],
-        "precision": config.train.precision,
-        "device": device_name(maker.device),
-        "chunk": chunk,
-        "made_with": library_versions(),
-    }
-    if is_image:
-        origin["transform"] = config.data.transform.model_dump(mode="json")
-        origin["views"] = config.data.views
-        origin["augmentation_seed"] = derive_seed(config.run.seed, "data", "augmentation")
-        origin["max_pixels"] = config.data.max_pixels
-    views = config.data.views or 1 if is_image else 1
-    sample_bytes = views * maker.tokens * maker.width * TORCH_DTYPES[cache.dtype].itemsize
-    return FeatureSettings(
-        modality=maker.modality,
-        samples=len(data),
-        shard_samples=choose_shard_samples(len(data), sample_bytes, chunk),
-        tokens=maker.tokens,
-        width=maker.width,
-        dtype=cache.dtype,
-        origin=origin | maker.origin,
-    )
-
-
-def device_name(device: torch.device) -> str:
-    """Return the kind of device, with the instructions that its kernels use, such as AVX512."""
-    if device.type != "cpu":
-        return torch.cuda.get_device_name(device)
-    return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def library_versions() -> dict[str, str]:
-    """Return the versions of the libraries that compute features, as far as they are installed."""
-    found = {}
-    for name in _MADE_WITH:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # an extra
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
 class FeatureJob:
     """Computes shards of features; the networks see chunks of one shape, so the bits depend on no other sample.
 
     Args:
-        config: of the run.
         maker: computes the features.
+        precision: of the run's steps.
         data: reads the samples.
-
-    Attributes:
         folder: where the shards are written.
     """
 
-    def __init__(self, config: TaskConfig, maker: FeatureMaker, data: TrainData):
-        assert config.data.feature_cache is not None
-        self.maker, self._precision = maker, config.train.precision
+    def __init__(self, maker: FeatureMaker, precision: Precision, data: TrainData, folder: FeatureFolder):
+        self.maker, self._precision, self.folder = maker, precision, folder
         self.samples, self._options = data.samples, data.options
-        self.folder = FeatureFolder(config.data.feature_cache.path, feature_settings(config, maker, data))
 
     def run(self, shards: Sequence[int]) -> Iterator[int]:
         """Compute and write shards; yield the number of samples done since the last time.
