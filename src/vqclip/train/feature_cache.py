@@ -23,8 +23,7 @@ import torch
 
 from vqclip import dist
 from vqclip.data import TrainData
-from vqclip.data.features import FeatureFolder, FeatureReader, FeatureSettings
-from vqclip.data.features.config import TORCH_DTYPES, choose_shard_samples
+from vqclip.data.features import TORCH_DTYPES, FeatureFolder, FeatureReader, FeatureSettings, choose_shard_samples
 from vqclip.data.samples import SampleMaker
 from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import ConfigError, DataError

@@ -19,7 +19,7 @@ from vqclip.config import Modality
 from vqclip.data import TrainData
 from vqclip.data.batch import BadSample
 from vqclip.data.features import FeatureFolder
-from vqclip.data.in_order import InOrderReader, SamplesRead, ShardSlices
+from vqclip.data.in_order import InOrderReader, SamplesRead
 from vqclip.data.workers import ordered_map
 from vqclip.errors import ConfigError, NonFiniteError
 from vqclip.io.tensors import module_digest
@@ -112,7 +112,7 @@ class FeatureJob:
         settings = self.folder.settings
         sizes = [len(settings.shard_range(number)) for number in range(settings.shards)]
         read = self.samples.make_views if settings.modality == "image" else self.samples.read_captions
-        reader = InOrderReader[Tensor | tuple[str, ...]](read, ShardSlices(sizes, shards, size))
+        reader = InOrderReader[Tensor | tuple[str, ...]](read, sizes, shards, size)
         blocks = ordered_map(
             reader,
             range(len(reader)),
