@@ -8,7 +8,8 @@ from tests.data.making import caption_shards
 from tests.training import run_tree
 from vqclip.evaluation import read_evaluation, stored_files
 from vqclip.tokenizer.folder import WEIGHTS_FILE
-from vqclip.train import Callback, report, run
+from vqclip.train import Callback, run
+from vqclip.train.callbacks import builtin
 
 PAIRS = [{"kind": "retrieval", "name": "pairs"}]
 
@@ -77,7 +78,7 @@ def test_a_page_that_cannot_be_made_ends_no_run(tree, tmp_path, caplog, monkeypa
     def fail(run):
         raise ZeroDivisionError("by design")
 
-    monkeypatch.setattr(report, "write_report", fail)
+    monkeypatch.setattr(builtin, "write_report", fail)
     with caplog.at_level(logging.WARNING):
         assert run(tree).finished
     (first, _) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("report.html: ")]

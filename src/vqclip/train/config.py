@@ -16,7 +16,7 @@ from vqclip.config import Config, to_yaml
 from vqclip.data import DataConfig, mask_credentials
 from vqclip.data.remote import TransferConfig
 from vqclip.data.remote.folder import require_writable
-from vqclip.evaluation import Evaluations, scalar_names
+from vqclip.evaluation import DetailsConfig, Evaluations, scalar_names
 from vqclip.io.files import cache_folder
 from vqclip.runlog.metrics import EVALUATION
 from vqclip.runlog.trackers import RunFacts, TensorBoardConfig, Trackers, hyperparameters
@@ -25,7 +25,6 @@ from vqclip.train.ema import EmaConfig
 from vqclip.train.feature_jobs import FeatureMaker
 from vqclip.train.guards import GuardConfig
 from vqclip.train.optim import OptimConfig
-from vqclip.train.report import ReportConfig
 from vqclip.train.step import ComputeConfig
 from vqclip.train.tasks.base import Task
 
@@ -148,7 +147,7 @@ class TaskConfig(Config):
     """Settings of the checks of every step."""
     evaluation: Evaluations = ()
     """Evaluations at the end, and every `train.evaluate_every` steps."""
-    report: ReportConfig | None = ReportConfig()
+    report: DetailsConfig | None = DetailsConfig()
     """Files for people to look at, made at every evaluation; null: none."""
 
     _owners: ClassVar[dict[str, str]] = {}

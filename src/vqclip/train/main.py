@@ -29,6 +29,7 @@ from vqclip.runlog.console import LogFile, log_to_file
 from vqclip.runlog.records import Records, remove_stopped, write_stopped
 from vqclip.seeds import derive_seed
 from vqclip.train.callbacks import Callback, Training, evaluate, in_order, require_success
+from vqclip.train.callbacks.builtin import store_details, write_page
 from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.config import ScheduleConfig, TaskConfig
 from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
@@ -36,7 +37,6 @@ from vqclip.train.feature_cache import store_features
 from vqclip.train.job_checks import compare_machines, require_space
 from vqclip.train.loop import train
 from vqclip.train.process_state import exclusive_run, preserve_torch_state
-from vqclip.train.report import store_details, write_page
 from vqclip.train.result import RunResult, WatchTraining
 from vqclip.train.resume import Resumed, load_model, resume
 from vqclip.train.run_state import RetentionPolicy
@@ -286,8 +286,7 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, di
             )
         return outcome, training.done, best
     with training.step.whole_task() as whole:
-        details = None if config.report is None else config.report.details
-        outcome = try_all(whole.evaluated, config.evaluation, precision=config.train.precision, details=details)
+        outcome = try_all(whole.evaluated, config.evaluation, precision=config.train.precision, details=config.report)
     with training.step.whole_task(for_export=True) as whole:
         if dist.is_main():
             export_tokenizer(whole, folder)

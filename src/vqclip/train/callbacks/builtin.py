@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from vqclip import dist
 from vqclip.errors import DataError, StopRequested
-from vqclip.evaluation import EvaluationOutcome, format_results, try_all
+from vqclip.evaluation import DetailsConfig, EvaluationOutcome, format_results, try_all, write_evaluations
+from vqclip.report import write_report
 from vqclip.report.sheets import draw_sheets
 from vqclip.runlog.console import print_and_log
 from vqclip.train.callbacks.base import Callback, Training
 from vqclip.train.ema import CURRENT
-from vqclip.train.report import store_details, write_page
 from vqclip.train.tasks.base import Task
 
 logger = logging.getLogger(__name__)
@@ -181,8 +183,42 @@ def _evaluate_current(training: Training) -> EvaluationOutcome:
 
 def _try_all(training: Training, task: Task[Any], *, details: bool = False) -> EvaluationOutcome:
     config = training.config
-    amounts = config.report.details if details and config.report is not None else None
+    amounts = config.report if details else None
     return try_all(task.evaluated, config.evaluation, precision=config.train.precision, details=amounts)
+
+
+def store_details(config: DetailsConfig | None, run: Path, outcome: EvaluationOutcome, step: int) -> None:
+    """Store an evaluation on rank 0, for the page; a failure is a warning and does not end the run.
+
+    Args:
+        config: settings; None: nothing is written.
+        run: the run's folder.
+        outcome: outcome of the evaluation, with details.
+        step: steps of training of the evaluated weights.
+    """
+    if outcome.results:
+        _attempt(config, "report", step, lambda: write_evaluations(run, step, outcome.results))
+
+
+def write_page(config: DetailsConfig | None, run: Path, step: int) -> None:
+    """Write ``report.html`` on rank 0; a failure is a warning and does not end the run.
+
+    Args:
+        config: settings; None: nothing is written.
+        run: the run's folder.
+        step: steps of training done.
+    """
+    _attempt(config, "report.html", step, lambda: write_report(run))
+
+
+def _attempt(config: DetailsConfig | None, what: str, step: int, write: Callable[[], object]) -> None:
+    if config is None or not dist.is_main():
+        return
+    try:
+        write()
+    except Exception as error:  # of any kind: a page is never worth a run
+        told = f"{type(error).__name__}: {error}"
+        logger.warning("%s: cannot be written after step %d; the run continues without it: %s", what, step, told)
 
 
 def require_success(outcome: EvaluationOutcome) -> None:
