@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from vqclip.evaluation import MODES
 from vqclip.evaluation.pixel_methods import CODES
@@ -11,7 +12,7 @@ from vqclip.report.charts import PERCENT, Chart, Curve, heat_map, line_chart, ra
 from vqclip.report.evaluations import MAX_FIGURES, Task
 from vqclip.report.run_files import RunFiles
 from vqclip.report.verdict import newest_codebooks
-from vqclip.runlog.codebooks import MODALITIES
+from vqclip.runlog.codebooks import MODALITIES, modality_of
 from vqclip.runlog.curves import Curves
 
 MODE_TITLES = {"continuous": "continuous", "quantized": "quantized", "codes_only": "codes only"}
@@ -31,48 +32,46 @@ def training_charts(run: RunFiles) -> list[Chart]:
     losses = [name for name in terms if name != "loss/total"] or terms
     if len(losses) > 1 and "loss/total" in terms:
         losses = ["loss/total", *losses]
-    rest = [losses[start : start + MAX_CURVES] for start in range(0, min(len(losses), 3 * MAX_CURVES), MAX_CURVES)]
-    charts = [_line("Loss" if start == 0 else "Loss (more terms)", curves, group) for start, group in enumerate(rest)]
-    charts += [
-        _line("Learning rate", curves, ["lr"], floor=0.0),
-        _line("Gradient norm", curves, ["grad_norm"], logarithmic=True),
-        _line("Throughput", curves, ["images_per_second"], unit="images/s", floor=0.0),
-        _line("Waiting for data", curves, ["data_wait"], unit=PERCENT, floor=0.0),
-        _line("Temperature", curves, ["temperature/scale"]),
-        _line("Bad samples replaced", curves, ["data/replaced"], unit="samples", floor=0.0)
-        if _any(curves, "data/replaced")
-        else None,
+    groups = [losses[start : start + MAX_CURVES] for start in range(0, min(len(losses), 3 * MAX_CURVES), MAX_CURVES)]
+    charts = [
+        *(_lines("Loss (more terms)" if number else "Loss", curves, group) for number, group in enumerate(groups)),
+        _lines("Learning rate", curves, ["lr"], floor=0.0),
+        _lines("Gradient norm", curves, ["grad_norm"], logarithmic=True),
+        _lines("Throughput", curves, ["images_per_second"], unit="images/s", floor=0.0),
+        _lines("Waiting for data", curves, ["data_wait"], unit=PERCENT, floor=0.0),
+        _lines("Temperature", curves, ["temperature/scale"]),
     ]
+    if any(curves.get("data/replaced")[1]):
+        charts.append(_lines("Bad samples replaced", curves, ["data/replaced"], unit="samples", floor=0.0))
     return [chart for chart in charts if chart is not None]
 
 
 def codebook_charts(run: RunFiles) -> list[Chart]:
     """Return usage, perplexity and bits used: of each modality, and of each codebook."""
     curves = run.curves
-    every = {modality: newest_codebooks(run, modality) for modality in MODALITIES}
     charts = [
-        _line("Codes in use", curves, [f"{each}/usage" for each in MODALITIES], unit=PERCENT, floor=0.0),
-        _line("Perplexity", curves, [f"{each}/perplexity" for each in MODALITIES], unit="codes", floor=0.0),
-        _line("Bits used by a token", curves, [f"{each}/bits_used" for each in MODALITIES], unit="bits", floor=0.0),
-        _line("Mean cosine of embeddings", curves, [f"{each}/embedding_cosine" for each in MODALITIES], floor=0.0),
+        _lines("Codes in use", curves, [f"{each}/usage" for each in MODALITIES], unit=PERCENT, floor=0.0),
+        _lines("Perplexity", curves, [f"{each}/perplexity" for each in MODALITIES], unit="codes", floor=0.0),
+        _lines("Bits used by a token", curves, [f"{each}/bits_used" for each in MODALITIES], unit="bits", floor=0.0),
+        _lines("Mean cosine of embeddings", curves, [f"{each}/embedding_cosine" for each in MODALITIES], floor=0.0),
     ]
-    for modality, found in every.items():
-        if not len(found) > 1:
+    for modality in MODALITIES:
+        found = newest_codebooks(run, modality)[:MAX_ROWS]
+        if len(found) < 2:
             continue
-        names = [each.name for each in found[:MAX_ROWS]]
-        if len(names) <= FEW_CODEBOOKS:
-            charts.append(
-                _line(f"Codes in use, {modality}", curves, [f"{name}/usage" for name in names], unit=PERCENT, floor=0.0)
-            )
-            charts.append(
-                _line(f"Bits used, {modality}", curves, [f"{name}/bits_used" for name in names], unit="bits", floor=0.0)
-            )
-        else:
-            charts.append(_codebook_map(f"Codes in use, {modality} codebooks", curves, names, "usage", 1.0, "100 %"))
-            bits = max(1e-9, math.log2(found[0].codes))
-            charts.append(
-                _codebook_map(f"Bits used, {modality} codebooks", curves, names, "bits_used", bits, f"{bits:.3g} bits")
-            )
+        bits = max(1e-9, math.log2(found[0].codes))
+        for title, metric, unit, full, top in (
+            ("Codes in use", "usage", PERCENT, 1.0, "100 %"),
+            ("Bits used", "bits_used", "bits", bits, f"{bits:.3g} bits"),
+        ):
+            names = [f"{each.name}/{metric}" for each in found]
+            if len(found) <= FEW_CODEBOOKS:
+                charts.append(_lines(f"{title}, {modality}", curves, names, unit=unit, floor=0.0))
+            else:
+                steps = curves.get(names[0])[0]
+                rows = [[curves.steps[step].get(name, math.nan) / full for step in steps] for name in names]
+                numbers = [each.number or each.name for each in found]
+                charts.append(heat_map(f"{title}, {modality} codebooks", numbers, steps, rows, ("0", top)))
     return [chart for chart in charts if chart is not None]
 
 
@@ -124,26 +123,8 @@ def figure_chart(task: Task) -> Chart | None:
     return rate_chart(task.name, lines, list(MODE_TITLES.values()))
 
 
-def _line(title: str, curves: Curves, names: list[str], **options) -> Chart | None:  # type: ignore[no-untyped-def]
-    found = [Curve(_label(name), *curves.get(name)) for name in names]
+def _lines(title: str, curves: Curves, names: list[str], **options: Any) -> Chart | None:
+    """Draw metrics over steps, those of loss terms and of codebooks without their common prefix or suffix."""
+    labels = {name: name.rpartition("/")[0] if modality_of(name) in MODALITIES else name for name in names}
+    found = [Curve(labels[name].removeprefix("loss/"), *curves.get(name)) for name in names]
     return line_chart(title, [curve for curve in found if curve.x], **options)
-
-
-def _label(name: str) -> str:
-    return (
-        name.removeprefix("loss/")
-        .removesuffix("/usage")
-        .removesuffix("/bits_used")
-        .removesuffix("/perplexity")
-        .removesuffix("/embedding_cosine")
-    )
-
-
-def _any(curves: Curves, name: str) -> bool:
-    return any(curves.get(name)[1])
-
-
-def _codebook_map(title: str, curves: Curves, names: list[str], metric: str, full: float, top: str) -> Chart | None:
-    steps = [step for step, values in curves.steps.items() if f"{names[0]}/{metric}" in values]
-    rows = [[curves.steps[step].get(f"{name}/{metric}", math.nan) / full for step in steps] for name in names]
-    return heat_map(title, [name.partition("/")[2] or name for name in names], steps, rows, ("0", top))
