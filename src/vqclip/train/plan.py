@@ -22,7 +22,7 @@ from vqclip.data.batch import share_sizes
 from vqclip.errors import ConfigError
 from vqclip.model import CLIP, ModelConfig
 from vqclip.nn.precision import AUTOCAST_DTYPES
-from vqclip.towers.depth import block_names
+from vqclip.towers.blocks import block_names
 from vqclip.train.config import TaskConfig
 from vqclip.train.main import build_task, require_samples
 from vqclip.train.tasks.contrastive_config import TrainConfig
