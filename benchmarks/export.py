@@ -25,7 +25,7 @@ from torch import Tensor
 from vqclip import load_tokenizer
 from vqclip.cli.export import batches
 from vqclip.data.prepare import open_images
-from vqclip.data.sources.class_folder import SPLIT_HELP
+from vqclip.data.sources.class_names import SPLIT_HELP
 from vqclip.export import export_onnx
 
 Encode = Callable[[Tensor], Tensor]

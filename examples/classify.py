@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import vqclip
-from vqclip.data import ClassShards, ClassShardsConfig, EvalSet
+from vqclip.data import ClassShardsConfig, EvalSet, Source
 from vqclip.errors import VqclipError
 from vqclip.lm_vocabulary import projected_rows
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
@@ -50,7 +50,7 @@ class Tokens(NamedTuple):
     """``(B,)`` int64."""
 
 
-def tokenize(tokenizer: ImageTokenizer, source: ClassShards, limit: int | None, turns: int = 1) -> Tokens:
+def tokenize(tokenizer: ImageTokenizer, source: Source, limit: int | None, turns: int = 1) -> Tokens:
     """Encode images to ids; with ``turns`` also each image's quarter turns, after all upright images."""
     batches = list(EvalSet(source, tokenizer.transform, batch_size=256, limit=limit))
     todo = tqdm([(turn, batch) for turn in range(turns) for batch in batches], desc="encode", disable=None)
@@ -59,7 +59,7 @@ def tokenize(tokenizer: ImageTokenizer, source: ClassShards, limit: int | None, 
 
 
 @torch.no_grad()
-def zero_shot(image: ImageTokenizer, text: TextTokenizer, source: ClassShards, ids: Tensor) -> Tensor:
+def zero_shot(image: ImageTokenizer, text: TextTokenizer, source: Source, ids: Tensor) -> Tensor:
     """Return the classes ``(B,)`` of the nearest prompts, with images and prompts from their codes alone."""
     prompts = [template.replace("{c}", name) for name in source.classnames for template in source.templates]
     classes = text.embed(text.encode(prompts)).unflatten(0, (-1, len(source.templates))).mean(dim=1)

@@ -12,7 +12,7 @@ from vqclip.cli.data_pack import OVERRIDES_HELP
 from vqclip.cli.main import main
 from vqclip.data import CsvConfig
 from vqclip.data.prepare import open_images
-from vqclip.data.sources.class_folder import choose_split
+from vqclip.data.sources.class_names import ClassFolder
 from vqclip.errors import ConfigError, DataError
 
 CALLS = {
@@ -125,23 +125,23 @@ def test_help_names_the_command_as_it_is_typed(call, capsys):
 
 def test_no_command_guesses_among_splits(tmp_path):
     class_folder(tmp_path / "one")
-    assert choose_split(str(tmp_path / "one"), None) == "train"
+    assert ClassFolder(str(tmp_path / "one")).choose_split(None) == "train"
     assert len(open_images(str(tmp_path / "one"))) > 0
     class_folder(tmp_path / "two")
     class_folder(tmp_path / "two", split="test")
-    assert choose_split(str(tmp_path / "two"), "train") == "train"
-    for opening in (choose_split, open_images):
+    assert ClassFolder(str(tmp_path / "two")).choose_split("train") == "train"
+    for opening in (lambda *args: ClassFolder(args[0]).choose_split(*args[1:]), open_images):
         with pytest.raises(ConfigError, match=r"split: missing; expected one of those in .*two: 'test', 'train'"):
             opening(str(tmp_path / "two"), None)
     with pytest.raises(ConfigError, match=r"split: got 'val', but .*empty has no classnames.txt"):
         open_images(str(tmp_path / "empty"), "val")
     with pytest.raises(ConfigError, match=r"split: missing; expected the name of a split of https://host.invalid/x"):
-        choose_split("https://host.invalid/x", None)
+        ClassFolder("https://host.invalid/x").choose_split(None)
     with pytest.raises(DataError, match="none: no such folder"):
-        choose_split(str(tmp_path / "none"), None)
+        ClassFolder(str(tmp_path / "none")).choose_split(None)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty: found no \*.tar or \*.tar.gz in it"):
-        choose_split(str(tmp_path / "empty"), None)
+        ClassFolder(str(tmp_path / "empty")).choose_split(None)
 
 
 def test_help_names_keys_that_exist() -> None:

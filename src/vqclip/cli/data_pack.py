@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
     config, out = parse_source(options.source, options.overrides), expand_home(options.out).absolute()
     if isinstance(config, FolderConfig) and out.resolve().is_relative_to(config.listing.resolve()):
         raise ConfigError(f"OUT: {out} is inside SOURCE, whose folders are data; expected a folder elsewhere")
-    data = config if isinstance(config, PackedConfig) and config.is_packed else open_source(config)
+    data = config if isinstance(config, PackedConfig) and config.image_files() is None else open_source(config)
     done = pack(data, Options(out=out, **{name: getattr(options, name) for name in ("split", *_FIELDS)}))
     print(done.describe(out), flush=True)
 

@@ -11,7 +11,7 @@ from typing import Any
 from vqclip.cli import arguments as types
 from vqclip.config import Config, load_config
 from vqclip.data import ScenesSourceConfig, SourceConfigBase, mask_credentials, parse_source
-from vqclip.data.sources.class_folder import CLASSNAMES
+from vqclip.data.sources.class_names import CLASSNAMES
 from vqclip.data.sources.kinds import find_kind
 from vqclip.errors import ConfigError
 from vqclip.evaluation import (

@@ -25,7 +25,7 @@ from vqclip.cli.command import command
 from vqclip.config import load_config
 from vqclip.data import EvalSet, Source, mask_credentials
 from vqclip.data.prepare import open_images
-from vqclip.data.sources.class_folder import SPLIT_HELP
+from vqclip.data.sources.class_names import SPLIT_HELP
 from vqclip.errors import ConfigError
 from vqclip.export.agreement import verify, verify_program
 from vqclip.export.open_clip import export_towers

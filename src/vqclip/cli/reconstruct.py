@@ -22,7 +22,7 @@ from pathlib import Path
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
 from vqclip.data import SourceConfigBase, mask_credentials, open_source, parse_source
-from vqclip.data.sources.class_folder import CLASSNAMES, SPLIT_HELP
+from vqclip.data.sources.class_names import CLASSNAMES, SPLIT_HELP
 from vqclip.data.sources.kinds import find_kind
 from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import ConfigError

@@ -19,8 +19,8 @@ from vqclip.cli import arguments as types
 from vqclip.cli.command import command
 from vqclip.data import EvalSet, decode_image, mask_credentials
 from vqclip.data.prepare import ImageSource, open_images
-from vqclip.data.sources.class_folder import SPLIT_HELP
-from vqclip.data.sources.reader import read_image
+from vqclip.data.sources.base import read_image
+from vqclip.data.sources.class_names import SPLIT_HELP
 from vqclip.errors import ConfigError, DataError, printable
 from vqclip.io.atomic import write_text
 from vqclip.report.page import search_page

@@ -28,7 +28,7 @@ from vqclip.data.features import FeatureCacheConfig, FeatureReader
 from vqclip.data.order import FullOrder, OrderConfig, WindowedOrder
 from vqclip.data.prepare import open_source, prepare_sources
 from vqclip.data.samples import SampleMaker
-from vqclip.data.sources.base import OpensSource, SourceConfigBase
+from vqclip.data.sources.base import SourceConfigBase
 from vqclip.data.sources.kinds import SourceConfig
 from vqclip.data.tars.ahead import ChunkSupply, find_needs
 from vqclip.data.transforms import TrainTransformConfig
@@ -77,7 +77,7 @@ class DataConfig(LoaderOptions):
             DataError: on every rank, if a source cannot be used on one of them; the message says what to do.
             ConfigError: an epoch has fewer samples than a global batch.
         """
-        sources: list[OpensSource] = [*self.sources]
+        sources: list[SourceConfigBase] = [*self.sources]
         if isinstance(self.order, WindowedOrder):
             sources = [source.in_chunks(self.order.chunk) for source in self.sources]
         keys = [f"data.sources[{number}]" for number in range(len(sources))]

@@ -20,8 +20,8 @@ from typing import Any, Protocol, TypeAlias, cast
 from vqclip import dist
 from vqclip.data.remote import display_url, is_tar, protocol_of
 from vqclip.data.shard import Part
-from vqclip.data.sources.base import OpensSource, Source, SourceConfigBase
-from vqclip.data.sources.class_folder import CLASSNAMES
+from vqclip.data.sources.base import Source, SourceConfigBase
+from vqclip.data.sources.class_names import CLASSNAMES
 from vqclip.data.sources.files import skip_next_check
 from vqclip.data.sources.kinds import parse_source
 from vqclip.data.sources.packed import PackedConfig
@@ -42,7 +42,7 @@ _Named: TypeAlias = list[tuple[str, Part]]
 """Parts, each with the key path of its source."""
 
 
-def prepare_sources(sources: Sequence[OpensSource], keys: Sequence[str] = ()) -> None:
+def prepare_sources(sources: Sequence[SourceConfigBase], keys: Sequence[str] = ()) -> None:
     """Draw and index missing data. A collective: every rank of the job must call it.
 
     Indexing reads every byte of the shards, and downloads those at URLs. Ranks with the same cache folder divide the
@@ -84,7 +84,7 @@ def prepare_sources(sources: Sequence[OpensSource], keys: Sequence[str] = ()) ->
     skip_next_check(part for _, part in parts)
 
 
-def _list_parts(sources: Sequence[OpensSource], keys: Sequence[str], of_pieces: bool) -> _Named:
+def _list_parts(sources: Sequence[SourceConfigBase], keys: Sequence[str], of_pieces: bool) -> _Named:
     """Return all shards, or the pieces that are to be packed before shards can be listed."""
     found: _Named = []
     for key, source in zip(keys or [""] * len(sources), sources, strict=True):
@@ -140,7 +140,7 @@ def _ranks_with_this_cache() -> list[int]:
     return seen
 
 
-def open_source(config: OpensSource, key: str = "") -> Source:
+def open_source(config: SourceConfigBase, key: str = "") -> Source:
     """Open a source, and log its notes on rank 0: what is left out, grouped or ambiguous. Each is logged once.
 
     Args:

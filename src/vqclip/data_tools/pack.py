@@ -28,8 +28,7 @@ from vqclip.data import Source
 from vqclip.data.batch import require_few_bad
 from vqclip.data.decode import MAX_PIXELS, decode_image
 from vqclip.data.sources.base import RawSample
-from vqclip.data.sources.captions import DEFAULT_TEMPLATE
-from vqclip.data.sources.class_folder import CLASSNAMES, MAX_LINE, TEMPLATES
+from vqclip.data.sources.class_names import CLASSNAMES, DEFAULT_TEMPLATE, MAX_LINE, TEMPLATES
 from vqclip.data.sources.packed import PackedConfig, Piece, Stream, StreamSample, require_room, write_piece
 from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder, WorkResult
 from vqclip.data.workers import explain_worker_deaths, ordered_map
@@ -182,7 +181,7 @@ def pack(data: Source | PackedConfig, options: Options) -> WorkResult:
 def _open_folder(data: Source | PackedConfig, stream: Stream, options: Options) -> WorkFolder:
     """Make the folder of the shards, beside the names of the classes; or compare what is there."""
     names = stream.classnames
-    templates = (data.prompts if stream.has_prompts else ()) if isinstance(data, PackedConfig) else data.templates
+    templates = (data.templates if stream.has_prompts else ()) if isinstance(data, PackedConfig) else data.templates
     if names and not templates:
         templates = (DEFAULT_TEMPLATE,)
     for text in (*names, *templates):

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from vqclip.data import mask_credentials
-from vqclip.data.sources.captions import DEFAULT_TEMPLATE
+from vqclip.data.sources.class_names import DEFAULT_TEMPLATE
 from vqclip.demo.answers import Answers, Coded
 from vqclip.errors import ConfigError, VqclipError, printable
 from vqclip.evaluation.image_details import codebook_names, token_grid

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vqclip.data.sources.captions import DEFAULT_TEMPLATE
+from vqclip.data.sources.class_names import DEFAULT_TEMPLATE
 from vqclip.evaluation.details import Interval
 from vqclip.evaluation.encode import Encoded, Encoder, Mode
 from vqclip.evaluation.images import EncodedImages

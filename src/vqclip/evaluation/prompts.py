@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from vqclip.data.sources.class_folder import LocalFolder, read_lines
+from vqclip.data.sources.class_names import ClassFolder, read_lines
 from vqclip.errors import DataError
 from vqclip.io.json_files import Strict, validation_problems
 
@@ -30,7 +30,7 @@ def read_classes(path: Path, known: Sequence[str]) -> tuple[Names, ...]:
     Raises:
         DataError: the file cannot be read, or its classes are not those of the data.
     """
-    folder = LocalFolder(path.parent)
+    folder = ClassFolder(path.parent)
     if path.suffix.lower() != ".json":
         found: list[Names] = [(line,) for line in read_lines(folder, path.name, _NAMES)]
     else:

@@ -14,8 +14,7 @@ from pydantic import AfterValidator, model_validator
 from torch import Tensor
 
 from vqclip.data import Source
-from vqclip.data.sources.captions import DEFAULT_TEMPLATE
-from vqclip.data.sources.class_folder import LocalFolder, read_templates
+from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, ClassFolder, read_templates
 from vqclip.evaluation.datasets import LabelledData, open_labelled
 from vqclip.evaluation.details import Details, Interval
 from vqclip.evaluation.encode import Encoded, Encoder, Mode
@@ -123,7 +122,7 @@ def _prompts(config: ZeroShotConfig, source: Source) -> tuple[Sequence[str], Seq
     templates = config.templates or source.templates or (DEFAULT_TEMPLATE,)
     if config.templates_file is not None:
         path = config.templates_file.expanduser()
-        templates = read_templates(LocalFolder(path.parent), path.name)
+        templates = read_templates(ClassFolder(path.parent), path.name)
     if config.classes_file is None:
         return templates, [(name,) for name in source.classnames]
     return templates, read_classes(config.classes_file.expanduser(), source.classnames)

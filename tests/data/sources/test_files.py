@@ -94,7 +94,11 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
         ("filepath,cls\na.jpg,\n", ["label=cls"], "row 2: a.jpg: the class is empty"),
         (f"filepath,cls\na.jpg,{'1' * 5000}\n", ["label=cls", "classnames=[a, b]"], "row 2: a.jpg: class '111"),
         (f"{'x' * 100_000},{'y' * 100_000}\n1,2\n", [], "its columns: 'xxx"),
-        ("filepath,cls\na.jpg,x\n", ["captions=cls", "classnames=[a]"], "classnames: got them without label"),
+        (
+            "filepath,cls\na.jpg,x\n",
+            ["captions=cls", "classnames=[a]"],
+            "classnames: set, and no column is read as label",
+        ),
         ("filepath,cls\na.jpg,x\n", ["label=cls", "templates=[a photo]"], "expected prompts with {c}"),
         ("filepath,title\na.jpg,x\n", ["encoding=none"], "encoding: got 'none'; expected one that Python knows"),
     ],
@@ -137,7 +141,7 @@ PEOPLE = [
     ("t.csv", ROWS.replace(",", ";"), "", XY, ""),
     ("t.csv", "sep=;\n" + ROWS.replace(",", ";"), "", XY, ""),
     ("t.csv", ROWS.replace(",", "|"), "separator=|", XY, ""),
-    ("t.tsv", ROWS.replace(",", "\t"), "separator=tab", XY, "columns found by their names: image 'image', captions"),
+    ("t.tsv", ROWS.replace(",", "\t"), "separator=tab", XY, ""),
     ("t.txt", ROWS, "", XY, ""),
     ("t.csv", ROWS.replace("\n", ",,\r\n") + "\r\n,,\r\n", "", XY, ""),
     ("t.csv", ",image,caption\n0,a.jpg,x\n1,b.jpg,y\n", "", XY, ""),
@@ -183,7 +187,7 @@ PEOPLE = [
     ("t.json", [{"image_id": 139, "caption": "x"}], "", {"000000000139.jpg": ("x",)}, ""),
     ("t.csv", "image,caption\nd.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
     ("above/t.csv", "image,caption\nd.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
-    ("t.csv", "image,label\na.jpg,dog\nb.jpg,cat\n", "", {"a.jpg": 1, "b.jpg": 0}, "label 'label'"),
+    ("t.csv", "image,label\na.jpg,dog\nb.jpg,cat\n", "", {"a.jpg": 1, "b.jpg": 0}, ""),
     ("t.csv", "image,cls\na.jpg,3.0\nb.jpg,1\n", "label=cls classnames=[a,b,c,d]", {"a.jpg": 3, "b.jpg": 1}, ""),
     (
         "t.csv",
@@ -287,7 +291,7 @@ def test_a_file_that_comes_later_is_found_at_the_next_start(folder: Path) -> Non
         ),
         (
             '{"images": [{"id": 1, "file_name": "a.jpg"}], "annotations": [{"image_id": 1, "caption": 5}]}',
-            "row 1: a.jpg: 'caption' contains a int",
+            "row 1: a.jpg: column 'caption' contains a int",
         ),
     ],
 )
@@ -339,7 +343,7 @@ def test_layouts_of_folders_that_are_not_plain(folder: Path) -> None:
     (folder / "metadata.csv").unlink()
     assert parse_source(folder).build().read(0).captions == ("one", "two")
     (folder / "captions.json").write_text('[{"file_name": "a.jpg", "text": 5}]')
-    with pytest.raises(DataError, match="none of the 1 images can be read; .*row 1: a.jpg: 'text' contains a int"):
+    with pytest.raises(DataError, match="none of the 1 images .*row 1: a.jpg: column .text. contains a int"):
         parse_source(folder).build()
 
 

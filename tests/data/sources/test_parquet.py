@@ -102,7 +102,7 @@ def test_labels_become_prompts(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", columns)
     options = {"classnames": ("cat", "dog"), "templates": ("a {c}", "the {c}")}
     assert read_all(path, **options)[1] == RawSample(IMAGES[1], ("a dog", "the dog"), 1)
-    assert "classnames: missing; expected the names of the classes in column 'label'" in refusal(path)
+    assert "classnames: missing: the classes are numbers" in refusal(path)
     assert "row 1: label: class '1'; expected one of classnames, or its number, 0 to 0" in refusal(
         path, classnames=("cat",)
     )
@@ -141,7 +141,7 @@ def test_img2dataset_needs_no_settings(tmp_path: Path) -> None:
     assert source.name(2).endswith("row 4")
     del columns["jpg"]  # its table of metadata beside tars
     write(tmp_path / "00000.parquet", columns)
-    assert "image: which column? none is plainly it; set image to one of url (string), caption" in refusal(tmp_path)
+    assert "its columns: url (string), caption" in refusal(tmp_path)
     caption_shards(tmp_path, (1,))
     assert parse_source(tmp_path).kind == "shards"
 
@@ -149,14 +149,18 @@ def test_img2dataset_needs_no_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
-        ({"a": IMAGES, "b": IMAGES, "caption": CAPTIONS}, {}, "image: which column? a, b could all be it"),
+        ({"a": IMAGES, "b": IMAGES, "caption": CAPTIONS}, {}, "image: no column has a usual name of the images"),
         (
             {"image": pyarrow.StructArray.from_arrays([IMAGES, IMAGES], ["bytes"] * 2), "caption": CAPTIONS},
             {},
-            "image: which column? none is plainly it; set image to one of image (struct<",
+            "name it, image=COLUMN; its columns: image (struct<",
         ),
-        ({"a": CAPTIONS}, {}, "image: which column? none is plainly it; set image to one of a (string)"),
-        ({"image": IMAGES, "words": CAPTIONS}, {}, "captions: which column? None has a usual name of captions"),
+        ({"a": CAPTIONS}, {}, "name it, image=COLUMN; its columns: a (string)"),
+        (
+            {"image": IMAGES, "words": CAPTIONS},
+            {},
+            "captions: no column has a usual name of captions or classes",
+        ),
         (
             {"image": IMAGES, "caption": CAPTIONS},
             {"image": "img"},
@@ -165,7 +169,7 @@ def test_img2dataset_needs_no_settings(tmp_path: Path) -> None:
         (
             {"image": IMAGES, "caption": CAPTIONS},
             {"image": "caption"},
-            "captions: which column? None has a usual name of captions",
+            "captions: no column has a usual name of captions or classes",
         ),
         ({"image": IMAGES, "caption": CAPTIONS}, {"captions": "image"}, "captions: column 'image' is binary; expected"),
         (
@@ -296,7 +300,7 @@ def test_images_however_they_are_stored(tmp_path: Path) -> None:
     structs[7] = {"bytes": None, "path": "../x.jpg"}
     source = ParquetConfig(path=str(write(tmp_path / "c.parquet", {"image": structs, "caption": CAPTIONS}))).build()
     assert [source.read(index) for index in (4, 5, 6)] == EXPECTED[4:7]
-    with pytest.raises(DataError, match="row 7: '../x.jpg': no path of a file below"):
+    with pytest.raises(DataError, match="row 7: ../x.jpg: leaves the folder"):
         source.read(7)
 
 

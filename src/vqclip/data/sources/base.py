@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PrivateAttr
+from typing_extensions import Self
 
 from vqclip.config import Config
 from vqclip.data.shard import Part
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, DataError
+from vqclip.io.files import read_bounded
 
 __all__ = [
-    "FolderContent",
-    "NumberedSource",
-    "OpensSource",
+    "MAX_BYTES",
     "Place",
     "RawSample",
     "ShardedSource",
     "Source",
     "SourceConfigBase",
+    "read_image",
 ]
+
+MAX_BYTES = {"image": 64 << 20, "txt": 1 << 20, "json": 4 << 20, "cls": 64}
+"""Limits of the files of a sample; larger ones are refused before they are read."""
 
 
 def _to_place(path: object) -> object:
@@ -91,62 +94,19 @@ class ShardedSource(Source, Protocol):
         ...
 
 
-class OpensSource(Protocol):
-    """Prepares and opens a source."""
-
-    def shards(self) -> Sequence[Part]:
-        """Return what is indexed before the first sample is read; see `SourceConfigBase.shards`."""
-        ...
-
-    def build(self, cache: Path | None = None) -> Source:
-        """Open the data; see `SourceConfigBase.build`."""
-        ...
-
-
-class NumberedSource:
-    """Base of sources whose samples have no names but their numbers; a subclass sets `shards`."""
-
-    shards: list[dict[str, str | int]]
-    """See `ShardedSource.shards`."""
-    notes: tuple[str, ...] = ()
-    """See `Source.notes`."""
-
-    def key(self, index: int) -> str:
-        """Return the number of the sample; see `ShardedSource.key`."""
-        return f"{index:09d}"
-
-    def place(self, index: int) -> str:
-        """Return the number of the sample; see `vqclip.data.prepare.ImageSource.place`."""
-        return self.key(index)
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of those of all shards."""
-        return hashlib.sha256("".join(str(shard["sha256"]) for shard in self.shards).encode()).hexdigest()
-
-
-class FolderContent(NamedTuple):
-    """Names in a folder, without hidden ones."""
-
-    path: Path
-    """The folder."""
-    files: frozenset[str]
-    folders: frozenset[str]
-
-
 class SourceConfigBase(Config):
     """Configuration of a source; the base class of all kinds, those of other packages included.
 
     A kind is a subclass with a literal ``kind``, `build`, and `shards` if there is something to prepare.
     """
 
-    endings: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Kind → endings of names of files, such as ``.tar``, that are plainly of this kind."""
-
     kind: str
     """Kind of the source."""
     weight: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Number of times that each sample appears in an epoch; fractions allowed. null: 1. For `data.sources` only."""
+
+    _chunk: int | None = PrivateAttr(None)
+    """See `in_chunks`."""
 
     def require_no_weight(self, where: str) -> None:
         """Raise ConfigError if a weight is set in a place that has none."""
@@ -158,11 +118,6 @@ class SourceConfigBase(Config):
         """True if images have classes, False if they have captions of their own, None if the data decide."""
         return None
 
-    @classmethod
-    def matches_folder(cls, content: FolderContent) -> bool:
-        """Return whether a folder is plainly of this kind; only kinds of this package are asked."""
-        return False
-
     def shards(self) -> Sequence[Part]:
         """Return what is indexed before the first sample is read, for `vqclip.data.prepare_sources`; by default none.
 
@@ -171,13 +126,11 @@ class SourceConfigBase(Config):
         """
         return ()
 
-    def in_chunks(self, chunk: int) -> OpensSource:
-        """Return what prepares and opens the data for an order of chunks; by default this configuration itself.
-
-        Args:
-            chunk: consecutive samples that stay together.
-        """
-        return self
+    def in_chunks(self, chunk: int) -> Self:
+        """Return this configuration for an order that keeps ``chunk`` consecutive samples together."""
+        copy = self.model_copy()
+        copy._chunk = chunk
+        return copy
 
     def build(self, cache: Path | None = None) -> Source:
         """Open the data, after indexing what has no index.
@@ -189,3 +142,16 @@ class SourceConfigBase(Config):
             DataError: the data are missing or damaged.
         """
         raise NotImplementedError
+
+
+def read_image(file: Path, name: str) -> bytes:
+    """Read an image file; raise DataError, which begins with its name, if it cannot be read or is too large."""
+    limit = MAX_BYTES["image"]
+    try:
+        data = read_bounded(file, limit)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{name}: cannot be read: {reason}", "unreadable file") from None
+    if len(data) > limit:
+        raise DataError(f"{name}: more than {limit} bytes, which are not read", "too many bytes")
+    return data

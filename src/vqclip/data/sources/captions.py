@@ -1,27 +1,22 @@
-"""Captions of a sample: from its .txt or .json, from the values of a table, or prompts with the name of its class."""
+"""Captions of a sample: from its .txt or .json, or from the values of a table."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
-from pydantic import AfterValidator
+from typing import Any, Literal
 
 from vqclip.errors import DataError, quote_names
 
 __all__ = [
-    "DEFAULT_TEMPLATE",
     "MAX_CAPTION",
     "CaptionFiles",
-    "Prompts",
-    "Templates",
     "caption_path",
     "collect_captions",
+    "find_captions",
     "find_texts",
     "look_up",
     "require_usable",
@@ -109,21 +104,27 @@ def collect_captions(
     Raises:
         DataError: a value is no text, too long, or there is no caption.
     """
-    captions: list[str] = []
-    for key in keys:
-        try:
-            captions += find_texts(look_up(values, key))
-        except ValueError as error:
-            place = where.replace(" in the", "")
-            raise DataError(
-                f"{name}:{place} {what} {key!r} contains {error}; expected text or a list of texts", kind
-            ) from None
+    try:
+        captions = find_captions(values, keys, what)
+    except ValueError as error:
+        raise DataError(f"{name}:{where.replace(' in the', '')} {error}", kind) from None
     if not captions:
         raise DataError(
             f"{name}: no caption under {', '.join(map(repr, keys))}{where}; its {what}s: {quote_names(values)}",
             "no caption",
         )
     return require_usable(tuple(captions), name)
+
+
+def find_captions(values: Mapping[str, Any], keys: Sequence[str], what: str = "column") -> list[str]:
+    """Return the texts under some keys of a mapping; raises ValueError for a value that is none, see `find_texts`."""
+    captions: list[str] = []
+    for key in keys:
+        try:
+            captions += find_texts(look_up(values, key))
+        except ValueError as error:
+            raise ValueError(f"{what} {key!r} contains {error}; expected text or a list of texts") from None
+    return captions
 
 
 def look_up(values: Mapping[str, Any], key: str) -> Any:
@@ -179,40 +180,3 @@ def require_usable(captions: tuple[str, ...], name: str) -> tuple[str, ...]:
                 f"{name}: caption with a lone surrogate at character {error.start}: {caption[:80]!r}", "not UTF-8"
             ) from None
     return captions
-
-
-DEFAULT_TEMPLATE = "a photo of a {c}"
-"""Prompt of data with classes and without prompts."""
-
-
-def _have_places(templates: tuple[str, ...]) -> tuple[str, ...]:
-    if not templates or not all("{c}" in each for each in templates):
-        raise ValueError(f"got {list(templates)}; expected prompts with {{c}} for the class name")
-    return templates
-
-
-Templates = Annotated[tuple[str, ...], AfterValidator(_have_places)]
-"""At least one prompt, each with ``{c}`` for the class name."""
-
-
-class Prompts:
-    """Every template with the name of a class.
-
-    Args:
-        templates: prompts with ``{c}``.
-        classnames: names of the classes.
-    """
-
-    def __init__(self, templates: Sequence[str], classnames: Sequence[str]):
-        self._of = [tuple(each.replace("{c}", name) for each in templates) for name in classnames]
-
-    def of(self, label: int, where: str) -> tuple[str, ...]:
-        """Return the prompts of a class; raise DataError, which begins with ``where``, for a number of no class."""
-        if not 0 <= label < len(self._of):
-            raise DataError(f"{where}; expected a class number, 0 to {len(self._of) - 1}", "class number")
-        return self._of[label]
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of all prompts."""
-        return hashlib.sha256("\n".join(prompt for each in self._of for prompt in each).encode()).hexdigest()

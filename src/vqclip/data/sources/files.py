@@ -1,4 +1,4 @@
-"""Base of sources whose samples are image files, listed by a table.
+"""Base of sources whose samples are image files that a table lists.
 
 make the table (one rank of each cache) -> index its files, in parts (all ranks) -> read any sample
 
@@ -13,26 +13,27 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from pydantic import PrivateAttr
 
 from vqclip.data.remote import display_url, local_path, protocol_of
 from vqclip.data.shard import Part
-from vqclip.data.sources.base import NumberedSource, RawSample, SourceConfigBase
-from vqclip.data.sources.captions import CaptionFiles, Prompts, caption_path, require_usable
-from vqclip.data.sources.file_table import PROBLEM, FileTable, checksum, load_table, span, versions
-from vqclip.data.sources.reader import MAX_BYTES, MAX_IMAGE_BYTES
+from vqclip.data.sources.base import MAX_BYTES, Place, RawSample, SourceConfigBase
+from vqclip.data.sources.captions import CaptionFiles, caption_path, require_usable
+from vqclip.data.sources.class_names import Prompts
+from vqclip.data.sources.columns import ColumnConfig, Row
+from vqclip.data.sources.listing import PROBLEM, FileTable, TableBuilder, checksum, list_images, load_table, versions
 from vqclip.data.table_file import find_table, save_table
 from vqclip.errors import ConfigError, DataError, StorageError, encodable, printable
 from vqclip.io.files import Stamp, cache_folder, expand_home, open_regular
 from vqclip.process import progress
 
-__all__ = ["FilePart", "FileSource", "FileSourceConfig", "local_file", "skip_next_check"]
+__all__ = ["FilePart", "FileSource", "FileSourceConfig", "ListConfig", "resolve_path", "skip_next_check"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -47,10 +48,12 @@ _SHOWN = 200
 
 
 class FileSourceConfig(SourceConfigBase):
-    """Configuration of a source of image files; a kind implements `table`, `listing` and `root`."""
+    """Configuration of a source of image files; a kind implements `table`, and has a `path`."""
+
+    path: Place
+    """The file, on this machine, that lists the images."""
 
     _checked: set[Path] = PrivateAttr(default_factory=set)
-    """Indexes that all ranks together have just compared with their files, so that `build` need not repeat it."""
 
     def table(self) -> FileTable:
         """List the images.
@@ -61,14 +64,29 @@ class FileSourceConfig(SourceConfigBase):
         raise NotImplementedError
 
     @property
+    def checked(self) -> set[Path]:
+        """Indexes that all ranks together have just compared with their files, so that `build` need not repeat it."""
+        return self._checked
+
+    @property
     def listing(self) -> Path:
         """The file or folder that lists the images; absolute."""
-        raise NotImplementedError
+        return self.local_file(self.path)
 
     @property
     def root(self) -> Path:
         """The folder that relative paths of images refer to; absolute."""
-        raise NotImplementedError
+        return self.listing
+
+    def local_file(self, path: str | Path) -> Path:
+        """Return the absolute form of a path on this machine; raises ConfigError for a URL."""
+        protocol = protocol_of(str(path))
+        if protocol not in (None, "file"):
+            raise ConfigError(
+                f"path: got {display_url(str(path))}; kind: {self.kind} reads files on this machine (shards may be at "
+                "URLs)"
+            )
+        return expand_home(path if protocol is None else local_path(str(path))).absolute()
 
     def caption_files(self, table: FileTable) -> CaptionFiles | None:
         """Return the captions in files beside the images; None if they are in the table or are prompts."""
@@ -80,21 +98,9 @@ class FileSourceConfig(SourceConfigBase):
 
     def parts(self, table: FileTable, cache: Path | None = None) -> list[FilePart]:
         """Divide the table into parts for indexing."""
-        stem, second = self._stem(cache), self.caption_files(table)
-        name, root = str(self.listing), self.root
-        return [
-            FilePart(
-                table=table,
-                root=root,
-                second="" if second is None else second.ending,
-                start=start,
-                stop=min(start + PART_SIZE, len(table)),
-                name=name,
-                file=stem.with_suffix(f".{start // PART_SIZE:05d}.safetensors"),
-                checked=self._checked,
-            )
-            for start in range(0, len(table), PART_SIZE)
-        ]
+        stem = self._stem(cache)
+        files = [stem.with_suffix(f".{number:05d}.safetensors") for number in range(-(-len(table) // PART_SIZE))]
+        return [FilePart(self, table, number * PART_SIZE, file) for number, file in enumerate(files)]
 
     def shards(self) -> Sequence[Part]:
         """Return the parts, after making the table; for `vqclip.data.prepare_sources`.
@@ -114,21 +120,40 @@ class FileSourceConfig(SourceConfigBase):
         return (cache or cache_folder()) / "index" / checksum(text.encode())[:24]
 
 
-def local_file(path: str | Path, kind: str) -> Path:
-    """Return the absolute form of a path on this machine.
+class ListConfig(ColumnConfig, FileSourceConfig):
+    """Configuration of a file that lists images; a kind implements `rows`.
 
-    Raises:
-        ConfigError: it is a URL.
+    Relative paths refer to the folder of the file, or to `images`; they cannot leave it. Absolute paths are read
+    wherever they point to: use tables from people that you trust with the images on your machine.
     """
-    protocol = protocol_of(str(path))
-    if protocol not in (None, "file"):
-        raise ConfigError(
-            f"path: got {display_url(str(path))}; kind: {kind} reads files on this machine (shards may be at URLs)"
-        )
-    return expand_home(path if protocol is None else local_path(str(path))).absolute()
+
+    images: Path | None = None
+    """Folder that relative paths of images refer to. null: the folder of the file, or one beside it that has the first
+    images."""
+    where: dict[str, str | int | tuple[str | int, ...]] = {}
+    """Values of columns of the rows to read, such as `{split: [train, restval]}`; other rows are left out."""
+
+    @property
+    def root(self) -> Path:
+        """The folder that relative paths refer to."""
+        return self.listing.parent if self.images is None else self.local_file(self.images)
+
+    def rows(self, path: Path, notes: list[str]) -> Iterator[Row]:
+        """Yield the rows of the file, and add remarks to the notes.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        raise NotImplementedError
+
+    def table(self) -> FileTable:
+        """Read the file; raises DataError for a missing column, or one without rows."""
+        builder, given = TableBuilder(), replace(self.given, where=self.where)
+        path = builder.read_from(self.listing)
+        return list_images(self.rows(path, builder.notes), given, builder, path, self.root, self.images is None)
 
 
-class FileSource(NumberedSource):
+class FileSource:
     """A `Source` of image files that a table lists.
 
     Args:
@@ -144,21 +169,19 @@ class FileSource(NumberedSource):
         self._table = table = config.load_table(cache)
         self._listing, self._root = config.listing, config.root  # once: a listing may look for files
         self._captions = config.caption_files(table)
-        self.classnames, self.templates = table.classnames, table.templates
-        self.notes = tuple(table.facts.get("notes", ()))
+        self.classnames: tuple[str, ...] = tuple(table.facts["classnames"])
+        self.templates: tuple[str, ...] = tuple(table.facts["templates"])
+        self.notes: tuple[str, ...] = tuple(table.facts["notes"])
         self._prompts = Prompts(self.templates, self.classnames)
-        indexes = []
-        self.shards = []
-        for part in config.parts(table, cache):
+        self.shards: list[dict[str, str | int]] = []
+        states = [np.zeros((0, 1, 2), np.int64)]
+        for number, part in enumerate(config.parts(table, cache)):
             index = part.load()
-            indexes.append(index)
-            total = int(np.maximum(index.sizes, 0).sum())
-            name = f"{encodable(self._listing.stem)}-{part.start // PART_SIZE:05d}"
-            sha256 = checksum(index.digests.tobytes())
+            states = [*states[1:], index["states"]] if number == 0 else [*states, index["states"]]
+            total = int(np.maximum(index["states"][..., 0], 0).sum())
+            name, sha256 = f"{encodable(self._listing.stem)}-{number:05d}", checksum(index["digests"].tobytes())
             self.shards.append({"name": name, "bytes": total, "samples": part.stop - part.start, "sha256": sha256})
-        none = np.zeros((0, 1), np.int64)
-        self._sizes = np.concatenate([none, *(index.sizes for index in indexes)][bool(indexes) :])
-        self._modified_ns = np.concatenate([none, *(index.modified_ns for index in indexes)][bool(indexes) :])
+        self._states = np.concatenate(states)
         self._require_some()
 
     def __len__(self) -> int:
@@ -168,49 +191,53 @@ class FileSource(NumberedSource):
         """Return image, captions and label of one sample; see `Source.read`."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        label = int(self._table.labels[index])
+        label = int(self._table.arrays["labels"][index])
         if label == PROBLEM:
-            raise DataError(f"{self.name(index)}: {self._table.row_captions(index)[0]}", "damaged row")
+            raise DataError(f"{self.name(index)}: {self._table.captions(index)[0]}", "damaged row")
         if self.templates:
             captions = self._prompts.of(label, self.name(index))
         elif self._captions is not None:
             captions = self._captions.parse(self._read_text(index), self.name(index))
         else:
-            captions = tuple(text for each in self._table.row_captions(index) if (text := each.strip()))
+            captions = tuple(text for each in self._table.captions(index) if (text := each.strip()))
             if not captions:
                 raise DataError(f"{self.name(index)}: the caption is empty", "no caption")
             captions = require_usable(captions, self.name(index))
         return RawSample(self._read_file(index, 0), captions, label)
 
+    def key(self, index: int) -> str:
+        """Return the number of the sample; see `ShardedSource.key`."""
+        return f"{index:09d}"
+
     def name(self, index: int) -> str:
         """Return list, row and file, for messages: ``/data/train.csv: row 17: images/a.jpg``."""
-        path, row = _cut(self._table.paths.read(index)), int(self._table.rows[index])
+        path, row = _cut(self._table.paths.read(index)), int(self._table.arrays["rows"][index])
         text = f"{self._listing}: row {row}" if row >= 0 else str(self._root / path)
         text += f": {path}" if row >= 0 and path else ""
         return printable(text, one_line=True)
 
     def place(self, index: int) -> str:
         """Return the path of the file, and its row; see `vqclip.data.prepare.ImageSource.place`."""
-        path, row = self._table.paths.read(index), int(self._table.rows[index])
+        path, row = self._table.paths.read(index), int(self._table.arrays["rows"][index])
         return f"{path} (row {row})" if row >= 0 else path
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`; contents, captions and labels count, names and folders do not."""
-        table, files = self._table, self._captions
-        texts = [table.captions.content.tobytes(), table.captions.ends.tobytes(), table.caption_ends.tobytes()]
+        arrays, files = self._table.arrays, self._captions
+        texts = [arrays[name].tobytes() for name in ("captions", "text_ends", "caption_ends", "labels")]
         return {
             "kind": "files",
             "samples": len(self),
-            "sha256": self.sha256,
-            "captions_sha256": checksum(*texts, table.labels.tobytes()),
+            "sha256": checksum(*(str(shard["sha256"]).encode() for shard in self.shards)),
+            "captions_sha256": checksum(*texts),
             "prompts_sha256": self._prompts.sha256,
             **({"captions": "table", "json_keys": []} if files is None else files.fingerprint),
         }
 
     def _require_some(self) -> None:
         """Raise DataError if no sample can be used: then the paths or the rows are wrong, not a single one."""
-        has_file, is_row = self._sizes[:, 0] >= 0, self._table.labels != PROBLEM
+        has_file, is_row = self._states[:, 0, 0] >= 0, self._table.arrays["labels"] != PROBLEM
         if (has_file & is_row).any():
             return
         try:
@@ -233,7 +260,7 @@ class FileSource(NumberedSource):
 
     def _read_file(self, index: int, column: int) -> bytes:
         """Read the image (column 0) or the file of its captions (1)."""
-        name, what, second, most = self.name(index), "image", "", MAX_IMAGE_BYTES
+        name, what, second, most = self.name(index), "image", "", MAX_BYTES["image"]
         if self._captions is not None:
             second = self._captions.ending
             what, most = (what, most) if column == 0 else (second, MAX_BYTES[self._captions.kind])
@@ -241,7 +268,7 @@ class FileSource(NumberedSource):
             file = _files_of(self._table.paths.read(index), self._root, second)[column]
         except DataError as error:
             raise DataError(f"{name}: {error}", error.kind) from None
-        size, modified = int(self._sizes[index, column]), int(self._modified_ns[index, column])
+        size, modified = self._states[index, column].tolist()
         if size > most:
             raise DataError(f"{name}: {what} of {size} bytes; at most {most} are read", "too many bytes")
         try:
@@ -266,92 +293,78 @@ class FileSource(NumberedSource):
         return data
 
 
-class FileIndex(NamedTuple):
-    """Size, modification time and checksum of the files of some rows."""
-
-    sizes: np.ndarray
-    """``(rows, files)`` int64: bytes; -1 for a file that could not be read."""
-    modified_ns: np.ndarray
-    """``(rows, files)`` int64."""
-    digests: np.ndarray
-    """``(rows, files, 32)`` uint8: SHA-256."""
-
-
 @dataclass(frozen=True)
 class FilePart:
     """Some rows of a table, whose files are indexed together, by any rank."""
 
+    config: FileSourceConfig
     table: FileTable
-    root: Path
-    second: str
-    """Ending of the caption file of each image, see `caption_path`; "" without one."""
     start: int
-    stop: int
-    name: str
     file: Path
     """Its index in the cache."""
-    checked: set[Path]
-    """See `FileSourceConfig`."""
 
     def __str__(self) -> str:
-        return f"{self.name}: images {self.start} to {self.stop}"
+        return f"{self.config.listing}: images {self.start} to {self.stop}"
+
+    @property
+    def stop(self) -> int:
+        """Row after the last."""
+        return min(self.start + PART_SIZE, len(self.table))
 
     def prepare(self, cache: Path | None = None) -> None:
         """Index the files unless they are indexed and unchanged."""
         self.load()
 
-    def load(self) -> FileIndex:
+    def load(self) -> dict[str, np.ndarray]:
         """Return the index of the files, after indexing those that have changed since.
+
+        Returns:
+            ``states``, ``(rows, files, 2)`` int64: size, -1 for a file that could not be read, and modification time.
+            ``digests``, ``(rows, files, 32)`` uint8: SHA-256.
 
         Raises:
             DataError: a file is written to while it is read, or the cache cannot be written.
         """
-        paths = span(self.table.paths, self.start, self.stop)
-        facts = {**versions(self.name), "paths": checksum(paths, self.second.encode())}
-        index = find_table(self.file, facts, self.name, lambda table: FileIndex(**table.arrays))
-        is_fresh = self.file in self.checked
-        self.checked.discard(self.file)
-        if index is not None and is_fresh:
-            return index
-        changed, new = self._update(index)
-        if changed or index is None:
-            save_table(self.file, facts, new._asdict(), self.name)
-            logger.info("indexed %s: %d image files of samples %d to %d", self.name, changed, self.start, self.stop - 1)
-        return new
-
-    def _update(self, former: FileIndex | None) -> tuple[int, FileIndex]:
-        """Read the files whose size or time differs from the index; return the number of their rows, and the new one.
-
-        A path that is not allowed counts as that of a missing file; `FileSource.read` says what is wrong with it.
-        """
-        shape = (self.stop - self.start, 2 if self.second else 1)
-        if former is None:
-            unknown = np.full(shape, MISSING - 1, np.int64)
-            index = FileIndex(unknown, unknown.copy(), np.zeros((*shape, 32), np.uint8))
-        else:
-            index = FileIndex(*(array.copy() for array in former))
-        changed = set()
-        states = np.stack([index.sizes, index.modified_ns], axis=-1).tolist()  # lists are faster to index
-        for row, known in enumerate(states):
+        name, captions = str(self.config.listing), self.config.caption_files(self.table)
+        second = "" if captions is None else captions.ending
+        paths = [self.table.paths.read(row) for row in range(self.start, self.stop)]
+        text = "\0".join([*paths, second])
+        facts = {**versions(name), "paths": checksum(text.encode("utf-8", "surrogatepass"))}
+        found = find_table(self.file, facts, name, lambda table: {**table.arrays})
+        is_fresh = self.file in self.config.checked
+        self.config.checked.discard(self.file)
+        if found is not None and is_fresh:
+            return found
+        shape = (len(paths), 2 if second else 1)
+        states, digests = np.full((*shape, 2), MISSING - 1, np.int64), np.zeros((*shape, 32), np.uint8)
+        if found is not None:
+            states[:], digests[:] = found["states"], found["digests"]
+        index: dict[str, np.ndarray] = {"states": states, "digests": digests}
+        changed, root = set[int](), self.config.root
+        for row, known in enumerate(states.tolist()):  # lists are faster to index
             if row % _HEARTBEAT == 0:
                 progress.heartbeat()
             try:
-                files = _files_of(self.table.paths.read(self.start + row), self.root, self.second)
-            except DataError:
+                files = _files_of(paths[row], root, second)
+            except DataError:  # `FileSource.read` says what is wrong with it
                 files = [""] * len(known)
             for column, file in enumerate(files):
                 if _stat(file) != known[column]:
                     changed.add(row)
-                    index.sizes[row, column], index.modified_ns[row, column], digest = _hash(file)
-                    index.digests[row, column] = np.frombuffer(digest, np.uint8)
-        return len(changed), index
+                    size, modified, digest = _hash(file)
+                    states[row, column] = size, modified
+                    digests[row, column] = np.frombuffer(digest, np.uint8)
+        if changed or found is None:
+            save_table(self.file, facts, index, name)
+            logger.info("indexed %s: %d image files of samples %d to %d", name, len(changed), self.start, self.stop - 1)
+        return index
 
 
 def skip_next_check(parts: Iterable[object]) -> None:
     """Let the next `build` rely on the indexes of these parts: every rank has just checked some of them."""
     for part in parts:
         if isinstance(part, FilePart):
-            part.checked.add(part.file)
+            part.config.checked.add(part.file)
 
 
 def _stat(path: str) -> list[int]:
@@ -367,7 +380,7 @@ def _hash(path: str) -> tuple[int, int, bytes]:
     try:
         with open_regular(Path(path)) as file:
             before = Stamp.of(file.fileno())
-            digest = hashlib.sha256(file.read() if before.size <= MAX_IMAGE_BYTES else b"")
+            digest = hashlib.sha256(file.read() if before.size <= MAX_BYTES["image"] else b"")
             after = Stamp.of(file.fileno())
     except (OSError, ValueError):
         return MISSING, 0, bytes(32)
@@ -376,8 +389,8 @@ def _hash(path: str) -> tuple[int, int, bytes]:
     return *before, digest.digest()
 
 
-def _files_of(text: str, root: Path, second: str) -> list[str]:
-    """Return the image that a path names, and its caption file if ``second`` is the ending; see `caption_path`.
+def resolve_path(text: str, root: Path) -> str:
+    """Return the path of a file that a table names, below a folder unless it is absolute.
 
     Raises:
         DataError: the path is empty, a URL, or leaves the folder.
@@ -394,9 +407,15 @@ def _files_of(text: str, root: Path, second: str) -> list[str]:
     if path.split(os.sep, 1)[0] == os.pardir:
         raise DataError(
             f"{_cut(text)}: leaves the folder {root}, which relative paths refer to; write the absolute path, or set "
-            "images to another folder",
+            "images (csv, json) to another folder",
             "path outside",
         )
+    return path
+
+
+def _files_of(text: str, root: Path, second: str) -> list[str]:
+    """Return the image that a path names, and its caption file if ``second`` is the ending; see `caption_path`."""
+    path = resolve_path(text, root)
     paths = [path, caption_path(path, second)] if second else [path]
     return [os.path.join(root, each) for each in paths]
 

@@ -12,15 +12,21 @@ from typing import Literal
 from pydantic import model_validator
 
 from vqclip.data.decode import IMAGE_ENDINGS
-from vqclip.data.remote import is_tar
-from vqclip.data.sources.base import FolderContent, Place
-from vqclip.data.sources.captions import DEFAULT_TEMPLATE, CaptionFiles, caption_path
-from vqclip.data.sources.class_folder import TEMPLATES, LocalFolder, read_templates
-from vqclip.data.sources.csv_table import read_table
-from vqclip.data.sources.file_table import FileTable, TableBuilder
-from vqclip.data.sources.files import FileSourceConfig, local_file
-from vqclip.data.sources.json_table import read_objects
-from vqclip.data.sources.listing import Classes, ClassNames, Columns, describe_ids, is_split, list_images
+from vqclip.data.sources.base import Place
+from vqclip.data.sources.captions import CaptionFiles, caption_path
+from vqclip.data.sources.class_names import (
+    DEFAULT_TEMPLATE,
+    TEMPLATES,
+    Classes,
+    ClassFolder,
+    ClassNames,
+    describe_ids,
+    read_templates,
+)
+from vqclip.data.sources.columns import Columns, is_split
+from vqclip.data.sources.files import FileSourceConfig
+from vqclip.data.sources.listing import FileTable, TableBuilder, list_images
+from vqclip.data.sources.tables import CsvConfig, JsonConfig
 from vqclip.errors import DataError, encodable
 from vqclip.io.files import walk_files
 
@@ -77,27 +83,6 @@ class FolderConfig(FileSourceConfig):
         """Return whether images have classes, if the configuration decides it."""
         return self.captions == "classes" if self.captions not in (None, "metadata") else None
 
-    @classmethod
-    def matches_folder(cls, content: FolderContent) -> bool:
-        """Return whether there are images; or, without tars, metadata or folders."""
-        if any(name.lower().endswith(IMAGE_ENDINGS) for name in content.files):
-            return True
-        if any(map(is_tar, content.files)):
-            return False
-        if content.files & set(METADATA):
-            return True
-        return bool(content.folders) and not any(is_tar(file.name) for file in content.path.glob("[!.]*/*"))
-
-    @property
-    def listing(self) -> Path:
-        """The folder."""
-        return local_file(self.path, self.kind)
-
-    @property
-    def root(self) -> Path:
-        """The folder."""
-        return self.listing
-
     def caption_files(self, table: FileTable) -> CaptionFiles | None:
         """Return the captions in files beside the images."""
         mode = table.facts["captions"]
@@ -110,17 +95,17 @@ class FolderConfig(FileSourceConfig):
         folder, builder = self.listing, TableBuilder()
         if not folder.is_dir():
             raise DataError(f"{folder}: no such folder; expected one with images")
-        mode: Captions | None = self.captions
-        for name in METADATA:
-            if builder.read_from(folder / name).is_file():
-                mode = mode or "metadata"
-        paths = [path for path in walk_files(folder, visit=builder.read_from) if not path.startswith("__MACOSX/")]
+        described = [name for name in METADATA if builder.read_from(folder / name).is_file()]
+        visited: list[Path] = []
+        paths = list(walk_files(folder, visit=lambda path: visited.append(builder.read_from(path))))
+        paths = [path for path in paths if not path.startswith("__MACOSX/")]
         images = [path for path in paths if self._is_image(path)]
+        mode = self.captions or ("metadata" if described else self._find_captions(folder, images, set(paths)))
         if mode == "metadata":
-            return self._metadata_table(folder, builder, images)
-        mode = mode or self._find_captions(folder, images, set(paths))
+            return self._metadata_table(folder, described, builder, images)
         if mode == "classes":
-            return self._class_table(folder, builder, paths)
+            classes = sorted(path.name for path in visited if path.parent == folder and path.name != "__MACOSX")
+            return self._class_table(folder, classes, builder, paths)
         if not images:
             raise DataError(f"{folder}: no image ({', '.join(self.image_endings)}) in it or below it")
         others = [path for path in paths if not self._is_image(path)]
@@ -129,28 +114,32 @@ class FolderConfig(FileSourceConfig):
             for path in images:
                 builder.add(path, [_caption_of(path)])
         else:
-            stems: dict[str, list[str]] = {}
-            for path in images:
-                stems.setdefault(os.path.splitext(path)[0], []).append(path)
-            for same in stems.values():
-                builder.add(min(same, key=self._preference))
-            if len(images) > len(stems):
-                several = next(sorted(same, key=self._preference) for same in stems.values() if len(same) > 1)
-                builder.notes.append(
-                    f"left out: {_files(len(images) - len(stems))} named as another image but for the ending, such as "
-                    f"{several[1]} beside {several[0]}; image_endings chooses"
-                )
+            images = self._choose_images(images, builder)
             place, _, plain = ending.rpartition("/")
             if place:
                 builder.notes.append(f"captions are in the folder {place}, under the names of the images")
             beside = {path for path in others if path.endswith((plain, ".txt", ".json"))}
-            known = {caption_path(path, ending) for path in images}
-            lost = [path for path in beside if path.endswith(plain) and path not in known]
+            lost = {path for path in beside if path.endswith(plain)} - {caption_path(path, ending) for path in images}
             if lost:
                 builder.notes.append(f"left out: {_files(len(lost))} {plain} without an image, such as {min(lost)}")
             others = [path for path in others if path not in beside]
         builder.notes += _describe_left_out(others, "of other endings")
-        return builder.finish(facts={"captions": mode, "ending": ending})
+        return builder.finish(captions=mode, ending=ending)
+
+    def _choose_images(self, images: Sequence[str], builder: TableBuilder) -> list[str]:
+        """Add the images, of those that differ in the ending alone the preferred one, and return them."""
+        stems: dict[str, list[str]] = {}
+        for path in images:
+            stems.setdefault(os.path.splitext(path)[0], []).append(path)
+        same = [sorted(paths, key=self._preference) for paths in stems.values()]
+        for path, *_ in same:
+            builder.add(path)
+        if twins := next((paths for paths in same if len(paths) > 1), None):
+            builder.notes.append(
+                f"left out: {_files(len(images) - len(same))} named as another image but for the ending, such as "
+                f"{twins[1]} beside {twins[0]}; image_endings chooses"
+            )
+        return [path for path, *_ in same]
 
     def _is_image(self, name: str) -> bool:
         return name.lower().endswith(self.image_endings)
@@ -204,32 +193,33 @@ class FolderConfig(FileSourceConfig):
             )
         return "classes"
 
-    def _class_table(self, folder: Path, builder: TableBuilder, paths: Sequence[str]) -> FileTable:
+    def _class_table(self, folder: Path, classes: list[str], builder: TableBuilder, paths: Sequence[str]) -> FileTable:
         """List labelled images: classes in the order of their names, or numbers, with "_" read as a blank."""
-        classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name[0] not in "._"[:1])
-        classes = [name for name in classes if name != "__MACOSX"]
         if not classes:
-            found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
-            raise DataError(f"{folder}: no subfolder; expected one for each class with its images, got: {found}")
+            raise DataError(
+                f"{folder}: no subfolder; expected one for each class with its images, got: {_some_of(paths)}"
+            )
         if all(re.fullmatch(r"[0-9]+", name) for name in classes):
             classes.sort(key=int)
         names, labels = self._classes(folder, classes, builder)
         templates: Sequence[str] = (DEFAULT_TEMPLATE,)
         if builder.read_from(folder / TEMPLATES).exists():
-            templates = read_templates(LocalFolder(folder))
+            templates = read_templates(ClassFolder(folder))
         inside = [path for path in paths if path.count("/") == 1]
         images: dict[str, list[str]] = {name: [] for name in classes}
         for path in filter(self._is_image, inside):
             images[path.partition("/")[0]].append(path)
         for name, own in images.items():
-            self._require_images(folder / name, own)
+            if not own:
+                below = [path[len(name) + 1 :] for path in paths if path.startswith(f"{name}/")]
+                raise DataError(
+                    f"{folder / name}: no image ({', '.join(self.image_endings)}) in the folder of this class, got: "
+                    f"{_some_of(below)}; add images, or remove the folder if it is not a class; if it contains the "
+                    "classes, name it as the path"
+                )
             for path in own:
                 builder.add(path, label=labels[name])
-        twins = sum(
-            count - 1
-            for count in Counter(os.path.splitext(path)[0] for path in inside if self._is_image(path)).values()
-        )
-        if twins:
+        if twins := len(builder) - len({os.path.splitext(path)[0] for own in images.values() for path in own}):
             builder.notes.append(
                 f"{_files(twins)} named as another image but for the ending; are these masks? image_endings chooses"
             )
@@ -239,7 +229,7 @@ class FolderConfig(FileSourceConfig):
             count = sum(self._is_image(path) for path in paths if min(path.count("/"), 2) == depth)
             if count:
                 builder.notes.append(f"left out: {_files(count)} with an image's ending {where}")
-        return builder.finish(names, templates, {"captions": "classes"})
+        return builder.finish(names, templates, captions="classes")
 
     def _classes(
         self, folder: Path, folders: Sequence[str], builder: TableBuilder
@@ -253,7 +243,7 @@ class FolderConfig(FileSourceConfig):
             _require_distinct(folder, folders, names)
             builder.notes += filter(None, [describe_ids(names)])
             return names, {name: number for number, name in enumerate(folders)}
-        classes = Classes.read(self.classnames, folder, builder)
+        classes = Classes.read(self.classnames, folder, builder.read_from)
         try:
             return classes.names, {name: classes.number(name) for name in folders}
         except DataError:
@@ -265,25 +255,16 @@ class FolderConfig(FileSourceConfig):
                 ) from None
         return classes.names, {name: number for number, name in enumerate(folders)}
 
-    def _require_images(self, folder: Path, images: list[str]) -> None:
-        if not images:
-            found = ", ".join(sorted(path.name for path in folder.iterdir())[:5]) or "nothing"
-            raise DataError(
-                f"{folder}: no image ({', '.join(self.image_endings)}) in the folder of this class, got: {found}; "
-                "add images, or remove the folder if it is not a class; if it contains the classes, name it as the path"
-            )
-
-    def _metadata_table(self, folder: Path, builder: TableBuilder, images: Sequence[str]) -> FileTable:
-        found = [folder / name for name in METADATA if (folder / name).is_file()]
-        if len(found) != 1:
-            names = ", ".join(path.name for path in found) or "none"
-            raise DataError(f"{folder}: expected one of {', '.join(METADATA)}, got {names}")
-        path = found[0]
-        read = read_table if path.suffix in (".csv", ".tsv") else read_objects
-        rows = read(path, notes=builder.notes)
+    def _metadata_table(
+        self, folder: Path, described: Sequence[str], builder: TableBuilder, images: Sequence[str]
+    ) -> FileTable:
+        if len(described) != 1:
+            raise DataError(f"{folder}: expected one of {', '.join(METADATA)}, got {', '.join(described) or 'none'}")
+        path = folder / described[0]
+        kind = CsvConfig if path.suffix in (".csv", ".tsv") else JsonConfig
         texts = None if self.text_key is None else (self.text_key,)
         columns = Columns(self.file_key, texts, classnames=self.classnames, settings=("file_key", "text_key"))
-        table = list_images(rows, columns, builder, path, folder)
+        table = list_images(kind(path=str(path)).rows(path, builder.notes), columns, builder, path, folder)
         named = {os.path.normpath(table.paths.read(index)) for index in range(len(table))}
         if lost := [image for image in images if image not in named]:
             builder.notes.append(f"left out: {_files(len(lost))} that {path.name} does not name, such as {min(lost)}")
@@ -342,6 +323,11 @@ def _describe_left_out(paths: Iterable[str], what: str) -> list[str]:
         return []
     shown = ", ".join(f"{encodable(ending)} {count}" for ending, count in endings.most_common(5))
     return [f"left out: {_files(endings.total())} {what} ({shown})"]
+
+
+def _some_of(paths: Sequence[str]) -> str:
+    """Return the first names in a folder, for a message."""
+    return ", ".join(sorted({path.partition("/")[0] for path in paths})[:5]) or "nothing"
 
 
 def _files(count: int) -> str:

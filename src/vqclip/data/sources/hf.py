@@ -5,29 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from vqclip.data.lookup import name_errors
 from vqclip.data.remote import mask_credentials
-from vqclip.data.sources.base import FolderContent
-from vqclip.data.sources.packed import PackedSource, Piece, StreamSample, stamp
-from vqclip.data.sources.table import (
-    RowParser,
-    TableConfig,
-    find_columns,
-    group_rows,
-    parse_groups,
-    read_batch,
-    read_classes,
-)
+from vqclip.data.sources.packed import Piece, stamp
+from vqclip.data.sources.table import TableConfig, TableStream, read_batch
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.files import expand_home
 
-__all__ = ["HfConfig", "HfStream"]
+__all__ = ["HfConfig", "HfStream", "is_saved_by_datasets"]
 
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 """Files that `save_to_disk` writes for a split, and for several."""
@@ -58,14 +49,6 @@ class HfConfig(TableConfig):
     streaming: bool = False
     """Read from the hub while it is packed, without a copy of its files on this machine."""
 
-    _data: Any = PrivateAttr(None)
-    """The opened data set, until `build`."""
-
-    @classmethod
-    def matches_folder(cls, content: FolderContent) -> bool:
-        """Return whether `save_to_disk` has written the folder."""
-        return _SAVED_SPLITS in content.files or {_SAVED, "dataset_info.json"} <= content.files
-
     @property
     def where(self) -> str:
         """The data set, for messages."""
@@ -81,56 +64,44 @@ class HfConfig(TableConfig):
         """See `PackedConfig.identity`: the files of the data set, or the commit of one that is streamed."""
         folder = expand_home(self.path)
         if not self.streaming:
-            files: Any = stamp(_files_of(self.data()))
+            files: Any = self._files()
         elif folder.is_dir():
             files = stamp(sorted(each for each in folder.rglob("*") if each.is_file()))
+        elif re.fullmatch("[0-9a-f]{40}", self.revision or ""):
+            files = self.revision
         else:
-            files = _commit(self)
+            from huggingface_hub import HfApi
+
+            with name_errors(f"{self.where}{_UNREADABLE}", "unreadable data set"):
+                files = str(HfApi().dataset_info(self.path, revision=self.revision).sha)
         return {**self.settings(), "folder": os.getcwd(), "files": files}
 
     def share(self) -> dict[str, Any]:
         """See `PackedConfig.share`; not of a part of a split, nor of a stream."""
         whole = not self.streaming and re.fullmatch(r"\w*", self.split or "")
-        return {"files": stamp(_files_of(self.data()))} if whole else {}
+        return {"files": self._files()} if whole else {}
+
+    def _files(self) -> list[list[Any]]:
+        return stamp(each["filename"] for each in self.data().cache_files)
 
     def open_stream(self) -> HfStream:
         """See `PackedConfig.open_stream`."""
         return HfStream(self)
 
-    def build(self, cache: Path | None = None) -> PackedSource:
-        """See `PackedConfig.build`."""
-        source = super().build(cache)
-        self._data = None
-        return source
+
+def is_saved_by_datasets(files: Collection[str]) -> bool:
+    """Return whether `save_to_disk` has written a folder with these files."""
+    return _SAVED_SPLITS in files or {_SAVED, "dataset_info.json"} <= {*files}
 
 
-def _require_datasets() -> Any:
+def _load(config: HfConfig, shared: list[list[Any]] | None) -> Any:
+    """Open one split of the data set, from the files that another process has found if this machine has them."""
     try:
         import datasets
     except ImportError:
         raise DataError("kind: hf needs the package datasets: pip install 'vqclip[hf]'") from None
     if int(datasets.__version__.partition(".")[0]) < 4:  # older ones can run scripts of data sets
         raise DataError(f"datasets {datasets.__version__} is installed; expected 4 or later: pip install 'vqclip[hf]'")
-    return datasets
-
-
-def _files_of(data: Any) -> list[str]:
-    return [each["filename"] for each in data.cache_files]
-
-
-def _commit(config: HfConfig) -> str:
-    """Return the commit of a revision on the hub."""
-    if re.fullmatch("[0-9a-f]{40}", config.revision or ""):
-        return str(config.revision)
-    from huggingface_hub import HfApi
-
-    with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
-        return str(HfApi().dataset_info(config.path, revision=config.revision).sha)
-
-
-def _load(config: HfConfig, shared: list[list[Any]] | None) -> Any:
-    """Open one split of the data set, from the files that another process has found if this machine has them."""
-    datasets = _require_datasets()
     folder = expand_home(config.path)
     is_saved = (folder / _SAVED).is_file() or (folder / _SAVED_SPLITS).is_file()
     if is_saved and (config.streaming or config.name or config.revision):
@@ -140,8 +111,12 @@ def _load(config: HfConfig, shared: list[list[Any]] | None) -> Any:
     with contextlib.suppress(StorageError):  # this machine may have other files
         if shared and not is_saved and stamp([path for path, _, _ in shared]) == shared:
             return datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path, _, _ in shared])
-    if not is_saved:
-        _require_place(config, folder, datasets)
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder}: is a file; expected a folder, or the name of a data set on the hub")
+    if not folder.is_dir() and config.path in datasets.packaged_modules._PACKAGED_DATASETS_MODULES:
+        raise DataError(f"{config.path}: is a file format, not a data set; expected a folder or a name on the hub")
+    if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", config.path):
+        raise DataError(f"{folder.absolute()}: no such folder, and no name of a data set on the hub")
     try:
         with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
             if is_saved:
@@ -160,34 +135,18 @@ def _load(config: HfConfig, shared: list[list[Any]] | None) -> Any:
         raise DataError(
             f"{error}. The hub has a copy of most such data sets without scripts: set revision: refs/convert/parquet"
         ) from None
-    return _choose_split(found, config)
-
-
-def _require_place(config: HfConfig, folder: Path, datasets: Any) -> None:
-    """Refuse names of file formats, which `load_dataset` takes for data sets of their own."""
-    if folder.exists() and not folder.is_dir():
-        raise DataError(f"{folder}: is a file; expected a folder, or the name of a data set on the hub")
-    formats = datasets.packaged_modules._PACKAGED_DATASETS_MODULES
-    if not folder.is_dir() and config.path in formats:
-        raise DataError(f"{config.path}: is a file format, not a data set; expected a folder or a name on the hub")
-    if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", config.path):
-        raise DataError(f"{folder.absolute()}: no such folder, and no name of a data set on the hub")
-
-
-def _choose_split(found: Any, config: HfConfig) -> Any:
     if not isinstance(found, dict):
         return found
+    splits = ", ".join(map(repr, found))
     if config.split is None and len(found) != 1:
-        raise ConfigError(f"split: missing; expected one of those of {config.where}: {', '.join(map(repr, found))}")
+        raise ConfigError(f"split: missing; expected one of those of {config.where}: {splits}")
     split = config.split or next(iter(found))
     if split not in found:
-        raise ConfigError(
-            f"split: got {split!r}; expected one of those of {config.path}: {', '.join(map(repr, found))}"
-        )
+        raise ConfigError(f"split: got {split!r}; expected one of those of {config.path}: {splits}")
     return found[split]
 
 
-class HfStream:
+class HfStream(TableStream):
     """The rows of a data set of `datasets`, read forward; see `vqclip.data.sources.packed.Stream`.
 
     Args:
@@ -195,62 +154,45 @@ class HfStream:
     """
 
     def __init__(self, config: HfConfig):
-        self._where, self._streaming = config.where, config.streaming
-        with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
-            data = config.data().with_format("arrow")  # images stay undecoded; `save_to_disk` stores other formats
-            features = data.features
-            schema = features.arrow_schema if features is not None else next(iter(data.iter(1))).schema
-            columns = find_columns(schema, config, config.where)
-            if not self._streaming:
-                data.data.table.select(columns.names).validate(full=True)  # otherwise reading could leave the file
-            classes = read_classes(columns, config, config.where, lambda: self._values(data, columns.label or ""))
-            self._data = data.select_columns(columns.names)
-            self._divide()
+        self._streaming = config.streaming
         folder = expand_home(config.path).absolute()
-        self._parser = RowParser(columns, config, classes, folder if folder.is_dir() else Path.cwd())
-        self.classnames, self.has_prompts = self._parser.classnames, self._parser.has_prompts
-        self.notes = columns.notes
-        self._fetches = config.urls != "refuse"
+        with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
+            self._data = data = config.data().with_format("arrow")  # images stay undecoded, whatever was saved
+            schema = data.features.arrow_schema if data.features is not None else next(iter(data.iter(1))).schema
+            super().__init__(config, schema, config.where, folder if folder.is_dir() else Path.cwd())
+            self._data = data.select_columns(self.columns)
+            if self._streaming:  # a piece for each of its files
+                self.pieces = [Piece(config.where, 0)] * data.num_shards
+                return
+            table = self._data.data.table
+            table.select(self.columns).validate(full=True)  # otherwise reading could leave the file
+            size, rows = table.nbytes // max(len(data), 1), range(0, len(data), _PIECE_ROWS)
+            self.pieces = [Piece(config.where, size * min(_PIECE_ROWS, len(data) - first)) for first in rows]
 
-    def _values(self, data: Any, label: str) -> list[list[Any]]:
-        """Return the values of the label; a stream would have to be read twice."""
+    def span(self, piece: int) -> tuple[str, int, int]:
+        """See `TableStream.span`; rows of a stream are counted in each of its files."""
+        span = (0, 1 << 62) if self._streaming else (piece * _PIECE_ROWS, (piece + 1) * _PIECE_ROWS)
+        return self._name, *span
+
+    def values(self, column: str) -> Iterator[list[Any]]:
+        """See `TableStream.values`."""
         if self._streaming:
             raise ConfigError(
-                f"{self._where}: classnames: missing; expected the names of the classes in column {label!r} (without "
+                f"{self}: classnames: missing; expected the names of the classes in column {column!r} (without "
                 "streaming they are found)"
             )
-        return [data.select_columns([label])[:].column(0).to_pylist()]
+        yield self._data.select_columns([column])[:].column(0).to_pylist()
 
-    def _divide(self) -> None:
-        """Divide rows into pieces; a stream has a piece for each of its files."""
+    def rows(self, piece: int, start: int) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
+        """See `TableStream.rows`."""
         if self._streaming:
-            self.pieces: Sequence[Piece] = [Piece(self._where, 0)] * self._data.num_shards
-            return
-        rows = len(self._data)
-        size = self._data.data.table.nbytes // max(rows, 1)
-        count = -(-rows // _PIECE_ROWS)
-        self.pieces = [Piece(self._where, size * min(_PIECE_ROWS, rows - n * _PIECE_ROWS)) for n in range(count)]
-
-    def __str__(self) -> str:
-        return self._where
-
-    def read(self, piece: int) -> Iterator[StreamSample]:
-        """Yield the samples of a piece; see `Stream.read`."""
-        start, stop = (0, 1 << 62) if self._streaming else (piece * _PIECE_ROWS, (piece + 1) * _PIECE_ROWS)
-        groups = group_rows(self._rows(piece, max(start - 1, 0)), start, stop, self._parser.columns)
-        yield from parse_groups(groups, self._parser, self._where, self._fetches)
-
-    def _rows(self, piece: int, start: int) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
-        """Yield number and values of the rows from a row on; those of a stream begin with a file."""
-        if self._streaming:
-            shard = self._data.shard(num_shards=len(self.pieces), index=piece)
-            batches: Iterator[Any] = iter(shard.iter(_BATCH))
+            batches = iter(self._data.shard(num_shards=len(self.pieces), index=piece).iter(_BATCH))
         else:
             batches = (self._data[at : at + _BATCH] for at in range(start, len(self._data), _BATCH))
         number = start
         while True:
             try:
-                with name_errors(f"{self._where}: row {number}{_UNREADABLE}", "damaged row"):
+                with name_errors(f"{self}: row {number}{_UNREADABLE}", "damaged row"):
                     batch = next(batches, None)
             except DataError as error:
                 raise StorageError(str(error), "unreadable data set") from None

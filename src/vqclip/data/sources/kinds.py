@@ -1,4 +1,7 @@
-"""All kinds of sources: find out the kind of a path, and read the configuration of one, from YAML or a command line."""
+"""All kinds of sources: find out the kind of a path, and read the configuration of one, from YAML or a command line.
+
+Other installed packages add kinds as entry points of the group ``vqclip.sources``; one is imported when it is named.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
@@ -14,23 +18,22 @@ from pydantic import Discriminator, SerializeAsAny, ValidatorFunctionWrapHandler
 from vqclip.config import did_you_mean, parse_config
 from vqclip.config.types import kinds_of
 from vqclip.data.decode import IMAGE_ENDINGS
-from vqclip.data.remote import display_url, protocol_of
-from vqclip.data.sources.base import FolderContent, SourceConfigBase
-from vqclip.data.sources.classes import ClassShardsConfig
-from vqclip.data.sources.csv_table import CsvConfig
-from vqclip.data.sources.folder import FolderConfig
-from vqclip.data.sources.hf import HfConfig
-from vqclip.data.sources.json_table import JsonConfig
+from vqclip.data.remote import TAR_ENDINGS, display_url, is_tar, protocol_of
+from vqclip.data.sources.base import SourceConfigBase
+from vqclip.data.sources.class_names import CLASSNAMES
+from vqclip.data.sources.folder import METADATA, FolderConfig
+from vqclip.data.sources.hf import HfConfig, is_saved_by_datasets
 from vqclip.data.sources.parquet import ParquetConfig
-from vqclip.data.sources.plugins import installed_kinds, load_kind
-from vqclip.data.sources.scenes import ScenesSourceConfig
-from vqclip.data.sources.shards import CaptionShardsConfig
+from vqclip.data.sources.shards import CaptionShardsConfig, ClassShardsConfig, ScenesSourceConfig
+from vqclip.data.sources.tables import CsvConfig, JsonConfig
 from vqclip.data.sources.torchvision import TorchvisionConfig
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.files import expand_home
 
-__all__ = ["KINDS", "SourceConfig", "find_kind", "parse_source"]
+__all__ = ["GROUP", "KINDS", "SourceConfig", "find_kind", "parse_source"]
 
+GROUP = "vqclip.sources"
+"""Group of the entry points of other packages."""
 
 _Known = (
     CaptionShardsConfig
@@ -48,6 +51,14 @@ KINDS: dict[str, type[SourceConfigBase]] = {
     kind: config for kind, config in kinds_of(_Known).items() if issubclass(config, SourceConfigBase)
 }
 """Config classes of the kinds of this package, by kind."""
+_ENDINGS = {
+    "shards": TAR_ENDINGS,
+    "csv": (".csv", ".txt", ".token"),
+    "tsv": (".tsv", ".tab"),
+    "json": (".json", ".jsonl", ".ndjson"),
+    "parquet": (".parquet",),
+}
+"""Endings of names of files that are plainly of a kind."""
 
 
 def parse_source(path: str | Path | Sequence[str], overrides: Sequence[str] = (), **defaults: Any) -> SourceConfigBase:
@@ -110,14 +121,35 @@ SourceConfig = Annotated[SerializeAsAny[Annotated[_Known, Discriminator("kind")]
 
 
 def _class_of(kind: object) -> type[SourceConfigBase]:
+    """Return the config class of a kind, of this package or of another one, which is imported.
+
+    Raises:
+        ConfigError: no package has this kind, or several have; it cannot be imported, or is no config class of it.
+    """
     if isinstance(kind, str) and kind in KINDS:
         return KINDS[kind]
-    others = installed_kinds()
-    if isinstance(kind, str) and kind in others:
-        return load_kind(kind)
-    close = did_you_mean(difflib.get_close_matches(str(kind)[:80], [*KINDS, *others], n=1))
-    more = f"; from installed packages: {', '.join(sorted(others))}" if others else "; no installed package adds others"
-    raise ConfigError(f"kind: got {kind!r}; expected one of {', '.join(KINDS)}{more}{close}")
+    points = entry_points(group=GROUP)
+    others = sorted({point.name for point in points})
+    if kind not in others:
+        close = did_you_mean(difflib.get_close_matches(str(kind)[:80], [*KINDS, *others], n=1))
+        more = f"; from installed packages: {', '.join(others)}" if others else "; no installed package adds others"
+        raise ConfigError(f"kind: got {kind!r}; expected one of {', '.join(KINDS)}{more}{close}")
+    named = [point for point in points if point.name == kind]
+    packages = [point.dist.name if point.dist is not None else "an unknown package" for point in named]
+    where = ", ".join(f"{point.value} of {package}" for point, package in zip(named, packages, strict=True))
+    if len(named) != 1:
+        raise ConfigError(f"kind {kind!r}: got {where}; expected one package")
+    try:
+        found = named[0].load()
+    except (Exception, SystemExit) as error:  # the code of another package may raise anything
+        raise ConfigError(f"kind {kind!r}: {where} cannot be imported: {type(error).__name__}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, SourceConfigBase)):
+        raise ConfigError(f"kind {kind!r}: {where} is not a subclass of vqclip.data.SourceConfigBase")
+    if found.model_fields["kind"].default != kind:
+        raise ConfigError(f'kind {kind!r}: {where} has another one; expected kind: Literal["{kind}"] = "{kind}"')
+    if found.build is SourceConfigBase.build:
+        raise ConfigError(f"kind {kind!r}: {where} has no method build(cache), which opens the data; add one")
+    return found
 
 
 def find_kind(paths: Sequence[str]) -> str:
@@ -136,45 +168,54 @@ def _find_kind(path: str) -> str:
     shown, local = display_url(path), expand_home(path)
     is_local = protocol_of(path) is None
     if is_local and os.path.isdir(local):
-        try:
-            content = _list_folder(local)
-            found = [kind for kind, config in KINDS.items() if config.matches_folder(content)]
-        except OSError as error:
-            raise DataError(f"{error.filename or local}: cannot be read: {error.strerror}") from None
-        if not any(_has_ending(name, IMAGE_ENDINGS) for name in content.files):
-            found = [kind for kind in found if kind != "folder"] or found  # other kinds have subfolders too
-        if not content.files and not content.folders:
-            raise DataError(f"{local.absolute()}: the folder is empty; expected a data set")
-        if not found:
-            names = sorted([*content.files, *(f"{name}/" for name in content.folders)])
-            raise DataError(
-                f"{local.absolute()}: its kind is not plain from its contents ({', '.join(names[:5])}); name "
-                f"it, kind: one of {', '.join(KINDS)}"
-            )
+        found = _kinds_in(local)
     else:
-        found = [kind for kind, config in KINDS.items() if _has_ending(path, config.endings.get(kind, ()))]
+        name = PurePosixPath(path.partition("?")[0] if "://" in path else path).name.lower()
+        found = [kind for kind, endings in _ENDINGS.items() if name.endswith(endings)]
         if not found and is_local and not os.path.exists(local) and not any(mark in path for mark in "{*?["):
             raise DataError(f"{local.absolute()}: no such file or folder; expected a data set")
         if not found:
-            endings = [ending for kind, config in KINDS.items() for ending in config.endings.get(kind, ())]
+            plain = ", ".join(ending for endings in _ENDINGS.values() for ending in endings)
             raise DataError(
                 f"{shown}: its kind is not plain from its name; name it, kind: one of {', '.join(KINDS)}; plain are "
-                f"folders on this machine, and names that end in {', '.join(endings)}"
+                f"folders on this machine, and names that end in {plain}"
             )
     if len(found) > 1:
         raise DataError(f"{shown}: could be of several kinds: {', '.join(found)}; name one, such as kind: {found[0]}")
     return found[0]
 
 
-def _has_ending(path: str, endings: Sequence[str]) -> bool:
-    name = PurePosixPath(path.partition("?")[0] if "://" in path else path).name.lower()
-    return name.endswith(tuple(endings)) if endings else False
+def _kinds_in(folder: Path) -> list[str]:
+    """Return the kinds that a folder on this machine could be of.
 
-
-def _list_folder(folder: Path) -> FolderContent:
-    files: list[str] = []
-    folders: list[str] = []
-    for name in os.listdir(folder):
-        if not name.startswith("."):
-            (folders if os.path.isdir(folder / name) else files).append(name)
-    return FolderContent(folder, frozenset(files), frozenset(folders))
+    A folder of images has images in it; or there is no other kind, and there are metadata or folders without tars.
+    """
+    try:
+        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+        files = {name for name in names if not os.path.isdir(folder / name)}
+        has_tars, has_images = any(map(is_tar, files)), any(name.lower().endswith(IMAGE_ENDINGS) for name in files)
+        found = []
+        if CLASSNAMES in files:
+            found.append("classes")
+        elif has_tars:
+            found.append("shards")
+        if not has_tars and any(name.endswith(_ENDINGS["parquet"]) for name in files):
+            found.append("parquet")  # beside tars, img2dataset writes tables of metadata
+        if is_saved_by_datasets(files):
+            found.append("hf")
+        if not has_images and not found:
+            no_tars = not any(is_tar(file.name) for file in folder.glob("[!.]*/*"))
+            has_images = bool(files & {*METADATA}) or (len(files) < len(names) and no_tars)
+        if has_images:
+            found.append("folder")
+    except OSError as error:
+        raise DataError(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
+    if not names:
+        raise DataError(f"{folder.absolute()}: the folder is empty; expected a data set")
+    if not found:
+        shown = ", ".join(name if name in files else f"{name}/" for name in names[:5])
+        raise DataError(
+            f"{folder.absolute()}: its kind is not plain from its contents ({shown}); name it, kind: one of "
+            f"{', '.join(KINDS)}"
+        )
+    return found

@@ -1,176 +1,230 @@
-"""Sources of image files that a table lists: its columns and classes, and where the images are.
+"""Lists of image files: one row for each sample, in arrays that take little memory for millions of rows.
 
-rows of a table (CSV, JSON, a folder's metadata) -> choose the columns -> find the folder -> path, captions, class
+rows of a table (CSV, JSON, Parquet, a folder's metadata) -> choose the columns -> find the folder -> path, captions,
+class -> rows that name the same image with the same class are one sample with the captions of all
+
+Rows that cannot be used stay as bad samples, with what is wrong with them in place of captions.
 """
 
 from __future__ import annotations
 
-import difflib
+import hashlib
 import itertools
-import json
-import math
 import os
-import re
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from pydantic import model_validator
+import numpy as np
 
-from vqclip.config import did_you_mean
 from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.remote import protocol_of
-from vqclip.data.sources.base import Place
-from vqclip.data.sources.captions import DEFAULT_TEMPLATE, Templates, find_texts, look_up
-from vqclip.data.sources.class_folder import LocalFolder, read_lines
-from vqclip.data.sources.file_table import FileTable, TableBuilder
-from vqclip.data.sources.files import FileSourceConfig, local_file
-from vqclip.errors import DataError, quote_names
+from vqclip.data.sources.captions import find_captions, look_up
+from vqclip.data.sources.class_names import Classes
+from vqclip.data.sources.columns import (
+    IMAGE_COLUMNS,
+    Columns,
+    Row,
+    choose_columns,
+    find_column,
+    guess_columns,
+    path_in,
+    plain_text,
+)
+from vqclip.data.table_file import Texts, find_table, save_table
+from vqclip.errors import DataError
+from vqclip.io.files import Stamp
 
-__all__ = [
-    "CAPTION_COLUMNS",
-    "IMAGE_COLUMNS",
-    "LABEL_COLUMNS",
-    "ClassNames",
-    "Classes",
-    "Columns",
-    "ListConfig",
-    "Row",
-    "describe_ids",
-    "find_column",
-    "guess_captions",
-    "guess_column",
-    "is_split",
-    "list_images",
-    "plain_text",
-]
+__all__ = ["PROBLEM", "FileTable", "TableBuilder", "checksum", "list_images", "load_table", "versions"]
 
-IMAGE_COLUMNS = (
-    *("filepath", "file_path", "image_path", "img_path", "imagepath", "filename", "file_name", "image_name"),
-    *("image_file", "image_filename", "image", "images", "img", "path", "file", "photo", "url", "image_url"),
-    *("jpg", "jpeg", "png", "webp", "picture", "image_id", "imageid", "img_id", "name", "id"),
-)
-CAPTION_COLUMNS = (
-    *("caption", "captions", "text", "texts", "title", "sentence", "sentences", "comment", "description"),
-    *("raw", "alt_text", "alt", "prompt", "caption_str", "txt", "conversations", "messages"),
-)
-LABEL_COLUMNS = (
-    *("label", "labels", "cls", "class", "class_name", "classname", "category", "category_name", "target"),
-    *("fine_label", "class_id", "label_id", "species"),
-)
-_NUMBERED = re.compile(r"(caption|text|sentence|comment|title)s?[ _]?\d+")
-_SIMILAR = re.compile(r".*caption.*|texts?[ _.-].+")
-_OTHER = re.compile(
-    r"(.*[ _.-])?(ids?|url|lang|language|len|length|num|n|count|number|score|similarity|tokens|source|model|type|color)"
-    r"([ _.-].*)?"
-)
-"""Names that are similar to those of captions, of columns with other facts."""
-_SPLIT = re.compile(
-    r"(train(val|ing)?|restval|val(id|idation)?|test(ing)?|dev|eval|minival)[ _-]?(\d+|set|data|images)?"
-)
+PROBLEM = -2
+"""Label of a row that cannot be used; its one caption says why."""
 _SAMPLED = 50
 """First rows, from which columns and the place of the images are found out."""
 _MAX_SPLITS = 20
 _MAX_PROBLEM = 300
 """Characters of what is wrong with a row."""
 
-ClassNames = tuple[str, ...] | Path
-"""Names of classes, or a file of them; see `Classes`."""
 
-
-class Row(NamedTuple):
-    """A row of a table."""
-
-    number: int
-    """Its number in the file, for messages."""
-    values: Mapping[str, Any]
-    """Column → value."""
-    problem: str = ""
-    """Reason why the row cannot be used; empty if it can."""
+def versions(name: str) -> dict[str, object]:
+    """Return the facts by which a stored table or index of image files is known."""
+    return {"format": "vqclip-files", "version": 2, "name": name}
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Columns that a user names, or None to find them out, and what their values mean."""
+class FileTable:
+    """Image files with their captions and labels, as they are stored."""
 
-    image: str | None = None
-    captions: tuple[str, ...] | None = None
-    label: str | None = None
-    classnames: ClassNames = ()
-    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
-    where: Mapping[str, Any] = field(default_factory=dict)
-    settings: tuple[str, str] = ("image", "captions")
-    """Names of the first two settings, for messages."""
+    facts: dict[str, Any]
+    """``classnames`` and ``templates``, the prompts that are the captions (empty if there are other captions);
+    ``notes``, and what else a kind has found out."""
+    arrays: dict[str, np.ndarray]
+    """``labels``, ``(n,)`` int64: class number; -1 without one; `PROBLEM` in a row that cannot be used. ``rows``:
+    number of each row in the user's file, for messages; -1 without one. ``caption_ends``: number of captions up to and
+    including each row. The texts; and size and time of each file and folder that the table was made from."""
+
+    def __len__(self) -> int:
+        return len(self.arrays["labels"])
+
+    @property
+    def paths(self) -> Texts:
+        """Path of each of n files, relative to the folder of the source, or absolute; "" in a row without one."""
+        return Texts(self.arrays["paths"], self.arrays["path_ends"])
+
+    def captions(self, index: int) -> list[str]:
+        """Return the captions of a row as they are in the table; none if they are in files or are prompts."""
+        ends, texts = self.arrays["caption_ends"], Texts(self.arrays["captions"], self.arrays["text_ends"])
+        return [texts.read(number) for number in range(int(ends[index - 1]) if index else 0, int(ends[index]))]
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether the files and folders that the table was made from are unchanged."""
+        inputs = Texts(self.arrays["inputs"], self.arrays["input_ends"])
+        states = enumerate(self.arrays["input_states"].tolist())
+        return all(_state(inputs.read(number)) == state for number, state in states)
 
 
-class ListConfig(FileSourceConfig):
-    """Configuration of a file that lists images; a kind implements `table`.
+class TableBuilder:
+    """Collects the rows of a `FileTable`."""
 
-    Relative paths refer to the folder of the file, or to `images`; they cannot leave it. Absolute paths are read
-    wherever they point to: use tables from people that you trust with the images on your machine.
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        """Sentences on what is left out, grouped or ambiguous."""
+        self._paths: list[str] = []
+        self._captions: list[str] = []
+        self._counts, self._labels, self._rows = array("q"), array("q"), array("q")
+        self._inputs: dict[str, list[int]] = {}
+
+    def read_from(self, path: Path) -> Path:
+        """Record that the table depends on a file or folder, which is about to be read, and return it."""
+        self._inputs[str(path)] = _state(path)
+        return path
+
+    def add(self, path: str, captions: Iterable[str] = (), label: int = -1, row: int = -1) -> None:
+        """Add a row; with `PROBLEM` as label, the one caption is what is wrong with it."""
+        before = len(self._captions)
+        self._paths.append(path)
+        self._captions += captions
+        self._counts.append(len(self._captions) - before)
+        self._labels.append(label)
+        self._rows.append(row)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def finish(
+        self,
+        classnames: Sequence[str] = (),
+        templates: Sequence[str] = (),
+        relabel: Mapping[int, int] | None = None,
+        **facts: Any,
+    ) -> FileTable:
+        """Return the table, rows of the same image and class as one.
+
+        Args:
+            classnames: names of the classes.
+            templates: prompts that are the captions.
+            relabel: new labels of some.
+            **facts: JSON values, which are kept.
+        """
+        counts, labels, rows = (np.array(each, np.int64) for each in (self._counts, self._labels, self._rows))
+        labels = np.array([(relabel or {}).get(label, label) for label in labels.tolist()], np.int64)
+        first, sample = self._samples(labels)
+        starts = np.cumsum(counts) - counts
+        order = np.argsort(sample, kind="stable")  # rows in the order of their samples
+        captions = [self._captions[n] for row in order.tolist() for n in range(starts[row], starts[row] + counts[row])]
+        arrays = {
+            "caption_ends": np.cumsum(np.bincount(sample, counts, len(first)).astype(np.int64)),
+            "labels": labels[first],
+            "rows": rows[first],
+            "input_states": np.array(list(self._inputs.values()), np.int64).reshape(-1, 2),
+        }
+        paths = [self._paths[row] for row in first.tolist()]
+        for texts, content, ends in (
+            (paths, "paths", "path_ends"),
+            (captions, "captions", "text_ends"),
+            (self._inputs, "inputs", "input_ends"),
+        ):
+            arrays[content], arrays[ends] = Texts.join(texts)
+        return FileTable({**facts, "classnames": [*classnames], "templates": [*templates], "notes": self.notes}, arrays)
+
+    def _samples(self, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first row of each sample, and the sample of each row, and note what was grouped."""
+        alone = labels == PROBLEM
+        plain = (os.path.normpath(path) if "./" in path or "//" in path else path for path in self._paths)
+        first, sample = _number(plain, alone)
+        images = sample
+        if (labels >= 0).any():
+            keys = (f"{image} {label}" for image, label in zip(images.tolist(), labels.tolist(), strict=True))
+            first, sample = _number(keys, alone)
+        if several := int((np.bincount(sample) > 1).sum()):
+            rows = len(sample) - len(first) + several
+            self.notes.append(
+                f"rows of the same image file are one sample with all their captions: {several} "
+                f"{'image' if several == 1 else 'images'}, {rows} rows"
+            )
+        if several := int((np.bincount(images[first]) > 1).sum()):
+            self.notes.append(
+                f"{several} {'image has' if several == 1 else 'images have'} rows of different classes: a sample for "
+                "each class"
+            )
+        return first, sample
+
+
+def _number(keys: Iterable[str], alone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Number equal keys in the order of their first places; empty and ``alone`` ones are equal to no other.
+
+    Returns:
+        The first place of each number, and the number at each place.
     """
+    numbers: dict[str, int] = {}
+    first, found = array("q"), array("q")
+    for place, (key, is_alone) in enumerate(zip(keys, alone.tolist(), strict=True)):
+        number = numbers.setdefault(key, len(first)) if key and not is_alone else len(first)
+        if number == len(first):
+            first.append(place)
+        found.append(number)
+    return np.array(first, np.int64), np.array(found, np.int64)
 
-    path: Place
-    """The file, on this machine."""
-    images: Path | None = None
-    """Folder that relative paths of images refer to. null: the folder of the file, or one beside it that has the first
-    images."""
-    image: str | None = None
-    """Column or key of the paths of the images, such as `filepath` or `meta.file`. null: the usual names are tried."""
-    captions: str | tuple[str, ...] | None = None
-    """Columns or keys of the captions. null: the usual names are tried; with `label`, the captions are the prompts of
-    the class."""
-    label: str | None = None
-    """Column or key of the class of each image: its name, or its number in `classnames`, from 0. null: none, or a usual
-    name where there are no captions."""
-    classnames: ClassNames = ()
-    """Names of the classes in the order of their numbers, or a file with one a line, or `folder name` a line, or JSON;
-    empty: the names in column `label`, sorted."""
-    templates: Templates = (DEFAULT_TEMPLATE,)
-    """Prompts with `{c}` for the class name, which are the captions where there are only classes."""
-    where: dict[str, str | int | tuple[str | int, ...]] = {}
-    """Values of columns of the rows to read, such as `{split: [train, restval]}`; other rows are left out."""
 
-    @model_validator(mode="after")
-    def _columns_fit(self) -> ListConfig:
-        if self.captions == ():
-            raise ValueError("captions: got an empty list; expected names of columns, or null")
-        if self.classnames and self.label is None and self.captions is not None:
-            raise ValueError("classnames: got them without label; expected the column of the classes")
-        return self
+def _state(path: str | Path) -> list[int]:
+    """Return size and modification time of a file or folder; -1 if there is none."""
+    try:
+        return [*Stamp.of(path)]
+    except (OSError, ValueError):
+        return [-1, -1]
 
-    @property
-    def has_classes(self) -> bool | None:
-        """Return whether images have classes, if the configuration decides it."""
-        return False if self.label is None and self.captions is not None else None
 
-    @property
-    def listing(self) -> Path:
-        """The file."""
-        return local_file(self.path, self.kind)
+def load_table(file: Path, name: str, make: Callable[[], FileTable]) -> FileTable:
+    """Return the stored table if all that it was made from is unchanged, otherwise a new one.
 
-    @property
-    def root(self) -> Path:
-        """The folder that relative paths refer to."""
-        return self.listing.parent if self.images is None else local_file(self.images, self.kind)
+    Args:
+        file: place in the cache.
+        name: the data, for messages.
+        make: makes the table.
 
-    def list_rows(self, rows: Iterable[Row], builder: TableBuilder) -> FileTable:
-        """Return the table of some rows of the file; see `list_images`."""
-        captions = (self.captions,) if isinstance(self.captions, str) else self.captions
-        columns = Columns(self.image, captions, self.label, self.classnames, self.templates, self.where)
-        return list_images(rows, columns, builder, self.listing, self.root, self.images is None)
+    Raises:
+        DataError: from `make`, or the cache cannot be written.
+    """
+    stored = find_table(file, versions(name), name, lambda table: FileTable(*table))
+    if stored is not None and stored.is_current:
+        return stored
+    table = make()
+    save_table(file, table.facts | versions(name), table.arrays, name)
+    return table
 
 
 def list_images(
-    rows: Iterable[Row], columns: Columns, builder: TableBuilder, path: Path, root: Path, look_beside: bool = False
+    rows: Iterator[Row], given: Columns, builder: TableBuilder, path: Path, root: Path, look_beside: bool = False
 ) -> FileTable:
     """Make a table of image files of the rows of a table.
 
     Args:
         rows: the rows.
-        columns: the user's choice.
+        given: the user's choice of columns.
         builder: gets the rows.
         path: the table, for messages.
         root: folder that relative paths refer to.
@@ -179,7 +233,6 @@ def list_images(
     Raises:
         DataError: a column is missing, or there are no rows; a row that cannot be used becomes a bad sample.
     """
-    rows = iter(rows)
     first = list(itertools.islice(rows, _SAMPLED))
     usable = [row for row in first if not row.problem]
     if not first:
@@ -189,100 +242,51 @@ def list_images(
             f"{path}: none of the first {len(first)} rows can be used; row {first[0].number}: {first[0].problem}"
         )
     names = list(dict.fromkeys(name for row in usable for name in _names(row.values)))
-    by_value = sorted(_usual_columns(names, IMAGE_COLUMNS), key=lambda name: not _names_files(usable, name, root))
-    chosen = _choose(columns, names, by_value, builder, path)
-    spell = _Spelling.find([_image(row.values, chosen.image) for row in usable], root, look_beside, builder)
-    classes = Classes.read(columns.classnames, path, builder) if chosen.label else None
+    images = sorted(guess_columns(names, IMAGE_COLUMNS), key=lambda name: not _names_files(usable, name, root))
+    if {"filepath", "filename"} <= {*images}:  # Karpathy's: folder and name
+        images = ["filename"]
+    chosen = choose_columns(given, names, images, path, builder.notes)
+    image, texts = chosen.image or "", chosen.captions or ()
+    spell = _Spelling.find([path_in(row.values, image) for row in usable], root, look_beside, builder)
+    classes = Classes.read(given.classnames, path, builder.read_from) if chosen.label else None
     wanted = {
-        find_column(names, key, "where", path): set(map(str, _as_list(each))) for key, each in columns.where.items()
+        find_column(names, key, "where", path): {*map(str, each if isinstance(each, (tuple, list)) else [each])}
+        for key, each in given.where.items()
     }
     splits = Counter[str]()
     split = next((name for name in names if name.strip().lower() == "split" and name not in wanted), None)
     left_out = 0
     for row in itertools.chain(first, rows):
         if row.problem:
-            builder.add_problem("", row.problem[:_MAX_PROBLEM], row.number)
+            builder.add("", [row.problem[:_MAX_PROBLEM]], PROBLEM, row.number)
             continue
         if any(str(look_up(row.values, key)).strip() not in each for key, each in wanted.items()):
             left_out += 1
             continue
         if split is not None and len(splits) < _MAX_SPLITS:
             splits[str(row.values.get(split))] += 1
-        _add(row, chosen, classes, spell, builder)
+        name, label = spell(path_in(row.values, image)), -1
+        try:
+            captions = find_captions(row.values, texts)
+            if classes is not None:
+                label = classes.number(plain_text(look_up(row.values, chosen.label or "")))
+        except DataError:  # of the settings, not of the row
+            raise
+        except ValueError as error:
+            captions, label = [str(error)[:_MAX_PROBLEM]], PROBLEM
+        builder.add(name, captions, label, row.number)
     if not len(builder):
         raise DataError(f"{path}: where: no row has these values; expected others, or leave it out")
     if left_out:
         builder.notes.append(f"left out: {left_out} {'row' if left_out == 1 else 'rows'} without the values of where")
     if 1 < len(splits) < _MAX_SPLITS:
-        found = ", ".join(f"{name} {count}" for name, count in sorted(splits.items()))
-        some = min(splits, key=lambda name: (name != "train", name))
+        found = ", ".join(f"{each} {count}" for each, count in sorted(splits.items()))
+        some = min(splits, key=lambda each: (each != "train", each))
         builder.notes.append(f"column {split!r} has {found}; all are read; where: {{{split}: {some}}} reads some")
     if classes is None:
         return builder.finish()
-    return classes.finish(builder, () if chosen.captions else columns.templates)
-
-
-def _add(row: Row, chosen: Columns, classes: Classes | None, spell: _Spelling, builder: TableBuilder) -> None:
-    assert chosen.image is not None
-    image, captions, label = spell(_image(row.values, chosen.image)), [], -1
-    try:
-        for key in chosen.captions or ():
-            captions += _texts(row.values, key)
-        if classes is not None and chosen.label is not None:
-            label = classes.number(plain_text(look_up(row.values, chosen.label)))
-    except DataError:  # of the settings, not of the row
-        raise
-    except ValueError as error:
-        builder.add_problem(image, str(error)[:_MAX_PROBLEM], row.number)
-    else:
-        builder.add(image, captions, label, row.number)
-
-
-def _texts(values: Mapping[str, Any], key: str) -> list[str]:
-    try:
-        return find_texts(look_up(values, key))
-    except ValueError as error:
-        raise ValueError(f"{key!r} contains {error}; expected text or a list of texts") from None
-
-
-def _choose(
-    columns: Columns, names: Sequence[str], images: Sequence[str], builder: TableBuilder, path: Path
-) -> Columns:
-    """Return the columns that are there, and note which were guessed; the first of ``images`` is the most likely."""
-    guessed: list[str] = []
-
-    def find(setting: str, name: str | None, usual: Sequence[str]) -> tuple[str, ...]:
-        if name is not None:
-            return (find_column(names, name, setting, path),)
-        guessed.extend(f"{setting} {found!r}" for found in usual if found not in ("filepath", "title"))
-        return tuple(usual)
-
-    settings, lower = columns.settings, {name.lower(): name for name in names}
-    given = columns.image or (lower.get("filename") if "filepath" in lower else None)  # Karpathy's: folder and name
-    image = next(iter(find(settings[0], given, images[:1])), None)
-    captions: tuple[str, ...] | None = None
-    if columns.captions is not None:
-        captions = tuple(find_column(names, name, settings[1], path) for name in columns.captions)
-    elif columns.label is None and not columns.classnames:
-        captions = find(settings[1], None, guess_captions([name for name in names if name != image])) or None
-    label = columns.label
-    if label is not None or captions is None:
-        label = next(iter(find("label", label, _usual_columns(names, LABEL_COLUMNS)[:1])), None)
-    if image is None or (captions is None and label is None):
-        setting = settings[0 if image is None else 1]
-        what = "the images" if image is None else "captions or classes"
-        hint = "" if image is None or setting != "captions" else " (label=COLUMN if it has classes)"
-        if len(names) == 1:
-            hint += "; separator names the character between columns, if it has several"
-        raise DataError(
-            f"{path}: {setting}: no column has a usual name of {what}; name it, {setting}=COLUMN{hint}; its columns: "
-            f"{quote_names(names)}"
-        )
-    if guessed:
-        others = [name for name in names if name not in (image, label, *(captions or ()))]
-        more = f" (others: {quote_names(others[:5])})" if others else ""
-        builder.notes.append(f"columns found by their names: {', '.join(guessed)}{more}")
-    return Columns(image, captions, label)
+    places = classes.sort()
+    return builder.finish(classes.names, () if chosen.captions else given.templates, places)
 
 
 def _names(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Iterator[str]:
@@ -293,73 +297,11 @@ def _names(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Itera
             yield from _names(value, f"{prefix}{key}.", depth + 1)
 
 
-def guess_column(names: Sequence[str], usual: Sequence[str]) -> str | None:
-    """Return the first usual name that a column has, in any case, or else a key in an object."""
-    return next(iter(_usual_columns(names, usual)), None)
-
-
-def guess_captions(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the column with a usual name of captions, all that are numbered, or the only one with a similar name."""
-    if (usual := guess_column(names, CAPTION_COLUMNS)) is not None:
-        return (usual,)
-    lower = {name: name.strip().lower() for name in names}
-    if numbered := tuple(name for name in names if _NUMBERED.fullmatch(lower[name])):
-        return numbered
-    similar = [name for name in names if _SIMILAR.fullmatch(lower[name]) and not _OTHER.fullmatch(lower[name])]
-    return tuple(similar) if len(similar) == 1 else ()
-
-
-def _usual_columns(names: Sequence[str], usual: Sequence[str]) -> list[str]:
-    """Return the columns that have usual names, in any case, in the order of these; or else such keys in objects."""
-    for part in (lambda name: name, lambda name: name.rpartition(".")[2]):
-        known = {part(name).strip().lower(): name for name in reversed(names)}
-        if found := [known[name] for name in usual if name in known]:
-            return found
-    return []
-
-
 def _names_files(rows: Sequence[Row], column: str, root: Path) -> bool:
     """Return whether most of the values in a column are files, or end like images."""
-    paths = [path for row in rows[:20] if (path := _image(row.values, column)) and protocol_of(path) is None]
+    paths = [path for row in rows[:20] if (path := path_in(row.values, column)) and protocol_of(path) is None]
     found = [path for path in paths if path.lower().endswith(IMAGE_ENDINGS) or os.path.isfile(root / path)]
     return 2 * len(found) > len(paths)
-
-
-def find_column(names: Sequence[str], name: str, setting: str, path: Path) -> str:
-    """Return the column of a name, without regard to blanks and, if none is equal, to case."""
-    for same in (lambda text: text, str.strip, lambda text: text.strip().lower()):
-        found = [each for each in names if same(each) == same(name)]
-        if len(found) > 1:
-            raise DataError(f"{path}: {setting}: {len(found)} columns are called {name!r}; give each its own name")
-        if found:
-            return found[0]
-    close = difflib.get_close_matches(name, [each[:80] for each in names[:1000]], n=1)
-    raise DataError(f"{path}: {setting}: no column {name!r}; its columns: {quote_names(names)}{did_you_mean(close)}")
-
-
-def _image(values: Mapping[str, Any], key: str | None) -> str:
-    """Return the path of an image: a text, a number, the `path` of an object, or the only item of a list."""
-    value = look_up(values, key or "")
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        (value,) = value
-    if isinstance(value, Mapping):
-        value = next((value[name] for name in ("path", "file_name", "filename", "file", "url") if name in value), "")
-    path = re.sub(r"#\d+$", "", plain_text(value))  # the number of the caption, in the tables of Flickr30k
-    folder = values.get("filepath")
-    if key == "filename" and isinstance(folder, str) and folder:
-        return folder if folder.endswith(path) else f"{folder}/{path}"
-    return path
-
-
-def plain_text(value: object) -> str:
-    """Return a name or number as text: whole numbers without a point, "" for nulls and other values."""
-    if isinstance(value, float):
-        return str(int(value)) if value.is_integer() else "" if math.isnan(value) else str(value)
-    return str(value).strip() if isinstance(value, (str, int)) else ""
-
-
-def _as_list(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (tuple, list)) else [value]
 
 
 @dataclass(frozen=True)
@@ -422,102 +364,9 @@ class _Spelling:
         return cls()
 
 
-class Classes:
-    """Numbers of classes, whose names are given or found.
-
-    Args:
-        names: names in the order of their numbers; empty: they are found.
-        path: the table, for messages.
-        aliases: other names, such as WordNet's ids, with their numbers.
-    """
-
-    def __init__(self, names: Sequence[str], path: Path, aliases: Mapping[str, int] | None = None):
-        self.names = tuple(names)
-        self._path = path
-        self._numbers = {**{name: number for number, name in enumerate(names)}, **(aliases or {})}
-        self._twice = {name for name, count in Counter(names).items() if count > 1}
-
-    @classmethod
-    def read(cls, given: ClassNames, path: Path, builder: TableBuilder) -> Classes:
-        """Return the classes of a setting: a list, or a file of names.
-
-        A text file has one name a line, or the name of the class in the data, a blank and the name to use, as Kaggle's
-        ``LOC_synset_mapping.txt``. JSON has a list of names, or an object of names in the data and names to use, or of
-        numbers and both, as ``imagenet_class_index.json``.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
-        if isinstance(given, tuple):
-            return cls(given, path)
-        file = builder.read_from(given if given.is_absolute() else Path.cwd() / given)
-        folder, expected = LocalFolder(file.parent), "one class name a line, or JSON (.json)"
-        if file.suffix.lower() != ".json":
-            lines = read_lines(folder, file.name, expected)
-            pairs = [re.split(r"[\s,]+", line, maxsplit=1) for line in lines]
-            if all(len(pair) == 2 and re.fullmatch(r"n\d{8}", pair[0]) for pair in pairs):
-                names = [pair[1].partition(",")[0].strip() for pair in pairs]
-                return cls(names, path, {pair[0]: number for number, pair in enumerate(pairs)})
-            return cls(lines, path)
-        try:
-            content = json.loads(folder.read(file.name, expected))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{file}: is not JSON: {error}") from None
-        values = list(content.values()) if isinstance(content, dict) else content
-        if isinstance(content, dict) and all(isinstance(each, list) and len(each) == 2 for each in values):
-            content = {str(each[0]): str(each[1]).replace("_", " ") for each in values}
-            values = list(content.values())
-        if not isinstance(values, list) or not values or not all(isinstance(each, str) for each in values):
-            raise DataError(f"{file}: expected a list of class names, or an object that maps the data's names to them")
-        aliases = {key: number for number, key in enumerate(content)} if isinstance(content, dict) else None
-        return cls(values, path, aliases)
-
-    def number(self, value: str) -> int:
-        """Return the number of a class; raises ValueError for one that is empty or not among the given names."""
-        if not value and "" not in self._numbers:
-            raise ValueError("the class is empty")
-        if value in self._twice:
-            raise DataError(
-                f"{self._path}: class {value[:80]!r}: classnames has it more than once; use numbers in the table, or "
-                "give each class its own name"
-            )
-        if not self.names:
-            return self._numbers.setdefault(_whole(value), len(self._numbers))
-        if value in self._numbers:
-            return self._numbers[value]
-        number = _whole(value)
-        if number.isascii() and number.isdigit() and len(number) < 19 and int(number) < len(self.names):
-            return int(number)
-        raise ValueError(f"class {value[:80]!r}; expected one of classnames, or its number, 0 to {len(self.names) - 1}")
-
-    def finish(self, builder: TableBuilder, templates: Sequence[str]) -> FileTable:
-        """Return the table with its class names, sorted unless they are given."""
-        if self.names:
-            return builder.finish(self.names, templates)
-        names = sorted(self._numbers)
-        if ids := describe_ids(names):
-            raise DataError(f"{self._path}: {ids}")
-        places = {self._numbers[name]: place for place, name in enumerate(names)}
-        builder.relabel(places)
-        return builder.finish(names, templates)
-
-
-def describe_ids(names: Sequence[str]) -> str:
-    """Return a remark if classes are named by ids, which prompts should not contain; otherwise ""."""
-    for kind, pattern in (("WordNet ids", r"n\d{8}"), ("numbers", r"[0-9]+")):
-        if names and all(re.fullmatch(pattern, name) for name in names):
-            return (
-                f"the classes are {kind} without names ({', '.join(names[:3])}), which prompts would contain; set "
-                "classnames: a list, or a file such as LOC_synset_mapping.txt"
-            )
-    return ""
-
-
-def is_split(name: str) -> bool:
-    """Return whether a folder or key is called as a part of a data set, such as train2017, rather than as a class."""
-    return _SPLIT.fullmatch(name.lower()) is not None
-
-
-def _whole(text: str) -> str:
-    """Return a number such as 3.0 as 3."""
-    return text.partition(".")[0] if re.fullmatch(r"\d+\.0+", text) else text
+def checksum(*parts: bytes) -> str:
+    """Return the SHA-256 of some bytes."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()

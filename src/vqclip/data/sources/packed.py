@@ -29,11 +29,11 @@ from vqclip.data.batch import require_few_bad
 from vqclip.data.decode import image_format
 from vqclip.data.lookup import locate
 from vqclip.data.remote import RemoteConfig
-from vqclip.data.shard import Part, Shard
-from vqclip.data.sources.base import OpensSource, RawSample, SourceConfigBase
-from vqclip.data.sources.captions import CaptionFiles, Prompts
+from vqclip.data.shard import Part
+from vqclip.data.sources.base import MAX_BYTES, RawSample, Source, SourceConfigBase
+from vqclip.data.sources.captions import CaptionFiles
+from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, Templates
 from vqclip.data.sources.paths import strip_common_folders
-from vqclip.data.sources.reader import MAX_BYTES
 from vqclip.data.sources.shards import TarSource
 from vqclip.data.tars.open import TarSet
 from vqclip.data.tars.reader import TarReader
@@ -110,9 +110,13 @@ class Stream(Protocol):
 class PackedConfig(SourceConfigBase):
     """Configuration of a source that is read forward; a kind implements `identity` and `open_stream`."""
 
+    templates: Templates = (DEFAULT_TEMPLATE,)
+    """Prompts with `{c}` for the class name; used if the data have labels and no captions."""
+
+    _data: Any = PrivateAttr(None)
+    """Data that a kind has opened, until `build`."""
     _stream: Stream | None = PrivateAttr(None)
     _opened: dict[str, Any] | None = PrivateAttr(None)
-    _chunk: int | None = PrivateAttr(None)
 
     def identity(self) -> dict[str, Any]:
         """Return JSON values that differ if the samples may differ: settings, and sizes and times of files.
@@ -131,22 +135,9 @@ class PackedConfig(SourceConfigBase):
         """
         raise NotImplementedError
 
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        """Prompts with `{c}` for the class name."""
-        found: tuple[str, ...] = getattr(self, "templates", ())
-        return found
-
-    @property
-    def transfer(self) -> RemoteConfig:
-        """Options of downloads."""
-        found: RemoteConfig = getattr(self, "remote", RemoteConfig())
-        return found
-
-    @property
-    def is_packed(self) -> bool:
-        """Return whether samples are packed, not read where they are."""
-        return True
+    def image_files(self) -> SourceConfigBase | None:
+        """Return the image files that the data name, if these are read where they are; None: samples are packed."""
+        return None
 
     def share(self) -> dict[str, Any]:
         """Return JSON values by which another process of this machine opens the data without asking a server."""
@@ -167,6 +158,8 @@ class PackedConfig(SourceConfigBase):
         Raises:
             DataError: see `open_stream`, or the disk has no room.
         """
+        if self._in_place() is not None:
+            return ()
         folder = self.folder()
         if self._opened is None:
             missing = [piece for piece in range(folder.items) if folder.record(piece) is None]
@@ -175,22 +168,28 @@ class PackedConfig(SourceConfigBase):
 
     def shards(self) -> Sequence[Part]:
         """See `SourceConfigBase.shards`; what is missing is packed."""
-        return self._tar_set(self.folder()).parts()
+        files = self._in_place()
+        return self._tar_set(self.folder()).parts() if files is None else files.shards()
 
-    def in_chunks(self, chunk: int) -> OpensSource:
-        """See `SourceConfigBase.in_chunks`."""
-        self._chunk = chunk
-        return self
-
-    def build(self, cache: Path | None = None) -> PackedSource:
+    def build(self, cache: Path | None = None) -> Source:
         """Open the data, after packing and indexing what is missing."""
+        if (files := self._in_place()) is not None:
+            return files.build(cache)
         folder = self.folder(cache)
         source = PackedSource(self, folder, self._tar_set(folder).open(cache))
-        self._opened = self._stream = None  # the next run compares the data again
+        self._opened = self._stream = self._data = None  # the next run compares the data again
         return source
 
+    def _in_place(self) -> SourceConfigBase | None:
+        return None if self._opened is not None else self.image_files()
+
     def _tar_set(self, folder: WorkFolder) -> TarSet:
-        return TarSet(self._pack(folder), self.transfer, chunk=self._chunk)
+        """Pack what is missing, or wait for other processes that do; return the tars."""
+        folder.remove_leftovers()
+        for piece in folder.claim(wait=True):
+            write_piece(folder, piece, self.stream())
+        tars = [folder.file(piece) for piece in range(folder.items)]
+        return TarSet(tars, getattr(self, "remote", RemoteConfig()), chunk=self._chunk)
 
     def stream(self) -> Stream:
         """Return the opened data; they stay open until `build`."""
@@ -222,13 +221,6 @@ class PackedConfig(SourceConfigBase):
         require_room(path, size, "set VQCLIP_CACHE to a folder on a larger disk")
         logger.info("packing %s: %d pieces, about %s, into %s", stream, found.items, format_bytes(size), path)
         return found
-
-    def _pack(self, folder: WorkFolder) -> list[Shard]:
-        """Pack what is missing, or wait for other processes that do; return the tars."""
-        folder.remove_leftovers()
-        for piece in folder.claim(wait=True):
-            write_piece(folder, piece, self.stream())
-        return [folder.file(piece) for piece in range(folder.items)]
 
 
 def stamp(paths: Iterable[str | Path]) -> list[list[Any]]:
@@ -387,11 +379,10 @@ class PackedSource(TarSource):
     """
 
     def __init__(self, config: PackedConfig, folder: WorkFolder, tars: TarReader):
-        super().__init__(tars)
-        self.config, settings = config, folder.settings
-        self.classnames = tuple(settings["classnames"])
-        self.templates = config.prompts if settings["has_prompts"] else ()
-        self._prompts = Prompts(self.templates, self.classnames)
+        settings = folder.settings
+        captions = None if settings["has_prompts"] else CaptionFiles("json", ("caption",))
+        templates = config.templates if captions is None else ()
+        super().__init__(config, tars, captions, tuple(settings["classnames"]), templates)
         self._pieces = [name for name, _ in settings["pieces"]]
         self._places = strip_common_folders(self._pieces)
         records = folder.records() or []
@@ -413,28 +404,12 @@ class PackedSource(TarSource):
         if total["unusable"] == len(self):
             self.read(0)  # names what is wrong with all of them
 
-    def read(self, index: int) -> RawSample:
-        """Return image, captions and label of one sample; see `Source.read`."""
-        reader = self.tars
-        try:
-            image = reader.read(index, "image")
-        except StorageError:
-            raise
-        except DataError as error:
-            if error.kind != "missing member":
-                raise
-            facts = json.loads(reader.text(index, "json", reader.read(index, "json")))
-            raise DataError(facts["reason"], facts["bad"]) from None
-        label = int(reader.text(index, "cls", reader.read(index, "cls"))) if self.classnames else -1
-        if self.templates:
-            return RawSample(image, self._prompts.of(label, self.name(index)), label)
-        return RawSample(
-            image,
-            CaptionFiles("json", ("caption",)).parse(
-                reader.text(index, "json", reader.read(index, "json")), self.name(index)
-            ),
-            label,
-        )
+    def explain(self, index: int, error: DataError) -> DataError:
+        """Return what was wrong with a sample when it was packed."""
+        if error.kind != "missing member":
+            return error
+        facts = json.loads(self.tars.text(index, "json", self.tars.read(index, "json")))
+        return DataError(facts["reason"], facts["bad"])
 
     def key(self, index: int) -> str:
         """Return the number of the sample; see `ShardedSource.key`."""
@@ -456,5 +431,4 @@ class PackedSource(TarSource):
     @property
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`; of the packed samples, so the place of the data does not count."""
-        prompts = self._prompts.sha256
-        return {"kind": "packed", "samples": len(self), "sha256": self.tars.sha256, "prompts_sha256": prompts}
+        return {**super().fingerprint, "kind": "packed"}

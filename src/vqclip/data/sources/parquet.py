@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import model_validator
 
 from vqclip.data.lookup import name_errors, require_pyarrow
-from vqclip.data.remote import RemoteShard, is_tar, protocol_of
-from vqclip.data.shard import Part, Shard
-from vqclip.data.sources.base import FolderContent, OpensSource, Source
-from vqclip.data.sources.file_table import FileTable, TableBuilder
+from vqclip.data.remote import RemoteShard, protocol_of
+from vqclip.data.shard import Shard
+from vqclip.data.sources.columns import Columns, Row, is_split
 from vqclip.data.sources.files import FileSourceConfig
-from vqclip.data.sources.listing import Columns, Row, is_split, list_images
-from vqclip.data.sources.packed import Piece, StreamSample, stamp
+from vqclip.data.sources.listing import FileTable, TableBuilder, list_images
+from vqclip.data.sources.packed import Piece, stamp
 from vqclip.data.sources.paths import find_shards
-from vqclip.data.sources.table import (
-    RowParser,
-    TableColumns,
-    TableConfig,
-    find_columns,
-    group_rows,
-    image_path,
-    is_base64,
-    kind_of,
-    parse_groups,
-    read_batch,
-    read_classes,
-    require_allowed,
-)
+from vqclip.data.sources.table import TableConfig, TableStream, from_base64, kind_of, read_batch
 from vqclip.errors import ConfigError, DataError, printable
 from vqclip.io.files import open_regular
 
@@ -56,8 +43,6 @@ class ParquetConfig(TableConfig):
     tars in the cache; images whose paths are in the rows are read where they are.
     """
 
-    endings: ClassVar[Mapping[str, tuple[str, ...]]] = {"parquet": _ENDINGS}
-
     kind: Literal["parquet"] = "parquet"
     """Parquet files."""
     path: str | tuple[str, ...]
@@ -71,24 +56,9 @@ class ParquetConfig(TableConfig):
             raise ValueError("path: got nothing; expected a folder, a file or a pattern")
         return self
 
-    @property
-    def has_classes(self) -> bool | None:
-        """Return whether images have classes; None if the columns of the files decide."""
-        return False if self.captions else True if self.label else None
-
-    @classmethod
-    def matches_folder(cls, content: FolderContent) -> bool:
-        """Return whether there are Parquet files and no tars, beside which img2dataset writes tables of metadata."""
-        return any(name.endswith(_ENDINGS) for name in content.files) and not any(map(is_tar, content.files))
-
     def files(self) -> list[Shard]:
         """Return the Parquet files; raises DataError if there are none, or one is missing."""
         return find_shards([self.path] if isinstance(self.path, str) else self.path, self.remote, _ENDINGS)
-
-    @property
-    def is_packed(self) -> bool:
-        """Return whether the rows are packed; otherwise they name image files."""
-        return self._image_files() is None
 
     def identity(self) -> dict[str, Any]:
         """See `PackedConfig.identity`; a file at a URL counts by its URL."""
@@ -99,60 +69,57 @@ class ParquetConfig(TableConfig):
         """See `PackedConfig.open_stream`."""
         return ParquetStream(self)
 
-    def pieces(self) -> Sequence[Part]:
-        """See `PackedConfig.pieces`; none if the rows name image files."""
-        return () if self._image_files() else super().pieces()
-
-    def shards(self) -> Sequence[Any]:
-        """See `SourceConfigBase.shards`."""
-        images = self._image_files()
-        return images.shards() if images else super().shards()
-
-    def in_chunks(self, chunk: int) -> OpensSource:
-        """See `SourceConfigBase.in_chunks`."""
-        return self._image_files() or super().in_chunks(chunk)
-
-    def build(self, cache: Path | None = None) -> Source:  # type: ignore[override]
-        """Open the files, after packing what is missing."""
-        images = self._image_files()
-        return images.build(cache) if images else super().build(cache)
-
-    def _image_files(self) -> ParquetFiles | None:
-        """Return the image files that the rows name; None if images or URLs are in the rows.
-
-        The first row with either decides, if the images are a column of text.
-        """
-        if self._opened is not None:  # they are being packed
-            return None
+    def image_files(self) -> _ImageFiles | None:
+        """See `PackedConfig.image_files`; the first row with an image decides, if the images are a column of text."""
         for path in self.files():
-            with ParquetFile(path).open() as (opened, _):
-                columns = find_columns(opened.schema_arrow, self, str(path))
-                if kind_of(opened.schema_arrow.field(columns.image).type) != "text":
+            with ParquetFile(path).open() as opened:
+                column = self.columns(opened.schema_arrow, path, []).image or ""
+                if kind_of(opened.schema_arrow.field(column).type) != "text":
                     return None
-                for batch in opened.iter_batches(_BATCH, columns=[columns.image], use_threads=False):
+                for batch in opened.iter_batches(_BATCH, columns=[column], use_threads=False):
                     for row in read_batch(batch):
-                        value = None if isinstance(row, DataError) else image_path(row[columns.image])
-                        if value is None:
+                        if isinstance(row, DataError) or row[column] is None:
                             continue
-                        if is_base64(value):
+                        text = row[column]
+                        if from_base64(text) is not None:
                             return None
-                        require_allowed(value, self, str(path))
-                        return ParquetFiles(parquet=self) if protocol_of(value) in (None, "file") else None
+                        self.require_allowed(text, str(path))
+                        if protocol_of(text) not in (None, "file"):
+                            return None
+                        if not isinstance(path, Path):
+                            raise ConfigError(f"{path}: a table at a URL has images or URLs in it; paths are not read")
+                        return _ImageFiles(path=str(path), parquet=self)
         return None
 
 
-class _Opened(NamedTuple):
-    """An open Parquet file."""
+class _ImageFiles(FileSourceConfig):
+    """Image files whose paths are in Parquet files: the same promises as for the files that a CSV lists."""
 
-    file: Any
-    """pyarrow's ParquetFile."""
-    stream: BinaryIO
+    kind: Literal["parquet"] = "parquet"
+    """Parquet files."""
+    parquet: ParquetConfig
+    """The Parquet files."""
 
-    def __enter__(self) -> _Opened:
-        return self
+    @property
+    def root(self) -> Path:
+        """The folder of the first file."""
+        return self.listing.parent
 
-    def __exit__(self, *_: object) -> None:
-        self.stream.close()
+    def table(self) -> FileTable:
+        """Read paths, captions and labels of all rows."""
+        config, builder, files = self.parquet, TableBuilder(), self.parquet.files()
+        for path in files:
+            builder.read_from(Path(str(path)))
+        stream = ParquetStream(config)
+        builder.notes += stream.notes
+        names = config.classnames or stream.classnames
+        columns = Columns(stream.image, stream.captions or None, stream.label, names, config.templates)
+        rows = (
+            Row(number, {}, str(row)) if isinstance(row, DataError) else Row(number, row)
+            for file in range(len(files))
+            for number, row in stream.rows_of(file)
+        )
+        return list_images(rows, columns, builder, self.listing, self.root, look_beside=True)
 
 
 @dataclass(frozen=True)
@@ -166,10 +133,12 @@ class ParquetFile:
 
     def prepare(self, cache: Path | None = None) -> None:
         """Read the footer; raises DataError if the file is damaged."""
-        self.open().stream.close()
+        with self.open():
+            pass
 
-    def open(self) -> _Opened:
-        """Open the file.
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Any]:
+        """Open the file as pyarrow's ParquetFile.
 
         Raises:
             DataError: it is missing, damaged or not Parquet, or pyarrow is not installed.
@@ -181,65 +150,52 @@ class ParquetFile:
         except OSError as error:
             raise DataError(f"{self}: cannot be opened: {error.strerror}") from None
         hint = "if it is cut, copy it again, or leave it out (path may be a list of files)"
-        try:
-            with name_errors(f"{self}: cannot be read as Parquet; {hint}"):
-                return _Opened(parquet.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20), stream)
-        except DataError:
-            stream.close()
-            if isinstance(self.path, RemoteShard):
-                self.path.discard()  # otherwise the next start would find the same damage
-            raise
+        with stream:
+            try:
+                with name_errors(f"{self}: cannot be read as Parquet; {hint}"):
+                    opened = parquet.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
+            except DataError:
+                if isinstance(self.path, RemoteShard):
+                    self.path.discard()  # otherwise the next start would find the same damage
+                raise
+            yield opened
 
 
-class _Rows(NamedTuple):
-    """Rows of a file that are packed together."""
-
-    file: int
-    start: int
-    stop: int
-
-
-class ParquetStream:
+class ParquetStream(TableStream):
     """The rows of Parquet files, read forward; see `vqclip.data.sources.packed.Stream`."""
 
     def __init__(self, config: ParquetConfig):
         self._files = [ParquetFile(path) for path in config.files()]
-        self._parts: list[_Rows] = []
+        first, path = self._files[0], self._files[0].path
+        with first.open() as opened:
+            schema = opened.schema_arrow
+        super().__init__(config, schema, str(first), path.parent if isinstance(path, Path) else None)
+        self._spans: list[tuple[int, int, int]] = []
         pieces: list[Piece] = []
-        first = None
         for number, file in enumerate(self._files):
-            with file.open() as (opened, _):
-                schema = opened.schema_arrow
-                if first is None:
-                    first, self.columns = schema, find_columns(schema, config, str(file))
-                _require_same(schema, first, self.columns, str(file), str(self._files[0]))
+            with file.open() as opened:
+                self._require_same(opened.schema_arrow, schema, file)
                 pieces += self._divide(number, opened.metadata)
-        self.pieces: Sequence[Piece] = pieces
-        where = str(self._files[0])
-        classes = read_classes(self.columns, config, where, lambda: self._values(self.columns.label or ""))
-        local = self._files[0].path
-        self.parser = RowParser(self.columns, config, classes, local.parent if isinstance(local, Path) else None)
-        self.classnames, self.has_prompts = self.parser.classnames, self.parser.has_prompts
-        self.notes = (*self.columns.notes, *_describe_splits(self._files))
-        self._fetches = config.urls != "refuse"
+        self.pieces = pieces
+        self.notes += _describe_splits(self._files)
 
     def __str__(self) -> str:
-        return str(self._files[0]) + (f" and {len(self._files) - 1} more" if self._files[1:] else "")
+        return self._name + (f" and {len(self._files) - 1} more" if self._files[1:] else "")
 
-    def read(self, piece: int) -> Iterator[StreamSample]:
-        """Yield the samples of some row groups; see `Stream.read`."""
-        file, start, stop = self._parts[piece]
-        rows = self.rows(file, max(start - 1, 0))
-        return parse_groups(
-            group_rows(rows, start, stop, self.columns), self.parser, str(self._files[file]), self._fetches
-        )
+    def span(self, piece: int) -> tuple[str, int, int]:
+        """See `TableStream.span`."""
+        file, start, stop = self._spans[piece]
+        return str(self._files[file]), start, stop
 
-    def rows(self, file: int, start: int = 0) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
+    def rows(self, piece: int, start: int) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
+        """See `TableStream.rows`."""
+        return self.rows_of(self._spans[piece][0], start)
+
+    def rows_of(self, file: int, start: int = 0) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
         """Yield number and values of the rows of a file from a row on; a row in a damaged group is an error."""
-        with self._files[file].open() as (opened, _):
-            names = [*self.columns.names]
+        with self._files[file].open() as opened:
             marked = {"key", _STATUS} <= {*opened.schema_arrow.names}
-            names += [_STATUS] if marked and _STATUS not in names else []
+            names = [*self.columns, _STATUS] if marked and _STATUS not in self.columns else self.columns
             at = 0
             for group in range(opened.metadata.num_row_groups):
                 end = at + opened.metadata.row_group(group).num_rows
@@ -261,89 +217,50 @@ class ParquetStream:
                     where = printable(
                         f"{self._files[file]}: row group {group} is damaged from row {at} on", one_line=True
                     )
-                    for lost in range(at, end):
-                        if lost >= start:
-                            yield lost, DataError(f"{where} ({' '.join(str(error).split())[:200]})", "damaged shard")
+                    for lost in range(max(at, start), end):
+                        yield lost, DataError(f"{where} ({' '.join(str(error).split())[:200]})", "damaged shard")
                     at = end
 
-    def _values(self, column: str) -> Iterator[list[Any]]:
-        """Yield the values of a column in blocks."""
+    def values(self, column: str) -> Iterator[list[Any]]:
+        """See `TableStream.values`."""
         for file in self._files:
-            with file.open() as (opened, _), name_errors(f"{file}: column {column!r} cannot be read"):
+            with file.open() as opened, name_errors(f"{file}: column {column!r} cannot be read"):
                 for batch in opened.iter_batches(1 << 14, columns=[column], use_threads=False):
                     yield batch.column(0).to_pylist()
 
+    def _require_same(self, schema: Any, first: Any, file: ParquetFile) -> None:
+        """Raise DataError if a file lacks a column, or has other values in it than the first file."""
+        for column in self.columns:
+            wanted = first.field(column).type
+            if column not in schema.names or kind_of(schema.field(column).type) != kind_of(wanted):
+                got = schema.field(column).type if column in schema.names else "no such column"
+                raise DataError(
+                    f"{file}: {column}: {got}; {self._name} has {wanted}, and all files of a source have the same "
+                    "columns"
+                )
+
     def _divide(self, file: int, metadata: Any) -> Iterator[Piece]:
         """Divide a file into pieces: whole row groups."""
-        wanted, name = set(self.columns.names), str(self._files[file])
         start = at = size = 0
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
-            columns = [group.column(each) for each in range(group.num_columns)]
-            size += sum(each.total_compressed_size for each in columns if each.path_in_schema.split(".")[0] in wanted)
+            chunks = [group.column(each) for each in range(group.num_columns)]
+            size += sum(
+                each.total_compressed_size for each in chunks if each.path_in_schema.split(".")[0] in self.columns
+            )
             at += group.num_rows
             if size >= _PIECE_BYTES or at - start >= _PIECE_ROWS or number == metadata.num_row_groups - 1:
-                self._parts.append(_Rows(file, start, at))
-                yield Piece(name, size)
+                self._spans.append((file, start, at))
+                yield Piece(str(self._files[file]), size)
                 start, size = at, 0
 
 
-def _describe_splits(files: Sequence[ParquetFile]) -> list[str]:
+def _describe_splits(files: Sequence[ParquetFile]) -> tuple[str, ...]:
     """Return a note on files whose names begin with those of several splits, such as train-00000-of-00002.parquet."""
-    names = [str(file).rpartition("/")[2] for file in files]
-    splits = Counter(re.split(r"[-_.]", name, maxsplit=1)[0] for name in names)
+    folder, _, _ = str(files[0]).rpartition("/")
+    splits = Counter(re.split(r"[-_.]", str(file).rpartition("/")[2], maxsplit=1)[0] for file in files)
     if len(splits) < 2 or not all(map(is_split, splits)):
-        return []
+        return ()
     found = ", ".join(f"{split} ({count})" for split, count in sorted(splits.items()))
     first = next((name for name in ("train", "training") if name in splits), min(splits))
-    folder = str(files[0]).rpartition("/")[0]
-    return [f"files of splits {found} are read together; path={folder}/{first}* reads one"]
-
-
-def _require_same(schema: Any, first: Any, columns: TableColumns, name: str, other: str) -> None:
-    """Raise DataError if a file lacks a column, or has other values in it than the first file."""
-    for column in columns.names:
-        wanted = first.field(column).type
-        if column not in schema.names or kind_of(schema.field(column).type) != kind_of(wanted):
-            got = schema.field(column).type if column in schema.names else "no such column"
-            raise DataError(
-                f"{name}: {column}: {got}; {other} has {wanted}, and all files of a source have the same columns"
-            )
-
-
-class ParquetFiles(FileSourceConfig):
-    """Image files whose paths are in Parquet files: the same promises as for the files that a CSV lists."""
-
-    kind: Literal["parquet"] = "parquet"
-    """Parquet files."""
-    parquet: ParquetConfig
-    """The Parquet files."""
-
-    @property
-    def listing(self) -> Path:
-        """The first Parquet file."""
-        (path, *_) = self.parquet.files()
-        if not isinstance(path, Path):
-            raise ConfigError(f"{path}: a table at a URL has images or URLs in it; paths are not read")
-        return path
-
-    @property
-    def root(self) -> Path:
-        """The folder of the first file."""
-        return self.listing.parent
-
-    def table(self) -> FileTable:
-        """Read paths, captions and labels of all rows."""
-        config, builder, files = self.parquet, TableBuilder(), self.parquet.files()
-        for path in files:
-            builder.read_from(Path(str(path)))
-        stream = ParquetStream(config)
-        chosen, names = stream.columns, config.classnames or stream.classnames
-        builder.notes += stream.notes
-        columns = Columns(chosen.image, chosen.captions, chosen.label, names, config.templates)
-        rows = (
-            Row(number, {}, str(row)) if isinstance(row, DataError) else Row(number, row)
-            for file in range(len(files))
-            for number, row in stream.rows(file)
-        )
-        return list_images(rows, columns, builder, self.listing, self.root, look_beside=True)
+    return (f"files of splits {found} are read together; path={folder}/{first}* reads one",)

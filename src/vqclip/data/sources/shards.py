@@ -1,76 +1,50 @@
-"""Caption shards: WebDataset tars in img2dataset's layout."""
+"""Tars: caption shards in img2dataset's layout, labelled shards in clip_benchmark's, and the drawn data set."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from vqclip.data.remote import RemoteConfig, display_url, is_tar
+from vqclip.data.remote import RemoteConfig, display_url
 from vqclip.data.shard import Part, Shard
-from vqclip.data.sources.base import FolderContent, OpensSource, RawSample, Source, SourceConfigBase
+from vqclip.data.sources.base import Place, RawSample, SourceConfigBase
 from vqclip.data.sources.captions import CaptionFiles
-from vqclip.data.sources.class_folder import CLASSNAMES
+from vqclip.data.sources.class_names import CLASSNAMES, ClassFolder, Prompts, read_lines, read_templates
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.tars.members import KINDS, MemberRules
 from vqclip.data.tars.open import TarSet, describe_left_out
 from vqclip.data.tars.reader import TarReader
-from vqclip.errors import DataError
+from vqclip.errors import DataError, StorageError
+from vqclip.scenes import ScenesConfig, make_scenes
 
-__all__ = ["CaptionShards", "CaptionShardsConfig", "Endings", "OpensTars", "TarSource", "require_members"]
+__all__ = [
+    "CaptionShardsConfig",
+    "ClassShardsConfig",
+    "ScenesSourceConfig",
+    "TarConfig",
+    "TarSource",
+]
 
-Endings = Annotated[
+_Endings = Annotated[
     tuple[Annotated[str, Field(pattern=r"^\.?[^/\s]+$")], ...],
     BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
 ]
 """Endings of the names of members; one may be written alone."""
 
 
-class CaptionShardsConfig(SourceConfigBase):
-    """Tars whose samples are an image (jpg, png, webp, ...) with a caption (txt or json) of the same name."""
+class TarConfig(SourceConfigBase):
+    """Settings that all kinds of tars have in common; a kind implements `tars`, `rules` and `open`."""
 
-    endings: ClassVar[Mapping[str, tuple[str, ...]]] = {"shards": (".tar", ".tar.gz", ".tgz")}
-
-    kind: Literal["shards"] = "shards"
-    """Caption shards."""
-    path: str | tuple[str, ...]
-    """A folder of tars, a tar, a pattern such as train/{00000..00041}.tar or train/*.tar, or a list of these. URLs
-    (file, s3, gs, az, hf, http, https) work the same way; with http and https every shard must be named, or written
-    with braces."""
-    captions: Literal["txt", "txt_lines", "json"] = "txt"
-    """txt: the whole .txt is the caption. txt_lines: every line is one. json: values of `json_keys` in the .json."""
-    json_keys: tuple[str, ...] = ("caption",)
-    """Keys of the .json with a caption or a list of captions."""
-    image_member: Endings = ()
+    image_member: _Endings = ()
     """Ending of the members with the images, if it is another one (`image.jpg` for `0.image.jpg`), or if samples have
     several images. Of several endings, the first that a sample has."""
-    caption_member: Endings = ()
-    """Ending of the members with the captions, such as `caption.txt`; with captions json that of the .json."""
     bad_shards: Literal["refuse", "leave_out"] = "refuse"
     """leave_out: shards that are missing, cut short or damaged are left out, and counted in a message."""
     remote: RemoteConfig = RemoteConfig()
     """Download and caching of shards at URLs."""
-
-    @model_validator(mode="after")
-    def _has_something_to_read(self) -> CaptionShardsConfig:
-        if not self.path:
-            raise ValueError("path: got nothing; expected a folder, a tar or a pattern")
-        if self.captions == "json" and not self.json_keys:
-            raise ValueError("json_keys: got an empty list; expected keys of the .json that hold captions")
-        return self
-
-    @property
-    def has_classes(self) -> bool:
-        """Return whether images have classes."""
-        return False
-
-    @classmethod
-    def matches_folder(cls, content: FolderContent) -> bool:
-        """Return whether there are tars without a file of class names."""
-        return CLASSNAMES not in content.files and any(map(is_tar, content.files))
 
     def tars(self) -> Sequence[Shard]:
         """Return the tars.
@@ -78,64 +52,88 @@ class CaptionShardsConfig(SourceConfigBase):
         Raises:
             DataError: there are none, or one is missing.
         """
-        paths = [self.path] if isinstance(self.path, str) else self.path
-        return find_shards(paths, self.remote, allow_missing=self.bad_shards == "leave_out")
+        raise NotImplementedError
+
+    @property
+    def rules(self) -> MemberRules:
+        """Rules by which members are grouped."""
+        return MemberRules(self.image_member)
+
+    def open(self, tars: TarReader, is_part: bool = False) -> TarSource:
+        """Return the source of some tars; if they are a part of all, none of their samples may be usable.
+
+        Raises:
+            DataError: no sample has all members.
+        """
+        raise NotImplementedError
+
+    def tar_set(self, shards: Sequence[Shard] | None = None) -> TarSet:
+        """Return the tars, or some of them, to be opened."""
+        shards = self.tars() if shards is None else shards
+        return TarSet(shards, self.remote, self.rules, self.bad_shards == "leave_out", self._chunk)
 
     def shards(self) -> Sequence[Part]:
         """See `SourceConfigBase.shards`."""
         return self.tar_set().parts()
 
-    def in_chunks(self, chunk: int) -> OpensSource:
-        """See `SourceConfigBase.in_chunks`."""
-        return OpensTars(lambda: self.tar_set(chunk), lambda tars: CaptionShards(self, tars))
-
-    def build(self, cache: Path | None = None) -> CaptionShards:
+    def build(self, cache: Path | None = None) -> TarSource:
         """Open the shards, after indexing those without an index."""
-        return CaptionShards(self, self.tar_set().open(cache))
+        return self.open(self.tar_set().open(cache))
 
-    def build_part(self, shards: Sequence[Shard]) -> CaptionShards:
+    def build_part(self, shards: Sequence[Shard]) -> TarSource:
         """Open some of the shards, for processes that share a data set; none of their samples may be usable."""
-        return CaptionShards(self, self.tar_set(shards=shards).open(), is_part=True)
-
-    def tar_set(self, chunk: int | None = None, shards: Sequence[Shard] | None = None) -> TarSet:
-        """Return the tars, or some of them, to be opened, for an order with chunks of ``chunk`` samples."""
-        rules = MemberRules(self.image_member, self.caption_member, "json" if self.captions == "json" else "txt")
-        shards = self.tars() if shards is None else shards
-        return TarSet(shards, self.remote, rules, self.bad_shards == "leave_out", chunk)
-
-
-@dataclass(frozen=True)
-class OpensTars:
-    """Prepares and opens a source of tars; see `OpensSource`."""
-
-    tars: Callable[[], TarSet]
-    """Finds the tars."""
-    make: Callable[[TarReader], Source]
-    """Makes the source."""
-
-    def shards(self) -> Sequence[Part]:
-        """See `SourceConfigBase.shards`."""
-        return self.tars().parts()
-
-    def build(self, cache: Path | None = None) -> Source:
-        """See `SourceConfigBase.build`."""
-        return self.make(self.tars().open(cache))
+        return self.open(self.tar_set(shards).open(), is_part=True)
 
 
 class TarSource:
-    """Base of sources that read tars: their names, keys, shards and notes come from a reader.
+    """A `Source` of the samples in tars.
 
     Args:
+        config: settings.
         tars: reads the shards.
+        captions: the members with the captions; None: the captions are prompts.
+        classnames: names of the classes, whose numbers are in the members .cls; empty without classes.
+        templates: prompts with ``{c}`` for the class name.
     """
 
-    def __init__(self, tars: TarReader):
+    def __init__(
+        self,
+        config: SourceConfigBase,
+        tars: TarReader,
+        captions: CaptionFiles | None,
+        classnames: tuple[str, ...] = (),
+        templates: tuple[str, ...] = (),
+    ):
+        self.config, self.classnames, self.templates = config, classnames, templates
         self.tars = tars
         """Reader of the shards."""
         self.notes = describe_left_out(tars.index)
+        self._captions, self._prompts = captions, Prompts(templates, classnames)
 
     def __len__(self) -> int:
         return len(self.tars)
+
+    def read(self, index: int) -> RawSample:
+        """Return image, captions and label of one sample; see `Source.read`."""
+        tars, label, captions = self.tars, -1, tuple[str, ...]()
+        try:
+            image = tars.read(index, "image")
+        except StorageError:
+            raise
+        except DataError as error:
+            raise self.explain(index, error) from None
+        if self.classnames:
+            text = tars.text(index, "cls", tars.read(index, "cls"))
+            label = int(text) if text.isascii() and text.isdigit() else -1
+            captions = self._prompts.of(label, f"{self.name(index)}: .cls contains {text[:20]!r}")
+        if self._captions is not None:
+            kind = self._captions.kind
+            captions = self._captions.parse(tars.text(index, kind, tars.read(index, kind)), self.name(index))
+        return RawSample(image, captions, label)
+
+    def explain(self, index: int, error: DataError) -> DataError:
+        """Return the error of a sample whose image cannot be read."""
+        return error
 
     def name(self, index: int) -> str:
         """Return shard and sample, for messages."""
@@ -154,45 +152,109 @@ class TarSource:
         """See `ShardedSource.shards`."""
         return self.tars.shards
 
-
-class CaptionShards(TarSource):
-    """A `Source` of images with captions.
-
-    Args:
-        config: the place of the captions.
-        tars: reads the shards.
-        is_part: whether these are some of the shards, which need no usable sample.
-
-    Raises:
-        DataError: no sample with an image and a caption.
-    """
-
-    classnames: tuple[str, ...] = ()
-    templates: tuple[str, ...] = ()
-
-    def __init__(self, config: CaptionShardsConfig, tars: TarReader, is_part: bool = False):
-        super().__init__(tars)
-        self.config = config
-        self._captions = CaptionFiles(config.captions, config.json_keys)
-        where = ", ".join(map(display_url, [config.path] if isinstance(config.path, str) else config.path))
-        if not is_part:
-            require_members(tars, self._captions.kind, where)
-
-    def read(self, index: int) -> RawSample:
-        """Return image and captions of one sample; see `Source.read`."""
-        text = self.tars.text(index, self._captions.kind, self.tars.read(index, self._captions.kind))
-        return RawSample(self.tars.read(index, "image"), self._captions.parse(text, self.name(index)))
-
     @property
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`."""
-        settings = {"sha256": self.tars.sha256, **self._captions.fingerprint}
-        if self.config.image_member or self.config.caption_member:
-            settings["members"] = self.tars.rules.to_json()
-        return {"kind": "shards", "samples": len(self), **settings}
+        captions, rules = self._captions, self.tars.rules.to_json()
+        facts = {"prompts_sha256": self._prompts.sha256} if captions is None else captions.fingerprint
+        members = {"members": rules} if rules["image"] or rules["text"] else {}
+        return {"kind": self.config.kind, "samples": len(self), "sha256": self.tars.sha256, **facts, **members}
 
 
-def require_members(tars: TarReader, kind: str, path: object) -> None:
+class CaptionShardsConfig(TarConfig):
+    """Tars whose samples are an image (jpg, png, webp, ...) with a caption (txt or json) of the same name."""
+
+    kind: Literal["shards"] = "shards"
+    """Caption shards."""
+    path: str | tuple[str, ...]
+    """A folder of tars, a tar, a pattern such as train/{00000..00041}.tar or train/*.tar, or a list of these. URLs
+    (file, s3, gs, az, hf, http, https) work the same way; with http and https every shard must be named, or written
+    with braces."""
+    captions: Literal["txt", "txt_lines", "json"] = "txt"
+    """txt: the whole .txt is the caption. txt_lines: every line is one. json: values of `json_keys` in the .json."""
+    json_keys: tuple[str, ...] = ("caption",)
+    """Keys of the .json with a caption or a list of captions."""
+    caption_member: _Endings = ()
+    """Ending of the members with the captions, such as `caption.txt`; with captions json that of the .json."""
+
+    @model_validator(mode="after")
+    def _has_something_to_read(self) -> CaptionShardsConfig:
+        if not self.path:
+            raise ValueError("path: got nothing; expected a folder, a tar or a pattern")
+        if self.captions == "json" and not self.json_keys:
+            raise ValueError("json_keys: got an empty list; expected keys of the .json that hold captions")
+        return self
+
+    @property
+    def has_classes(self) -> bool:
+        """Return whether images have classes."""
+        return False
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """All paths."""
+        return [self.path] if isinstance(self.path, str) else self.path
+
+    @property
+    def rules(self) -> MemberRules:
+        """See `TarConfig.rules`."""
+        return MemberRules(self.image_member, self.caption_member, "json" if self.captions == "json" else "txt")
+
+    def tars(self) -> Sequence[Shard]:
+        """See `TarConfig.tars`."""
+        return find_shards(self.paths, self.remote, allow_missing=self.bad_shards == "leave_out")
+
+    def open(self, tars: TarReader, is_part: bool = False) -> TarSource:
+        """See `TarConfig.open`."""
+        captions = CaptionFiles(self.captions, self.json_keys)
+        if not is_part:
+            _require_members(tars, captions.kind, ", ".join(map(display_url, self.paths)))
+        return TarSource(self, tars, captions)
+
+
+class ClassShardsConfig(TarConfig):
+    """A folder with `classnames.txt`, `zeroshot_classification_templates.txt` and `<split>/*.tar` of images and .cls.
+
+    clip_benchmark's webdataset export writes this layout. `{c}` in a template stands for the class name, and .cls
+    contains a line number of classnames.txt, from 0.
+    """
+
+    kind: Literal["classes"] = "classes"
+    """Labelled shards."""
+    path: Place
+    """The folder, or its URL. With http and https, `nshards.txt` beside the tars gives their number."""
+    split: str | None = None
+    """Subfolder of the split; "" if the tars are beside `classnames.txt`. null: train in `data.sources`, test in
+    `evaluation`, elsewhere the only split."""
+
+    @property
+    def has_classes(self) -> bool:
+        """Return whether images have classes."""
+        return True
+
+    @property
+    def folder(self) -> ClassFolder:
+        """The folder."""
+        return ClassFolder(self.path, self.remote)
+
+    def tars(self) -> Sequence[Shard]:
+        """See `TarConfig.tars`; raises ConfigError if there are several splits, and none is named."""
+        return self.folder.shards(self.folder.choose_split(self.split))
+
+    def open(self, tars: TarReader, is_part: bool = False) -> TarSource:
+        """See `TarConfig.open`; raises DataError for class names or templates that are missing or wrong."""
+        folder = self.folder
+        config = self.model_copy(update={"split": folder.choose_split(self.split)})
+        if not is_part:
+            _require_members(tars, "cls", folder.name(config.split or ""))
+        names = read_lines(folder, CLASSNAMES, "one class name a line")
+        source = TarSource(config, tars, None, names, read_templates(folder))
+        if unnamed := [f"class {number}" for number, name in enumerate(names) if not name]:
+            source.notes += (f"{CLASSNAMES}: no name for {', '.join(unnamed[:5])}",)
+        return source
+
+
+def _require_members(tars: TarReader, kind: str, path: object) -> None:
     """Raise DataError if no sample has an image and a member of a kind: then the layout is wrong, not a sample."""
     facts = tars.index.facts
     if facts.complete[KINDS.index(kind)]:
@@ -228,3 +290,35 @@ def _first_with(tars: TarReader, kind: str) -> str:
     """Return the name of the first sample that has a member of a kind; there must be one."""
     has = (sample for sample in range(len(tars)) if tars.index.member(sample, KINDS.index(kind))[0] >= 0)
     return tars.key(next(has))
+
+
+class ScenesSourceConfig(SourceConfigBase):
+    """Drawn coloured shapes with captions; drawn on first use, in the cache folder."""
+
+    kind: Literal["scenes"] = "scenes"
+    """The drawn data set."""
+    split: Literal["train", "val", "test", "heldout"] | None = None
+    """train and val have captions (of trained and of held-out combinations), test and heldout have classes. null: val
+    for retrieval, test for zero-shot classification, otherwise train."""
+    drawing: ScenesConfig = ScenesConfig()
+    """The drawing; evaluation may use another one, since all drawings hold out the same combinations."""
+
+    @property
+    def has_classes(self) -> bool:
+        """Return whether images have classes."""
+        return self.split in ("test", "heldout")
+
+    def shards(self) -> Sequence[Part]:
+        """See `SourceConfigBase.shards`; missing tars are drawn."""
+        return self._shards_config(None).shards()
+
+    def build(self, cache: Path | None = None) -> TarSource:
+        """Open the shards, after drawing and indexing them if necessary."""
+        return self._shards_config(cache).build(cache)
+
+    def _shards_config(self, cache: Path | None) -> CaptionShardsConfig | ClassShardsConfig:
+        paths = make_scenes(cache, self.drawing)
+        split = self.split or "train"
+        if split in ("train", "val"):
+            return CaptionShardsConfig(path=str(getattr(paths, split)))
+        return ClassShardsConfig(path=getattr(paths, split), split="test")

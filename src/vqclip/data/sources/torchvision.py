@@ -13,16 +13,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from PIL import Image
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 from torch import Tensor
 
 from vqclip.config import did_you_mean
 from vqclip.data.lookup import name_errors
-from vqclip.data.sources.base import RawSample
-from vqclip.data.sources.captions import DEFAULT_TEMPLATE, Templates, require_usable
-from vqclip.data.sources.file_table import checksum
-from vqclip.data.sources.packed import PackedConfig, PackedSource, Piece, StreamSample, stamp
-from vqclip.data.sources.reader import read_image
+from vqclip.data.sources.base import RawSample, read_image
+from vqclip.data.sources.captions import find_texts, require_usable
+from vqclip.data.sources.listing import checksum
+from vqclip.data.sources.packed import PackedConfig, Piece, StreamSample, stamp
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.files import expand_home, walk_files
 
@@ -61,11 +60,6 @@ class TorchvisionConfig(PackedConfig):
     with those of the original files before it reads them."""
     classnames: tuple[str, ...] = ()
     """Names of the classes; may be left out if the data set has them."""
-    templates: Templates = (DEFAULT_TEMPLATE,)
-    """Prompts with `{c}` for the class name."""
-
-    _data: TorchvisionStream | None = PrivateAttr(None)
-    """The opened data set, until `build`."""
 
     def identity(self) -> dict[str, Any]:
         """See `PackedConfig.identity`."""
@@ -82,17 +76,13 @@ class TorchvisionConfig(PackedConfig):
             self._data = TorchvisionStream(self)
         return self._data
 
-    def build(self, cache: Path | None = None) -> PackedSource:
-        """See `PackedConfig.build`."""
-        source = super().build(cache)
-        self._data = None
-        return source
-
 
 def _find_class(config: TorchvisionConfig) -> type:
     from torchvision import datasets
 
-    names = [name for name in datasets.__all__ if _is_map_style(getattr(datasets, name)) and name not in _REFUSED]
+    found = {name: getattr(datasets, name) for name in datasets.__all__ if name not in _REFUSED}
+    found = {name: each for name, each in found.items() if isinstance(each, type) and hasattr(each, "__getitem__")}
+    names = [name for name, each in found.items() if issubclass(each, torch.utils.data.Dataset)]
     if config.name not in names:
         close = did_you_mean(difflib.get_close_matches(config.name[:80], names, n=1))
         raise ConfigError(f"name: got {config.name!r}; expected a data set of torchvision: {', '.join(names)}{close}")
@@ -101,17 +91,22 @@ def _find_class(config: TorchvisionConfig) -> type:
             f"pickles: false; the files of {config.name} are Python pickles, which can run code when they are read. "
             "torchvision compares their MD5 sums first; set pickles: true to rely on that"
         )
-    return getattr(datasets, config.name)
-
-
-def _is_map_style(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, torch.utils.data.Dataset) and hasattr(found, "__getitem__")
+    return found[config.name]
 
 
 def _arguments(config: TorchvisionConfig, found: type) -> dict[str, Any]:
     """Return the arguments of the class; raise ConfigError for those that it does not have."""
-    parameters = _parameters(found)
-    allowed = [name for name in parameters if name not in (*_FUNCTIONS, *_OWN) and not name.startswith("_")]
+    required: dict[str, bool] = {}  # all parameters, those of its bases included
+    for each in found.__mro__:
+        if "__init__" not in vars(each):
+            continue
+        parameters = list(inspect.signature(each.__init__).parameters.values())[1:]  # type: ignore[misc]
+        for parameter in parameters:
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                required.setdefault(parameter.name, parameter.default is parameter.empty)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    allowed = [name for name in required if name not in (*_FUNCTIONS, *_OWN) and not name.startswith("_")]
     for name in config.arguments:
         if name not in allowed:
             close = did_you_mean(difflib.get_close_matches(name[:80], allowed, n=1))
@@ -120,59 +115,28 @@ def _arguments(config: TorchvisionConfig, found: type) -> dict[str, Any]:
                 f"arguments: {config.name} takes no {name!r}{more}; expected {', '.join(allowed) or 'none'}{close}"
             )
     given: dict[str, Any] = {key: list(v) if isinstance(v, tuple) else v for key, v in config.arguments.items()}
-    missing = [name for name, each in parameters.items() if name in allowed and each and name not in given]
-    if missing:
+    if missing := [name for name in allowed if required[name] and name not in given]:
         raise ConfigError(f"arguments: {config.name} needs {', '.join(missing)}")
-    for key, value in (("root", config.root), ("download", config.download or None)):
-        if key in parameters and value is not None:
-            given[key] = str(expand_home(value)) if isinstance(value, Path) else value
-        elif parameters.get(key):
-            raise ConfigError(f"{key}: missing; expected the folder of {config.name}")
-        elif value is not None:
+    root = None if config.root is None else str(expand_home(config.root))
+    for key, value in (("root", root), ("download", config.download or None)):
+        if value is not None and key not in required:
             raise ConfigError(f"{key}: got {value}; {config.name} has no such argument: leave it out")
-    if "loader" in parameters:
+        if value is not None:
+            given[key] = value
+        elif required.get(key):
+            raise ConfigError(f"{key}: missing; expected the folder of {config.name}")
+    if "loader" in required:
         given["loader"] = _Original
     return given
-
-
-def _construct(found: type, arguments: dict[str, Any], config: TorchvisionConfig) -> Any:
-    try:
-        return found(**arguments)
-    except RuntimeError as error:
-        if "download=True" not in str(error):
-            raise
-        raise DataError(
-            f"root: got {config.root}, where files of {config.name} are missing or damaged; expected the folder that "
-            "contains them, or download: true"
-        ) from error
 
 
 def _files(arguments: dict[str, Any]) -> list[str]:
     """Return the absolute paths of all files that arguments name, and of those in the folders that they name."""
     found: set[str] = set()
-    for value in arguments.values():
-        path = os.path.abspath(value) if isinstance(value, str) else ""
-        if os.path.isdir(path):
-            below = (os.path.join(path, name) for name in walk_files(Path(path), hidden=True))
-            found.update(file for file in below if os.path.isfile(file))
-        elif os.path.isfile(path):
-            found.add(path)
-    return sorted(found)
-
-
-def _parameters(found: type) -> dict[str, bool]:
-    """Return all parameters of a class by name, those of its bases included, with whether each is required."""
-    result: dict[str, bool] = {}
-    for each in found.__mro__:
-        if "__init__" not in vars(each):
-            continue
-        parameters = list(inspect.signature(each.__init__).parameters.values())[1:]  # type: ignore[misc]
-        for parameter in parameters:
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                result.setdefault(parameter.name, parameter.default is parameter.empty)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            break
-    return result
+    for path in (os.path.abspath(value) for value in arguments.values() if isinstance(value, str)):
+        names = walk_files(Path(path), hidden=True) if os.path.isdir(path) else [""]
+        found.update(os.path.join(path, name) if name else path for name in names)
+    return sorted(filter(os.path.isfile, found))
 
 
 class _Original:
@@ -198,7 +162,15 @@ class TorchvisionStream:
         arguments = _arguments(config, found)
         self._name = f"torchvision {config.name}" + (f" in {config.root}" if config.root else "")
         with name_errors(f"{self._name}{_UNREADABLE}", "unreadable data set"):
-            self._data = _construct(found, arguments, config)
+            try:
+                self._data = found(**arguments)
+            except RuntimeError as error:
+                if "download=True" not in str(error):
+                    raise
+                raise DataError(
+                    f"root: got {config.root}, where files of {config.name} are missing or damaged; expected the "
+                    "folder that contains them, or download: true"
+                ) from error
             self._count = len(self._data)
         self.classnames, self.has_prompts = config.classnames or _class_names(self._data), True
         if self._count:
@@ -243,17 +215,16 @@ class TorchvisionStream:
 
     def _target(self, target: Any, name: str) -> tuple[tuple[str, ...], int]:
         """Return captions and label."""
-        texts = (target,) if isinstance(target, str) else target
-        if isinstance(texts, (list, tuple)) and texts and all(isinstance(text, str) for text in texts):
-            captions = tuple(text.strip() for text in texts if text.strip())
-            if not captions:
-                raise DataError(f"{name}: the caption is empty", "no caption")
-            return require_usable(captions, name), -1
         label = _integer(target)
         if label is None:
-            raise DataError(
-                f"{name}: its target is a {type(target).__name__}; expected a class number or captions", "no caption"
-            )
+            try:
+                captions = find_texts(target)
+            except ValueError:
+                what = f"its target is a {type(target).__name__}; expected a class number or captions"
+                raise DataError(f"{name}: {what}", "no caption") from None
+            if not captions:
+                raise DataError(f"{name}: the caption is empty", "no caption")
+            return require_usable(tuple(captions), name), -1
         if not 0 <= label < len(self.classnames):
             last = len(self.classnames) - 1
             raise DataError(f"{name}: class {label}; expected a class number, 0 to {last}", "class number")
@@ -263,25 +234,18 @@ class TorchvisionStream:
         """Look at the first sample: it must be an image with a class number or captions."""
         with name_errors(f"{self._name}: row 0{_UNREADABLE}", "unreadable sample"):
             sample = self._data[0]
-        if not isinstance(sample, tuple) or len(sample) != 2 or not _is_image(sample[0]):
-            what = (
-                ", ".join(type(each).__name__ for each in sample)
-                if isinstance(sample, tuple)
-                else type(sample).__name__
-            )
+        values = sample if isinstance(sample, tuple) else (sample,)
+        if len(values) != 2 or not isinstance(values[0], (Image.Image, Tensor, _Original)):
+            what = ", ".join(type(each).__name__ for each in values)
             raise DataError(f"{self._name}: its samples are {what}; expected an image, and a class number or captions")
-        has_labels = _integer(sample[1]) is not None
-        if has_labels and not self.classnames:
-            raise ConfigError(f"classnames: missing; {config.name} does not have the names of its classes")
-        if not has_labels and not config.classnames:
-            self.classnames, self.has_prompts = (), False
-        elif not has_labels:
+        if _integer(values[1]) is not None:
+            if not self.classnames:
+                raise ConfigError(f"classnames: missing; {config.name} does not have the names of its classes")
+        elif config.classnames:
             raise ConfigError(f"classnames: set, and the samples of {config.name} have no class numbers")
-        self._target(sample[1], f"{self._name}: row 0")
-
-
-def _is_image(value: Any) -> bool:
-    return isinstance(value, (Image.Image, Tensor, _Original))
+        else:
+            self.classnames, self.has_prompts = (), False
+        self._target(values[1], f"{self._name}: row 0")
 
 
 def _integer(value: Any) -> int | None:

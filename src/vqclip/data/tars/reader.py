@@ -32,7 +32,7 @@ import numpy as np
 from vqclip.data.remote.cache import BoundedCache
 from vqclip.data.remote.retry import Deadline
 from vqclip.data.shard import Shard
-from vqclip.data.sources.reader import MAX_BYTES
+from vqclip.data.sources.base import MAX_BYTES
 from vqclip.data.table_file import Texts
 from vqclip.data.tars.headers import TarWalk
 from vqclip.data.tars.index import ByteRange, TarIndex, chunk_digest
