@@ -20,7 +20,9 @@ from vqclip.towers.training import TowerConfig, set_training
 from vqclip.towers.weights import EFFICIENTNET_NAME, load_checkpoint, load_efficientnet
 
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
+"""Mean of the pixels of CLIP's training images, per channel in 0..1."""
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
+"""Deviation of these pixels."""
 _ELSEWHERE = {
     "img_size": "image_size decides it",
     "num_classes": "a tower has no classifier",
