@@ -69,24 +69,19 @@ class ExchangeTimer:
     def stop(self) -> None:
         """Count no more until the next `start`."""
         self._runs = False
-        self._collect()
 
     def lap(self) -> float:
         """Return the seconds counted since the last lap, those of a GPU as far as it has done its work."""
-        self._collect()
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def _collect(self) -> None:
-        """Add the times of what a GPU has done."""
         while self._pending and self._pending[0][1].query():
             first, last = self._pending.popleft()
             self._seconds += first.elapsed_time(last) / 1e3
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def begin(self, arguments: Sequence[Any]) -> Callable[[], None]:
         """Note that a collective of the tensors among its arguments begins; return a function that notes its end."""
         if not self._runs:
-            return _do_nothing
+            return lambda: None
         if any(isinstance(each, Tensor) and each.is_cuda for each in arguments):
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
@@ -102,10 +97,6 @@ class ExchangeTimer:
             self._seconds += time.perf_counter() - since
 
         return end_on_host
-
-
-def _do_nothing() -> None:
-    pass
 
 
 exchange_timer = ExchangeTimer()

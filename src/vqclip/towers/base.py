@@ -94,7 +94,8 @@ def freeze_unused(tower: nn.Module, features: Tensor) -> tuple[str, ...]:
         weight.grad = None
 
     hooks = [weight.register_post_accumulate_grad_hook(drop_gradient) for weight in weights.values()]
-    torch.autograd.backward(features.sum(), inputs=list(weights.values()))
+    if features.requires_grad:
+        torch.autograd.backward(features.sum(), inputs=list(weights.values()))
     for hook in hooks:
         hook.remove()
     for weight in weights.values():

@@ -12,19 +12,19 @@ rounds: the frozen weights would drift. Such layers are left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import first_names
-from vqclip.towers.base import Tower
+from vqclip.towers.base import Tower, freeze_unused
 from vqclip.towers.blocks import block_names, depth_of
 
 TowerT = TypeVar("TowerT", bound=Tower)
@@ -211,7 +211,16 @@ def add_adapters(tower: Tower, config: AdapterConfig) -> None:
     inject_adapter_in_model(settings, tower)
     tower.still = frozenset(name for name, _ in tower.named_modules() if name and _DROPOUT not in name)
     tower.adapter_scale = config.scale
-    _require_gradients(tower)
+    training = tower.training
+    with torch.enable_grad():
+        unused = freeze_unused(tower, tower.eval()(tower.example()))
+    tower.train(training)
+    if unused:  # DDP would wait for their gradients
+        layers = dict.fromkeys(name.partition(".lora_")[0] for name in unused)
+        raise ConfigError(
+            f"tower.train.lora.targets: adapters of {first_names(layers)} do not affect the features; expected names "
+            "of layers whose own forward is called"
+        )
 
 
 def _adapted_layers(tower: nn.Module, targets: tuple[str, ...] | None) -> list[str]:
@@ -240,22 +249,3 @@ def _adapted_layers(tower: nn.Module, targets: tuple[str, ...] | None) -> list[s
                 f"nn.MultiheadAttention; expected a part of {first_names(possible) or 'none: this tower has none'}"
             )
     return [name for name in possible if any(re.search(pattern, name) for pattern in targets)]
-
-
-@torch.enable_grad()
-def _require_gradients(tower: Tower) -> None:
-    """Check that every adapter affects the features; DDP would wait for the gradient of another."""
-    training = tower.training
-    adapters = {name: each for name, each in tower.named_parameters() if each.requires_grad}
-    features = tower.eval()(tower.example())
-    # An unused adapter has None here, though the types do not show it.
-    gradients: Sequence[Tensor | None] = [None] * len(adapters)
-    if features.requires_grad:
-        gradients = torch.autograd.grad(features.sum(), list(adapters.values()), allow_unused=True)
-    tower.train(training)
-    if unused := [name for name, each in zip(adapters, gradients, strict=True) if each is None]:
-        layers = dict.fromkeys(name.partition(".lora_")[0] for name in unused)
-        raise ConfigError(
-            f"tower.train.lora.targets: adapters of {first_names(layers)} do not affect the features; expected names "
-            "of layers whose own forward is called"
-        )

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import first_names
@@ -20,7 +21,9 @@ from vqclip.towers.image import OPENAI_MEAN, OPENAI_STD, ImageTower, Normalize
 from vqclip.towers.text import TextTower, attendable
 from vqclip.towers.training import TowerConfig, set_training
 from vqclip.towers.transformers_folder import (
+    CONFIG_FILE,
     VOCABULARY_FILE,
+    Part,
     build_network,
     find_encoder,
     network_settings,
@@ -46,6 +49,10 @@ _CALL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError
 class TransformersTowerConfig(TowerConfig):
     """Common keys of the towers of transformers (extra ``transformers``)."""
 
+    part: ClassVar[Part]
+    """Input of the network."""
+    prefix: ClassVar[str]
+    """Beginning of the names of the network's weights in those of the tower."""
     random_weights: ClassVar[dict[str, Any]] = {"name": None, "revision": None, "pretrained": False}
     """Settings to change to build the same network without pretrained weights, once `resolve` has filled the others."""
 
@@ -78,22 +85,36 @@ class TransformersTowerConfig(TowerConfig):
             raise ValueError("got network with pretrained true, which has no weights; expected pretrained false")
         return self
 
+    def with_stored(self, files: Mapping[str, bytes], shapes: _Shapes) -> Self:
+        """Return a copy for a tokenizer folder, with the shapes of the tower's weights.
+
+        Raises:
+            ConfigError: the folder lacks settings or files of the tower.
+        """
+        if self.network is None:
+            raise ConfigError("tower.network: missing; expected the network's settings in this folder")
+        found = self.model_copy(update={"network": network_settings(self.network, self.part)})
+        found._shapes = {name.removeprefix(self.prefix): shape for name, shape in shapes.items()}
+        return found
+
     def _folder(self) -> Path:
         assert self.name is not None
         return find_encoder(self.name, self.revision)
 
-    def _build(self, part: Literal["text", "vision"]) -> tuple[Any, list[str]]:
+    def _build(self) -> tuple[Any, list[str]]:
         """Return the network, and the names of its weights that the folder lacks; for a config that is resolved."""
         assert self.network is not None
         folder = self._folder() if self.pretrained else None
         if folder is not None:
             require_weights(folder)
-        return build_network(self.network, part, folder, dropout=self.dropout, shapes=self._shapes)
+        return build_network(self.network, self.part, folder, dropout=self.dropout, shapes=self._shapes)
 
 
 class TransformersImageTowerConfig(TransformersTowerConfig):
     """An image encoder of transformers (extra ``transformers``)."""
 
+    part: ClassVar[Part] = "vision"
+    prefix: ClassVar[str] = "backbone.network."
     image_size: int | None = Field(None, ge=8, le=4096)
     """Height and width of the input in pixels; null for the network's own. Another size needs a network that
     interpolates its position embeddings, or one without any."""
@@ -116,10 +137,10 @@ class TransformersImageTowerConfig(TransformersTowerConfig):
         """
         mean, std = self.mean, self.std
         if self.network is not None:
-            settings = network_settings(self.network, "vision")
+            settings = network_settings(self.network, self.part)
         else:
             folder = self._folder()
-            settings = network_settings(read_json(folder / "config.json"), "vision")
+            settings = network_settings(read_json(folder / CONFIG_FILE), self.part)
             if self.pretrained and (mean is None or std is None):  # any will do without weights
                 found = _statistics(folder)
                 mean, std = mean or found[0], std or found[1]
@@ -128,14 +149,6 @@ class TransformersImageTowerConfig(TransformersTowerConfig):
             raise ConfigError("tower.image_size: got null; expected a size, for the network's settings have none")
         update = {"network": settings, "image_size": size, "mean": mean or OPENAI_MEAN, "std": std or OPENAI_STD}
         return self.model_copy(update=update)
-
-    def with_stored(self, files: Mapping[str, bytes], shapes: _Shapes) -> TransformersImageTowerConfig:
-        """Return a copy for a tokenizer folder, with the shapes of the tower's weights."""
-        if self.network is None:
-            raise ConfigError("tower.network: missing; expected the network's settings in this folder")
-        found = self.model_copy()
-        found._shapes = {name.removeprefix("backbone.network."): shape for name, shape in shapes.items()}
-        return found
 
     @torch.inference_mode(False)  # weights made in inference mode could neither be probed nor trained
     def build(self) -> ImageTower:
@@ -151,7 +164,7 @@ class TransformersImageTowerConfig(TransformersTowerConfig):
         assert size is not None
         assert mean is not None
         assert std is not None
-        network, missing = resolved._build("vision")
+        network, missing = resolved._build()
         native = _native_size(resolved.network)
         try:
             tower = ImageTower(TransformersFeatures(network, size, native), Normalize(size, mean, std))
@@ -254,6 +267,8 @@ def _count_prefix(config: Any, tokens: int, image_size: int) -> int:
 class TransformersTextTowerConfig(TransformersTowerConfig):
     """A text encoder of transformers with its own vocabulary (extra ``transformers``)."""
 
+    part: ClassVar[Part] = "text"
+    prefix: ClassVar[str] = "transformer."
     random_weights: ClassVar[dict[str, Any]] = TransformersTowerConfig.random_weights | {"package": None}
     """Settings to change to build the same network without pretrained weights, once `resolve` has filled the others."""
 
@@ -285,22 +300,17 @@ class TransformersTextTowerConfig(TransformersTowerConfig):
             )
         cut = (read_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
         length = self.context_length or min(cut if isinstance(cut, int) else _DEFAULT_CONTEXT, MAX_CONTEXT)
-        settings = network_settings(read_json(folder / "config.json"), "text")
+        settings = network_settings(read_json(folder / CONFIG_FILE), self.part)
         found = self.model_copy(update={"network": settings, "context_length": length})
         found._vocabulary = read_file(folder / VOCABULARY_FILE)
         return found
 
-    def with_stored(self, files: Mapping[str, bytes], shapes: _Shapes) -> TransformersTextTowerConfig:
-        """Return a copy for a tokenizer folder, with its files and the shapes of the tower's weights.
-
-        Raises:
-            ConfigError: the vocabulary is missing.
-        """
-        if VOCABULARY_FILE not in files or self.network is None or self.context_length is None:
-            raise ConfigError(f"tower: expected network, context_length and the file {VOCABULARY_FILE} in this folder")
-        found = self.model_copy(update={"network": network_settings(self.network, "text")})
+    def with_stored(self, files: Mapping[str, bytes], shapes: _Shapes) -> Self:
+        """Return a copy for a tokenizer folder, with its files and the shapes of the tower's weights."""
+        if VOCABULARY_FILE not in files or self.context_length is None:
+            raise ConfigError(f"tower: expected context_length and the file {VOCABULARY_FILE} in this folder")
+        found = super().with_stored(files, shapes)
         found._vocabulary = files[VOCABULARY_FILE]
-        found._shapes = {name.removeprefix("transformer."): shape for name, shape in shapes.items()}
         return found
 
     def vocabulary(self) -> FastVocabulary:
@@ -320,7 +330,7 @@ class TransformersTextTowerConfig(TransformersTowerConfig):
         """
         resolved = self.resolve()
         vocabulary = resolved.vocabulary()
-        network, missing = resolved._build("text")
+        network, missing = resolved._build()
         rows = network.get_input_embeddings().num_embeddings
         if vocabulary.size > rows:
             raise ConfigError(

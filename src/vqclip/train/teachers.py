@@ -25,7 +25,7 @@ from vqclip.towers.image import Normalize
 from vqclip.towers.open_clip import OpenCLIPImageTowerConfig, OpenCLIPTextTowerConfig, create_open_clip
 from vqclip.towers.training import TowerConfig
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
+_ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 
 
 class OpenCLIPTeacherConfig(Config):
@@ -176,7 +176,7 @@ def find_tower(
     return copy.deepcopy(tokenizer.tower), tokenizer.config.tower
 
 
-def freeze(teacher: ModuleT) -> ModuleT:
+def freeze(teacher: _ModuleT) -> _ModuleT:
     """Put a teacher into evaluation mode without gradients, after checking its weights.
 
     Raises:
