@@ -42,8 +42,8 @@ from vqclip.data.order import FullOrder, GlobalOrder, WindowedOrder
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.table_file import Texts
 from vqclip.data.tars.index import BLOCK, IndexFacts, open_index, write_index
-from vqclip.data.tars.locate import cached_index
 from vqclip.data.tars.members import DIGEST, USUAL
+from vqclip.data.tars.open import cached_index
 
 DRAWS, TOGETHER = 8, 16
 BATCH, NODES, GPUS = 32_768, 64, 8

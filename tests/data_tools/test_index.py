@@ -22,8 +22,7 @@ from vqclip.cli.data import main
 from vqclip.data.remote import RemoteConfig, RemoteShard
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.tars.index import open_index
-from vqclip.data.tars.locate import cached_index, find_index, index_name
-from vqclip.data.tars.open import TarSet
+from vqclip.data.tars.open import TarSet, cached_index, find_index, index_name
 from vqclip.data_tools import index as job
 from vqclip.errors import StorageError
 

@@ -18,8 +18,8 @@ from vqclip.cli.data import main
 from vqclip.cli.data_plan import DataCounts, count_source, make_plan
 from vqclip.data import CaptionShardsConfig
 from vqclip.data.order import WindowedOrder
-from vqclip.data.tars.locate import index_name
 from vqclip.data.tars.make import make_index
+from vqclip.data.tars.open import index_name
 
 BILLION = DataCounts(1_300_000_000, 130_000, 10 * 10**12)
 SMALL = DataCounts(24_000, 24, 24_000_000, chunk=8)

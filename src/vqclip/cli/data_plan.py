@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from vqclip.cli import arguments as types
@@ -19,11 +18,11 @@ from vqclip.cli.data_index import parse_tars
 from vqclip.cli.data_pack import GIVEN_HELP
 from vqclip.data import SourceConfigBase
 from vqclip.data.order import WindowedOrder
-from vqclip.data.remote import RemoteConfig, RemoteShard
+from vqclip.data.remote import RemoteConfig, RemoteShard, is_gzip
 from vqclip.data.tars.counts import known_counts
-from vqclip.data.tars.locate import find_index
-from vqclip.data.tars.make import CHUNK, MOST_WITH_MEMBERS, survey
-from vqclip.data.tars.open import choose_chunk
+from vqclip.data.tars.make import CHUNK, MOST_WITH_MEMBERS
+from vqclip.data.tars.open import choose_chunk, find_index
+from vqclip.data.tars.store import survey
 from vqclip.data.windows import Windows
 from vqclip.errors import ConfigError, DataError, name_section
 from vqclip.io.files import format_bytes
@@ -106,7 +105,7 @@ def count_source(source: SourceConfigBase, chunk: int) -> DataCounts:
     """
     tars = source.tar_set() if hasattr(source, "tar_set") else None
     shards = [] if tars is None else tars.shards
-    plain = [each for each in shards if isinstance(each, Path | RemoteShard)]
+    plain = [each for each in shards if not is_gzip(each.name)]
     numbers = "--samples, --shards and --bytes"
     if tars is None or not plain or len(plain) < len(shards):
         raise DataError(f"kind {source.kind}: only the sizes of plain tars are known; expected {numbers} instead")

@@ -88,8 +88,7 @@ class DataConfig(LoaderOptions):
         with dist.raise_on_all_ranks():
             needs = find_needs(opened, data.order, batch_size, dist.rank(), data.nodes)
         if needs is not None and dist.is_main():
-            needs.warn_of_small_cache()
-            needs.warn_of_shared_chunks()
+            needs.warn()
         if batch_size > data.epoch_size:  # a sample would be its own negative
             raise ConfigError(
                 f"train.batch_size: got {batch_size}, more than the {data.epoch_size} samples of an epoch of "

@@ -1,16 +1,16 @@
-"""The type of a shard: local, remote or compressed."""
+"""The type of a shard: local or remote."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from vqclip.data.remote import GzipShard, RemoteShard
+from vqclip.data.remote import RemoteShard
 
 __all__ = ["Part", "Shard"]
 
-Shard: TypeAlias = Path | RemoteShard | GzipShard
-"""A tar on this machine, at a URL, or compressed. `str` gives its name for messages, `.name` the file's name."""
+Shard: TypeAlias = Path | RemoteShard
+"""A tar on this machine or at a URL. `str` gives its name for messages, `.name` the file's name."""
 
 
 @runtime_checkable

@@ -29,6 +29,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -38,16 +39,26 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
+from typing_extensions import Self
 
 from vqclip.config import Config
 from vqclip.data.batch import require_few_bad
-from vqclip.errors import CheckpointError, ConfigError
+from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.io.atomic import FileDigest, remove_leftovers, verify_file, write_file, write_file_once
 from vqclip.io.file_locks import ProcessLock
 from vqclip.io.json_files import add_checksum, describe_differences, read_checked, read_versioned
 from vqclip.process import progress
 
-__all__ = ["BadRecord", "FolderLayout", "FolderManifest", "ItemRecord", "ManifestItem", "WorkFolder", "WorkResult"]
+__all__ = [
+    "BadRecord",
+    "FolderLayout",
+    "FolderManifest",
+    "ItemRecord",
+    "ManifestItem",
+    "WorkFolder",
+    "WorkResult",
+    "require_room",
+]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -216,7 +227,7 @@ class WorkFolder:
             )
 
     @classmethod
-    def existing(cls, path: Path, layout: FolderLayout) -> WorkFolder | None:
+    def existing(cls, path: Path, layout: FolderLayout) -> Self | None:
         """Open a folder that was begun, with the settings in it; None if there is none, or it cannot be read."""
         try:
             found = read_versioned(path / SETTINGS_FILE, layout.versions, "it is made again")
@@ -403,3 +414,12 @@ class WorkFolder:
 
 def _count_kinds(bad: Iterable[BadRecord]) -> dict[str, int]:
     return dict(sorted(Counter(each.kind for each in bad).items()))
+
+
+def require_room(folder: Path, size: int, remedy: str) -> None:
+    """Raise DataError if a disk has no room for so many bytes."""
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise DataError(
+            f"{folder} has room for {free / 1e9:.1f} GB, and about {size / 1e9:.1f} GB are needed; {remedy}"
+        )

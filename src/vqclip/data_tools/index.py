@@ -19,9 +19,8 @@ from vqclip.data.remote.urls import path_in_url
 from vqclip.data.shard import Shard
 from vqclip.data.tars.counts import known_counts
 from vqclip.data.tars.index import TarIndex
-from vqclip.data.tars.locate import cached_index, data_folder, index_name
 from vqclip.data.tars.make import IndexMaker, Parts
-from vqclip.data.tars.open import TarSet
+from vqclip.data.tars.open import TarSet, cached_index, data_folder, index_name
 from vqclip.errors import ConfigError, StorageError
 from vqclip.io.files import expand_home
 from vqclip.runlog.bar import ProgressBar
@@ -62,6 +61,7 @@ def index_shards(tars: TarSet, chunk: int, workers: int = 1, out: str | None = N
         DataError: shards are damaged, or the index cannot be written.
         StorageError: a server cannot be reached.
     """
+    tars = tars.readable()
     place, advice = _choose_place(tars, out)
     maker, made, size = IndexMaker(tars.shards, place.parts, tars.rules, tars.leave_out), 0, 0
     found = index = maker.find_current(place.path, chunk)

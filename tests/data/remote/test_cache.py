@@ -1,12 +1,14 @@
-"""The folder of chunks or shards: its limits, what dies in it, who shares it."""
+"""The folder of chunks: its limits, what dies in it, who shares it."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import random
 import signal
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from vqclip.data.remote import cache as module
-from vqclip.data.remote.cache import BoundedCache, PartialFile
+from vqclip.data.remote.cache import BoundedCache
 from vqclip.data.remote.retry import Deadline
 from vqclip.errors import StorageError
 
@@ -48,7 +50,7 @@ class Folder:
             os.close(file)
 
     def open(self, key: str, make: Callable[[], bytes]) -> int:
-        return self.cache.open(key, lambda part: part.write(make()), Deadline(self.wait_s))
+        return self.cache.open(key, make, Deadline(self.wait_s))
 
     def use(self, *keys: str) -> None:
         for key in keys:
@@ -116,7 +118,7 @@ def test_the_number_of_files_is_bounded(folder: Folder, monkeypatch: pytest.Monk
 
 
 def test_a_chunk_that_is_larger_than_the_cache_is_refused(folder: Folder) -> None:
-    with pytest.raises(StorageError, match=r"/a: has 20016 bytes or more, and the cache may take 16064 \(remote\.c"):
+    with pytest.raises(StorageError, match=r"/a: has 20016 bytes, and the cache may take 16064 \(remote\.c"):
         folder.open("a", lambda: bytes(20_000))
     assert folder.keys == ""
 
@@ -130,7 +132,9 @@ def test_nothing_half_made_remains(folder: Folder) -> None:
     assert folder.keys == ""
 
 
-@pytest.mark.parametrize("rest", [b"", b"a" * 10, content("a"), content("a") + module._footer(SIZE + 1)])
+@pytest.mark.parametrize(
+    "rest", [b"", b"a" * 10, content("a"), content("a") + struct.pack("<8sQ", module._MARK, SIZE + 1)]
+)
 def test_a_chunk_that_was_cut_short_is_made_again(folder: Folder, rest: bytes) -> None:
     folder.use("a")
     (folder.path / "a").write_bytes(rest)
@@ -221,58 +225,22 @@ def test_a_process_that_dies_leaves_nothing_that_counts(folder: Folder) -> None:
     folder.use("a")
 
 
-# ---- shards, which are written in blocks
+def test_a_chunk_on_its_way_counts_in_full(folder: Folder) -> None:
+    def make() -> bytes:
+        folder.use(*"bcd")
+        return content("a")
 
-
-@pytest.fixture
-def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BoundedCache:
-    monkeypatch.setattr(module, "_STEP", 64)
-    monkeypatch.setattr(module, "_FILLED", 1.0)
-    return BoundedCache(tmp_path / "shards", 3000, durable=True)
-
-
-def read(cache: BoundedCache, key: str, fill: Callable[[PartialFile], object]) -> bytes:
-    file = cache.open(key, fill, Deadline(0))
+    os.close(folder.open("a", make))
+    assert folder.keys == "abcd"
+    in_use = os.open(folder.path / "x.part", os.O_RDWR | os.O_CREAT)
     try:
-        return os.pread(file, 10_000, 0)
+        os.ftruncate(in_use, 4 * 4016)
+        fcntl.flock(in_use, fcntl.LOCK_EX)
+        (folder.path / "ledger").unlink()
+        with pytest.raises(StorageError, match="no room for 4016 bytes in .*, after 0.0 s of .*=0: other processes"):
+            folder.use("e")
     finally:
-        os.close(file)
-
-
-def test_a_shard_of_any_length_is_what_was_written(shards: BoundedCache) -> None:
-    def twice(part: PartialFile) -> None:
-        part.reserve(2000)
-        part.write(b"half of it")
-        part.restart()
-        for _ in range(25):
-            part.write(b"x" * 100)
-
-    assert read(shards, "a", twice) == b"x" * 2500
-    with pytest.raises(StorageError, match=r"has 3100 bytes or more, and the cache may take 3000"):
-        read(shards, "b", lambda part: [part.write(b"y" * 100) for _ in range(40)])
-    assert read(shards, "c", lambda part: part.write(b"z")) == b"z"
-    assert {path.name for path in shards.folder.iterdir()} == {"c", "ledger", "lock"}
-
-
-def test_a_shard_on_its_way_counts_in_full(shards: BoundedCache) -> None:
-    def fill(part: PartialFile) -> None:
-        part.reserve(2000)
-        with pytest.raises(StorageError, match="no room for 2000 bytes in .*/shards, after 0.0 s of .*=0: other proc"):
-            read(shards, "b", lambda other: other.reserve(2000))
-        read(shards, "c", lambda other: other.write(b"c" * 1000))
-        part.write(bytes(2000))
-
-    read(shards, "a", fill)
-    assert sum(path.stat().st_size for path in shards.folder.iterdir()) <= 3000 + 24
-
-
-def test_a_shard_is_on_the_disk_before_it_has_its_name(shards: BoundedCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file))[1])
-    monkeypatch.setattr(os, "replace", lambda old, new: (done.append("rename"), replace(old, new))[1])
-    read(shards, "a", lambda part: part.write(b"a"))
-    assert done == [str(shards.folder / "a.part"), "rename", str(shards.folder)]
+        os.close(in_use)
 
 
 # ---- several processes
@@ -291,7 +259,7 @@ def work(path: Path, chunks: int, seed: int, seconds: float, results) -> None:
             time.sleep(draws.random() / 500)
             return content(key)
 
-        file = cache.open(key, lambda part, make=make: part.write(make()), Deadline(30))
+        file = cache.open(key, make, Deadline(30))
         assert os.pread(file, SIZE, 0) == content(key)
         os.close(file)
     results.put(made)

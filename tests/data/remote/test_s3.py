@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +18,8 @@ from vqclip.data.remote import RemoteConfig, RemoteShard, transfer
 from vqclip.data.remote import cache as chunk_cache
 from vqclip.data.remote.retry import Deadline
 from vqclip.data.sources.paths import find_shards
-from vqclip.data.tars.locate import cached_index
 from vqclip.data.tars.make import make_index
+from vqclip.data.tars.open import cached_index
 from vqclip.errors import DataError, StorageError
 
 pytestmark = pytest.mark.faults
@@ -60,8 +60,11 @@ def put(files: Any, folder: Path, below: str) -> None:
 
 
 def evict(cache: Path) -> None:
-    for path in (cache / "shards").glob("*.tar"):
-        path.unlink()
+    shutil.rmtree(cache / "chunks", ignore_errors=True)
+
+
+def whole(url: str, **options: float) -> bytes:
+    return transfer.fetch_bytes(url, RemoteConfig(**{**OPTIONS, **options}), 1 << 26)
 
 
 def test_batches_from_s3_are_those_from_files(bucket: Any, tmp_path: Path, cache: Path) -> None:
@@ -87,19 +90,16 @@ def test_large_objects_come_in_several_requests(bucket: Any, tmp_path: Path, cac
     write_tar(tmp_path / "0.tar", members)
     put(bucket[0], tmp_path, "big")
     assert len(CaptionShardsConfig(path="s3://bucket/big").build()) == 3
-    os.close(RemoteShard("s3://bucket/big/0.tar").open())
-    (kept,) = (cache / "shards").glob("*.tar")
-    assert kept.read_bytes() == (tmp_path / "0.tar").read_bytes()
+    assert whole("s3://bucket/big/0.tar") == (tmp_path / "0.tar").read_bytes()
 
 
 def test_what_is_not_there(bucket: Any, tmp_path: Path, pauses: list[float]) -> None:
     put(bucket[0], caption_shards(tmp_path, (1,)), "a")
-    options = RemoteConfig(**OPTIONS)
     with pytest.raises(DataError, match=r"s3://bucket/none/\*: matches nothing; .* names of bucket and folder right"):
         find_shards(["s3://bucket/none"])
     for url in ("s3://bucket/a/1.tar", "s3://nobucket/1.tar"):
         with pytest.raises(StorageError, match=f"{url}: cannot be fetched: not found .404.; this is not tried again"):
-            RemoteShard(url, options).open()
+            whole(url)
     assert pauses == []
 
 
@@ -123,13 +123,13 @@ def test_each_request_is_sent_once(bucket: Any, pauses: list[float], monkeypatch
         transfer._file_system.cache_clear()
         other.for_ever["/bucket/0.tar"] = serving.status(503)
         with pytest.raises(StorageError, match=r"Tries: 2 of remote.tries=2"):
-            RemoteShard("s3://bucket/0.tar", RemoteConfig(**OPTIONS | {"timeout_s": 5.5})).open()
+            whole("s3://bucket/0.tar", timeout_s=5.5)
         assert len(other.requests) == 2
         other.for_ever["/bucket/0.tar"] = serving.dribbling(other, 0.2)
         other.files["/bucket/0.tar"] = bytes(1000)
         start = time.monotonic()
         with pytest.raises(StorageError, match=r"FSTimeoutError. Tries: 1 .* s of remote.total_s=2"):
-            RemoteShard("s3://bucket/0.tar", RemoteConfig(**OPTIONS | {"timeout_s": 5.5, "total_s": 2.0})).open()
+            whole("s3://bucket/0.tar", timeout_s=5.5, total_s=2.0)
         assert time.monotonic() - start < 100  # all of it would take 200
 
 
@@ -147,16 +147,14 @@ def test_an_object_that_changes_while_it_comes_is_fetched_again(
             yield block
 
     monkeypatch.setattr(transfer, "_object_blocks", changing)
-    file = RemoteShard("s3://bucket/c/0.tar", RemoteConfig(**OPTIONS)).open()
-    assert os.pread(file, 20_000, 0) == b"b" * 10_000
-    os.close(file)
+    assert whole("s3://bucket/c/0.tar") == b"b" * 10_000
     assert len(pauses) == 1
 
 
 def test_a_server_that_is_gone(bucket: Any, pauses: list[float]) -> None:
     bucket[1].stop()
     with pytest.raises(StorageError, match=r"cannot be fetched: (?s:.*)Tries: 2 of remote.tries=2"):
-        RemoteShard("s3://bucket/a/0.tar", RemoteConfig(**OPTIONS)).open()
+        whole("s3://bucket/a/0.tar")
     assert len(pauses) == 1
     with pytest.raises(StorageError, match=r"s3://bucket/a/\*: cannot be fetched: (?s:.*)Tries: 2 of"):
         find_shards(["s3://bucket/a"], RemoteConfig(**OPTIONS))

@@ -1,9 +1,7 @@
-"""Shards from a real HTTP server that makes mistakes."""
+"""Files, and shards as a source, from a real HTTP server that makes mistakes."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -25,29 +23,19 @@ from tests.data.making import caption_members, caption_shards, class_folder, wri
 from tests.data.serving import FaultyServer, status
 from tests.ranks import RankError, RankPool
 from tests.training import run_tree
-from vqclip import dist
 from vqclip.cli.train import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, EvalSet, EvalTransformConfig
 from vqclip.data.prepare import prepare_sources
 from vqclip.data.remote import RemoteConfig, RemoteShard, display_url, retry, transfer
-from vqclip.data.remote import cache as cache_module
 from vqclip.data.remote.retry import FetchError
+from vqclip.data.remote.transfer import fetch_bytes
 from vqclip.errors import DataError, StorageError
 
 OPTIONS = {"tries": 4, "timeout_s": 5.0, "total_s": 30.0}
 
 
-def kept(cache: Path) -> list[Path]:
-    """Everything in the cache that is a shard or a part of one."""
-    return sorted(path for path in (cache / "shards").glob("*") if path.name not in ("lock", "ledger"))
-
-
 def fetched(url: str, **options) -> bytes:
-    file = RemoteShard(url, RemoteConfig(**{**OPTIONS, **options})).open()
-    try:
-        return os.pread(file, 1 << 24, 0)
-    finally:
-        os.close(file)
+    return fetch_bytes(url, RemoteConfig(**{**OPTIONS, **options}), 1 << 24)
 
 
 def refusal(url: str, **options) -> str:
@@ -60,25 +48,6 @@ def refusal(url: str, **options) -> str:
 def shard(server: FaultyServer) -> str:
     server.files["/0.tar"] = bytes(range(256)) * 999
     return f"{server.url}/0.tar"
-
-
-def test_a_shard_is_fetched_once_and_lies_under_its_hash(server: FaultyServer, shard: str, cache: Path) -> None:
-    body = server.files["/0.tar"]
-    assert fetched(shard) == fetched(shard) == body
-    assert server.requests == ["GET /0.tar"]
-    (path,) = kept(cache)
-    assert path.name == f"{hashlib.sha256(shard.encode()).hexdigest()}.tar"
-    assert path.read_bytes() == body
-
-
-def test_the_full_url_keys_the_cache(server: FaultyServer, shard: str, cache: Path) -> None:
-    server.files |= {"/0.tar?part=1": b"one", "/0.tar?part=2": b"two"}
-    for _ in range(2):
-        assert fetched(f"{shard}?part=1") == b"one"
-        assert fetched(f"{shard}?part=2") == b"two"
-        assert fetched(shard) == server.files["/0.tar"]
-    assert server.requests == ["GET /0.tar?part=1", "GET /0.tar?part=2", "GET /0.tar"]
-    assert len(kept(cache)) == 3
 
 
 def test_proxies_are_those_of_the_environment(
@@ -109,14 +78,13 @@ MENDED = {
 
 @pytest.mark.parametrize("case", MENDED)
 def test_what_passes_is_tried_again(
-    server: FaultyServer, shard: str, cache: Path, pauses: list[float], caplog: pytest.LogCaptureFixture, case: str
+    server: FaultyServer, shard: str, pauses: list[float], caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
     faults, messages = MENDED[case]
     server.faults["/0.tar"] = list(faults)
     with caplog.at_level(logging.WARNING, "vqclip.data"):
         assert fetched(shard) == server.files["/0.tar"]
     assert server.requests == ["GET /0.tar"] * (len(faults) + 1)
-    assert len(kept(cache)) == 1
     assert len(caplog.messages) == len(messages) == len(pauses)
     for number, (line, message) in enumerate(zip(caplog.messages, messages, strict=True), 1):
         assert line.startswith(f"{shard}: try {number} of 4 failed (")
@@ -147,9 +115,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("case", LOST)
-def test_what_does_not_pass_is_an_error(
-    server: FaultyServer, shard: str, cache: Path, pauses: list[float], case: str
-) -> None:
+def test_what_does_not_pass_is_an_error(server: FaultyServer, shard: str, pauses: list[float], case: str) -> None:
     server.for_ever["/0.tar"], message, tries = LOST[case]
     text = refusal(shard)
     assert text.startswith(f"{shard}: cannot be fetched: ")
@@ -159,7 +125,6 @@ def test_what_does_not_pass_is_an_error(
     assert ("; this is not tried again" in text) == (tries == 1)
     assert len(pauses) == tries - 1
     assert len(server.requests) == (10 if "circle" in case else tries)
-    assert kept(cache) == []
 
 
 def test_pauses_double_and_obey_the_server(server: FaultyServer, shard: str, pauses: list[float]) -> None:
@@ -179,51 +144,13 @@ def test_pauses_double_and_obey_the_server(server: FaultyServer, shard: str, pau
     assert pauses[-1] <= 4
 
 
-def test_the_time_is_bounded(server: FaultyServer, shard: str, pauses: list[float], cache: Path) -> None:
+def test_the_time_is_bounded(server: FaultyServer, shard: str, pauses: list[float]) -> None:
     server.faults["/0.tar"] = [status(503, Retry_After="77")]
     assert "Tries: 1 of remote.tries=4" in refusal(shard)  # the pause would be longer than what is left
     assert pauses == []
     server.for_ever["/0.tar"] = serving.dribbling(server)
     text = refusal(shard, total_s=0.3)
     assert "Tries: 1 of remote.tries=4, in 0." in text
-    assert kept(cache) == []
-
-
-def test_all_waits_have_one_deadline(
-    server: FaultyServer, shard: str, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For another process that fetches, for room, and for the server: total_s in all, not each."""
-    moment = 0.0
-    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: moment))
-
-    def later(pause: float) -> None:
-        nonlocal moment
-        moment += 1
-        if moment == 5:
-            os.close(other)  # who fetched has died
-
-    monkeypatch.setattr(cache_module, "time", SimpleNamespace(sleep=later, time=time.time, time_ns=time.time_ns))
-    monkeypatch.setattr("vqclip.data.remote.retry._sleep", later)
-    folder = cache / "shards"
-    folder.mkdir()
-    in_use, blocking = folder / "x.part", folder / f"{RemoteShard(shard).key}.tar.part"
-    in_use.write_bytes(bytes(1 << 20))
-    other, filling = (os.open(path, os.O_RDWR | os.O_CREAT) for path in (blocking, in_use))
-    try:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        fcntl.flock(filling, fcntl.LOCK_EX)
-        text = refusal(shard, total_s=12.0, cache_gib=2**-10)
-    finally:
-        os.close(filling)
-    assert "no room for 255744 bytes in" in text
-    assert "after 13.0 s of remote.total_s=12: other processes fill it" in text
-    moment = 0.0
-    in_use.unlink()
-    other = os.open(blocking, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(other, fcntl.LOCK_EX)
-    server.for_ever["/0.tar"] = status(503)
-    text = refusal(shard, total_s=6.5, tries=9)
-    assert "Tries: 2 of remote.tries=9, in 6.0 s of remote.total_s=6.5" in text
 
 
 @pytest.mark.parametrize("slowness", [serving.dribbling, serving.silent])
@@ -236,8 +163,8 @@ def test_slow_ones_are_tried_again(
     assert "slow: " in caplog.text or "imeout" in caplog.text
 
 
-def test_credentials_stay_out_of_messages_and_names(
-    server: FaultyServer, shard: str, cache: Path, pauses: list[float], caplog: pytest.LogCaptureFixture
+def test_credentials_stay_out_of_messages(
+    server: FaultyServer, shard: str, pauses: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     server.faults["/0.tar"] = [status(503), serving.reset, status(302, Location="ftp://a:hunter22@x?t=s3cr3t-s3cr3t")]
     url = shard.replace("http://", "http://me:hunter22@") + "?sig=s3cr3t-s3cr3t"
@@ -245,31 +172,33 @@ def test_credentials_stay_out_of_messages_and_names(
     assert "edirect" in text
     assert len(caplog.messages) == 2
     fetched(url)
-    everything = text + caplog.text + " ".join(path.name for path in kept(cache))
+    everything = text + caplog.text
     assert "s3cr3t" not in everything
     assert "hunter22" not in everything
     assert url.partition("@")[2].partition("?")[0] + "?sig=... [" in text
 
 
-def test_a_shard_without_a_length_is_read_within_the_bound(server: FaultyServer, shard: str, cache: Path) -> None:
+def test_a_file_larger_than_the_limit_is_refused(server: FaultyServer, shard: str) -> None:
     server.for_ever["/0.tar"] = serving.unannounced
     assert fetched(shard) == server.files["/0.tar"]
-    assert kept(cache)[0].stat().st_size == len(server.files["/0.tar"])
-    kept(cache)[0].unlink()
-    assert "bytes or more, and the cache may take 104857" in refusal(shard, cache_gib=1e5 / 2**30 * 1.048577)
-    assert kept(cache) == []
+    for fault, size in ((serving.unannounced, "more than 1000"), (None, str(len(server.files["/0.tar"])))):
+        server.for_ever = {"/0.tar": fault} if fault else {}
+        with pytest.raises(DataError, match=f"0.tar: has {size} bytes; at most "):
+            fetch_bytes(shard, RemoteConfig(), 1000)
+    assert len(server.requests) == 3
 
 
-def test_a_shard_larger_than_the_cache_is_refused_before_it_comes(
-    server: FaultyServer, shard: str, cache: Path
-) -> None:
-    server.for_ever["/0.tar"] = lambda handler, body: serving.answer(handler, b"", length=1 << 40)
-    text = refusal(shard, cache_gib=1.0)
-    assert text == (
-        f"{shard}: has 1099511627776 bytes or more, and the cache may take 1073741824 (remote.cache_gib=1): not fetched"
-    )
-    assert kept(cache) == []
-    assert len(server.requests) == 1
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_file_is_read_at_any_place(server: FaultyServer, shard: str, ranges: bool) -> None:
+    server.ranges, body = ranges, server.files["/0.tar"]
+    with RemoteShard(shard, RemoteConfig(**OPTIONS)).open() as file:
+        assert (file.seek(-9, os.SEEK_END), file.read(5), file.read()) == (len(body) - 9, body[-9:-4], body[-4:])
+        assert (file.read(3), file.seek(1000), file.read(24), file.tell()) == (b"", 1000, body[1000:1024], 1024)
+        assert len(server.requests) == (4 if ranges else 3)
+        server.files["/0.tar"] += b"x"
+        if ranges:
+            with pytest.raises(StorageError, match="has changed since"):
+                file.read(1)
 
 
 # ---- as a source
@@ -290,7 +219,7 @@ def test_batches_from_urls_are_those_from_files(server: FaultyServer, tmp_path: 
     expected = global_batches(here, 0, 5, 1)
     assert same(global_batches(there, 0, 5, 2), expected)
     assert [source.classnames for source in there.samples.sources][1] == ("cat", "dog", "red panda")
-    assert kept(cache) == []  # no shard was stored whole
+    assert not (cache / "packed").exists()  # no shard was stored whole
 
 
 def test_data_that_do_not_fit_are_warned_about(
@@ -318,7 +247,7 @@ def test_only_the_server_can_be_slow(monkeypatch: pytest.MonkeyPatch, waits: str
 
     def take() -> bytes:
         taken = b""
-        for block in transfer._check_speed(read, "https://host/0.tar", 5.0, retry.Deadline(30.0)):
+        for block in transfer._check_blocks(read, None, "https://host/0.tar", 5.0, retry.Deadline(30.0)):
             now[0] += 10.0 * (waits == "consumer")
             taken += block
         return taken
@@ -331,8 +260,7 @@ def test_only_the_server_can_be_slow(monkeypatch: pytest.MonkeyPatch, waits: str
 
 
 def evict(cache: Path) -> None:
-    for path in [*kept(cache), *(cache / "chunks").glob("*-chunk")]:
-        path.unlink()
+    shutil.rmtree(cache / "chunks", ignore_errors=True)
 
 
 def test_a_shard_that_changes_is_noticed_when_it_is_fetched_again(
@@ -379,13 +307,12 @@ def test_a_change_at_a_url_ends_the_run_and_replaces_nothing(
     assert len(source.build()) == 4  # the next start takes what is there
 
 
-def test_a_damaged_shard_is_not_kept(server: FaultyServer, tmp_path: Path, cache: Path) -> None:
+def test_a_damaged_shard_is_not_kept(server: FaultyServer, tmp_path: Path) -> None:
     whole = write_tar(tmp_path / "0.tar", caption_members(0, 3)).read_bytes()
     url = f"{server.url}/0.tar"
     server.files["/0.tar"] = whole[: len(whole) // 2 // 512 * 512]
     with pytest.raises(DataError, match=f"{url}: truncated"):
         CaptionShardsConfig(path=url).build()
-    assert kept(cache) == []
     server.files["/0.tar"] = whole
     assert len(CaptionShardsConfig(path=url).build()) == 3
 
@@ -465,13 +392,12 @@ def test_texts_at_urls_have_the_limits_of_local_ones(
 
 
 FETCHING = """
-import os, sys
-from vqclip.data.remote import RemoteConfig, RemoteShard
+import sys
+from vqclip.data.remote import RemoteConfig, fetch_text
 from vqclip.errors import StorageError
 for url in sys.argv[1:]:
     try:
-        file = RemoteShard(url, RemoteConfig(tries=3, total_s=200.0)).open()
-        print(os.pread(file, 100, 0).decode())
+        print(fetch_text(url, RemoteConfig(tries=3, total_s=200.0), 100))
     except StorageError as error:
         print(error)
 """
@@ -510,20 +436,6 @@ def test_a_redirect_from_https_to_http_is_refused(server: FaultyServer, tmp_path
 
 
 # ---- several processes
-
-
-def open_on_rank(url: str, cache: str) -> int:
-    os.environ["VQCLIP_CACHE"] = cache
-    os.environ["no_proxy"] = "*"
-    dist.barrier()
-    return len(fetched(url))
-
-
-def test_processes_fetch_a_shard_once(ranks: RankPool, server: FaultyServer, shard: str, cache: Path) -> None:
-    server.for_ever["/0.tar"] = serving.late(server, 0.3)
-    assert ranks(2, open_on_rank, shard, str(cache)) == [len(server.files["/0.tar"])] * 2
-    assert server.requests == ["GET /0.tar"]
-    assert len(kept(cache)) == 1
 
 
 def prepare_on_rank(pattern: str, cache: str) -> int:

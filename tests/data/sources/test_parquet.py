@@ -343,12 +343,15 @@ def test_other_processes_read_too(tmp_path: Path, method: str) -> None:
         child.join()
 
 
-def test_files_at_urls(tmp_path: Path, server: FaultyServer) -> None:
+@pytest.mark.parametrize("ranges", [True, False])
+def test_files_at_urls(tmp_path: Path, server: FaultyServer, ranges: bool) -> None:
     write(tmp_path / "0.parquet")
-    url = server.add(tmp_path)
+    url, server.ranges = server.add(tmp_path), ranges
     options = {"remote": {"tries": 1}}
     assert read_all(f"{url}/0.parquet?key=x", **options) == EXPECTED
-    assert len(server.requests) == 1
+    before = len(server.requests)
+    assert read_all(f"{url}/0.parquet?key=x", **options) == EXPECTED  # it is packed
+    assert len(server.requests) == before
     assert ParquetConfig(path=f"{url}/0.parquet?key=x").build().fingerprint == (
         ParquetConfig(path=str(tmp_path / "0.parquet")).build().fingerprint
     )

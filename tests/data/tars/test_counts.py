@@ -9,7 +9,7 @@ import pytest
 
 from tests.data import serving
 from tests.data.serving import FaultyServer
-from tests.data.tars.test_locate import remote
+from tests.data.tars.test_open import remote
 from vqclip.data.tars.counts import known_counts
 from vqclip.errors import StorageError
 

@@ -12,7 +12,6 @@ import pytest
 
 from tests.data.making import write_tar
 from vqclip.data.table_file import Texts, open_table, save_table
-from vqclip.data.tars import index as module
 from vqclip.data.tars.index import TarIndex, open_index
 from vqclip.data.tars.make import make_index
 from vqclip.data.tars.reader import scan_chunk
@@ -188,16 +187,7 @@ def change(path: Path, facts: dict[str, object], arrays: dict[str, object]) -> N
         ({}, {"key_ends": (3, 2**62)}, "names"),
     ],
 )
-@pytest.mark.parametrize("at_once", [1, 4096])
-def test_crafted_numbers(
-    tmp_path: Path,
-    facts: dict[str, object],
-    arrays: dict[str, object],
-    message: str,
-    at_once: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "_SHARDS_AT_ONCE", at_once)
+def test_crafted_numbers(tmp_path: Path, facts: dict[str, object], arrays: dict[str, object], message: str) -> None:
     index = make_index(tiny(tmp_path), tmp_path / "index", 4)
     assert open_index(index.path).facts.largest == index.facts.largest
     change(index.path, facts, arrays)

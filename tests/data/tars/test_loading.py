@@ -23,8 +23,8 @@ from vqclip.data import CaptionShardsConfig, ClassShardsConfig, TrainData
 from vqclip.data.remote import RemoteConfig
 from vqclip.data.sources.base import SourceConfigBase
 from vqclip.data.tars.index import open_index
-from vqclip.data.tars.locate import cached_index, index_name
 from vqclip.data.tars.make import make_index
+from vqclip.data.tars.open import cached_index, index_name
 from vqclip.data.tars.reader import TarReader
 from vqclip.errors import ConfigError, DataError, StorageError
 
@@ -114,7 +114,7 @@ def test_batches_of_shards_on_a_server(
         for reader in [source.tars]
         for chunk in range(len(reader.index))
     )
-    assert not (cache / "shards").exists() or not list((cache / "shards").glob("*.tar"))
+    assert not (cache / "packed").exists()
     assert open_chunks(folder).fingerprint == data.fingerprint
 
 
@@ -223,7 +223,9 @@ def test_the_index_is_beside_the_data(folder: Path, server: FaultyServer) -> Non
     server.files[f"/a/{index_name(shards)}"] = index.path.read_bytes()
     server.requests.clear()
     open_data(folder, sources=(one_source(url),), order=WINDOWED)
-    assert server.requests == [f"GET /a/{index_name(shards)}"]
+    assert server.requests == ["GET /a/00000.tar", f"GET /a/{index_name(shards)}"]  # does it send parts?
+    open_data(folder, sources=(one_source(url),), order=WINDOWED)
+    assert len(server.requests) == 2
 
 
 def test_each_byte_is_fetched_once_an_epoch(server: FaultyServer, tmp_path: Path) -> None:

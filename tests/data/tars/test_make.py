@@ -15,9 +15,8 @@ from tests.data import serving
 from tests.data.making import caption_members, write_tar
 from tests.data.serving import FaultyServer
 from tests.data.tars.test_index import read, tiny
-from tests.data.tars.test_locate import remote
+from tests.data.tars.test_open import remote
 from vqclip.data import table_file
-from vqclip.data.remote import GzipShard, RemoteConfig
 from vqclip.data.table_file import open_table, save_table
 from vqclip.data.tars import make
 from vqclip.data.tars.make import IndexMaker, Parts, make_index
@@ -69,8 +68,8 @@ def test_crafted_parts(tmp_path: Path, scanned: list[str]) -> None:
     maker.read_all()
     for number, change in (
         (1, lambda facts, arrays: facts["members"].__setitem__(0, -1)),
-        (2, lambda facts, arrays: arrays.update(begins=arrays["begins"][:-1])),
-        (3, lambda facts, arrays: arrays.update(begins=arrays["begins"] + 1)),
+        (2, lambda facts, arrays: arrays.update(starts=arrays["starts"][:-1])),
+        (3, lambda facts, arrays: arrays.update(starts=arrays["starts"] + 512)),
         (5, lambda facts, arrays: arrays.pop("digests")),
         (6, lambda facts, arrays: arrays.update(key_ends=arrays["key_ends"] * 9)),
     ):
@@ -110,7 +109,6 @@ def test_what_cannot_be_indexed(tmp_path: Path) -> None:
     for shard, message in (
         (tmp_path / "none.tar", "none.tar: shard cannot be opened: No such file"),
         (tmp_path, "is compressed|Is a directory"),
-        (GzipShard.at(write_tar(tmp_path / "a.tar.gz", {}), RemoteConfig()), "a.tar.gz: damaged gzip data"),
     ):
         with pytest.raises(DataError, match=message):
             make_index([shard], tmp_path / "index")
@@ -118,7 +116,7 @@ def test_what_cannot_be_indexed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"index of .* cannot be written \((File exists|Not a directory)\).*--out"):
         make_index(shards, tmp_path / "file" / "index", parts=Parts(tmp_path / "parts"))
-    with pytest.raises(DataError, match=r"index of shards cannot be written \((File exists|Not a directory)\).*--out"):
+    with pytest.raises(DataError, match=r"index of .* cannot be written \((File exists|Not a directory)\).*--out"):
         make_index(shards, tmp_path / "index", parts=Parts(tmp_path / "file" / "parts"))
 
 
@@ -146,7 +144,6 @@ def test_shards_at_urls_are_read_in_streams(
     assert len(pauses) == 2
     assert index.facts.content == make_index(shards, tmp_path / "local", 5).facts.content
     assert [index.tag(n) for n in range(3)] == ["0.tar", "1.tar", "2.tar"]
-    assert not (cache / "shards").exists()
     assert b"secret" not in index.path.read_bytes()
     # one object changes, with equal size
     server.tags["/2.tar"] = '"other"'
@@ -167,7 +164,7 @@ def test_a_full_disk_stops_all(tmp_path: Path, scanned: list[str], monkeypatch: 
     shards = tiny(tmp_path)
     monkeypatch.setattr(table_file, "write_file", full)
     maker = IndexMaker(shards, Parts(tmp_path / "parts"))
-    with pytest.raises(StorageError, match=r"index of shards cannot be written \(No space left on device\).*--out"):
+    with pytest.raises(StorageError, match=r"index of .* cannot be written \(No space left on device\).*--out"):
         maker.read_all()
     assert len(scanned) == 1
 

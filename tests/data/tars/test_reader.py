@@ -20,7 +20,7 @@ from vqclip.data.tars import make
 from vqclip.data.tars.index import ByteRange
 from vqclip.data.tars.make import make_index
 from vqclip.data.tars.members import USUAL
-from vqclip.data.tars.reader import ROW, TarReader
+from vqclip.data.tars.reader import TarReader
 from vqclip.errors import DataError, StorageError
 
 COUNTS = (0, 5, 1, 0, 7)
@@ -94,7 +94,7 @@ def test_a_damaged_table_is_made_again(shards: list[Path], tmp_path: Path) -> No
     assert reader.read(0, "image") == expected.read(0, "image")
     (table,) = tables(tmp_path)
     whole = table.read_bytes()
-    for at in (*range(0, ROW, 7), 13 * ROW, 13 * ROW + 8):  # of the row and the name of the first sample
+    for at in (*range(0, 60, 7), 13 * 52, 13 * 52 + 8):  # of the head, the first sample and its name
         damaged = bytearray(whole)
         damaged[at] ^= 1
         table.write_bytes(damaged)

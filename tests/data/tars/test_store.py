@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import pickle
@@ -31,6 +30,7 @@ class Part(NamedTuple):
 class Table(NamedTuple):
     lengths: tuple[int, ...]
     tags: tuple[str, ...] = ()
+    path: Path = Path("index")
 
     def tag(self, shard: int) -> str:
         return self.tags[shard]
@@ -91,50 +91,18 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
 # ---- http
 
 
-def test_only_the_range_is_sent(server: FaultyServer, url: str, cache: Path) -> None:
+def test_only_the_range_is_sent(server: FaultyServer, url: str) -> None:
     store = remote(url, url)
     assert store.read([Part(0, 100, 300), Part(1, len(BODY) - 1, len(BODY))]) == BODY[100:300] + BODY[-1:]
     assert server.sent == 201
-    assert not (cache / "shards").exists()
     assert pickle.loads(pickle.dumps(store)).read([Part(0, 7, 9)]) == BODY[7:9]
     with multiprocessing.get_context("fork").Pool(1) as pool:  # after this process has used its connections
         assert pool.apply(store.read, ([Part(0, 7, 9)],)) == BODY[7:9]
 
 
-def test_a_server_without_ranges_is_told_apart_once(
-    server: FaultyServer, url: str, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_sends_parts_no_more(server: FaultyServer, url: str) -> None:
     server.ranges = False
-    server.files["/1.tar"] = BODY[::-1]
-    store = remote(url, url.replace("0.tar", "1.tar"))
-    with caplog.at_level(logging.WARNING, "vqclip.data"):
-        for first in (0, 1000, 5000):
-            assert store.read([Part(0, first, first + 9), Part(1, first, first + 9)]) == (
-                BODY[first : first + 9] + BODY[::-1][first : first + 9]
-            )
-    assert server.requests == ["GET /0.tar"] * 2 + ["GET /1.tar"]  # asked for a part once
-    assert caplog.messages == [f"{url}: the server sends no parts of files: shards are fetched whole, cached"]
-    short = ShardStore(store._shards, Table((len(BODY) - 1,) * 2))
-    short._whole = store._whole
-    with pytest.raises(StorageError, match="255743 bytes then, 255744"):
-        short.read([Part(0, 1, 2)])
-    server.files["/0.tar"] = BODY[:-1]
-    assert short.read([Part(0, 1, 2)]) == BODY[1:2]  # not from the former copy
-    server.files["/0.tar"] = BODY
-    assert store.read([Part(0, 1, 2)]) == BODY[1:2]
-    server.files["/0.tar"] = BODY + b"x"
-    assert store.read([Part(0, 1, 2)]) == BODY[1:2]  # the copy
-    store.discard([Part(0, 1, 2)])
-    assert refusal(store).kind == "changed shard"
-
-
-def test_a_server_without_ranges_needs_a_cache_for_all_shards(server: FaultyServer, url: str) -> None:
-    server.ranges = False
-    size = 2 * len(BODY) / 2**30
-    store = remote(url, url, cache_gib=0.99 * size)
-    with pytest.raises(StorageError, match=rf"sends no parts of files, and its {size:.3g} GiB .* do not fit in remote"):
-        store.read([Part(0, 1, 2)])
-    assert remote(url, url, cache_gib=1.01 * size).read([Part(0, 1, 2)]) == BODY[1:2]
+    assert "the server answers a request for a part of the file with all of it" in str(refusal(remote(url)))
 
 
 def test_what_passes_is_tried_again(server: FaultyServer, url: str, pauses: list[float]) -> None:
@@ -198,7 +166,7 @@ def test_a_body_that_is_longer_or_shorter_than_the_part(server: FaultyServer, ur
 
 
 def test_a_slow_server_and_a_deadline(server: FaultyServer, url: str, pauses: list[float]) -> None:
-    server.faults["/0.tar"] = [serving.dribbling(server)]
+    server.faults["/0.tar"] = [serving.silent(server)]
     assert remote(url, timeout_s=0.2).read([Part(0, 100, 300)]) == BODY[100:300]
     server.for_ever["/0.tar"] = serving.silent(server)
     assert "Tries: 1 of remote.tries=4, in 0." in str(refusal(remote(url, total_s=0.3)))

@@ -117,6 +117,6 @@ def test_workers_of_a_node_divide_its_chunks(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_window_too_small_for_the_nodes_is_warned_of(
     caplog: pytest.LogCaptureFixture, nodes: Sequence[int], told: str
 ) -> None:
-    needs_of(Reader(cache_room=24), nodes=nodes).warn_of_shared_chunks()
+    needs_of(Reader(cache_room=24), nodes=nodes).warn()
     assert bool(caplog.messages) == bool(told)
     assert told in caplog.text

@@ -21,8 +21,8 @@ from vqclip import dist
 from vqclip.data import Batch, CaptionShardsConfig, TrainData
 from vqclip.data.remote import RemoteConfig
 from vqclip.data.remote import cache as cache_module
-from vqclip.data.tars.locate import cached_index
 from vqclip.data.tars.make import make_index
+from vqclip.data.tars.open import cached_index
 from vqclip.errors import StorageError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_times")]

@@ -1,4 +1,4 @@
-"""A folder of files with a limit on bytes and files, shared by all processes of a machine: chunks, or whole shards.
+"""The cache of chunks: a folder with a limit on bytes and files, shared by all processes of a machine.
 
 - `<key>` is a complete file and is never written to again. It may be removed at any time; processes that have it open
   can still read it.
@@ -9,8 +9,7 @@
   until a twentieth of the limit is free. So the sum is never too small, also after a process was killed, and the folder
   is listed once in thousands of files, not for each.
 
-After a power cut a file may be shorter. Small files end with a mark and the number of bytes before it; large ones are
-on the disk before they get their name (``durable``), and contain nothing else.
+After a power cut a file may be shorter, so each ends with a mark and the number of bytes before it.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from typing import NamedTuple
 from vqclip.data.remote.retry import Deadline
 from vqclip.errors import StorageError
 from vqclip.io.file_locks import hold_lock, is_at, remove_unlocked, try_lock
-from vqclip.io.files import order_of_use, sync_folder
+from vqclip.io.files import order_of_use
 
-__all__ = ["BoundedCache", "PartialFile"]
+__all__ = ["BoundedCache"]
 
 _FILLED = 0.95
 """Fraction of the limit that is left in use when files are removed."""
 _FILES = 1 << 18
 """Limit on the number of files."""
 _MARK = b"vqchunk1"
-_STEP = 64 << 20
-"""Bytes reserved at a time for a file whose size is not known."""
+_FOOTER = "<8sQ"
+"""Format of the end of a file: the mark, and the bytes before it."""
 _USED_S = 1.0
 """The time of the last use of a file is written at most so often."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
@@ -53,25 +52,24 @@ class BoundedCache:
     Args:
         folder: created on first use.
         limit: largest size of all files in it, in bytes.
-        durable: write files to the disk before they get their name, and no mark at their end.
     """
 
-    def __init__(self, folder: Path, limit: int, durable: bool = False):
-        self.folder, self.limit, self.durable = folder, limit, durable
+    def __init__(self, folder: Path, limit: int):
+        self.folder, self.limit = folder, limit
 
     @property
     def room(self) -> int:
         """Bytes that are never removed as long as no more is used at a time."""
         return int(self.limit * _FILLED)
 
-    def open(self, key: str, fill: Callable[[PartialFile], object], deadline: Deadline) -> int:
+    def open(self, key: str, make: Callable[[], bytes], deadline: Deadline) -> int:
         """Return a read-only descriptor of a file, after making it if it is missing; the caller closes it.
 
         Of the processes and threads that ask for one file at a time, one makes it and the others wait.
 
         Args:
             key: a name for a file, of letters, digits and hyphens; another content needs another key.
-            fill: writes the content. Unless `durable`, the file has 16 more bytes at the end.
+            make: returns the content; the file has 16 more bytes at the end.
             deadline: ends the waits for space and for another process that makes the same file.
 
         Raises:
@@ -80,7 +78,7 @@ class BoundedCache:
         path, pause = self.folder / key, _FIRST_PAUSE_S
         while True:
             try:
-                if (file := self._find_or_make(path, fill, deadline)) is not None:
+                if (file := self._find_or_make(path, make, deadline)) is not None:
                     return file
             except OSError as error:
                 # The folder may be removed at any time; then it is made again.
@@ -102,7 +100,7 @@ class BoundedCache:
         with contextlib.suppress(FileNotFoundError):
             (self.folder / key).unlink()
 
-    def _find_or_make(self, path: Path, fill: Callable[[PartialFile], object], deadline: Deadline) -> int | None:
+    def _find_or_make(self, path: Path, make: Callable[[], bytes], deadline: Deadline) -> int | None:
         """Open or make a file; None while another process makes it."""
         if (file := self._find(path)) is not None:
             return file
@@ -111,9 +109,15 @@ class BoundedCache:
                 return None
             file = self._find(path)  # another process may have finished it just before the lock
             if file is None:
-                partial = PartialFile(self, path, part, deadline)
-                fill(partial)
-                file = partial.finish()
+                content = make()
+                content += struct.pack(_FOOTER, _MARK, len(content))
+                self._reserve(path, part, len(content), deadline)
+                view, written = memoryview(content), 0
+                while written < len(view):
+                    written += os.pwrite(part, view[written : written + (1 << 20)], written)
+                _mark_used(part)
+                os.replace(_part(path), path)
+                file = self._find(path)  # None if it was removed at once
             return file
 
     def _find(self, path: Path) -> int | None:
@@ -123,11 +127,10 @@ class BoundedCache:
         except FileNotFoundError:
             return None
         status = os.fstat(file)
-        if not self.durable:
-            size = status.st_size - len(_footer(0))
-            if size < 0 or os.pread(file, len(_footer(0)), size) != _footer(size):
-                os.close(file)
-                return None
+        size = status.st_size - struct.calcsize(_FOOTER)
+        if size < 0 or os.pread(file, struct.calcsize(_FOOTER), size) != struct.pack(_FOOTER, _MARK, size):
+            os.close(file)
+            return None
         if abs(time.time() - status.st_mtime) > _USED_S:  # also a time in the future, from a wrong clock
             _mark_used(file)
         return file
@@ -135,7 +138,7 @@ class BoundedCache:
     @contextlib.contextmanager
     def _claim(self, path: Path) -> Iterator[int | None]:
         """Hold the lock of a part, and remove the part unless it became the file; None if another holds it."""
-        part = path.with_name(f"{path.name}.part")
+        part = _part(path)
         self.folder.mkdir(parents=True, exist_ok=True)
         file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -150,29 +153,31 @@ class BoundedCache:
         finally:
             os.close(file)
 
-    def reserve(self, part: PartialFile, size: int) -> None:
-        """Give a part more bytes, after removing other files if the limit is reached; see `PartialFile.reserve`."""
+    def _reserve(self, path: Path, part: int, size: int, deadline: Deadline) -> None:
+        """Give a part its size, after removing other files if the limit is reached; the content is written later.
+
+        Raises:
+            StorageError: it is more than the cache may take, or other processes leave no room for it.
+        """
         if size > self.limit:
-            name = "" if self.durable else f"{part.path}: "  # the caller names a shard
             raise StorageError(
-                f"{name}has {size} bytes or more, and the cache may take {self.limit} "
-                f"(remote.cache_gib={self.limit / 2**30:g}): not fetched"
+                f"{path}: has {size} bytes, and the cache may take {self.limit} "
+                f"(remote.cache_gib={self.limit / 2**30:g}): not kept"
             )
-        more, files = size - part.size, int(not part.size)
         while True:
             with hold_lock(self.folder / "lock"):
                 used = self._read()
-                if used is None or used.size + more > self.limit or used.files >= _FILES:
-                    used = self._shrink(more)
-                if used.size + more <= self.limit:
-                    self._write(_Ledger(used.size + more, used.files + files))
-                    os.ftruncate(part.file, size)
+                if used is None or used.size + size > self.limit or used.files >= _FILES:
+                    used = self._shrink(size)
+                if used.size + size <= self.limit:
+                    self._write(_Ledger(used.size + size, used.files + 1))
+                    os.ftruncate(part, size)
                     return
                 self._write(used)
-            if part.deadline.left < 0:
+            if deadline.left < 0:
                 raise StorageError(
-                    f"no room for {size} bytes in {self.folder}, after {part.deadline.spent:.1f} s of remote.total_s="
-                    f"{part.deadline.total_s:g}: other processes fill it. Raise remote.cache_gib, or use fewer "
+                    f"no room for {size} bytes in {self.folder}, after {deadline.spent:.1f} s of remote.total_s="
+                    f"{deadline.total_s:g}: other processes fill it. Raise remote.cache_gib, or use fewer "
                     "data.workers"
                 )
             time.sleep(_LONGEST_PAUSE_S)
@@ -216,73 +221,8 @@ class BoundedCache:
         return _Ledger(size, files)
 
 
-class PartialFile:
-    """A file that is being made.
-
-    Args:
-        cache: where it will be.
-        path: its later name.
-        file: descriptor of the part, exclusively locked.
-        deadline: ends its waits.
-    """
-
-    def __init__(self, cache: BoundedCache, path: Path, file: int, deadline: Deadline):
-        self._cache, self.path, self.file, self.deadline = cache, path, file, deadline
-        self.size = self._written = 0
-        self._footer = 0 if cache.durable else len(_footer(0))
-
-    def restart(self) -> None:
-        """Discard the content."""
-        self._written = 0
-
-    def reserve(self, size: int) -> None:
-        """Reserve room for `size` bytes in total.
-
-        Raises:
-            StorageError: they are more than the cache may take, or other processes leave no room for them.
-        """
-        if size + self._footer > self.size:
-            self._cache.reserve(self, size + self._footer)
-            self.size = size + self._footer
-
-    def write(self, block: bytes) -> None:
-        """Append bytes, and reserve more room if necessary."""
-        needed = self._written + len(block)
-        if needed + self._footer > self.size:
-            step = _STEP if self._written else 0
-            self.reserve(max(needed, min(self.size + step, self._cache.limit)))
-        self._append(block)
-
-    def _append(self, block: bytes) -> None:
-        view = memoryview(block)
-        while view:
-            count = os.pwrite(self.file, view[: 1 << 20], self._written)
-            view, self._written = view[count:], self._written + count
-
-    def finish(self) -> int:
-        """Give the file its name, and return a read-only descriptor."""
-        if self._cache.durable:
-            os.ftruncate(self.file, self._written)
-            os.fsync(self.file)
-        else:
-            self.reserve(self._written)
-            self._append(_footer(self._written))
-            os.ftruncate(self.file, self._written)
-        _mark_used(self.file)
-        part = self.path.with_name(f"{self.path.name}.part")
-        file = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.replace(part, self.path)
-        except BaseException:
-            os.close(file)
-            raise
-        if self._cache.durable:
-            sync_folder(self.path.parent)
-        return file
-
-
-def _footer(size: int) -> bytes:
-    return struct.pack("<8sQ", _MARK, size)
+def _part(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
 
 
 def _mark_used(file: int) -> None:

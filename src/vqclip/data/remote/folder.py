@@ -138,9 +138,9 @@ class RemoteFolder:
         self._call(name, "removed", remove)
 
     def _call(self, name: str, done: str, action: Callable[[Any, str, float], T]) -> T:
-        url, deadline = f"{self.url}/{name}", Deadline(self.options.total_s)
+        url = f"{self.url}/{name}"
 
-        def once() -> T:
+        def once(deadline: Deadline) -> T:
             with translate_errors(url):
                 system = object_store(url, self.options.timeout_s)
                 try:
@@ -150,7 +150,7 @@ class RemoteFolder:
                         f"there is no such {'bucket' if done == 'written' else 'file'}", again=False
                     ) from None
 
-        return retry(once, url, self.options, deadline, done, self._section)
+        return retry(once, url, self.options, None, done, self._section)
 
     def _path(self, name: str) -> str:
         return f"{self.url.partition('://')[2]}/{name}"

@@ -46,9 +46,9 @@ class RemoteConfig(TransferConfig):
     """Download and caching of shards at URLs. No option changes which samples are read."""
 
     cache_gib: Annotated[float, Field(gt=0, le=1e6)] = 100.0
-    """Largest size in GiB of the downloaded chunks of all runs on this machine, in `chunks` of the cache folder, and
-    likewise of files that cannot be read in chunks, in `shards`: Parquet, compressed tars, and shards of servers that
-    send whole files only. The least recently used are removed first."""
+    """Largest size in GiB of the downloaded chunks of all runs on this machine, in `chunks` of the cache folder. The
+    least recently used are removed first. What is packed once, in `packed`, does not count: Parquet, compressed tars,
+    and tars of servers that send whole files only."""
 
     @property
     def cache_bytes(self) -> int:
@@ -94,10 +94,10 @@ class FetchError(Exception):
 
 
 def retry(
-    action: Callable[[], T],
+    action: Callable[[Deadline], T],
     url: str,
     options: TransferConfig,
-    deadline: Deadline,
+    deadline: Deadline | None = None,
     done: str = "fetched",
     section: str = "remote",
 ) -> T:
@@ -107,7 +107,7 @@ def retry(
         action: one try; it must keep the deadline itself.
         url: for messages.
         options: number of tries.
-        deadline: ends the pauses too.
+        deadline: ends the pauses too; default ``options.total_s`` from now.
         done: what is done to the URL, for messages.
         section: key of the options in a configuration, for messages.
 
@@ -115,9 +115,10 @@ def retry(
         StorageError: the last failure; names URL, tries, time and the options that limit them. Its `kind` is "gone" if
             another try would not help, such as after 404, otherwise "storage".
     """
+    deadline = deadline or Deadline(options.total_s)
     for number in range(1, options.tries + 1):
         try:
-            return action()
+            return action(deadline)
         except FetchError as failure:
             last = failure
         pause = max(_pause(url, number), min(last.after_s, _LONGEST_ASKED_S))

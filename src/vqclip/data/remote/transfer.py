@@ -1,4 +1,9 @@
-"""One try to download a file or a range of it: by urllib3, from object stores by fsspec. `retry` makes more of one."""
+"""Download files, ranges of them, and lists of them: by urllib3, from object stores by fsspec; each try by `retry`.
+
+fetch(url, options, read_body)   open_url: one try -> Body(length, blocks, tag) -> take(body), again if the body breaks
+fetch_bytes, fetch_text     of small files, within a limit
+find_facts, list_files      sizes and tags
+"""
 
 from __future__ import annotations
 
@@ -9,27 +14,32 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import urllib3
 
 from vqclip.data.remote.http import is_permanent, open_http, status_error
-from vqclip.data.remote.retry import Deadline, FetchError
-from vqclip.data.remote.urls import protocol_of, redact_message
-from vqclip.errors import StorageError
+from vqclip.data.remote.retry import Deadline, FetchError, TransferConfig, retry
+from vqclip.data.remote.urls import display_url, protocol_of, redact_message
+from vqclip.errors import DataError, StorageError
 
 __all__ = [
     "Body",
     "ChangedError",
+    "FileFacts",
     "NoRangesError",
     "Span",
-    "list_facts",
-    "list_urls",
+    "fetch",
+    "fetch_bytes",
+    "fetch_text",
+    "find_facts",
+    "list_files",
     "object_store",
     "open_url",
     "translate_errors",
-    "url_facts",
 ]
+
+T = TypeVar("T")
 
 _SLOWEST = 16 << 10
 """Bytes a second; a slower download over `timeout_s` counts as stalled."""
@@ -70,12 +80,139 @@ class Span(NamedTuple):
     """Size of the whole file; None if it is not known."""
 
 
+class FileFacts(NamedTuple):
+    """Facts of a file that is not read yet."""
+
+    size: int
+    """Bytes."""
+    tag: str
+    """See `Body.tag`."""
+    has_ranges: bool = True
+    """Whether the server answers a request for a range with that range."""
+
+
 class NoRangesError(Exception):
     """A server sends whole files only."""
 
 
 class ChangedError(Exception):
     """A file has another size than expected; its argument says which."""
+
+
+def fetch(
+    url: str,
+    options: TransferConfig,
+    read_body: Callable[[Body], T],
+    span: Span | None = None,
+    deadline: Deadline | None = None,
+) -> T:
+    """Download a file, or a range of it, and return what `read_body` makes of its body; tried again if it breaks.
+
+    Args:
+        url: of an allowed protocol.
+        options: how it is downloaded.
+        read_body: reads the body once from beginning to end; called again in another try.
+        span: the range; None is the whole file.
+        deadline: ends all tries; default ``options.total_s`` from now.
+
+    Raises:
+        StorageError: it cannot be downloaded; see `retry`.
+        NoRangesError: the server answers a request for a range with the whole file.
+        ChangedError: the file does not have the size in `span`.
+        Exception: any error of ``read_body`` that is not a `FetchError`.
+    """
+
+    def once(deadline: Deadline) -> T:
+        with open_url(url, options.timeout_s, deadline, span) as body:
+            return read_body(body)
+
+    return retry(once, url, options, deadline)
+
+
+def fetch_bytes(url: str, options: TransferConfig, limit: int) -> bytes:
+    """Download a small file into memory; it is not cached.
+
+    Args:
+        url: its URL.
+        options: how it is downloaded.
+        limit: largest size in bytes.
+
+    Raises:
+        StorageError: it cannot be downloaded.
+        DataError: it is larger.
+    """
+
+    def read_body(body: Body) -> bytes:
+        if body.length is not None and body.length > limit:
+            raise DataError(f"{display_url(url)}: has {body.length} bytes; at most {limit} are read", "too many bytes")
+        blocks, received = [], 0
+        for block in body.blocks:
+            blocks.append(block)
+            received += len(block)
+            if received > limit:
+                raise DataError(
+                    f"{display_url(url)}: has more than {limit} bytes; at most these are read", "too many bytes"
+                )
+        return b"".join(blocks)
+
+    return fetch(url, options, read_body)
+
+
+def fetch_text(url: str, options: TransferConfig, limit: int) -> str:
+    """Download a small UTF-8 file; see `fetch_bytes`.
+
+    Raises:
+        DataError: it is not UTF-8.
+    """
+    try:
+        return fetch_bytes(url, options, limit).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{display_url(url)}: not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def find_facts(url: str, options: TransferConfig) -> FileFacts:
+    """Return size and tag of a file, and whether ranges of it can be read.
+
+    Raises:
+        StorageError: it cannot be reached, or the server announces no size.
+    """
+
+    def once(deadline: Deadline) -> FileFacts:
+        with translate_errors(url):
+            if protocol_of(url) not in _OVER_HTTP:
+                facts = _call("info", url, options.timeout_s, deadline)
+                return FileFacts(int(facts["size"]), _tag(facts))
+            has_ranges = True
+            try:
+                response, _ = _open_file(url, options.timeout_s, deadline, Span(0, 1, None))
+                total = response.headers["Content-Range"].partition("/")[2]
+                length = int(total) if total.isdigit() else None
+            except (NoRangesError, ChangedError) as error:  # an empty file has no first byte
+                response, length = _open_file(url, options.timeout_s, deadline, None)
+                has_ranges = isinstance(error, ChangedError)
+            response.close()
+        if length is None:
+            raise FetchError("the server announces no size (Content-Length), so it cannot be indexed", again=False)
+        return FileFacts(length, _tag(response.headers), has_ranges)
+
+    return retry(once, url, options)
+
+
+def list_files(pattern: str, options: TransferConfig) -> dict[str, FileFacts]:
+    """Return size and tag of the files that match a glob in an object store, by bucket and path.
+
+    Raises:
+        StorageError: the store cannot be reached, or the protocol's package is not installed.
+    """
+
+    def once(deadline: Deadline) -> dict[str, FileFacts]:
+        with translate_errors(pattern):
+            object_store(pattern, options.timeout_s).invalidate_cache()  # a second listing must see what is new
+            found = _call("glob", pattern, options.timeout_s, deadline, detail=True)
+            files = ((str(name), each) for name, each in found.items() if each.get("type", "file") == "file")
+            return {name: FileFacts(int(each["size"]), _tag(each)) for name, each in files}
+
+    return retry(once, pattern, options)
 
 
 @contextlib.contextmanager
@@ -89,7 +226,7 @@ def open_url(url: str, timeout_s: float, deadline: Deadline, span: Span | None =
         span: the range, at least one byte; None is the whole file.
 
     Raises:
-        FetchError: here or while the blocks are read.
+        FetchError: here, or while the blocks are read: also if fewer bytes come than were announced, or more.
         StorageError: the package of an object store is not installed.
         NoRangesError: the server answers a request for a range with the whole file.
         ChangedError: the file does not have the size in `span`; here or while the blocks are read.
@@ -99,59 +236,16 @@ def open_url(url: str, timeout_s: float, deadline: Deadline, span: Span | None =
             response, length = _open_file(url, timeout_s, deadline, span)
         with response:
             read = functools.partial(response.read1, 1 << 20, decode_content=False)
-            yield Body(length, _check_speed(read, url, timeout_s, deadline), _tag(response.headers))
+            yield Body(length, _check_blocks(read, length, url, timeout_s, deadline), _tag(response.headers))
     else:
         with translate_errors(url):
             facts: dict[str, Any] = {"size": span.total} if span else _call("info", url, timeout_s, deadline)
         if facts.get("type", "file") != "file":
             raise FetchError("is a folder", again=False)
         whole = span or Span(0, int(facts["size"]), None)
-        blocks = _object_blocks(url, timeout_s, deadline, whole, facts)
+        blocks, length = _object_blocks(url, timeout_s, deadline, whole, facts), whole.end - whole.first
         read = functools.partial(next, blocks, b"")
-        yield Body(whole.end - whole.first, _check_speed(read, url, timeout_s, deadline), _tag(facts))
-
-
-def list_urls(url: str, timeout_s: float, deadline: Deadline) -> list[str]:
-    """Return the matches of a glob in an object store, each as bucket and path.
-
-    Raises:
-        FetchError: the store cannot be reached.
-        StorageError: the protocol's package is not installed.
-    """
-    with translate_errors(url):
-        object_store(url, timeout_s).invalidate_cache()  # a second listing in a run must return what is there then
-        return [str(name) for name in _call("glob", url, timeout_s, deadline)]
-
-
-def list_facts(url: str, timeout_s: float, deadline: Deadline) -> dict[str, tuple[int, str]]:
-    """Return size and tag of every file in a folder of an object store, by bucket and path.
-
-    Raises:
-        FetchError: the store cannot be reached.
-        StorageError: the protocol's package is not installed.
-    """
-    with translate_errors(url):
-        object_store(url, timeout_s).invalidate_cache()
-        files = _call("ls", url, timeout_s, deadline, detail=True)
-        return {str(each["name"]): (int(each["size"]), _tag(each)) for each in files if each["type"] == "file"}
-
-
-def url_facts(url: str, timeout_s: float, deadline: Deadline) -> tuple[int, str]:
-    """Return size in bytes and tag of a file: its ETag, or the time of its last change.
-
-    Raises:
-        FetchError: it cannot be reached, or the server announces no size.
-        StorageError: the protocol's package is not installed.
-    """
-    with translate_errors(url):
-        if protocol_of(url) not in _OVER_HTTP:
-            facts = _call("info", url, timeout_s, deadline)
-            return int(facts["size"]), _tag(facts)
-        response, length = _open_first_byte(url, timeout_s, deadline)
-        response.close()
-    if length is None:
-        raise FetchError("the server announces no size (Content-Length), so it cannot be indexed", again=False)
-    return length, _tag(response.headers)
+        yield Body(length, _check_blocks(read, length, url, timeout_s, deadline), _tag(facts))
 
 
 def object_store(url: str, timeout_s: float) -> Any:
@@ -268,20 +362,12 @@ def _open_file(
         raise
 
 
-def _open_first_byte(url: str, timeout_s: float, deadline: Deadline) -> tuple[urllib3.BaseHTTPResponse, int | None]:
-    """Open a file to read its first byte, or all of it if the server sends whole files; return its size too."""
-    try:
-        response, _ = _open_file(url, timeout_s, deadline, Span(0, 1, None))
-    except (NoRangesError, ChangedError):  # or the file is empty
-        return _open_file(url, timeout_s, deadline, None)
-    total = response.headers["Content-Range"].partition("/")[2]
-    return response, int(total) if total.isdigit() else None
-
-
 def _check_part(response: urllib3.BaseHTTPResponse, span: Span) -> None:
     if response.status == 200:
         whole = response.headers.get("Content-Length", str(span.total))
-        if whole != str(span.total):  # such as the page of a proxy, after which ranges may come again
+        if span.total is not None and whole != str(
+            span.total
+        ):  # such as the page of a proxy, after which ranges may come again
             raise FetchError(
                 f"HTTP 200 with {whole[:20]} bytes; expected 206 and a part, or the file of {span.total} bytes",
                 again=True,
@@ -315,20 +401,25 @@ def _at_hub(url: str) -> tuple[str, dict[str, str]]:
     return where, {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def _check_speed(read: Callable[[], bytes], url: str, timeout_s: float, deadline: Deadline) -> Iterator[bytes]:
-    """Yield what `read` returns until it returns nothing, and check the speed and the deadline.
+def _check_blocks(
+    read: Callable[[], bytes], length: int | None, url: str, timeout_s: float, deadline: Deadline
+) -> Iterator[bytes]:
+    """Yield what `read` returns until it returns nothing, and check the number of bytes, the speed and the deadline.
 
-    Only the time within `read` counts as the server's: the caller may wait for space in the cache between blocks.
+    Only the time within `read` counts as the server's: the caller may wait between blocks.
     """
-    waited, received = 0.0, 0
+    waited, received, total = 0.0, 0, 0
     while True:
         since = time.monotonic()
         with translate_errors(url):
             block = read()
         waited += time.monotonic() - since
+        received, total = received + len(block), total + len(block)
+        if length is not None and (total > length or (total < length and not block)):
+            more = " or more" if block else ""
+            raise FetchError(f"{total} bytes{more} came, {length} were announced", again=True)
         if not block:
             return
-        received += len(block)
         yield block
         if deadline.left <= 0:
             raise FetchError("not complete when the time was over", again=False)

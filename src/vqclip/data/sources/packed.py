@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,7 @@ from vqclip.data.sources.paths import strip_common_folders
 from vqclip.data.sources.shards import TarSource
 from vqclip.data.tars.open import TarSet
 from vqclip.data.tars.reader import TarReader
-from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder
+from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder, require_room
 from vqclip.errors import DataError, StorageError, encodable, printable
 from vqclip.io.atomic import write_file
 from vqclip.io.files import Stamp, cache_folder, format_bytes, write_tar
@@ -197,13 +196,15 @@ class PackedConfig(SourceConfigBase):
             self._stream = self.open_stream()
         return self._stream
 
+    def packed_path(self, cache: Path | None = None) -> Path:
+        """Return the path of the folder of the packed tars, which may be missing."""
+        text = json.dumps(self.identity(), sort_keys=True)
+        name = f"{self.kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+        return (cache or cache_folder()) / "packed" / name
+
     def folder(self, cache: Path | None = None) -> WorkFolder:
         """Return the folder of the packed tars; it is made if it is missing, and then contains none."""
-        path = Path(self._opened["folder"]) if self._opened else None
-        if path is None:
-            text = json.dumps(self.identity(), sort_keys=True)
-            name = f"{self.kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
-            path = (cache or cache_folder()) / "packed" / name
+        path = Path(self._opened["folder"]) if self._opened else self.packed_path(cache)
         found = WorkFolder.existing(path, _LAYOUT)
         if found is not None:
             return found
@@ -232,15 +233,6 @@ def stamp(paths: Iterable[str | Path]) -> list[list[Any]]:
         except OSError as error:
             raise StorageError(f"{path}: cannot be read: {error.strerror}", "unreadable file") from None
     return found
-
-
-def require_room(folder: Path, size: int, remedy: str) -> None:
-    """Raise DataError if a disk has no room for so many bytes."""
-    free = shutil.disk_usage(folder).free
-    if size > free:
-        raise DataError(
-            f"{folder} has room for {free / 1e9:.1f} GB, and about {size / 1e9:.1f} GB are needed; {remedy}"
-        )
 
 
 @dataclass(frozen=True)

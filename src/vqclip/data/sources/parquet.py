@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from pydantic import model_validator
 
 from vqclip.data.lookup import name_errors, require_pyarrow
 from vqclip.data.remote import RemoteShard, protocol_of
+from vqclip.data.remote.urls import digest
 from vqclip.data.shard import Shard
 from vqclip.data.sources.columns import Columns, Row, is_split
 from vqclip.data.sources.files import FileSourceConfig
@@ -30,6 +30,8 @@ __all__ = ["ParquetConfig", "ParquetFile", "ParquetStream"]
 _ENDINGS = (".parquet",)
 _BATCH = 16
 """Rows that are decoded at a time; a few, since an image may have 64 MiB."""
+_BUFFER = 4 << 20
+"""Bytes of a column that are read at a time; of a file at a URL by one request."""
 _PIECE_BYTES, _PIECE_ROWS = 128 << 20, 10_000
 """A piece ends with the row group that makes it so large."""
 _SUCCESS, _STATUS = "success", "status"
@@ -62,7 +64,9 @@ class ParquetConfig(TableConfig):
 
     def identity(self) -> dict[str, Any]:
         """See `PackedConfig.identity`; a file at a URL counts by its URL."""
-        files = [[path.key] if isinstance(path, RemoteShard) else stamp([str(path)])[0] for path in self.files()]
+        files = [
+            [digest(path.url)] if isinstance(path, RemoteShard) else stamp([str(path)])[0] for path in self.files()
+        ]
         return {**self.settings(), "path": None, "files": files}
 
     def open_stream(self) -> ParquetStream:
@@ -71,6 +75,8 @@ class ParquetConfig(TableConfig):
 
     def image_files(self) -> _ImageFiles | None:
         """See `PackedConfig.image_files`; the first row with an image decides, if the images are a column of text."""
+        if self.packed_path().exists():  # found out before
+            return None
         for path in self.files():
             with ParquetFile(path).open() as opened:
                 column = self.columns(opened.schema_arrow, path, []).image or ""
@@ -146,18 +152,13 @@ class ParquetFile:
         """
         _, parquet = require_pyarrow()
         try:
-            stream = open_regular(self.path) if isinstance(self.path, Path) else os.fdopen(self.path.open(), "rb")
+            stream = open_regular(self.path) if isinstance(self.path, Path) else self.path.open()
         except OSError as error:
             raise DataError(f"{self}: cannot be opened: {error.strerror}") from None
         hint = "if it is cut, copy it again, or leave it out (path may be a list of files)"
         with stream:
-            try:
-                with name_errors(f"{self}: cannot be read as Parquet; {hint}"):
-                    opened = parquet.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
-            except DataError:
-                if isinstance(self.path, RemoteShard):
-                    self.path.discard()  # otherwise the next start would find the same damage
-                raise
+            with name_errors(f"{self}: cannot be read as Parquet; {hint}"):
+                opened = parquet.ParquetFile(stream, pre_buffer=False, buffer_size=_BUFFER)
             yield opened
 
 

@@ -11,10 +11,8 @@ from pathlib import Path
 
 from vqclip.data.remote import (
     TAR_ENDINGS,
-    GzipShard,
     RemoteConfig,
     display_url,
-    is_gzip,
     local_path,
     protocol_of,
     remote_shards,
@@ -43,7 +41,7 @@ def find_shards(
             braces in WebDataset's form (``train/{00000..00041}.tar``; every file must exist), or a glob
             (``train/*.tar``). URLs work the same way, but http and https cannot list folders, so every shard must be
             named. Shards at URLs are not checked until they are downloaded.
-        remote: how shards at URLs are downloaded, and the size of the cache, which compressed ones need too.
+        remote: how shards at URLs are downloaded.
         endings: of the files in a folder; for other files than tars.
         allow_missing: return shards of a pattern with braces that are missing, too.
 
@@ -112,14 +110,10 @@ def _choices(content: str) -> list[str]:
 def _find(path: str, remote: RemoteConfig, endings: Sequence[str], allow_missing: bool) -> list[Shard]:
     protocol = protocol_of(path)
     if protocol is None:
-        return [_shard_at(file, remote) for file in _find_local(path, endings, allow_missing)]
+        return [*_find_local(path, endings, allow_missing)]
     if protocol == "file":
-        return [_shard_at(file, remote) for file in _find_local(local_path(path), endings, allow_missing)]
+        return [*_find_local(local_path(path), endings, allow_missing)]
     return [shard for url in expand_braces(path) for shard in remote_shards(url, remote, endings)]
-
-
-def _shard_at(path: Path, remote: RemoteConfig) -> Shard:
-    return GzipShard.at(path, remote) if is_gzip(path.name) and path.is_file() else path
 
 
 def _find_local(path: str, endings: Sequence[str], allow_missing: bool) -> list[Path]:

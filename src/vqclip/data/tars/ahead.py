@@ -174,12 +174,11 @@ class NodeNeeds:
         # Chunks of the window after the next one would be unused for longer than the last window, and be removed first.
         return {source: min(left, size) for source, size in sizes.items()}
 
-    def warn_of_small_cache(self) -> None:
-        """Log a warning if the data do not fit in the cache, and neither do two windows."""
-        if sum(reader.total_bytes for reader in self.readers.values()) <= self._cache_room:
-            return
+    def warn(self) -> None:
+        """Log a warning if the cache or a window is so small that chunks are fetched more than once."""
+        fits = sum(reader.total_bytes for reader in self.readers.values()) <= self._cache_room
         for source, room in self.room_ahead().items():
-            if room < (window := self.window_bytes(source)):
+            if not fits and room < (window := self.window_bytes(source)):
                 logger.warning(
                     "data.sources[%d]: the cache has room for %.2f windows of %.3g GiB; below two, chunks are fetched "
                     "late, and some more than once. Raise remote.cache_gib, or lower data.order.window",
@@ -187,10 +186,6 @@ class NodeNeeds:
                     1 + room / window,
                     window / 2**30,
                 )
-
-    def warn_of_shared_chunks(self) -> None:
-        """Log a warning if windows have too few lanes for the nodes, so that several nodes fetch the same chunks."""
-        for source in self.readers:
             lanes, fetched = self._order.shared_lanes(source, self._nodes)
             if fetched > 1.1 * lanes:
                 logger.warning(
@@ -210,10 +205,6 @@ class NodeNeeds:
         """Return how many samples of a source the steps before `step` have used, over all epochs."""
         return self._order.count_used(step, self._batch_size, source)
 
-    def round(self, source: int) -> int:
-        """Return the samples of a round of a window: one of each chunk, of all nodes."""
-        return min(self._order.window, -(-len(self.readers[source]) // self._chunk))
-
     @property
     def local_rank(self) -> tuple[int, int]:
         """Number of this rank among those of its node, and how many they are."""
@@ -222,9 +213,9 @@ class NodeNeeds:
 
     def plan(self, steps: range, source: int) -> Iterator[PlannedFetch]:
         """Yield the chunks of the index that some steps need; see the module's docstring."""
-        delay = self.round(source)
-        stop = math.inf if steps.stop == sys.maxsize else self.position(steps.stop, source)
         reader, size = self.readers[source], len(self.readers[source])
+        delay = min(self._order.window, -(-size // self._chunk))  # a round: a sample of each chunk of a window
+        stop = math.inf if steps.stop == sys.maxsize else self.position(steps.stop, source)
         chunk, part = min(self._chunk, size), reader.index.chunk
         for used, needed in self._order.needs(steps.start, self._batch_size, source, self._rank, self._nodes):
             if used >= stop:

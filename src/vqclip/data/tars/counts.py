@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from vqclip.data.remote import RemoteConfig, RemoteShard, beneath
-from vqclip.data.remote.shard import fetch_bytes
-from vqclip.data.remote.urls import split_query
+from vqclip.data.remote import RemoteShard
+from vqclip.data.remote.transfer import fetch_bytes
+from vqclip.data.remote.urls import beneath, split_query
 from vqclip.data.shard import Shard
-from vqclip.data.tars.locate import data_folder
+from vqclip.data.tars.open import data_folder
 from vqclip.errors import StorageError
 from vqclip.io.files import read_bounded
 
@@ -36,57 +36,37 @@ def known_counts(shards: Sequence[Shard]) -> list[int] | None:
     """
     folder = data_folder(shards)
     for name in _INDEXES if folder is not None else ():
-        listed = _parse_index(_read_json(_beside(folder, name), shards, _LARGEST_INDEX))
-        counts = [listed.get(shard.name) for shard in shards]
-        if counts and all(count is not None for count in counts):
-            return [count for count in counts if count is not None]
+        listed = _parse_index(_read_json(folder, name, shards[0], _LARGEST_INDEX))
+        if all(shard.name in listed for shard in shards):
+            return [listed[shard.name] for shard in shards]
     if not shards or _successes(shards[0]) is None:  # most data sets without statistics end here
         return None
     with ThreadPoolExecutor(_THREADS, "counts") as pool:
         found = list(pool.map(_successes, shards))
-    return None if any(count is None for count in found) else [count for count in found if count is not None]
+    return None if None in found else [count for count in found if count is not None]
 
 
 def _successes(shard: Shard) -> int | None:
     """Return the samples of a shard from img2dataset's statistics; None if there are none."""
-    path = shard if isinstance(shard, Path) else shard.url if isinstance(shard, RemoteShard) else None
-    if path is None:
-        return None
-    name = f"{shard.name.partition('.')[0]}_stats.json"
-    if isinstance(path, str):
-        path, query = split_query(path)
-        path = path.rpartition("/")[0] + query
-    stats = _read_json(_beside(path.parent if isinstance(path, Path) else path, name), [shard], _LARGEST_STATS)
+    stats = _read_json(data_folder([shard]), f"{shard.name.partition('.')[0]}_stats.json", shard, _LARGEST_STATS)
     return _count(stats.get("successes")) if isinstance(stats, dict) else None
 
 
-def _beside(folder: Path | str | None, name: str) -> Path | str:
-    assert folder is not None
-    return folder / name if isinstance(folder, Path) else beneath(folder, name)
-
-
-def _read_json(place: Path | str, shards: Sequence[Shard], limit: int) -> Any:
-    """Return the content of a JSON file; None if it is missing or contains no JSON."""
-    data = _read(place, shards, limit)
+def _read_json(folder: Path | str | None, name: str, shard: Shard, limit: int) -> Any:
+    """Return the content of a JSON file in the folder of a shard; None if it is missing or contains no JSON."""
+    data = b""
     try:
-        return None if data is None or len(data) > limit else json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _read(place: Path | str, shards: Sequence[Shard], limit: int) -> bytes | None:
-    if isinstance(place, Path):
-        try:
-            return read_bounded(place, limit)
-        except OSError:
-            return None
-    options = next((shard.options for shard in shards if isinstance(shard, RemoteShard)), RemoteConfig())
-    try:
-        return fetch_bytes(place, options, limit)
+        if isinstance(folder, Path):
+            data = read_bounded(folder / name, limit)
+        elif folder is not None and isinstance(shard, RemoteShard):
+            data = fetch_bytes(beneath(folder, name), shard.options, limit)
+        return json.loads(data) if len(data) <= limit else None
     except StorageError as error:
-        if error.kind == "gone":
-            return None
-        raise
+        if error.kind != "gone":
+            raise
+    except (OSError, ValueError, RecursionError):
+        pass
+    return None
 
 
 def _parse_index(content: Any) -> dict[str, int]:

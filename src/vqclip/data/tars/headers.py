@@ -8,7 +8,6 @@ silently at a damaged header, so that the samples after it would be lost.)
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -18,11 +17,9 @@ import numpy as np
 from vqclip.data.shard import Shard
 from vqclip.errors import DataError
 
-__all__ = ["Member", "TarWalk", "walk"]
+__all__ = ["Member", "TarWalk"]
 
 _BLOCK = 512
-_READ = 1 << 20
-"""Bytes read at a time; more than an extended header has."""
 _REGULAR = (b"0", b"\0", b"7")
 """Types of regular files."""
 _NAMED = (b"x", b"L")
@@ -52,24 +49,6 @@ class Member(NamedTuple):
     offset: int
     """Position of its first byte."""
     size: int
-
-
-def walk(path: Shard, file: int, length: int) -> Iterator[Member]:
-    """Yield the regular files of a tar in order; folders are skipped.
-
-    Args:
-        path: the tar's name, for messages.
-        file: descriptor of the open tar; its position is not used.
-        length: size of the tar in bytes.
-
-    Raises:
-        DataError: see the module's docstring.
-    """
-    tar, before = TarWalk(path, length), -1
-    while before < tar.at < length:  # it stops at a header that is cut off
-        before = tar.at
-        yield from tar.feed(os.pread(file, _READ, before), before)
-    tar.finish()
 
 
 class TarWalk:

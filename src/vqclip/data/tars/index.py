@@ -17,6 +17,9 @@ Of tars on this machine, up to a number of bytes, the place of every member too,
     keys           Texts (samples)        names of the samples
 
 1.3e9 samples in chunks of 128 take 250 MB without the members, and about 50 bytes a sample with them.
+
+A part of an index, of which `vqclip.data.tars.make` joins it, is the index of one shard in chunks of one sample, with
+the digests of the samples themselves.
 """
 
 from __future__ import annotations
@@ -40,7 +43,6 @@ BLOCK = 512
 """Bytes of a block of a tar."""
 _FORMAT: dict[str, object] = {"format": "vqclip index of tars", "format_version": 1}
 _REMEDY = "make it again: vqclip data index SOURCE"
-_SHARDS_AT_ONCE = 4096
 _MISSING = 2**32 + np.array([-1, -2], np.int64)
 """`NONE` and `AMBIGUOUS` as offsets in an index."""
 Count = Annotated[int, Field(ge=0, le=2**50)]
@@ -90,7 +92,7 @@ class TarIndex:
     """
 
     def __init__(self, path: Path, facts: IndexFacts, arrays: Mapping[str, np.ndarray]):
-        self.path, self.facts = path, facts
+        self.path, self.facts, self.arrays = path, facts, arrays
         self.chunk = facts.chunk
         self.lengths, self.firsts = arrays["lengths"], arrays["firsts"]
         self.starts, self.digests, self.shard_digests = arrays["starts"], arrays["digests"], arrays["shard_digests"]
@@ -256,7 +258,7 @@ def _require_arrays(path: Path, table: Table, facts: IndexFacts) -> None:
 
 
 def _require_consistent(index: TarIndex) -> None:
-    """Check the numbers of an untrusted index, some thousand shards at a time.
+    """Check the numbers of an untrusted index.
 
     Raises:
         DataError: chunks or members outside of shards, or not in ascending order; counts that do not fit.
@@ -292,29 +294,11 @@ def _members_are_inside(index: TarIndex) -> bool:
 
 def _largest_chunk(index: TarIndex) -> int:
     """Return the bytes of the largest chunk; -1 if a chunk begins outside of its shard, or not before the next one."""
-    largest, base, previous = 0, 0, -1
-    for first in range(0, len(index.lengths), _SHARDS_AT_ONCE):
-        firsts = index.firsts[first : first + _SHARDS_AT_ONCE + 1]
-        lengths = index.lengths[first : first + _SHARDS_AT_ONCE]
-        shard, numbers = _shards_of_chunks(firsts, index.chunk)
-        starts, offsets = index.starts[numbers], _offsets(lengths, firsts)
-        is_first = np.arange(numbers.start, numbers.stop) * index.chunk == firsts[shard]
-        fits = (starts >= 0) & (starts < lengths[shard]) & (starts % BLOCK == 0) & ((starts == 0) == is_first)
-        sizes = np.diff(base + offsets[shard] + starts, prepend=[] if previous < 0 else previous)
-        if not fits.all() or (sizes <= 0).any():
-            return -1
-        if len(starts):
-            largest, previous = max(largest, int(sizes.max(initial=0))), base + int(offsets[shard[-1]] + starts[-1])
-        base += int(offsets[-1])
-    return max(largest, base - max(previous, 0))
-
-
-def _offsets(lengths: np.ndarray, firsts: np.ndarray) -> np.ndarray:
-    """Return the position of each shard, and the end, in the concatenated shards that have samples."""
-    return np.cumsum(np.concatenate(([0], np.where(np.diff(firsts) > 0, lengths, 0))), dtype=np.int64)
-
-
-def _shards_of_chunks(firsts: np.ndarray, chunk: int) -> tuple[np.ndarray, slice]:
-    """Return the chunks that begin in some shards, and for each the shard of its first sample, from 0."""
-    numbers = -(-firsts // chunk)
-    return np.repeat(np.arange(len(firsts) - 1), np.diff(numbers)), slice(int(numbers[0]), int(numbers[-1]))
+    firsts, starts = index.firsts, index.starts
+    lengths = np.where(np.diff(firsts) > 0, index.lengths, 0)  # an empty shard is never read
+    shard = np.repeat(np.arange(len(lengths)), np.diff(-(-firsts // index.chunk)))  # of the first sample of each chunk
+    is_first = np.arange(len(starts)) * index.chunk == firsts[shard]
+    fits = (starts >= 0) & (starts < lengths[shard]) & (starts % BLOCK == 0) & ((starts == 0) == is_first)
+    # Positions in the concatenated shards.
+    sizes = np.diff((np.cumsum(lengths) - lengths)[shard] + starts, append=lengths.sum())
+    return int(sizes.max(initial=0)) if fits.all() and (sizes > 0).all() else -1

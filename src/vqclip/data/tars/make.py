@@ -4,10 +4,10 @@
     for each shard without a part, in a random order of this process:  read it once, write its part
     when all parts are there:  join them
 
-A part is a table in a folder that processes and machines may share. Its name is a function of name, size and tag of the
-shard, so a shard that has changed has no part, and another list of shards uses the same parts. Each process takes
-shards in an order of its own and skips those that have a part; two may read one shard at the same time, mostly near the
-end, and write the same bytes. The folder may be deleted at any time.
+A part is the index of one shard in chunks of one sample, in a folder that processes and machines may share. Its name is
+a function of name, size and tag of the shard, so a shard that has changed has no part, and another list of shards uses
+the same parts. Each process takes shards in an order of its own and skips those that have a part; two may read one
+shard at the same time, mostly near the end, and write the same bytes. The folder may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -21,54 +21,38 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from vqclip.data.remote import GzipShard, RemoteShard, is_gzip
 from vqclip.data.remote.folder import RemoteFolder
-from vqclip.data.remote.retry import Deadline, FetchError, retry
-from vqclip.data.remote.transfer import list_facts, open_url, url_facts
-from vqclip.data.remote.urls import path_in_url, protocol_of
 from vqclip.data.shard import Shard
-from vqclip.data.table_file import Table, Texts, find_table, save_table
+from vqclip.data.table_file import Texts
 from vqclip.data.tars.index import BLOCK, IndexFacts, TarIndex, chunk_digest, content_digest, open_index, write_index
-from vqclip.data.tars.locate import MISSING, local_state, shard_names
-from vqclip.data.tars.members import DIGEST, KINDS, USUAL, MemberRules, ShardScan, scan_shard
-from vqclip.data.tars.store import is_whole
+from vqclip.data.tars.members import DIGEST, KINDS, USUAL, MemberRules, SampleTable, ShardScan, scan_shard
+from vqclip.data.tars.store import ShardFacts, read_shard, survey
 from vqclip.errors import DataError, StorageError, encodable
-from vqclip.io.files import open_regular
 
-__all__ = ["CHUNK", "IndexMaker", "Parts", "ShardFacts", "make_index", "survey"]
+__all__ = ["CHUNK", "IndexMaker", "Parts", "make_index"]
 
 logger = logging.getLogger("vqclip.data")
 T = TypeVar("T")
 
 CHUNK = 128
 """Samples of a chunk by default."""
-_VERSION = 1
+_VERSION = 2
 MOST_WITH_MEMBERS = 1 << 40
 """Bytes of the shards of which an index has the places of all members, about 3 GB for images of 20 kB."""
-_READ = 4 << 20
-_WEB = ("http", "https")
 _THREADS = 16
-"""Requests for sizes, or parts that are read, at a time."""
+"""Parts that are read at a time."""
 _SHOWN, _COUNTED = 5, 40
 _POLL_S = 0.2
-
-
-@dataclass(frozen=True)
-class ShardFacts:
-    """Name, size and tag of a shard; see `TarIndex`."""
-
-    name: str
-    length: int
-    tag: str
-    problem: str = ""
-    """Reason for which it is left out; "" without one."""
+_NONE = np.zeros((0, len(KINDS)), np.int64)
+_NOTHING = ShardScan(
+    np.zeros(0, np.int64), np.zeros((0, DIGEST), np.uint8), SampleTable(Texts.join([]), _NONE, _NONE), False, {}, {}, {}
+)
+"""Scan of a shard that is left out."""
 
 
 def make_index(
@@ -115,28 +99,22 @@ class Parts:
         """Return whether there is a part with this name."""
         return (self._folder / name).exists() or (self._remote is not None and bool(self._remote.list(name)))
 
-    def read(self, name: str) -> Table | None:
+    def read(self, name: str) -> TarIndex | None:
         """Return a part; None if it is missing or damaged."""
-        if self._remote is not None and not (self._folder / name).exists() and self._remote.list(name):
-            self._remote.download(name, self._folder / name)
-        return find_table(self._folder / name, {"format": "vqclip part"}, f"{self}/{name}", lambda table: table)
+        path = self._folder / name
+        if self._remote is not None and not path.exists() and self._remote.list(name):
+            self._remote.download(name, path)
+        try:
+            return open_index(path) if path.exists() else None
+        except DataError as error:
+            logger.warning("%s: the part is made again (%s)", self, error)
+            return None
 
-    def write(self, name: str, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    def write(self, name: str, part: TarIndex) -> None:
         """Write a part, whole or not at all; raises StorageError if the disk cannot be written."""
-        save_table(self._folder / name, {"format": "vqclip part", **facts}, arrays, "shards")
+        write_index(self._folder / name, part.facts, part.arrays)
         if self._remote is not None:
             self._remote.upload(name, self._folder / name)
-
-
-class _Part(NamedTuple):
-    """Content of a part."""
-
-    facts: dict[str, Any]
-    """``samples``, ``members``, ``complete``, ``scattered``, ``problem``, and the counts of `ShardScan`."""
-    begins: np.ndarray
-    digests: np.ndarray
-    members: tuple[Texts, np.ndarray, np.ndarray] | None
-    """Keys, offsets in blocks (uint32) and sizes (uint32), of an index that has them."""
 
 
 class IndexMaker:
@@ -158,7 +136,7 @@ class IndexMaker:
         self._parts, self._stopped = parts, threading.Event()
         self.facts = survey(shards, leave_out)
         total = sum(each.length for each in self.facts)
-        self.with_members = all(map(is_whole, shards)) and total <= MOST_WITH_MEMBERS
+        self.with_members = all(isinstance(each, Path) for each in shards) and total <= MOST_WITH_MEMBERS
         """Whether the index has the places of all members."""
 
     def find_current(self, path: Path, chunk: int) -> TarIndex | None:
@@ -243,65 +221,60 @@ class IndexMaker:
             DataError: it cannot be written, or a shard whose part is missing is damaged.
         """
         with ThreadPoolExecutor(_THREADS, "parts") as pool:
-            facts, arrays = self._join(_map_ahead(pool, self._part, range(len(self.facts))), chunk)
+            facts, arrays = self._join(_map_ahead(pool, self.part, range(len(self.facts))), chunk)
         return write_index(path, facts, arrays)
 
-    def _join(self, parts: Iterable[_Part], chunk: int) -> tuple[IndexFacts, dict[str, np.ndarray]]:
-        counts, starts, digests, shard_digests = [0], [np.zeros(0, np.int64)], bytearray(), list[bytes]()
-        keys, offsets, sizes = bytearray(), list[np.ndarray](), list[np.ndarray]()
-        key_ends, rest, step = [np.zeros(0, np.int64)], b"", chunk * DIGEST
+    def _join(self, parts: Iterable[TarIndex], chunk: int) -> tuple[IndexFacts, dict[str, np.ndarray]]:
+        """Return facts and arrays of the index; see `vqclip.data.tars.index`."""
+        firsts, starts, digests, rest = [0], [np.zeros(0, np.int64)], bytearray(), b""
+        shard_digests, step = bytearray(), chunk * DIGEST
+        keys, key_ends, places = (
+            bytearray(),
+            [np.zeros(0, np.int64)],
+            ([_NONE.astype(np.uint32)], [_NONE.astype(np.uint32)]),
+        )
         members, complete = np.zeros(len(KINDS), np.int64), np.zeros(len(KINDS), np.int64)
-        names = {name: Counter[str]() for name in ("endings", "ignored", "ambiguous")}
-        damaged, scattered, total = dict[str, str](), "", 0
-        for shard, part in zip(self.facts, parts, strict=True):
-            starts.append(part.begins[-total % chunk :: chunk])
-            plain = part.digests.tobytes()
-            shard_digests.append(hashlib.sha256(plain).digest())
-            plain = rest + plain
-            end = len(plain) // step * step
-            digests += b"".join(chunk_digest(plain[at : at + step]) for at in range(0, end, step))
-            rest = plain[end:]
-            counts.append(len(part.begins))
-            total += len(part.begins)
-            members += np.array(part.facts["members"])
-            complete += np.array(part.facts["complete"])
-            for name, counter in names.items():
-                counter.update(part.facts[name])
-            scattered = scattered or (shard.name if part.facts["scattered"] else "")
-            if part.facts["problem"]:
-                damaged[encodable(shard.name)] = encodable(part.facts["problem"])
-            if part.members is not None:
-                texts, *places = part.members
-                key_ends.append(texts.ends + len(keys))
-                keys += texts.content.tobytes()
-                offsets.append(places[0])
-                sizes.append(places[1])
-        if rest:
-            digests += chunk_digest(rest)
-        arrays: dict[str, np.ndarray] = {
-            "lengths": np.array([each.length for each in self.facts], np.int64),
-            "firsts": np.cumsum(counts, dtype=np.int64),
+        counts = {name: Counter[str]() for name in ("endings", "ignored", "ambiguous")}
+        damaged, scattered = dict[str, str](), ""
+        for part in parts:
+            starts.append(part.starts[-firsts[-1] % chunk :: chunk])
+            firsts.append(firsts[-1] + part.samples)
+            rest += part.digests.tobytes()
+            end = len(rest) // step * step
+            digests += b"".join(chunk_digest(rest[at : at + step]) for at in range(0, end, step))
+            rest = rest[end:]
+            shard_digests += part.shard_digests.tobytes()
+            members += part.facts.members
+            complete += part.facts.complete
+            for name, counter in counts.items():
+                counter.update(getattr(part.facts, name))
+            scattered = scattered or part.facts.scattered
+            damaged |= part.facts.damaged
+            if part.keys is not None:
+                key_ends.append(part.keys.ends + len(keys))
+                keys += part.keys.content.tobytes()
+                for column, name in zip(places, ("offsets", "sizes"), strict=True):
+                    column.append(part.arrays[name])
+        arrays = _name_arrays(self.facts) | {
+            "firsts": np.array(firsts, np.int64),
             "starts": np.concatenate(starts),
-            "digests": np.frombuffer(digests, np.uint8).reshape(-1, DIGEST),
-            "shard_digests": np.frombuffer(b"".join(shard_digests), np.uint8).reshape(-1, 32),
+            "digests": np.frombuffer(digests + (chunk_digest(rest) if rest else b""), np.uint8).reshape(-1, DIGEST),
+            "shard_digests": np.frombuffer(shard_digests, np.uint8).reshape(-1, 32),
         }
-        arrays["names"], arrays["name_ends"] = Texts.join(each.name for each in self.facts)
-        arrays["tags"], arrays["tag_ends"] = Texts.join(each.tag for each in self.facts)
         if self.with_members:
-            empty = [np.zeros((0, len(KINDS)), np.uint32)]
-            arrays |= {"offsets": np.concatenate(empty + offsets), "sizes": np.concatenate(empty + sizes)}
-            arrays |= {"keys": np.frombuffer(bytes(keys), np.uint8), "key_ends": np.concatenate(key_ends)}
+            arrays |= {"keys": np.frombuffer(keys, np.uint8), "key_ends": np.concatenate(key_ends)}
+            arrays |= {"offsets": np.concatenate(places[0]), "sizes": np.concatenate(places[1])}
         facts = IndexFacts(
             chunk=chunk,
             members=tuple(members.tolist()),
             complete=tuple(complete.tolist()),
-            content=content_digest([each.hex() for each in shard_digests]),
+            content=content_digest([shard_digests[at : at + 32].hex() for at in range(0, len(shard_digests), 32)]),
             rules=self.rules.to_json(),
-            scattered=encodable(scattered),
+            scattered=scattered,
             damaged=damaged,
-            endings=dict(names["endings"].most_common(_COUNTED)),
-            ignored=dict(names["ignored"].most_common(_COUNTED)),
-            ambiguous=dict(names["ambiguous"].most_common(_COUNTED)),
+            endings=dict(counts["endings"].most_common(_COUNTED)),
+            ignored=dict(counts["ignored"].most_common(_COUNTED)),
+            ambiguous=dict(counts["ambiguous"].most_common(_COUNTED)),
         )
         return facts, arrays
 
@@ -311,98 +284,87 @@ class IndexMaker:
         text = "\n".join([str(_VERSION), facts.name, str(facts.length), facts.tag, rules])
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".part"
 
-    def _part(self, number: int) -> _Part:
-        """Return the part of a shard; it is made, also again where it is damaged."""
-        if self.facts[number].problem:
-            return _empty_part(self.facts[number].problem, self.with_members)
+    def part(self, number: int) -> TarIndex:
+        """Return the part of a shard; it is made if it is missing, and again where it is damaged.
+
+        Raises:
+            DataError: the shard is damaged, and not left out.
+            StorageError: it cannot be fetched, or the part cannot be written, or is damaged whenever it is read.
+        """
+        facts = self.facts[number]
+        if facts.problem:
+            return self._describe(facts, _NOTHING, facts.problem)
         for is_new in (False, True):
             if is_new:
                 self._make_part(number)
-            table = self._parts.read(self._part_name(number))
-            if (part := None if table is None else _check_part(table, self.facts[number].length)) is not None:
-                break
-            if table is not None:
-                logger.warning("%s: part of %s is made again", self._parts, self.facts[number].name)
-        else:
-            raise StorageError(f"{self._parts}: the part of {self.facts[number].name} is damaged whenever it is read")
-        if part.facts["problem"] and not self.leave_out:
-            raise DataError(part.facts["problem"])
-        return part
+            part = self._parts.read(self._part_name(number))
+            if part is None or part.chunk != 1 or (part.keys is not None) != self.with_members:
+                continue
+            if part.lengths.tolist() == [facts.length] and part.has_shards([facts.name], self.rules):
+                if part.facts.damaged and not self.leave_out:
+                    raise DataError(*part.facts.damaged.values())
+                return part
+        raise StorageError(f"{self._parts}: the part of {facts.name} is damaged whenever it is read")
 
     def _make_part(self, number: int) -> None:
-        shard, length, part = self.shards[number], self.facts[number].length, None
+        shard, facts, problem = self.shards[number], self.facts[number], ""
+
+        def until_stopped(blocks: Iterable[bytes]) -> Iterator[bytes]:
+            for block in blocks:
+                if self._stopped.is_set():
+                    return  # the scan finds a truncated shard, which is ignored below
+                yield block
+
         try:
-            part = self._describe(read_shard(shard, self.facts[number], self._scan_of(shard, length)))
+            scan = read_shard(
+                shard, facts, lambda blocks: scan_shard(shard, until_stopped(blocks), facts.length, self.rules)
+            )
         except StorageError:
             raise
         except DataError as error:
             if self._stopped.is_set():
                 return
-            if not isinstance(shard, Path):
-                shard.discard()  # an unpacked copy with the same damage
-            message = f"{error}{_advice(shard)}"
+            scan, problem = _NOTHING, f"{error}{_advice(shard)}"
             if not self.leave_out:
-                raise DataError(message) from None
-            part = _empty_part(message, self.with_members)
-        arrays = {"begins": (part.begins // BLOCK).astype(np.uint32), "digests": part.digests}
-        if part.members is not None:
-            arrays |= dict(zip(("keys", "key_ends"), part.members[0], strict=True))
-            arrays |= dict(zip(("offsets", "sizes"), part.members[1:], strict=True))
-        self._parts.write(self._part_name(number), part.facts, arrays)
-        logger.info("indexed %s: %d samples", shard, len(part.begins))
+                raise DataError(problem) from None
+        self._parts.write(self._part_name(number), self._describe(facts, scan, problem))
+        logger.info("indexed %s: %d samples", shard, len(scan.begins))
 
-    def _scan_of(self, shard: Shard, length: int) -> Callable[[Iterable[bytes]], ShardScan]:
-        def until_stopped(blocks: Iterable[bytes]) -> Iterator[bytes]:
-            for block in blocks:
-                if self._stopped.is_set():
-                    return  # the scan finds a truncated shard, which `_make_part` knows to ignore
-                yield block
-
-        return lambda blocks: scan_shard(shard, until_stopped(blocks), length, self.rules)
-
-    def _describe(self, scan: ShardScan) -> _Part:
-        there = scan.table.offsets >= 0
-        facts: dict[str, Any] = {
-            "members": there.sum(axis=0).tolist(),
-            "complete": (there & there[:, :1]).sum(axis=0).tolist(),
-            "scattered": scan.is_scattered,
-            "problem": "",
+    def _describe(self, shard: ShardFacts, scan: ShardScan, problem: str = "") -> TarIndex:
+        """Return the index of one shard in chunks of one sample, in memory."""
+        there, digest = scan.table.offsets >= 0, hashlib.sha256(scan.digests.tobytes()).digest()
+        facts = IndexFacts(
+            chunk=1,
+            members=tuple(there.sum(axis=0).tolist()),
+            complete=tuple((there & there[:, :1]).sum(axis=0).tolist()),
+            content=content_digest([digest.hex()]),
+            rules=self.rules.to_json(),
+            scattered=encodable(shard.name) if scan.is_scattered else "",
+            damaged={encodable(shard.name): encodable(problem)} if problem else {},
+            endings={encodable(name): count for name, count in scan.endings.items()},
+            ignored={encodable(name): count for name, count in scan.ignored.items()},
+            ambiguous={encodable(name): count for name, count in scan.ambiguous.items()},
+        )
+        arrays = _name_arrays([shard]) | {
+            "firsts": np.array([0, len(scan.begins)], np.int64),
+            "starts": scan.begins,
+            "digests": scan.digests,
+            "shard_digests": np.frombuffer(digest, np.uint8).reshape(1, 32),
         }
-        for name in ("endings", "ignored", "ambiguous"):
-            facts[name] = {encodable(key): count for key, count in getattr(scan, name).items()}
-        table = scan.table
-        offsets = np.where(there, table.offsets // BLOCK, table.offsets + 2**32).astype(np.uint32)
-        sizes = np.minimum(table.sizes, 2**32 - 1).astype(np.uint32)
-        return _Part(facts, scan.begins, scan.digests, (table.keys, offsets, sizes) if self.with_members else None)
+        if self.with_members:
+            offsets = np.where(there, scan.table.offsets // BLOCK, scan.table.offsets + 2**32)
+            arrays["keys"], arrays["key_ends"] = scan.table.keys
+            arrays["offsets"] = offsets.astype(np.uint32)
+            arrays["sizes"] = np.minimum(scan.table.sizes, 2**32 - 1).astype(np.uint32)
+        return TarIndex(Path(shard.name), facts, arrays)
 
 
-def _empty_part(problem: str, with_members: bool) -> _Part:
-    facts: dict[str, Any] = {"scattered": False, "problem": encodable(problem)}
-    facts |= {"members": [0] * len(KINDS), "complete": [0] * len(KINDS), "endings": {}, "ignored": {}, "ambiguous": {}}
-    none = np.zeros((0, len(KINDS)), np.uint32)
-    members = (Texts.join([]), none, none) if with_members else None
-    return _Part(facts, np.zeros(0, np.int64), np.zeros((0, DIGEST), np.uint8), members)
-
-
-def _check_part(table: Table, length: int) -> _Part | None:
-    """Return the content of a part, which may come from anywhere; None if it is not what was written."""
-    try:
-        arrays, facts = table.arrays, table.facts
-        begins, digests = arrays["begins"].astype(np.int64) * BLOCK, arrays["digests"]
-        samples, members = len(begins), None
-        counts = [np.array(facts[name], np.int64) for name in ("members", "complete")]
-        fits = arrays["begins"].dtype == np.uint32 and digests.dtype == np.uint8 and digests.shape == (samples, DIGEST)
-        fits &= not samples or (begins[0] == 0 and bool((np.diff(np.append(begins, length)) > 0).all()))
-        fits &= all(c.shape == (len(KINDS),) and ((c >= 0) & (c <= samples)).all() for c in counts)
-        fits &= all(isinstance(facts[name], dict) for name in ("endings", "ignored", "ambiguous"))
-        if "offsets" in arrays:
-            keys, places = Texts(arrays["keys"], arrays["key_ends"]), (arrays["offsets"], arrays["sizes"])
-            fits &= keys.are_consistent and len(keys.ends) == samples
-            fits &= all(each.dtype == np.uint32 and each.shape == (samples, len(KINDS)) for each in places)
-            members = (keys, *places)
-        return _Part(facts, begins, digests, members) if fits and isinstance(facts["problem"], str) else None
-    except (KeyError, TypeError, ValueError):
-        return None
+def _name_arrays(shards: Sequence[ShardFacts]) -> dict[str, np.ndarray]:
+    """Return the arrays of an index with names, sizes and tags of shards."""
+    arrays = {"lengths": np.array([each.length for each in shards], np.int64)}
+    arrays["names"], arrays["name_ends"] = Texts.join(each.name for each in shards)
+    arrays["tags"], arrays["tag_ends"] = Texts.join(each.tag for each in shards)
+    return arrays
 
 
 def _advice(shard: Shard) -> str:
@@ -426,117 +388,3 @@ def _map_ahead(pool: ThreadPoolExecutor, function: Callable[[int], T], numbers: 
             yield running.popleft().result()
     while running:
         yield running.popleft().result()
-
-
-# ---- sizes, tags and bytes of shards
-
-
-def survey(shards: Sequence[Shard], leave_out: bool = False) -> list[ShardFacts]:
-    """Return name, size and tag of each shard.
-
-    Args:
-        shards: the tars; compressed ones are unpacked into the cache.
-        leave_out: return a problem instead of raising for those that are missing or damaged.
-
-    Raises:
-        DataError: a shard is missing.
-        StorageError: a server cannot be reached.
-    """
-    ask = partial(_ask_or_note, leave_out=leave_out)
-    stored = [each for each in shards if isinstance(each, RemoteShard) and protocol_of(each.url) not in _WEB]
-    stored = [each for each in stored if not is_gzip(each.name)]
-    folders = {each.url.rpartition("/")[0] for each in stored}
-    if shards and len(stored) == len(shards) and len(folders) <= max(1, len(shards) // _THREADS):
-        there = _list_folders(sorted(folders), stored[0])
-        # A shard that is not listed is asked for, which names the reason.
-        found = [(*there[where], "") if (where := _path_in_store(each)) in there else ask(each) for each in stored]
-    else:
-        with ThreadPoolExecutor(_THREADS, "survey") as pool:
-            found = list(pool.map(ask, shards))
-    return [ShardFacts(name, *each) for name, each in zip(shard_names(shards), found, strict=True)]
-
-
-def read_shard(shard: Shard, facts: ShardFacts, scan: Callable[[Iterable[bytes]], T]) -> T:
-    """Read a shard once from beginning to end; a plain one is not stored.
-
-    Args:
-        shard: the tar.
-        facts: its size and tag from `survey`.
-        scan: gets blocks of its bytes; called again if a download breaks.
-
-    Raises:
-        DataError: it cannot be read, or has changed; or from ``scan``.
-        StorageError: it cannot be fetched.
-    """
-    if isinstance(shard, RemoteShard) and not is_gzip(shard.name):
-        deadline = Deadline(shard.options.total_s)
-
-        def fetch() -> T:
-            with open_url(shard.url, shard.options.timeout_s, deadline) as body:
-                return scan(_require_length(body.blocks, facts.length))
-
-        return retry(fetch, shard.url, shard.options, deadline)
-    try:
-        with open_regular(shard) if isinstance(shard, Path) else os.fdopen(shard.open(), "rb") as file:
-            _require_unchanged(shard, facts)
-            result = scan(iter(lambda: file.read(_READ), b""))
-            _require_unchanged(shard, facts)
-    except OSError as error:
-        raise DataError(f"{shard}: shard cannot be read: {error.strerror}") from None
-    return result
-
-
-def _require_unchanged(shard: Shard, facts: ShardFacts) -> None:
-    if isinstance(shard, Path) and local_state(shard) != (facts.length, facts.tag):
-        raise StorageError(f"{shard}: was written to while it was indexed; start again when it is complete")
-
-
-def _require_length(blocks: Iterable[bytes], length: int) -> Iterator[bytes]:
-    received = 0
-    for block in blocks:
-        received += len(block)
-        if received > length:
-            break
-        yield block
-    if received != length:
-        more = "or more " if received > length else ""
-        raise FetchError(f"{received} bytes {more}came, {length} were announced: did it change?", again=True)
-
-
-def _ask_or_note(shard: Shard, leave_out: bool) -> tuple[int, str, str]:
-    try:
-        return (*_ask(shard), "")
-    except DataError as error:
-        if not leave_out or (isinstance(error, StorageError) and error.kind != "gone"):
-            raise
-        return (*MISSING, str(error))
-
-
-def _ask(shard: Shard) -> tuple[int, str]:
-    if isinstance(shard, Path):
-        try:
-            open_regular(shard).close()
-        except OSError as error:
-            raise DataError(f"{shard}: shard cannot be opened: {error.strerror}") from None
-        return local_state(shard)
-    if isinstance(shard, GzipShard) or is_gzip(shard.name):
-        file = shard.open()
-        try:
-            return os.fstat(file).st_size, f"{shard.stamp[1]}" if isinstance(shard, GzipShard) else ""
-        finally:
-            os.close(file)
-    deadline = Deadline(shard.options.total_s)
-    return retry(lambda: url_facts(shard.url, shard.options.timeout_s, deadline), shard.url, shard.options, deadline)
-
-
-def _list_folders(folders: Sequence[str], shard: RemoteShard) -> dict[str, tuple[int, str]]:
-    there: dict[str, tuple[int, str]] = {}
-    for folder in folders:
-        deadline = Deadline(shard.options.total_s)
-        list_folder = partial(list_facts, folder, shard.options.timeout_s, deadline)
-        there |= retry(list_folder, folder, shard.options, deadline)
-    return there
-
-
-def _path_in_store(shard: RemoteShard) -> str:
-    return path_in_url(shard.url).partition("://")[2]

@@ -1,35 +1,52 @@
-"""Index and open a list of tars.
+"""Find, index and open a list of tars.
 
-parts()  what is to be done before the first sample is read: check the index, or read the shards that it lacks
-open()   the index beside the shards or in the cache, else a new one in the cache  ->  TarReader
+    find_index      the index beside the shards, or in the cache
+    TarSet.parts()  what is to be done before the first sample is read: copy shards that cannot be read at random
+                    places, check the index, or read the shards that it lacks
+    TarSet.open()   index, or a new one in the cache  ->  TarReader
+
+The name of an index is a function of the names of the shards and of the rules by which their members are grouped, so
+training finds what `vqclip data index` wrote, and a folder can have an index for each list of shards.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from vqclip.data.remote import RemoteConfig
+from vqclip.data.remote import RemoteConfig, RemoteShard, display_url, protocol_of
 from vqclip.data.remote.cache import BoundedCache
+from vqclip.data.remote.transfer import fetch_bytes
+from vqclip.data.remote.urls import beneath, path_in_url, split_query
 from vqclip.data.shard import Part, Shard
+from vqclip.data.sources.paths import common_folder
 from vqclip.data.tars.index import TarIndex, open_index
-from vqclip.data.tars.locate import cached_index, data_folder, find_index, lock_index
 from vqclip.data.tars.make import CHUNK, IndexMaker, Parts
 from vqclip.data.tars.members import USUAL, MemberRules
 from vqclip.data.tars.reader import TarReader
-from vqclip.data.tars.store import is_whole
-from vqclip.errors import ConfigError, DataError
+from vqclip.data.tars.store import local_state, shard_names
+from vqclip.data.tars.unpack import UnpackedTars, find_unpacked
+from vqclip.errors import ConfigError, DataError, StorageError
+from vqclip.io.atomic import write_file
+from vqclip.io.file_locks import hold_lock
 from vqclip.io.files import cache_folder
 
-__all__ = ["TarSet", "choose_chunk", "describe_left_out"]
+__all__ = ["TarSet", "cached_index", "choose_chunk", "data_folder", "describe_left_out", "find_index", "index_name"]
 
 logger = logging.getLogger("vqclip.data")
 
 MAX_CHUNK = 1 << 30
 """Bytes of the largest chunk that is read: each thread that fetches has one in memory."""
+_LARGEST_OF_SHARD = 64 << 20
+"""Bytes of a fetched index for each shard at most: a shard of 350 million samples in chunks of 128."""
+_DIGITS = 12
 _SHOWN = 3
 
 
@@ -45,6 +62,8 @@ class TarSet:
     """Leave out shards that are missing or damaged."""
     chunk: int | None = None
     """Samples of a chunk of the order, which those of the index divide; None: any."""
+    named: Sequence[Shard] | None = None
+    """The shards in messages, where some are copies; None: these."""
 
     def parts(self) -> Sequence[Part]:
         """Return what is to be done before the first sample is read; see `SourceConfigBase.shards`.
@@ -53,10 +72,40 @@ class TarSet:
             DataError: a shard is missing; or they are at URLs, do not fit in the cache, and have no index.
             ConfigError: chunks of the index do not fit those of the order.
         """
+        if (folder := self._find_unpacked(None)) is not None:
+            missing = [item for item in range(folder.items) if folder.record(item) is None]
+            parts = [_Part(str(folder.file(item)), partial(self._copy, folder, [item])) for item in missing]
+            return parts or self._with_copies(folder).parts()
         if (index := self._find(None)) is not None:
-            return [_IndexCheck(index.path)]
+            return [_Part(str(index.path), partial(_verify, index.path))]
         maker = self._maker(None)
-        return [_ShardPart(maker, number) for number in maker.missing()]
+        return [_Part(str(self.shards[number]), partial(maker.read, number)) for number in maker.missing()]
+
+    def readable(self, cache: Path | None = None) -> TarSet:
+        """Return the tars with copies in place of those that cannot be read at random places; missing ones are made.
+
+        Raises:
+            DataError: a shard is damaged, or the disk has no room.
+        """
+        if (folder := self._find_unpacked(cache)) is None:
+            return self
+        self._copy(folder, range(folder.items), cache, wait=True)
+        folder.remove_leftovers()
+        return self._with_copies(folder)
+
+    def _copy(self, folder: UnpackedTars, items: Sequence[int], cache: Path | None = None, wait: bool = False) -> bool:
+        """Copy and index shards; return False if another process is copying one."""
+        for item in folder.claim(items, wait):
+            file, copy = folder.copy(item, self.shards, self.leave_out), folder.file(item)
+            try:
+                part = replace(self, shards=[copy])._maker(cache).part(0)
+            except StorageError:
+                raise
+            except DataError as error:
+                shard = self.shards[folder.settings["numbers"][item]]
+                raise DataError(str(error).replace(str(copy), str(shard))) from None
+            folder.add_record(item, file, part.samples)
+        return all(folder.record(item) is not None for item in items)
 
     def open(self, cache: Path | None = None) -> TarReader:
         """Open the tars, after indexing those that are not indexed.
@@ -68,6 +117,8 @@ class TarSet:
             DataError: a shard is damaged, or the index of these tars cannot be used.
             ConfigError: chunks of the index do not fit those of the order.
         """
+        if (tars := self.readable(cache)) is not self:
+            return tars.open(cache)
         index = self._find(cache)  # which is falsy if all tars are empty
         index = self._write(cache) if index is None else index
         if index.facts.damaged and not self.leave_out:
@@ -90,11 +141,18 @@ class TarSet:
                 index.chunk,
             )
         chunks = BoundedCache((cache or cache_folder()) / "chunks", self.remote.cache_bytes)
-        return TarReader(self.shards, index, self.rules, chunks, self.remote.total_s)
+        return TarReader(self.shards, index, self.rules, chunks, self.remote.total_s, self.named)
 
     @property
     def _is_local(self) -> bool:
-        return all(map(is_whole, self.shards))
+        return all(isinstance(each, Path) for each in self.shards)
+
+    def _find_unpacked(self, cache: Path | None) -> UnpackedTars | None:
+        # Of shards with an index in the cache, made or fetched earlier, the server is known to send parts.
+        return find_unpacked(self.shards, not cached_index(self.shards, self.rules, cache).exists(), cache)
+
+    def _with_copies(self, folder: UnpackedTars) -> TarSet:
+        return replace(self, shards=folder.replace(self.shards), named=self.shards)
 
     def _require_chunks(self, index: TarIndex) -> None:
         """Raise DataError if an index cannot be read in chunks."""
@@ -144,47 +202,35 @@ class TarSet:
     def _write(self, cache: Path | None) -> TarIndex:
         """Join the parts of the index; one process of those that share a cache does it, and the others wait."""
         path = cached_index(self.shards, self.rules, cache)
-        with lock_index(path, "write"):  # `find_index` takes the other lock
+        with _lock(path, "write"):  # `find_index` takes the other lock
             index = self._find(cache)
             return self._maker(cache).write(path, choose_chunk(self.chunk or CHUNK)) if index is None else index
 
 
 @dataclass(frozen=True)
-class _ShardPart:
-    """A tar whose part of the index is to be made."""
+class _Part:
+    """Something that is to be done before the first sample is read."""
 
-    maker: IndexMaker
-    number: int
-
-    @property
-    def path(self) -> Shard:
-        """The tar."""
-        return self.maker.shards[self.number]
+    name: str
+    action: Callable[[], object]
 
     def __str__(self) -> str:
-        return str(self.path)
+        return self.name
 
-    def prepare(self, cache: Path | None = None) -> None:
-        self.maker.read(self.number)
+    def prepare(self, cache: Path | None = None) -> object:
+        """Do it; return False if another process is about to have done it."""
+        return self.action()
 
 
-@dataclass(frozen=True)
-class _IndexCheck:
-    """An index that is to be verified."""
-
-    path: Path
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-    def prepare(self, cache: Path | None = None) -> None:
-        try:
-            open_index(self.path)
-        except DataError as error:
-            if self.path.parent != cache_folder() / "index":
-                raise
-            self.path.unlink(missing_ok=True)
-            raise DataError(f"{error}. It was in the cache and is removed: start again") from None
+def _verify(path: Path) -> None:
+    """Verify an index; a damaged one in the cache is removed, so that the next start makes it again."""
+    try:
+        open_index(path)
+    except DataError as error:
+        if path.parent != cache_folder() / "index":
+            raise
+        path.unlink(missing_ok=True)
+        raise DataError(f"{error}. It was in the cache and is removed: start again") from None
 
 
 def choose_chunk(chunk: int) -> int:
@@ -212,3 +258,123 @@ def describe_left_out(index: TarIndex) -> tuple[str, ...]:
 def _show(counts: Mapping[str, int]) -> str:
     shown = [f"{name} {count}" for name, count in sorted(counts.items(), key=lambda each: -each[1])[:_SHOWN]]
     return ", ".join([*shown, "..."] if len(counts) > _SHOWN else shown)
+
+
+# ---- the place of an index
+
+
+def index_name(shards: Sequence[Shard], rules: MemberRules = USUAL) -> str:
+    """Return the name of the index of some shards, beside them."""
+    return f"vqclip-{_digest(shard_names(shards), rules)[:_DIGITS]}.index"
+
+
+def data_folder(shards: Sequence[Shard]) -> Path | str | None:
+    """Return the folder, or its URL, that contains all shards; None if there is none, or only a disk or server does."""
+    if not shards:
+        return None
+    if all(isinstance(each, Path) for each in shards):
+        folder = Path(os.path.commonpath([str(Path(str(each)).parent) for each in shards]))
+        return None if folder == folder.parent else folder
+    if not all(isinstance(each, RemoteShard) for each in shards):
+        return None
+    parts = [split_query(each.url) for each in shards if isinstance(each, RemoteShard)]
+    queries = {query for _, query in parts}
+    common = common_folder(path for path, _ in parts).removesuffix("/")
+    # With a query for each shard, as in signed URLs, nothing is known about other files.
+    return common + queries.pop() if common.count("/") > 1 and len(queries) == 1 else None
+
+
+def cached_index(shards: Sequence[Shard], rules: MemberRules = USUAL, cache: Path | None = None) -> Path:
+    """Return the place of the index of some shards in the cache."""
+    paths = [path_in_url(each.url) if isinstance(each, RemoteShard) else str(each) for each in shards]
+    return (cache or cache_folder()) / "index" / f"{_digest(paths, rules)[:24]}.tars"
+
+
+def find_index(shards: Sequence[Shard], rules: MemberRules = USUAL, cache: Path | None = None) -> TarIndex | None:
+    """Return the index of some shards, opened; None if there is none, or it is outdated.
+
+    That of shards at URLs is fetched from beside them into the cache, once; afterwards the server is not asked.
+
+    Args:
+        shards: the tars.
+        rules: how their members are grouped.
+        cache: the cache folder; default `vqclip.io.files.cache_folder()`.
+
+    Raises:
+        StorageError: the server cannot be reached.
+    """
+    folder, cached = data_folder(shards), cached_index(shards, rules, cache)
+    beside = [folder / index_name(shards, rules)] if isinstance(folder, Path) else []
+    for place in (*beside, cached):
+        if (index := _open_current(place, shards, rules)) is not None:
+            return index
+    if isinstance(folder, str):
+        with _lock(cached, "lock"):
+            index = _open_current(cached, shards, rules)
+            if index is None and _fetch(beneath(folder, index_name(shards, rules)), shards, cached):
+                index = _open_current(cached, shards, rules)
+            return index
+    return None
+
+
+@contextlib.contextmanager
+def _lock(path: Path, name: str) -> Iterator[None]:
+    """Hold a lock of this name beside an index in the cache.
+
+    Raises:
+        StorageError: the cache cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with hold_lock(path.with_name(f"{path.name}.{name}")):
+            yield
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder with room"
+        ) from None
+
+
+def _open_current(path: Path, shards: Sequence[Shard], rules: MemberRules) -> TarIndex | None:
+    """Open an index; None if it is missing or damaged, or of other shards; local ones must be as they were."""
+    if not path.exists():
+        return None
+    try:
+        index = open_index(path, verify=False)
+    except DataError as error:
+        logger.warning("%s", error)
+        return None
+    if index.has_shards(shard_names(shards), rules) and all(
+        local_state(shard) == (int(index.lengths[number]), index.tag(number))
+        for number, shard in enumerate(shards)
+        if isinstance(shard, Path)
+    ):
+        return index
+    # One in the cache is made again.
+    level = logging.INFO if path.parent.name == "index" else logging.WARNING
+    logger.log(level, "%s: is of other shards, or of these before they changed; it is not used", path)
+    return None
+
+
+def _fetch(url: str, shards: Sequence[Shard], path: Path) -> bool:
+    """Fetch and verify an index; return False if there is none."""
+    (first, *_) = (each for each in shards if isinstance(each, RemoteShard))
+    try:
+        content = fetch_bytes(url, first.options, min(first.options.cache_bytes, _LARGEST_OF_SHARD * len(shards)))
+    except StorageError as error:
+        # A web server may answer anything for a file that is not there; a bucket says it, or access is wrong.
+        if error.kind == "gone" and (protocol_of(url) in ("http", "https") or "not found" in str(error)):
+            return False
+        raise
+    write_file(path, content)
+    try:
+        open_index(path)
+    except DataError as error:
+        path.unlink()
+        raise DataError(str(error).replace(str(path), display_url(url))) from None
+    logger.info("fetched the index %s", path_in_url(url))
+    return True
+
+
+def _digest(names: Sequence[str], rules: MemberRules) -> str:
+    more = [] if rules == USUAL else [json.dumps(rules.to_json(), sort_keys=True)]
+    return hashlib.sha256("\n".join([*names, *more]).encode("utf-8", "surrogateescape")).hexdigest()

@@ -2,19 +2,18 @@
 
     place of a member       of tars on this machine: in the index (`TarIndex.member`)
                             else: in the table of its chunk, in the node's cache
-    its bytes               in the tar on this machine, or in the cache beside the table
+    its bytes               in the tar on this machine, or in the cache behind the table
 
     chunk missing in the cache: fetch its bytes, compare its digest, parse its headers, store table and bytes
 
-Nothing here grows with the number of samples, and each process opens one table at a time. A table is a file:
+Nothing here grows with the number of samples, and each process opens one chunk at a time. In the cache it is a file:
 
-    rows   64 bytes a sample: offset, size and CRC-32 of its image, .txt, .json, .cls and name; CRC-32 of the row
-    names  of the samples
-    bytes  of the chunk, where a shard of it is not on this machine
+    head    bytes of the table, and CRC-32 of the digest of the chunk and the table, each uint32
+    table   uint32 (samples, 4, 3): offset in the chunk, size and CRC-32 of image, .txt, .json and .cls
+            uint32 (samples,): end of each name; names of the samples
+    bytes   of the chunk, if a shard of it is not on this machine
 
-Offsets of names count from the start of the table; those of members too where the bytes follow, otherwise from the
-start of the chunk. The checksum of a row covers the digest of the chunk and the number of the row: a damaged table, or
-that of another chunk, gives no sample.
+So a damaged table, or that of another chunk, gives no sample, and every member is compared with its checksum.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,42 +36,36 @@ from vqclip.data.table_file import Texts
 from vqclip.data.tars.headers import TarWalk
 from vqclip.data.tars.index import ByteRange, TarIndex, chunk_digest
 from vqclip.data.tars.members import AMBIGUOUS, KINDS, NONE, USUAL, MemberRules, MemberScan, SampleTable
-from vqclip.data.tars.store import ShardStore, is_whole
+from vqclip.data.tars.store import ShardStore
 from vqclip.errors import DataError, StorageError, encodable, printable
 
-__all__ = ["ROW", "TarReader", "scan_chunk"]
+__all__ = ["TarReader", "scan_chunk"]
 
 logger = logging.getLogger("vqclip.data")
-T = TypeVar("T")
 
-_COLUMNS = (*KINDS, "key")
-_FORMAT = f"<{3 * len(_COLUMNS)}I"
-ROW = struct.calcsize(_FORMAT) + 4
-"""Bytes of a row."""
-_TABLE = ROW + 16
-"""Bytes of the table for a sample, about: its row and its name."""
-_MAX_NAME = 1 << 20
-"""Bytes of the name of a sample at most; `vqclip.data.tars.headers` reads fewer."""
+_HEAD = "<II"
+_ROW = 4 * (3 * len(KINDS) + 1)
+"""Bytes of the table for a sample, without its name."""
+_TABLE = _ROW + 16
+"""About the bytes of the table for a sample, with its name."""
+_READ = 16 << 10
+"""Bytes that are read first, about those of head and table."""
 _SHOWN_KEY = 200
 """Characters of a sample's name in messages; every bad sample is logged, and a tar allows 65,536 characters."""
 
 
-class Extent(NamedTuple):
-    """Place of some bytes, and their checksum."""
+class _OpenChunk(NamedTuple):
+    """An open chunk in the cache."""
 
-    offset: int
-    size: int
-    crc: int
-
-
-class _OpenTable(NamedTuple):
-    """An open table of a chunk."""
-
-    chunk: int
+    number: int
     file: int
     """Its descriptor."""
-    digest: bytes
-    ranges: tuple[ByteRange, ...]
+    data_at: int
+    """Place of its bytes; 0 if they are in the shards alone."""
+    places: np.ndarray
+    """``(samples, 4, 3)``: offset, size and CRC-32 of each of `KINDS`."""
+    name_ends: np.ndarray
+    names: bytes
 
 
 class TarReader:
@@ -82,19 +75,25 @@ class TarReader:
         shards: tar files, here or at URLs.
         index: index of them.
         rules: the rules by which it groups members.
-        cache: the node's cache of tables and chunks.
+        cache: the node's cache of chunks.
         total_s: longest time for a chunk.
+        named: the shards in messages; None: ``shards``.
     """
 
     def __init__(
-        self, shards: Sequence[Shard], index: TarIndex, rules: MemberRules, cache: BoundedCache, total_s: float = 60.0
+        self,
+        shards: Sequence[Shard],
+        index: TarIndex,
+        rules: MemberRules,
+        cache: BoundedCache,
+        total_s: float = 60.0,
+        named: Sequence[Shard] | None = None,
     ):
-        self._table: _OpenTable | None = None  # the one in use; first, since `__del__` needs it
-        self._last: tuple[int, list[Extent]] | None = None
-        self._shards, self._cache, self._total_s = shards, cache, total_s
+        self._chunk: _OpenChunk | None = None  # the one in use; first, since `__del__` needs it
+        self._shards, self._named, self._cache, self._total_s = shards, named or shards, cache, total_s
         self.index, self.rules = index, rules
         self.store = ShardStore(shards, index)
-        self.is_remote = not all(map(is_whole, shards))
+        self.is_remote = not all(isinstance(each, Path) for each in shards)
         """True if any shard is at a URL, and is read in chunks."""
         self._in_place = index.keys is not None and not self.is_remote  # the index has the places of members
 
@@ -108,21 +107,17 @@ class TarReader:
             DataError: the sample lacks it, or it is too large.
             StorageError: a shard cannot be read or downloaded, or has changed.
         """
-        column, length = KINDS.index(kind), len(self)
-        if not 0 <= index < length:
+        column = KINDS.index(kind)
+        if not 0 <= index < len(self):
             raise IndexError(index)
-        if self._in_place:
-            offset, size = self.index.member(index, column)
-        else:
-            offset, size, crc = self._extents(index)[column]
+        if not self._in_place:
+            return self._read_from_chunk(index, column)
+        offset, size = self.index.member(index, column)
         if offset < 0 or size > MAX_BYTES[kind]:
             raise self._unusable(index, kind, offset, size)
-        if not self._in_place:
-            return self._read_from_chunk(index, Extent(offset, size, crc))
         shard = self.index.shard_of(index)
         path = self._shards[shard]
-        if not isinstance(path, Path):
-            return self.store.read([ByteRange(shard, offset, offset + size)])
+        assert isinstance(path, Path)
         try:
             return self.store.files.read(path, self.store.stamp(shard), offset, size, "")
         except StorageError as error:
@@ -147,13 +142,13 @@ class TarReader:
             raise IndexError(index)
         if self.index.keys is not None:
             return _printable_key(self.index.keys.read(index))
-        extent = self._extents(index)[-1]
-        name = self._from_table(index // self.index.chunk, lambda table: _read_extent(table.file, extent))
-        return name.decode()
+        number, row = divmod(index, self.index.chunk)
+        chunk = self._open_chunk(number)
+        return chunk.names[chunk.name_ends[row - 1] if row else 0 : chunk.name_ends[row]].decode()
 
     def name(self, index: int) -> str:
         """Return shard and sample, for messages."""
-        shard = self._shards[self.index.shard_of(index)]
+        shard = self._named[self.index.shard_of(index)]
         try:
             key = self.key(index)
         except DataError:  # the message is about another failure, and must not be lost
@@ -174,7 +169,7 @@ class TarReader:
     def shards(self) -> list[dict[str, str | int]]:
         """File name, size, samples and ``sha256`` of every shard: that of the digests of its samples."""
         counts = np.diff(self.index.firsts).tolist()
-        facts = zip(self._shards, self.index.lengths.tolist(), counts, self.index.shard_digests, strict=True)
+        facts = zip(self._named, self.index.lengths.tolist(), counts, self.index.shard_digests, strict=True)
         return [
             {"name": encodable(shard.name), "bytes": size, "samples": count, "sha256": digest.tobytes().hex()}
             for shard, size, count, digest in facts
@@ -186,7 +181,7 @@ class TarReader:
         return self.index.facts.content
 
     def fetch(self, chunk: int) -> None:
-        """Put the table of a chunk into the node's cache, unless it is there."""
+        """Put a chunk into the node's cache, unless it is there."""
         os.close(self._open(chunk))
 
     @property
@@ -205,17 +200,16 @@ class TarReader:
         return data + self.index.chunk * _TABLE
 
     def close(self) -> None:
-        """Close the open table; it is opened again on demand."""
-        if self._table is not None:
-            os.close(self._table.file)
-            self._table = self._last = None
+        """Close the open chunk; it is opened again on demand."""
+        if self._chunk is not None:
+            os.close(self._chunk.file)
+            self._chunk = None
 
     def __del__(self) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, object]:
-        # A descriptor is not valid in a spawned worker.
-        return {**self.__dict__, "_table": None, "_last": None}
+        return {**self.__dict__, "_chunk": None}  # a descriptor is not valid in a spawned worker
 
     def _unusable(self, index: int, kind: str, offset: int, size: int) -> DataError:
         """Return the error for a member that is missing, ambiguous or too large."""
@@ -229,68 +223,70 @@ class TarReader:
 
     # ---- chunks
 
-    def _read_from_chunk(self, index: int, extent: Extent) -> bytes:
-        chunk = index // self.index.chunk
-        if self._has_data(chunk):
-            return self._from_table(chunk, lambda table: _read_extent(table.file, extent))
-        ranges = self._from_table(chunk, lambda table: table.ranges)
-        data = self.store.read([_shift(ranges, extent)])
-        if zlib.crc32(data) != extent.crc:
-            raise StorageError(
-                f"{self.name(index)}: its bytes have changed since the chunk was verified, and neither size nor time "
-                "of the shard has. Is the disk damaged, or was the shard written to? Restore it, or index it again",
-                "changed shard",
-            )
-        return data
+    def _read_from_chunk(self, index: int, column: int) -> bytes:
+        number, row = divmod(index, self.index.chunk)
+        for _ in range(2):
+            chunk = self._open_chunk(number)
+            offset, size, crc = chunk.places[row, column].tolist()
+            if offset >= 2**32 - 2 or size > MAX_BYTES[KINDS[column]]:
+                raise self._unusable(index, KINDS[column], offset - 2**32 * (offset >= 2**32 - 2), size)
+            if chunk.data_at:
+                data = _pread(chunk.file, size, chunk.data_at + offset)
+            else:
+                data = self.store.read([_place_in_shard(self.index.ranges(number), offset, size)])
+            if len(data) == size and zlib.crc32(data) == crc:
+                return data
+            if not chunk.data_at:
+                raise StorageError(
+                    f"{self.name(index)}: its bytes have changed since the chunk was verified, and neither size nor "
+                    "time of the shard has. Is the disk damaged, or was the shard written to? Restore it, or index it "
+                    "again",
+                    "changed shard",
+                )
+            self._remove(number)
+        raise self._damage_error(number)
 
-    def _has_data(self, chunk: int) -> bool:
-        """Return whether the table of a chunk holds its bytes too: a shard of it is not on this machine."""
-        return self.is_remote and any(not is_whole(self._shards[each.shard]) for each in self.index.ranges(chunk))
-
-    def _extents(self, index: int) -> list[Extent]:
-        """Return the extents of the members and the name of a sample, from the table of its chunk."""
-        if self._last is None or self._last[0] != index:
-            chunk, number = divmod(index, self.index.chunk)
-            row = self._from_table(
-                chunk, lambda table: _parse_row(table.digest, number, os.pread(table.file, ROW, number * ROW))
-            )
-            self._last = index, row  # of a sample, text and image are read
-        return self._last[1]
-
-    def _from_table(self, chunk: int, get: Callable[[_OpenTable], T | None]) -> T:
-        """Return what `get` reads from the table of a chunk; the table is made again if it reads None: damage."""
-        for again in (False, True):
-            if self._table is None or self._table.chunk != chunk:
-                self.close()
-                self._table = _OpenTable(chunk, self._open_needed(chunk), self._digest(chunk), self.index.ranges(chunk))
+    def _open_chunk(self, number: int) -> _OpenChunk:
+        """Return a chunk, opened; it is fetched if it is not in the cache, and again if its table is damaged there."""
+        if self._chunk is not None and self._chunk.number == number:
+            return self._chunk
+        self.close()
+        for _ in range(2):
             try:
-                found = get(self._table)
-            except OSError as error:
-                logger.warning("%s: chunk %d cannot be read from the cache: %s", self.index.path, chunk, error.strerror)
-                found = None
-            if found is not None:
-                return found
-            self.close()
-            if not again:
-                logger.warning("%s: chunk %d is damaged in the cache and is fetched again", self.index.path, chunk)
-                self._cache.remove(self._key(chunk))
-        raise StorageError(
+                file = self._open(number)
+            except StorageError as error:
+                if error.kind == "changed shard" and self.is_remote:
+                    # Otherwise the next start would find this index, whatever is beside the shards by then.
+                    self.index.path.unlink(missing_ok=True)
+                raise
+            samples = len(self.index.samples_of(number))
+            self._chunk = _parse_table(file, number, samples, self._digest(number), self._has_data(number))
+            if self._chunk is not None:
+                return self._chunk
+            os.close(file)
+            self._remove(number)
+        raise self._damage_error(number)
+
+    def _open(self, chunk: int) -> int:
+        deadline = Deadline(self._total_s)  # also of a fetch that begins after a wait for another one
+        return self._cache.open(self._key(chunk), lambda: self._make(chunk, deadline), deadline)
+
+    def _remove(self, chunk: int) -> None:
+        self.close()
+        logger.warning("%s: chunk %d is damaged in the cache and is fetched again", self.index.path, chunk)
+        self._cache.remove(self._key(chunk))
+
+    def _damage_error(self, chunk: int) -> StorageError:
+        return StorageError(
             f"{self._cache.folder}: chunk {chunk} of {self.index.path} is damaged whenever it is read; check the disk, "
             "or set VQCLIP_CACHE to a folder on another one"
         )
 
-    def _open(self, chunk: int) -> int:
-        deadline = Deadline(self._total_s)  # also of a fetch that begins after a wait for another one
-        return self._cache.open(self._key(chunk), lambda part: part.write(self._make(chunk, deadline)), deadline)
-
-    def _open_needed(self, chunk: int) -> int:
-        try:
-            return self._open(chunk)
-        except StorageError as error:
-            if error.kind == "changed shard" and self.is_remote:
-                # Otherwise the next start would find this index, whatever is beside the shards by then.
-                self.index.path.unlink(missing_ok=True)
-            raise
+    def _has_data(self, chunk: int) -> bool:
+        """Return whether a chunk in the cache has its bytes too: a shard of it is not on this machine."""
+        return self.is_remote and any(
+            not isinstance(self._shards[each.shard], Path) for each in self.index.ranges(chunk)
+        )
 
     def _key(self, chunk: int) -> str:
         rules = "" if self.rules == USUAL else f"-{zlib.crc32(repr(self.rules).encode()):08x}"
@@ -300,7 +296,7 @@ class TarReader:
         return self.index.digests[chunk].tobytes()
 
     def _make(self, chunk: int, deadline: Deadline) -> bytes:
-        """Fetch a chunk, verify it, and return its table.
+        """Fetch a chunk, verify it, and return what the cache keeps of it.
 
         Raises:
             StorageError: it has other bytes than were indexed, also when it is read again.
@@ -320,7 +316,6 @@ class TarReader:
                         error.kind,
                     ) from None
                 logger.warning("%s; read again", error)  # it may have been damaged on the way
-                self.store.discard(ranges)
         return _make_table(self._digest(chunk), samples, data, self._has_data(chunk))
 
 
@@ -369,40 +364,48 @@ def scan_chunk(
 
 
 def _make_table(digest: bytes, samples: SampleTable, data: bytes, with_data: bool) -> bytes:
-    """Return the table of a chunk.
+    """Return head and table of a chunk, and its bytes.
 
     Args:
         digest: of the chunk.
         samples: its samples, with offsets in ``data``.
-        data: bytes of the chunk, less than 4 GiB with the table.
+        data: bytes of the chunk, less than 4 GiB.
         with_data: append the bytes of the chunk.
     """
-    view, count = memoryview(data), len(samples)
-    names = [_printable_key(samples.keys.read(number)).encode() for number in range(count)]
-    name_at, data_at = count * ROW, count * ROW + sum(map(len, names))
-    rows = bytearray()
-    for number, name in enumerate(names):
-        fields: list[int] = []
-        for offset, size in zip(samples.offsets[number].tolist(), samples.sizes[number].tolist(), strict=True):
-            if offset >= 0:
-                fields += [offset + data_at * with_data, size, zlib.crc32(view[offset : offset + size])]
-            else:
-                fields += [offset + 2**32, 0, 0]
-        body = struct.pack(_FORMAT, *fields, name_at, len(name), zlib.crc32(name))
-        rows += body + _row_checksum(digest, number, body).to_bytes(4, "little")
-        name_at += len(name)
-    return b"".join([rows, *names, data if with_data else b""])
+    view = memoryview(data)
+    places = np.stack([samples.offsets, samples.sizes, samples.sizes], axis=2).astype(np.uint32)
+    for offset, place in zip(samples.offsets.ravel().tolist(), places.reshape(-1, 3), strict=True):
+        place[2] = zlib.crc32(view[offset : offset + int(place[1])]) if offset >= 0 else 0
+    names = [_printable_key(samples.keys.read(number)).encode() for number in range(len(samples))]
+    ends = np.cumsum([len(name) for name in names], dtype=np.uint32)
+    table = b"".join([places.tobytes(), ends.tobytes(), *names])
+    head = struct.pack(_HEAD, len(table), zlib.crc32(table, zlib.crc32(digest)))
+    return b"".join([head, table, data if with_data else b""])
 
 
-def _parse_row(digest: bytes, number: int, body: bytes) -> list[Extent] | None:
-    """Return the extents in a row of the table of the chunk with this digest; None if it is damaged."""
-    body, checksum = body[:-4], body[-4:]
-    if len(body) != ROW - 4 or checksum != _row_checksum(digest, number, body).to_bytes(4, "little"):
+def _parse_table(file: int, number: int, samples: int, digest: bytes, has_data: bool) -> _OpenChunk | None:
+    """Read head and table of a chunk in the cache; None if they are damaged, or those of another chunk."""
+    start, head = _pread(file, _READ, 0), struct.calcsize(_HEAD)
+    if len(start) < head:
         return None
-    extents = [Extent(*each) for each in struct.iter_unpack("<3I", body)]
-    if extents[-1].size > _MAX_NAME:
+    size, crc = struct.unpack(_HEAD, start[:head])
+    table = start[head : head + size]
+    if len(table) < size:
+        table += _pread(file, size - len(table), len(start))
+    if len(table) != size or size < samples * _ROW or crc != zlib.crc32(table, zlib.crc32(digest)):
         return None
-    return [each._replace(offset=each.offset - 2**32) if each.offset >= 2**32 - 2 else each for each in extents]
+    places = np.frombuffer(table, np.uint32, samples * 3 * len(KINDS)).reshape(samples, len(KINDS), 3)
+    ends = np.frombuffer(table, np.uint32, samples, places.nbytes)
+    return _OpenChunk(number, file, head + size if has_data else 0, places, ends, table[samples * _ROW :])
+
+
+def _pread(file: int, size: int, first: int) -> bytes:
+    """Read a part of a file in the cache; nothing if the disk cannot."""
+    try:
+        return os.pread(file, size, first)
+    except OSError as error:
+        logger.warning("the cache cannot be read: %s", error.strerror)
+        return b""
 
 
 def _printable_key(key: str) -> str:
@@ -413,22 +416,12 @@ def _printable_key(key: str) -> str:
         return encodable(key)
 
 
-def _row_checksum(digest: bytes, number: int, body: bytes) -> int:
-    return zlib.crc32(body, zlib.crc32(digest + number.to_bytes(4, "little")))
-
-
-def _read_extent(file: int, extent: Extent) -> bytes | None:
-    """Read a part of a file; None if it is damaged."""
-    data = os.pread(file, extent.size, extent.offset)
-    return data if len(data) == extent.size and zlib.crc32(data) == extent.crc else None
-
-
-def _shift(ranges: Sequence[ByteRange], extent: Extent) -> ByteRange:
+def _place_in_shard(ranges: Sequence[ByteRange], offset: int, size: int) -> ByteRange:
     """Return the place in its shard of a part of a chunk."""
-    at = extent.offset
+    at = offset
     for each in ranges:
         if at <= each.end - each.first:  # no member begins where its range does: its header is before it
-            return ByteRange(each.shard, each.first + at, each.first + at + extent.size)
+            return ByteRange(each.shard, each.first + at, each.first + at + size)
         at -= each.end - each.first
     raise StorageError(
         "the index has other byte ranges than the one with which a chunk was verified; make it again: vqclip data "

@@ -1,40 +1,156 @@
-"""Bytes of shards: of files on this machine, which stay open, and of parts of shards at URLs."""
+"""Bytes of shards, on this machine and at URLs.
+
+survey                sizes and tags of all shards
+read_shard            a shard once from beginning to end, to index it
+ShardStore, OpenFiles ranges of bytes, at any place
+"""
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from vqclip.data.remote import GzipShard, RemoteShard, is_gzip
-from vqclip.data.remote.retry import Deadline
-from vqclip.data.remote.transfer import NoRangesError
+from vqclip.data.remote import RemoteShard
+from vqclip.data.remote.retry import Deadline, FetchError
+from vqclip.data.remote.transfer import Body, FileFacts, NoRangesError, fetch, find_facts, list_files
+from vqclip.data.remote.urls import path_in_url, protocol_of
 from vqclip.data.shard import Shard
+from vqclip.data.sources.paths import strip_common_folders
 from vqclip.data.tars.index import ByteRange, TarIndex
-from vqclip.errors import StorageError
-from vqclip.io.files import Stamp
+from vqclip.errors import DataError, StorageError
+from vqclip.io.files import Stamp, open_regular
 
-__all__ = ["OpenFiles", "ShardStore", "is_whole"]
+__all__ = ["OpenFiles", "ShardFacts", "ShardStore", "local_state", "read_shard", "shard_names", "survey"]
 
-logger = logging.getLogger("vqclip.data")
+T = TypeVar("T")
+
+_MISSING = (0, "missing")
+"""Size and tag of a shard that is not there."""
+_READ = 4 << 20
+_THREADS = 16
+"""Requests for sizes at a time."""
 
 
-def is_whole(shard: Shard) -> bool:
-    """Return whether a shard is a file on this machine, or becomes one: a compressed one is unpacked into the cache."""
-    return not isinstance(shard, RemoteShard) or is_gzip(shard.name)
+@dataclass(frozen=True)
+class ShardFacts:
+    """Name, size and tag of a shard; see `TarIndex`."""
+
+    name: str
+    length: int
+    tag: str
+    problem: str = ""
+    """Reason for which it is left out; "" without one."""
+
+
+def shard_names(shards: Sequence[Shard]) -> list[str]:
+    """Return the paths of shards without credentials and without the folders that all have in common."""
+    return strip_common_folders(
+        [path_in_url(each.url) if isinstance(each, RemoteShard) else str(each) for each in shards]
+    )
+
+
+def local_state(shard: Path) -> tuple[int, str]:
+    """Return size and tag of a shard on this machine, as they are in an index."""
+    try:
+        stamp = Stamp.of(shard)
+    except OSError:
+        return _MISSING
+    return stamp.size, str(stamp.modified_ns)
+
+
+def survey(shards: Sequence[Shard], leave_out: bool = False) -> list[ShardFacts]:
+    """Return name, size and tag of each shard.
+
+    Args:
+        shards: the tars.
+        leave_out: return a problem instead of raising for those that are missing or damaged.
+
+    Raises:
+        DataError: a shard is missing.
+        StorageError: a server cannot be reached.
+    """
+    listed = _list_folders(shards)
+
+    def ask(shard: Shard) -> tuple[int, str, str]:
+        try:
+            if isinstance(shard, RemoteShard):
+                # A shard that is not listed is asked for, which names the reason.
+                facts = listed.get(_path_in_store(shard)) or find_facts(shard.url, shard.options)
+                return facts.size, facts.tag, ""
+            open_regular(shard).close()
+            return (*local_state(shard), "")
+        except OSError as error:
+            problem = DataError(f"{shard}: shard cannot be opened: {error.strerror}")
+        except DataError as error:
+            problem = error
+        if not leave_out or (isinstance(problem, StorageError) and problem.kind != "gone"):
+            raise problem
+        return (*_MISSING, str(problem))
+
+    with ThreadPoolExecutor(_THREADS, "survey") as pool:
+        found = list(pool.map(ask, shards))
+    return [ShardFacts(name, *each) for name, each in zip(shard_names(shards), found, strict=True)]
+
+
+def _list_folders(shards: Sequence[Shard]) -> dict[str, FileFacts]:
+    """List the folders of shards in object stores, if they are few; that takes a request for a thousand files."""
+    stored = [
+        each for each in shards if isinstance(each, RemoteShard) and protocol_of(each.url) not in ("http", "https")
+    ]
+    folders = {each.url.rpartition("/")[0] for each in stored}
+    there = dict[str, FileFacts]()
+    if len(folders) <= max(1, len(stored) // _THREADS):
+        for folder in sorted(folders):
+            there |= list_files(f"{folder}/*", stored[0].options)
+    return there
+
+
+def _path_in_store(shard: RemoteShard) -> str:
+    return path_in_url(shard.url).partition("://")[2]
+
+
+def read_shard(shard: Shard, facts: ShardFacts, scan: Callable[[Iterable[bytes]], T]) -> T:
+    """Read a shard once from beginning to end; nothing is stored.
+
+    Args:
+        shard: the tar.
+        facts: its size and tag from `survey`.
+        scan: gets blocks of its bytes; called again if a download breaks.
+
+    Raises:
+        DataError: it cannot be read, or has changed; or from ``scan``.
+        StorageError: it cannot be fetched.
+    """
+    if isinstance(shard, RemoteShard):
+
+        def read_body(body: Body) -> T:
+            if body.length != facts.length:
+                raise FetchError(f"{body.length} bytes are announced, {facts.length} were before", again=True)
+            return scan(body.blocks)
+
+        return fetch(shard.url, shard.options, read_body)
+    try:
+        with open_regular(shard) as file:
+            result = (
+                scan(iter(lambda: file.read(_READ), b"")) if local_state(shard) == (facts.length, facts.tag) else None
+            )
+    except OSError as error:
+        raise DataError(f"{shard}: shard cannot be read: {error.strerror}") from None
+    if result is None or local_state(shard) != (facts.length, facts.tag):
+        raise StorageError(f"{shard}: was written to while it was indexed; start again when it is complete")
+    return result
 
 
 class ShardStore:
-    """Reads ranges of bytes of shards.
-
-    May be used by several threads, after a fork, and in spawned workers. A server that answers a request for a part of
-    a shard with all of it is asked for whole shards from then on, which go to the cache of shards; they must fit in it.
-    So do compressed shards, unpacked.
+    """Reads ranges of bytes of shards. May be used by several threads, after a fork, and in spawned workers.
 
     Args:
         shards: tar files, here or at URLs.
@@ -45,86 +161,38 @@ class ShardStore:
         self._shards, self._index = shards, index
         self.files = OpenFiles()
         """The files on this machine."""
-        self._whole: set[str] = set()
 
     def read(self, ranges: Sequence[ByteRange], deadline: Deadline | None = None) -> bytes:
         """Return the bytes of all ranges, one after the other.
 
         Args:
             ranges: each of at least one byte.
-            deadline: ends all waits for the server; default `remote.total_s` of the first shard at a URL.
+            deadline: ends all waits for the server; default `remote.total_s` of each shard.
 
         Raises:
             StorageError: a shard cannot be read; or it has another size than in the index, or, on this machine, another
-                modification time (`kind` is then "changed shard"); or a server sends whole shards only, for which the
-                cache is too small. Bytes at URLs may come from a changed shard of the same size: compare a checksum.
+                modification time (`kind` is then "changed shard"). Bytes at URLs may come from a changed shard of the
+                same size: compare a checksum.
         """
         parts = []
-        for shard, first, end in ((each.shard, each.first, each.end) for each in ranges):
-            where = self._shards[shard]
-            if isinstance(where, Path):
-                parts.append(self.files.read(where, self.stamp(shard), first, end - first, str(where)))
-            elif isinstance(where, GzipShard) or is_gzip(where.name):
-                parts.append(self._read_whole(where, int(self._index.lengths[shard]), first, end))
-            else:
-                deadline = deadline or Deadline(where.options.total_s)
-                parts.append(self._fetch(where, shard, first, end, deadline))
+        for number, first, end in ranges:
+            shard, length = self._shards[number], int(self._index.lengths[number])
+            if isinstance(shard, Path):
+                parts.append(self.files.read(shard, self.stamp(number), first, end - first, str(shard)))
+                continue
+            try:
+                parts.append(shard.read(first, end, length, deadline))
+            except NoRangesError:
+                raise StorageError(
+                    f"{shard}: the server answers a request for a part of the file with all of it; expected one that "
+                    f"answers requests with Range, as it did when {self._index.path} was made. Remove this index: the "
+                    "next start fetches the shards whole, once"
+                ) from None
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def stamp(self, shard: int) -> tuple[int, int]:
         """Return size and modification time of a shard on this machine when it was indexed."""
         return int(self._index.lengths[shard]), int(self._index.tag(shard))
-
-    def discard(self, ranges: Sequence[ByteRange]) -> None:
-        """Remove copies of whole shards from the cache, so that the next `read` asks the server."""
-        for each in ranges:
-            where = self._shards[each.shard]
-            if not isinstance(where, Path):
-                where.discard()
-
-    def _fetch(self, shard: RemoteShard, number: int, first: int, end: int, deadline: Deadline) -> bytes:
-        length = int(self._index.lengths[number])
-        if shard.host not in self._whole:
-            try:
-                return shard.read(first, end, length, deadline)
-            except NoRangesError:
-                if shard.host not in self._whole:  # another thread may have been first
-                    self._require_room(shard)
-                    self._whole.add(shard.host)
-                    logger.warning("%s: the server sends no parts of files: shards are fetched whole, cached", shard)
-        return self._read_whole(shard, length, first, end)
-
-    def _read_whole(self, shard: RemoteShard | GzipShard, length: int, first: int, end: int) -> bytes:
-        file = shard.open(length)
-        if os.fstat(file).st_size != length:  # a copy of a former file
-            os.close(file)
-            shard.discard()
-            file = shard.open(length)
-        try:
-            if (now := os.fstat(file).st_size) != length:
-                raise StorageError(
-                    f"{shard}: has changed since it was indexed: {length} bytes then, {now} bytes now", "changed shard"
-                )
-            return _pread(file, first, end - first)
-        finally:
-            os.close(file)
-
-    def _require_room(self, shard: RemoteShard) -> None:
-        """Raise StorageError if the cache cannot hold all shards of a host: each would be fetched for every chunk."""
-        pairs = zip(self._shards, self._index.lengths, strict=True)
-        size = sum(int(length) for each, length in pairs if isinstance(each, RemoteShard) and each.host == shard.host)
-        if size > shard.options.cache_bytes:
-            raise StorageError(
-                f"{shard}: the server sends no parts of files, and its {size / 2**30:.3g} GiB of shards do not fit in "
-                f"remote.cache_gib={shard.options.cache_gib:g}, so that each would be fetched many times. Expected a "
-                "server that answers requests with Range, or a larger cache"
-            )
-
-
-def _most_open_files() -> int:
-    """Return a quarter of the files that this process may open, at most 1,024."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1024 if allowed == resource.RLIM_INFINITY else max(1, min(1024, allowed // 4))
 
 
 class OpenFiles:
@@ -158,8 +226,8 @@ class OpenFiles:
                 file = os.dup(self._open(path, stamp, name))
             try:
                 data = os.pread(file, size, first)
-                if len(data) < size:  # one call returns at most 2 GiB
-                    data += _pread(file, first + len(data), size - len(data))
+                while 0 < len(data) < size and (more := os.pread(file, size - len(data), first + len(data))):
+                    data += more  # a call returns at most 2 GiB
             finally:
                 os.close(file)
         except OSError as error:
@@ -200,9 +268,7 @@ def _close_all(files: OrderedDict[Path, int]) -> None:
         os.close(files.popitem()[1])
 
 
-def _pread(file: int, first: int, size: int) -> bytes:
-    """Read `size` bytes, or fewer at the end of the file; one call may return less, and at most 2 GiB."""
-    data = os.pread(file, size, first)
-    while 0 < len(data) < size and (more := os.pread(file, size - len(data), first + len(data))):
-        data += more
-    return data
+def _most_open_files() -> int:
+    """Return a quarter of the files that this process may open, at most 1,024."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1024 if allowed == resource.RLIM_INFINITY else max(1, min(1024, allowed // 4))

@@ -16,9 +16,9 @@ from tests.data.tars.test_index import tiny
 from vqclip.data.remote import RemoteConfig, RemoteShard
 from vqclip.data.shard import Shard
 from vqclip.data.sources.paths import find_shards
-from vqclip.data.tars import locate
-from vqclip.data.tars.locate import cached_index, data_folder, find_index, index_name
+from vqclip.data.tars import open as module
 from vqclip.data.tars.make import make_index
+from vqclip.data.tars.open import cached_index, data_folder, find_index, index_name
 from vqclip.errors import DataError, StorageError
 
 
@@ -106,10 +106,10 @@ def test_damaged_and_crafted_indexes_at_a_url(
         find_index(there)
     server.files[name] = make_index(shards[:3], tmp_path / "other").path.read_bytes()
     assert find_index(there) is None
-    monkeypatch.setattr(locate, "_LARGEST_OF_SHARD", 300)
+    monkeypatch.setattr(module, "_LARGEST_OF_SHARD", 300)
     server.files[name] = good
     cached_index(there).unlink(missing_ok=True)
-    with pytest.raises(DataError, match=f"{server.url}{name}: the index has more than 2400 bytes"):
+    with pytest.raises(DataError, match=f"{server.url}{name}: has {len(good)} bytes; at most 2400 are read"):
         find_index(there)
 
 

@@ -1,4 +1,4 @@
-"""Shards compressed with gzip are read as the tars in them."""
+"""Compressed shards, and those of servers that send whole files only, are copied once and read as the tars in them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.data.serving import FaultyServer
 from tests.ranks import RankPool
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.data.prepare import prepare_sources
-from vqclip.data.remote.shard import GzipError, gunzip
-from vqclip.errors import DataError, StorageError
+from vqclip.data.tars.unpack import GzipError, UnpackedTars, gunzip
+from vqclip.errors import DataError
 
 
 def compress(folder: Path, target: Path, ending: str = ".tar.gz") -> Path:
@@ -36,7 +36,7 @@ def refusal(path: Path | str) -> str:
 
 
 def unpacked(cache: Path) -> list[Path]:
-    return sorted((cache / "shards").glob("*.tar"))
+    return sorted(cache.glob("packed/tars-*/*.tar"))
 
 
 @pytest.mark.parametrize("ending", [".tar.gz", ".tgz"])
@@ -44,8 +44,8 @@ def test_compressed_shards_equal_plain_ones(tmp_path: Path, cache: Path, ending:
     plain = caption_shards(tmp_path / "plain", (3, 2))
     small = compress(plain, tmp_path / "small", ending)
     assert read_all(small) == read_all(plain)
-    assert len(unpacked(cache)) == 2
-    for path in unpacked(cache):  # removed to make room: they are made again
+    assert [path.name for path in unpacked(cache)] == ["00000.tar", "00001.tar"]
+    for path in unpacked(cache):  # they are made again
         path.unlink()
     assert read_all(small) == read_all(plain)
     assert read_all(small / f"00001{ending}")[1] == read_all(plain)[1][3:]
@@ -99,26 +99,49 @@ def test_damage_is_named(tmp_path: Path, cache: Path) -> None:
     path.write_bytes(plain)
     assert "incorrect header check" in refusal(path)
     assert "no such file" in refusal(tmp_path / "none.tar.gz")
-    assert not unpacked(cache)
 
 
-def test_a_change_is_noticed(tmp_path: Path) -> None:
+def test_a_damaged_one_may_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    small = compress(caption_shards(tmp_path / "plain", (2, 3)), tmp_path / "small")
+    (small / "00000.tar.gz").write_bytes((small / "00000.tar.gz").read_bytes()[:-9])
+    source = CaptionShardsConfig(path=str(small), bad_shards="leave_out").build()
+    assert (len(source), len(source.notes)) == (3, 1)
+    assert f"{small}/00000.tar.gz: truncated: ends in the middle of its gzip data" in caplog.text
+
+
+def test_a_changed_shard_is_copied_again(tmp_path: Path, cache: Path) -> None:
     folder = compress(caption_shards(tmp_path / "plain", (2,)), tmp_path / "small")
-    source = CaptionShardsConfig(path=str(folder)).build()
-    os.utime(folder / "00000.tar.gz", ns=(1, 1))
-    with pytest.raises(StorageError, match="has changed since it was listed; start the run again"):
-        source.read(0)
-    assert read_all(folder)[1]
+    former = CaptionShardsConfig(path=str(folder)).build()
+    compress(caption_shards(tmp_path / "other", (3,)), tmp_path / "new")
+    (tmp_path / "new" / "00000.tar.gz").replace(folder / "00000.tar.gz")
+    assert len(former.read(1).image) > 0  # the copy
+    assert len(read_all(folder)[1]) == 3
+    assert len(unpacked(cache)) == 2
+
+
+def test_shards_of_a_server_that_sends_whole_files(
+    tmp_path: Path, server: FaultyServer, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vqclip.data")
+    plain = caption_shards(tmp_path, (3, 2))
+    url, server.ranges = server.add(plain), False
+    size = sum(map(len, server.files.values()))
+    for _ in range(2):
+        assert read_all(f"{url}/{{00000..00001}}.tar?key=secret") == read_all(plain)
+    assert [path.name for path in unpacked(cache)] == ["00000.tar", "00001.tar"]
+    tars = [request for request in server.requests if ".tar" in request]
+    assert len(tars) == 2 + 2  # a question, which takes two requests, and the shards
+    (told,) = [text for text in caplog.messages if text.startswith("copying 2 shards")]
+    assert f"{size / 1e3:.0f}" in told.replace(",", "") or "kB" in told
+    assert "secret" not in caplog.text
 
 
 def prepare_on_rank(folder: Path, cache: Path) -> tuple[dict, int]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("VQCLIP_CACHE", str(cache))
         made: list[int] = []
-        from vqclip.data.remote import shard as module
-
-        fill = module.GzipShard._fill
-        monkeypatch.setattr(module.GzipShard, "_fill", lambda *args: (made.append(1), fill(*args))[1])
+        copy = UnpackedTars.copy
+        monkeypatch.setattr(UnpackedTars, "copy", lambda *args: (made.append(1), copy(*args))[1])
         source = CaptionShardsConfig(path=str(folder))
         prepare_sources([source])
         return read_all(folder)[0], len(made)
