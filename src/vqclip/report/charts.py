@@ -112,8 +112,7 @@ def heat_map(
     """
     if not rows or not steps:
         return None
-    height = min(420.0, max(150.0, 60.0 + 11.0 * len(rows)))
-    plot = Plot((steps[0], steps[-1]), (len(rows), 0.0), height=height)
+    plot = Plot((steps[0], steps[-1]), (len(rows), 0.0), height=min(420.0, max(150.0, 60.0 + 11.0 * len(rows))))
     plot.colours(np.asarray(values, dtype=np.float64))
     plot.x_axis(ticks(steps[0], steps[-1], whole=True), "step", grid=False)
     every = math.ceil(len(rows) / 16)
@@ -121,25 +120,21 @@ def heat_map(
     return Chart(title, plot.svg(f"{title}, by step"), scale=scale)
 
 
-def table_chart(
-    title: str, names: Sequence[str], values: Sequence[Sequence[float]], x_label: str, scale: tuple[str, str]
-) -> Chart:
-    """Draw a square table of values in [0, 1] as colours; columns have the numbers of the rows, from 1.
+def confusion_matrix(title: str, names: Sequence[str], values: Sequence[Sequence[float]]) -> Chart:
+    """Draw shares of classes in [0, 1] as colours; columns, the predicted classes, have the numbers of the rows.
 
     Args:
         title: caption.
-        names: of the rows.
-        values: rows × columns.
-        x_label: label of the columns.
-        scale: labels of 0 and 1.
+        names: of the classes.
+        values: right class × predicted class.
     """
     size = len(names)
     height = 46 + max(150.0, 15.0 * size)
     plot = Plot((0.5, size + 0.5), (size + 0.5, 0.5), width=400, height=height, margins=(160, 14, 38, 8))
     plot.colours(np.asarray(values, dtype=np.float64))
-    plot.x_axis(ticks(1, size, 10, whole=True), x_label, grid=False)
-    plot.row_names(names, range(1, size + 1), 24)
-    return Chart(title, plot.svg(title), scale=scale)
+    plot.x_axis(ticks(1, size, 10, whole=True), "predicted class, by its number", grid=False)
+    plot.row_names([f"{name} {number}" for number, name in enumerate(names, 1)], range(1, size + 1), 24)
+    return Chart(title, plot.svg(title), scale=("0 % of a class", "100 %"))
 
 
 Row = tuple[str, Sequence[float | None], Sequence[tuple[float, float] | None], float | None]

@@ -9,9 +9,9 @@ from typing import Any
 from vqclip.errors import ConfigError
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.charts import PERCENT, Chart, Curve, line_chart
-from vqclip.report.details import bits_curve, bits_note
 from vqclip.report.evaluations import FigureRow, Task, newest_tasks
 from vqclip.report.model_words import describe_state
+from vqclip.report.run_charts import bits_curve, bits_note
 from vqclip.report.run_files import RunFiles
 from vqclip.report.verdict import Verdict, judge
 

@@ -17,9 +17,9 @@ from vqclip.evaluation.details import DIFFERENCE_GAIN
 from vqclip.evaluation.reconstructions import Reconstructions
 from vqclip.evaluation.tables import figure_title
 from vqclip.io.atomic import write_text
-from vqclip.report import comparison, details, run_charts
+from vqclip.report import comparison, run_charts
 from vqclip.report.charts import Curve, line_chart
-from vqclip.report.evaluations import newest_tasks
+from vqclip.report.evaluations import MAX_FIGURES, newest_tasks
 from vqclip.report.images import image_uri, thumbnail_uri
 from vqclip.report.model_words import describe_data, describe_model, describe_progress, describe_state
 from vqclip.report.plot import compact, plain
@@ -175,7 +175,15 @@ def environment(package: str = "vqclip.report", folder: str = "templates") -> En
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.globals |= {name: getattr(details, name) for name in details.__all__}
+    templates.globals |= {
+        "MAX_FIGURES": MAX_FIGURES,
+        "SHOWN_CLASSES": run_charts.SHOWN_CLASSES,
+        "bits_chart": run_charts.bits_chart,
+        "code_maps": run_charts.code_maps,
+        "confusion_chart": run_charts.confusion_chart,
+        "galleries": run_charts.galleries,
+        "worst_classes": run_charts.worst_classes,
+    }
     templates.filters |= {
         "image": image_uri,
         "percent": _percent,
