@@ -188,7 +188,8 @@ def test_a_damaged_line_of_the_file_ends_no_resume(tmp_path, caplog):
     lines = log.path.read_bytes().splitlines(keepends=True)
     log.path.write_bytes(lines[0] + b"\xff\x00 damaged\n" + lines[2])
     disk = []
-    with Feed({"memory": Memory(disk, True)}, facts(tmp_path), log.path, 3) as feed:
-        feed.write(4, {"lr": 1.0})
+    feed = Feed({"memory": Memory(disk, True)}, facts(tmp_path), log.path, 3)
+    feed.write(4, {"lr": 1.0})
+    feed.close(finished=True)
     assert [step for step, _ in disk] == [1, 3, 4]
     assert "metrics.jsonl:2: not a line of metrics" in caplog.text

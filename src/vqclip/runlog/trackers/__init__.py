@@ -9,9 +9,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Discriminator
 
 from vqclip.runlog.trackers.base import RunFacts, Tracker, TrackerConfigBase
-from vqclip.runlog.trackers.feed import Feed
+from vqclip.runlog.trackers.feed import Feed, hyperparameters, view
 from vqclip.runlog.trackers.tensorboard import TensorBoardConfig
-from vqclip.runlog.trackers.view import hyperparameters, view
 from vqclip.runlog.trackers.wandb import WandbConfig
 
 __all__ = [
