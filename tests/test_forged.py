@@ -161,7 +161,7 @@ def health(state: dict[str, Any], **changes: Any) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda state: health(state, signs={"dead loss": {"kind": "dead", "name": "loss", "since": -1}}),
+        lambda state: health(state, signs=[{"kind": "collapsed", "name": "a", "since": 1, "due": True, "text": ""}]),
         lambda state: health(state, last=10**30),
         lambda state: health(state, warnings=[{"step": 1, "text": "x" * 20_000}]),
         lambda state: health(state, norms=[1.0] * 1000),

@@ -175,7 +175,7 @@ def _check_health(health: Health) -> Iterator[Finding]:
             since, every = min(sign.since for sign in lost), sum(each.modality == modality for each in health.codebooks)
             which = f"{len(lost)} of {every} {modality} codebooks"
             which = which if every > 1 else f"the {modality} codebook has few codes left"
-            text = f"{health.describe([sign.name for sign in lost])}."
+            text = f"{health.describe(modality)}."
             yield Finding("bad", f"Collapsed since step {since:,}: {which}", text, f"{suggest_remedies(modality)}.")
     for sign in diverged:
         title = "Diverged: the loss is too high" if sign.name == "loss" else "Diverged: the gradient explodes"

@@ -24,7 +24,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
+from typing_extensions import Self
 
 from vqclip.config import Config
 from vqclip.io.json_files import Strict
@@ -52,7 +53,6 @@ REMEDY = (
     "checkpoint of before, with a lower optim.lr and run.resume_allow=[optim]"
 )
 """Advice for a run that diverges."""
-_ADVICE = {"dead": RESTART, "diverged": REMEDY}
 
 
 def suggest_remedies(modality: str) -> str:
@@ -99,11 +99,12 @@ class DivergenceConfig(Config):
 
 Kind = Literal["dead", "collapsed", "diverged"]
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
-_Text = Annotated[str, Field(max_length=1000)]
 
 
 class Sign(Strict):
-    """Something that is wrong with a run."""
+    """Something that is wrong with a run, or was."""
+
+    model_config = ConfigDict(frozen=False)
 
     kind: Kind
     name: str
@@ -112,8 +113,12 @@ class Sign(Strict):
     """First step of the newest reports that all have it."""
     due: bool
     """Whether it has lasted long enough."""
-    text: _Text
+    text: Annotated[str, Field(max_length=1000)]
     """Observation in figures; empty for a codebook, see `Health.describe`."""
+    present: bool = True
+    """Whether the last report has it."""
+    told: _Count | None = None
+    """Last step at which it was due; None if it never was."""
 
 
 class _Warning(Strict):
@@ -128,19 +133,23 @@ class _State(Strict):
 
     last: _Count = 0
     """Step of the last report; 0 before the first."""
-    signs: dict[str, Sign] = {}
-    """Signs of the last report, by kind and name."""
-    told: dict[str, _Count] = {}
-    """Every sign that was ever due → the last step at which it was."""
-    diverged: dict[str, _Text] = {}
-    """Every sign of divergence that was ever due → its first text."""
+    signs: list[Sign] = []
+    """Signs of the last report, and those that were ever due."""
     warnings: Annotated[list[_Warning], Field(max_length=MAX_WARNINGS)] = []
     codebooks: list[Codebook] = []
+    """Codebooks of the last report."""
     losses: Annotated[list[float], Field(max_length=RECENT)] = []
     norms: Annotated[list[float], Field(max_length=RECENT + USUAL)] = []
     lowest: float | None = None
     """Lowest median of the losses; None before the first."""
     lowest_at: _Count = 0
+
+    @model_validator(mode="after")
+    def _collapsed_codebooks_are_known(self) -> Self:
+        lost = {sign.name for sign in self.signs if sign.kind == "collapsed" and sign.present}
+        if unknown := lost - {each.name for each in self.codebooks}:
+            raise ValueError(f"signs: {min(unknown)!r} is not among the codebooks")
+        return self
 
 
 class Health:
@@ -154,6 +163,7 @@ class Health:
     def __init__(self, collapse: CollapseConfig | None, divergence: DivergenceConfig | None):
         self._collapse, self._divergence = collapse, divergence
         self._state = _State()
+        self._signs: dict[tuple[Kind, str], Sign] = {}
 
     def add(
         self,
@@ -186,17 +196,18 @@ class Health:
             found += self._rise(self._divergence, step, loss, chance)
             found += self._explosion(self._divergence, step, figures.get("grad_norm", math.nan))
 
-        signs = {f"{sign.kind} {sign.name}": sign for sign in found}
-        due = {key: sign for key, sign in signs.items() if sign.due}
-        new = {key for key, sign in due.items() if self._is_new(key, sign, step)}
-        state.last, state.signs = step, signs
-        state.told |= dict.fromkeys(due, step)
-        state.diverged |= {key: due[key].text for key in new if due[key].kind == "diverged"}
-        messages = [f"{due[key].text}. {_ADVICE[sign.kind]}" for key, sign in due.items() if key in new and sign.text]
-        for modality in codes:
-            lost = [sign.name for sign in due.values() if _is_of(modality, sign)]
-            if any(f"collapsed {name}" in new for name in lost):
-                messages.append(f"{self.describe(lost)}. {suggest_remedies(modality)}")
+        new = [sign for sign in found if sign.due and self._is_new(sign, step)]
+        for sign in found:
+            sign.told = step if sign.due else sign.told
+        over = [each for each in self._signs.values() if each.told is not None]
+        self._signs = {(each.kind, each.name): each.model_copy(update={"present": False}) for each in over}
+        self._signs |= {(each.kind, each.name): each for each in found}
+        state.last = step
+
+        messages = [f"{sign.text}. {RESTART}" for sign in new if sign.kind == "dead"]
+        for modality in {modality_of(sign.name): None for sign in new if sign.kind == "collapsed"}:
+            messages.append(f"{self.describe(modality, due=True)}. {suggest_remedies(modality)}")
+        messages += [f"{sign.text}. {REMEDY}" for sign in new if sign.kind == "diverged"]
         state.warnings = [*state.warnings, *(_Warning(step=step, text=each) for each in messages)][-MAX_WARNINGS:]
         return messages
 
@@ -207,27 +218,27 @@ class Health:
         A codebook that has collapsed in the last report counts at once: the next report may never come.
         """
         at_once = self._collapse is not None and self._state.last >= self._collapse.steps
-        return [each for each in self._state.signs.values() if each.due or (each.kind == "collapsed" and at_once)]
+        present = (each for each in self._signs.values() if each.present)
+        return [each for each in present if each.due or (each.kind == "collapsed" and at_once)]
 
     @property
     def codebooks(self) -> list[Codebook]:
         """Codebooks of the last report."""
         return self._state.codebooks
 
-    def describe(self, names: Sequence[str]) -> str:
-        """Describe collapsed codebooks of one modality, given by their names."""
-        state = self._state
-        codebooks = [each for each in state.codebooks if each.name in names]
-        first, few = codebooks[0], len(codebooks) == 1
-        every = sum(each.modality == first.modality for each in state.codebooks)
-        numbers = first_names([each.number for each in codebooks], shown=20)
-        named = f"codebook{'' if few else 's'} {numbers} of {every}" if first.number else "the codebook"
-        since = min(state.signs[f"collapsed {each.name}"].since for each in codebooks)
+    def describe(self, modality: str, due: bool = False) -> str:
+        """Describe the collapsed codebooks of a modality, of which there must be one; ``due``: those that are due."""
+        every = [each for each in self._state.codebooks if each.modality == modality]
+        since = {sign.name: sign.since for sign in self.signs if sign.kind == "collapsed" and (sign.due or not due)}
+        lost = [each for each in every if each.name in since]
+        first, few = lost[0], len(lost) == 1
+        numbers = first_names([each.number for each in lost], shown=20)
+        named = f"codebook{'' if few else 's'} {numbers} of {len(every)}" if first.number else "the codebook"
         return (
-            f"{first.modality}: {named} {'has' if few else 'have'} collapsed since step {since} or before: "
-            f"{_span([each.used for each in codebooks])} of {first.codes:,} codes in use over {first.tokens:,.0f} "
-            f"tokens, where evenly used codes would be {first.possible:,.0f}; perplexity "
-            f"{_span([each.perplexity for each in codebooks])}"
+            f"{modality}: {named} {'has' if few else 'have'} collapsed since step "
+            f"{min(since[each.name] for each in lost)} or before: {_span([each.used for each in lost])} of "
+            f"{first.codes:,} codes in use over {first.tokens:,.0f} tokens, where evenly used codes would be "
+            f"{first.possible:,.0f}; perplexity {_span([each.perplexity for each in lost])}"
         )
 
     def summary(self) -> dict[str, Any]:
@@ -239,18 +250,17 @@ class Health:
             return {}
         texts = [sign.text for sign in self.signs if sign.kind == "dead"]
         word = "DEAD" if texts else "COLLAPSED"
-        for modality in MODALITIES:
-            if lost := [sign.name for sign in self.signs if _is_of(modality, sign)]:
-                texts.append(self.describe(lost))
+        lost = {modality_of(sign.name): None for sign in self.signs if sign.kind == "collapsed"}
+        texts += [self.describe(modality) for modality in lost]
         verdicts = [f"{word}: {'; '.join(texts)}"] if texts else []
-        if self._state.diverged:
-            verdicts.append(f"DIVERGED: {'; '.join(self._state.diverged.values())}")
+        diverged = [sign.text for sign in self._signs.values() if sign.kind == "diverged" and sign.told is not None]
+        verdicts += [f"DIVERGED: {'; '.join(diverged)}"] if diverged else []
         plain = self._state.model_dump(include={"codebooks", "warnings"})
         return {"verdict": "; ".join(verdicts) or HEALTHY, **plain}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
-        return self._state.model_dump()
+        return self._state.model_copy(update={"signs": list(self._signs.values())}).model_dump()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`.
@@ -259,20 +269,23 @@ class Health:
             ValueError: it is not valid.
         """
         self._state = _State.model_validate(state)
+        self._signs = {(each.kind, each.name): each for each in self._state.signs}
 
     def _sign(self, kind: Kind, name: str, step: int, wait: int, text: str = "") -> Sign:
         """Return a sign of this report, which is due when it has lasted ``wait`` steps, and then stays so."""
-        former = self._state.signs.get(f"{kind} {name}")
-        since = step if former is None else former.since
-        due = step - since >= wait or (former is not None and former.due)
-        return Sign(kind=kind, name=name, since=since, due=due, text=text[:1000])
+        former = self._signs.get((kind, name))
+        lasts = former is not None and former.present
+        since = former.since if former is not None and lasts else step
+        due = step - since >= wait or (former is not None and lasts and former.due)
+        told = None if former is None else former.told
+        return Sign(kind=kind, name=name, since=since, due=due, text=text[:1000], told=told)
 
-    def _is_new(self, key: str, sign: Sign, step: int) -> bool:
+    def _is_new(self, sign: Sign, step: int) -> bool:
         """Return whether a sign that is due is to be told: it was not due before, or it was absent for long."""
-        former, told = self._state.signs.get(key), self._state.told.get(key)
-        if told is None or sign.kind == "diverged" or self._collapse is None:
-            return told is None
-        return (former is None or not former.due) and step - told >= _PAUSES * self._collapse.steps
+        if sign.told is None or sign.kind == "diverged" or self._collapse is None:
+            return sign.told is None
+        former = self._signs[sign.kind, sign.name]
+        return not (former.present and former.due) and step - sign.told >= _PAUSES * self._collapse.steps
 
     def _dead(
         self, config: CollapseConfig, step: int, figures: Mapping[str, float], loss: float, chance: float
@@ -306,10 +319,11 @@ class Health:
         is_lost = has_learned and now > state.lowest + config.lost * gained
         if not is_lost and now <= 1.05 * chance:
             return []
-        former = state.signs.get("diverged loss")
+        former = self._signs.get(("diverged", "loss"))
+        since = former.since if former is not None and former.present else step
         best = f"{state.lowest:.3f} at step {state.lowest_at}" if has_learned else f"never below {state.lowest:.3f}"
         text = (
-            f"the run diverges: the loss has been too high since step {former.since if former else step} and is "
+            f"the run diverges: the loss has been too high since step {since} and is "
             f"{now:.3f} now; it was {best}, and a model that knows nothing has {chance:.3f}"
         )
         return [self._sign("diverged", "loss", step, config.steps, text)]
@@ -331,7 +345,3 @@ class Health:
 def _span(numbers: Sequence[float]) -> str:
     """Return the lowest and the highest number as text: ``3 to 7``, or ``3``."""
     return " to ".join(dict.fromkeys(f"{each(numbers):,.0f}" for each in (min, max)))
-
-
-def _is_of(modality: str, sign: Sign) -> bool:
-    return sign.kind == "collapsed" and modality_of(sign.name) == modality
