@@ -55,8 +55,8 @@ class TestFiles:
             ({"extra": torch.zeros(1)}, "unexpected extra"),
             ({"codes": torch.zeros(3, 5, dtype=torch.uint8)}, r"codes: got \(3, 5\)"),
             ({"places": torch.tensor([0, 1, -1, 2, 3])}, "places: got -1, expected 0 or more"),
-            ({"name_ends": torch.tensor([9, 3, 3, 3, 3])}, "name_ends: not in order"),
-            ({"name_ends": torch.tensor([1, 2, 3, 4, 500])}, "name_ends: not in order"),
+            ({"names": torch.zeros(3, dtype=torch.uint8)}, "names: expected a list of 5 texts"),
+            ({"names": torch.tensor([*b'["a", 1]'], dtype=torch.uint8)}, "names: expected a list of 5 texts"),
         ],
     )
     def test_an_honest_hash_of_nonsense_is_refused(self, tmp_path, change, message, monkeypatch):

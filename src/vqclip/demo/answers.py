@@ -1,4 +1,4 @@
-"""What the page shows of a visitor's image, caption and classes.
+"""Answers to a visitor's image, caption and classes.
 
 Every function depends on its arguments alone, so that visitors never see each other's input.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +31,7 @@ INDEX_FILE = "index.json"
 CODES_FILE = "codes.safetensors"
 MOST_ITEMS = 2**31 - 1
 """Range of the int32 of `CodeIndex.row`."""
-_VERSIONS = {"format": "vqclip-index", "format_version": 2, "id_layout": ID_LAYOUT_VERSION}
+_VERSIONS = {"format": "vqclip-index", "format_version": 3, "id_layout": ID_LAYOUT_VERSION}
 
 
 def _is_local(path: str) -> str:
@@ -153,14 +153,9 @@ class CodeIndex:
         replace_folder(Path(folder), self._fill)
 
     def _fill(self, folder: Path) -> None:
-        texts = [name.encode("utf-8", "surrogateescape") for name in self.names]
-        tensors = {
-            "codes": self.codes.contiguous(),
-            "names": torch.frombuffer(bytearray(b"".join(texts)) or bytearray(1), dtype=torch.uint8),
-            "name_ends": torch.tensor([len(text) for text in texts], dtype=torch.int64).cumsum(0),
-        }
-        optional = {"row": self.row, "places": self.places}
-        save_tensors(tensors | {name: each for name, each in optional.items() if each is not None}, folder / CODES_FILE)
+        names = torch.frombuffer(bytearray(json.dumps(list(self.names)).encode()), dtype=torch.uint8)
+        tensors = {"codes": self.codes.contiguous(), "names": names, "row": self.row, "places": self.places}
+        save_tensors({name: each for name, each in tensors.items() if each is not None}, folder / CODES_FILE)
         header = _Header(
             modality=self.modality,
             tokenizer_sha256=self.tokenizer_sha256,
@@ -188,11 +183,16 @@ class CodeIndex:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         packing = Packing(header.num_tokens, header.codebook_sizes, header.absent)
         _require_tensors(path, tensors, packing, header.items)
-        text, ends = tensors["names"].numpy().tobytes(), pairwise([0, *tensors["name_ends"].tolist()])
+        try:
+            names = json.loads(tensors["names"].numpy().tobytes())
+        except (ValueError, RecursionError):
+            names = None
+        if not isinstance(names, list) or len(names) != header.items or any(type(each) is not str for each in names):
+            raise CheckpointError(f"{path}: names: expected a list of {header.items} texts")
         return CodeIndex(
             tensors["codes"],
             tensors.get("row"),
-            [text[start:stop].decode("utf-8", "surrogateescape") for start, stop in ends],
+            names,
             packing,
             header.modality,
             header.tokenizer_sha256,
@@ -203,7 +203,7 @@ class CodeIndex:
 
 def _require_tensors(path: Path, tensors: dict[str, Tensor], packing: Packing, items: int) -> None:
     """Check the tensors of an index of so many items; raise CheckpointError if one does not fit."""
-    shapes = {"codes": (None, packing.bytes), "names": (None,), "name_ends": (items,)}
+    shapes: dict[str, tuple[int | None, ...]] = {"codes": (None, packing.bytes), "names": (None,)}
     shapes |= {name: (items,) for name in ("row", "places") if name in tensors}
     dtypes = {"codes": torch.uint8, "names": torch.uint8, "row": torch.int32}
     problems = [f"{name} is missing" for name in shapes.keys() - tensors.keys()]
@@ -214,7 +214,7 @@ def _require_tensors(path: Path, tensors: dict[str, Tensor], packing: Packing, i
         if not fits or got.dtype != dtype:
             problems.append(f"{name}: got {tuple(got.shape)} {got.dtype}, expected {want} {dtype}")
     if not problems:
-        row, codes, ends = tensors.get("row"), len(tensors["codes"]), tensors["name_ends"]
+        row, codes = tensors.get("row"), len(tensors["codes"])
         if row is None and codes != items:
             problems.append(f"{codes} codes for {items} items")
         if row is not None and items and (int(row.min()) < 0 or int(row.max()) >= codes):
@@ -222,7 +222,5 @@ def _require_tensors(path: Path, tensors: dict[str, Tensor], packing: Packing, i
         places = tensors.get("places")
         if places is not None and items and int(places.min()) < 0:
             problems.append(f"places: got {int(places.min())}, expected 0 or more")
-        if items and (int(ends[0]) < 0 or bool((ends.diff() < 0).any()) or int(ends[-1]) > len(tensors["names"])):
-            problems.append("name_ends: not in order")
     if problems:
         raise CheckpointError(f"{path}: " + "; ".join(sorted(problems)))

@@ -38,7 +38,7 @@ class StepPlan(NamedTuple):
     parts: dict[str, int]
     """Name of a part → bytes at the moment in which most memory is in use."""
     exchanges: dict[str, int]
-    """What is exchanged → bytes that a process sends, if the processes form a ring; empty with one process."""
+    """Name of an exchange → bytes that a process sends, if the processes form a ring; empty with one process."""
 
     @property
     def peak(self) -> int:
@@ -64,7 +64,7 @@ def plan_step(config: TaskConfig, processes: int, of_machine: int = 8, gpu: int 
     require_samples(config.train, processes)
     train, width = config.train, config.model.embed_dim * config.dtype.itemsize  # bytes of an embedding
     shards = {"ddp": 1, "fsdp": processes, "hsdp": min(of_machine, processes)}[train.parallel]
-    if train.parallel == "hsdp" and (shards == processes or processes % shards):
+    if train.parallel == "hsdp" and (shards == processes > 1 or processes % shards):
         raise ConfigError(
             f"train.parallel: got hsdp, with {shards} processes on a machine and {processes} in all; expected several "
             "machines with the same number of processes, or fsdp"
@@ -102,16 +102,18 @@ def plan_step(config: TaskConfig, processes: int, of_machine: int = 8, gpu: int 
     ]
     parts = max((always | moment for moment in moments), key=lambda each: sum(each.values()))
 
-    exchanges = {"statistics": _sent(2 * statistics, processes), "loss": sent}
-    exchanges["gradients"] = _sent(2 * (trained - cut), processes)
+    exchanges = {"statistics": _ring_bytes(2 * statistics, processes), "loss": sent}
+    exchanges["gradients"] = _ring_bytes(2 * (trained - cut), processes)
     if cut:
         passes = 3 * train.micro_batches if several else 2  # each gathers all weights
-        exchanges["weights in shards"] = _sent(passes * cut, shards)
-        exchanges["gradients in shards"] = _sent(cut, shards) + _sent(2 * cut // shards, processes // shards)
+        exchanges["weights in shards"] = _ring_bytes(passes * cut, shards)
+        exchanges["gradients in shards"] = _ring_bytes(cut, shards) + _ring_bytes(
+            2 * cut // shards, processes // shards
+        )
     return StepPlan(samples, parts, exchanges if processes > 1 else {})
 
 
-def _sent(size: int, processes: int) -> int:
+def _ring_bytes(size: int, processes: int) -> int:
     """Return the bytes that a process sends to gather or scatter tensors in a ring; a sum takes twice as many."""
     return size * (processes - 1) // processes
 
@@ -130,12 +132,12 @@ def _loss(config: TrainConfig, processes: int, samples: int, width: int, gpu: in
     sums = 8 if config.loss.kind == "contrastive" else 0  # bytes of the sum of a column, in float64
     logits = samples * rows * config.dtype.itemsize
     if config.loss.impl == "gather":
-        return own + 4 * rows * width + 3 * processes * logits, _sent(4 * rows * width, processes)
+        return own + 4 * rows * width + 3 * processes * logits, _ring_bytes(4 * rows * width, processes)
     tiles = min(5 * (2**22 if gpu is None else gpu // 1024), 2 * logits)  # four are kept
     if config.loss.impl == "ring":
         hops = (processes - 1) * ((2 if sums else 1) * width + sums) + processes * (width + sums)
         return own + 6 * samples * width + tiles, samples * hops
-    return own + 2 * rows * width + tiles, _sent(rows * (2 * width + 4 * sums), processes)
+    return own + 2 * rows * width + tiles, _ring_bytes(rows * (2 * width + 4 * sums), processes)
 
 
 def _outline(config: TrainConfig) -> CLIP:
