@@ -12,11 +12,11 @@ The bytes of a token shard depend on the settings and the shard alone, so any pr
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -31,7 +31,7 @@ from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.lookup import require_pyarrow
 from vqclip.data.on_ray import RayOptions, connect_to_ray
 from vqclip.data.tokens import SUFFIX, IdLayout, TokenRecord, write_shard
-from vqclip.data.tokens.manifest import VERSIONS, Settings, SourceShard, TokenizerInfo
+from vqclip.data.tokens.manifest import VERSIONS, Settings, TokenizerInfo
 from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder, WorkResult
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import CheckpointError, ConfigError, StorageError
@@ -110,7 +110,7 @@ def tokenize(options: Options) -> WorkResult:
     left = [shard for shard, record in enumerate(records) if record is None]
     seen = made = 0
     # Processes claim shards in order, so what comes before a claimed one is done or in work.
-    before = dict(zip(left, accumulate((sizes[shard] for shard in left), initial=0), strict=False))
+    before = dict(zip(left, itertools.accumulate((sizes[shard] for shard in left), initial=0), strict=False))
     start, done = time.monotonic(), sum(sizes) - sum(sizes[shard] for shard in left)
     position = done
     with ProgressBar(sum(sizes), done, rank == 0, "tokenize", "sample") as bar:
@@ -233,7 +233,6 @@ class ShardMaker:
         torch.set_num_threads(options.threads)
         if device.type == "cpu":
             keep_freed_memory()
-        shards = tuple(map(SourceShard.model_validate, facts))
         self._options = options
         self._encoders, tokenizer = _load_encoders(options, device)
         text = self._encoders.text
@@ -249,11 +248,11 @@ class ShardMaker:
             max_pixels=options.max_pixels,
             made_with={name: importlib.metadata.version(name) for name in _MADE_WITH},
             data=data,
-            shards=shards,
+            shards=tuple(facts),
         )
-        self.folder = WorkFolder(options.out, self._settings.model_dump(mode="json"), len(shards), LAYOUT)
-        ends = accumulate((shard.samples for shard in shards), initial=0)
-        self.ids = [range(start, start + shard.samples) for start, shard in zip(ends, shards, strict=False)]
+        self.folder = WorkFolder(options.out, self._settings.model_dump(mode="json"), len(facts), LAYOUT)
+        ends = itertools.accumulate((shard["samples"] for shard in facts), initial=0)
+        self.ids = [range(start, stop) for start, stop in itertools.pairwise(ends)]
         self.most_bad = int(options.tolerance * self.ids[-1].stop)
 
     def make(self, source: ShardedSource, shard: int, first: int, bad: int = 0) -> Iterator[int]:

@@ -289,7 +289,7 @@ def test_columns_of_other_types_are_errors(tmp_path: Path) -> None:
         TokenShard(path, other, TEXT)
     with pytest.raises(DataError, match=r"image_ids .*\[8\]; expected .*\[10\]"):
         TokenShard(path, IMAGE.model_copy(update={"num_tokens": 5}), TEXT)
-    with pytest.raises(DataError, match="lacks text_ids"):
+    with pytest.raises(DataError, match="text_ids is missing; expected list"):
         read(write(path, records(0, 2), text=None))
     path.write_bytes(b"a tar, perhaps" * 100)
     with pytest.raises(DataError, match="cannot be read as Parquet"):

@@ -26,7 +26,6 @@ __all__ = [
     "IdLayout",
     "Manifest",
     "Settings",
-    "SourceShard",
     "TokenizerInfo",
     "id_type",
     "read_manifest",
@@ -109,19 +108,6 @@ class TokenizerInfo(Config):
     """Version of the layout of ids."""
 
 
-class SourceShard(Config):
-    """A shard that was tokenized."""
-
-    name: str
-    """File name."""
-    bytes: int
-    """Size of the file."""
-    samples: int
-    """Samples in it, unusable ones included."""
-    sha256: str
-    """SHA-256 of the file."""
-
-
 class Settings(Config):
     """Everything that determines the bytes of token shards."""
 
@@ -147,8 +133,8 @@ class Settings(Config):
     """Versions of the libraries that decode and compute."""
     data: dict[str, Any]
     """Fingerprint of the tokenized source."""
-    shards: tuple[SourceShard, ...]
-    """Its shards in order; each became one token shard."""
+    shards: tuple[dict[str, Any], ...]
+    """Its shards in order, as of `ShardedSource.shards`; each became one token shard."""
 
 
 class Manifest(FolderManifest):

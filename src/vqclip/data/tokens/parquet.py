@@ -282,14 +282,15 @@ def _schema(image: IdLayout | None, text: IdLayout | None) -> dict[str, Any]:
 
 def _require_columns(schema: Any, wanted: dict[str, Any], path: Path) -> None:
     """Raise DataError for missing or unknown columns, or columns of other types."""
-    if len(set(schema.names)) < len(schema.names):
+    found = dict(zip(schema.names, schema.types, strict=True))
+    if len(found) < len(schema.names):
         raise DataError(f"{path}: has two columns of one name: not a token shard of this folder")
-    types = {name: schema.field(name).type for name in schema.names}
-    if missing := sorted(set(wanted) - set(types)):
-        raise DataError(f"{path}: lacks {', '.join(missing)}: not a token shard of this folder")
-    for name, kind in types.items():
-        if name not in wanted or kind != wanted[name]:
-            raise DataError(f"{path}: {name} {kind}; expected {wanted.get(name, 'no such column')}", "damaged ids")
+    for name in [*wanted, *found]:
+        if found.get(name) != wanted.get(name):
+            raise DataError(
+                f"{path}: {name} {found.get(name, 'is missing')}; expected {wanted.get(name, 'no such column')}",
+                "damaged ids",
+            )
 
 
 def _require_small(group: Any, image: IdLayout | None, text: IdLayout | None, path: Path) -> None:
