@@ -27,7 +27,7 @@ def stored(tmp_path):
 
 def test_any_changed_byte_is_noticed_when_it_is_read(stored):
     """Of header, tables and rows; the record is then removed, so that the shard is computed again."""
-    path, record = stored.shard_path(1), stored.path / "records" / "00001.json"
+    path, record = stored.work.file(1), stored.path / "records" / "00001.json"
     content, recorded, noticed = path.read_bytes(), record.read_bytes(), 0
     for place in range(len(content)):
         damaged = bytearray(content)
@@ -43,20 +43,20 @@ def test_any_changed_byte_is_noticed_when_it_is_read(stored):
                 assert found.flatten()[0] == 6 * (sample_id % 3) + 100 * (sample_id // 3)
         assert failures <= 3
         noticed += failures > 0
-        assert (stored.record(1) is None) == (failures > 0)
+        assert (stored.work.record(1) is None) == (failures > 0)
         record.write_bytes(recorded)
     assert noticed > 0.95 * len(content)  # all but the spaces that fill up the header
 
 
 def test_a_shard_in_the_place_of_another_is_noticed(stored):
-    stored.shard_path(1).write_bytes(stored.shard_path(0).read_bytes())
+    stored.work.file(1).write_bytes(stored.work.file(0).read_bytes())
     with pytest.raises(StorageError, match=r"00001\.safetensors: shard is 0; expected 1"):
         FeatureReader(stored).read(4, 0, 1)
 
 
 def test_a_damaged_shard_that_cannot_be_forgotten_is_named(stored, monkeypatch):
     """Such as one on a read-only file system."""
-    stored.shard_path(0).write_bytes(b"")
+    stored.work.file(0).write_bytes(b"")
     monkeypatch.setattr("pathlib.Path.unlink", mock.Mock(side_effect=OSError(30, "Read-only file system")))
     with pytest.raises(
         StorageError,

@@ -33,7 +33,7 @@ from vqclip.config import Config, Modality
 from vqclip.data.batch import BadSample
 from vqclip.data.lookup import Recent
 from vqclip.data.table_file import open_table, table_bytes
-from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder
+from vqclip.data.work_folder import FolderLayout, WorkFolder
 from vqclip.errors import CheckpointError, ConfigError, DataError, StorageError
 from vqclip.io.atomic import write_file
 from vqclip.io.files import cache_folder
@@ -183,6 +183,7 @@ class FeatureFolder:
     Attributes:
         path: the folder.
         lock_path: file that the computing job locks.
+        work: the `WorkFolder`, after `make`.
     """
 
     def __init__(self, parent: Path, settings: FeatureSettings):
@@ -196,24 +197,8 @@ class FeatureFolder:
         Raises:
             ConfigError: it cannot be made, has other settings, or contains something that is not a file.
         """
-        self._work = WorkFolder(self.path, self.settings.model_dump(mode="json"), self.settings.shards, _LAYOUT)
+        self.work = WorkFolder(self.path, self.settings.model_dump(mode="json"), self.settings.shards, _LAYOUT)
         _require_file_or_nothing(self.lock_path)
-
-    def remove_leftovers(self) -> None:
-        """Remove unfinished files of killed processes."""
-        self._work.remove_leftovers()
-
-    def shard_path(self, shard: int) -> Path:
-        """Return the file of a shard."""
-        return self._work.file(shard)
-
-    def record(self, shard: int) -> ItemRecord | None:
-        """Return the record of a shard, whose file is there with its size; None if it has to be computed."""
-        return self._work.record(shard)
-
-    def forget(self, shard: int) -> bool:
-        """Remove the record of a damaged shard, so that the next run computes it again; return whether that worked."""
-        return self._work.forget(shard)
 
     def write(self, shard: int, entries: Sequence[Sequence[int]], rows: Tensor, bad: Iterable[BadSample] = ()) -> None:
         """Write a shard, and then its record.
@@ -227,7 +212,7 @@ class FeatureFolder:
         Raises:
             ConfigError: something that is not a file has the name of one of them.
         """
-        for path in (self._work.file(shard), self._work.record_path(shard)):
+        for path in (self.work.file(shard), self.work.record_path(shard)):
             _require_file_or_nothing(path)
         content = rows.contiguous().flatten(1).view(torch.uint8).numpy()
         arrays: dict[str, np.ndarray] = {
@@ -236,9 +221,9 @@ class FeatureFolder:
             "rows": content,
             "sums": _row_checksums(content),
         }
-        file = write_file(self._work.file(shard), table_bytes(self._facts(shard), arrays))
+        file = write_file(self.work.file(shard), table_bytes(self._facts(shard), arrays))
         records = [{"sample_id": each.sample_id, "kind": each.kind, "reason": each.reason} for each in bad]
-        self._work.add_record(shard, file, len(entries) - len(records), records)
+        self.work.add_record(shard, file, len(entries) - len(records), records)
 
     def open(self, shard: int) -> dict[str, np.ndarray]:
         """Open a shard; return its arrays, mapped from the file.
@@ -246,7 +231,7 @@ class FeatureFolder:
         Raises:
             DataError: it is missing or damaged, or belongs to another place.
         """
-        return open_table(self._work.file(shard), self._facts(shard), ("entries", "first", "sums")).arrays
+        return open_table(self.work.file(shard), self._facts(shard), ("entries", "first", "sums")).arrays
 
     def describe_nearest(self) -> list[str]:
         """Return the most similar other folder of the same data, and a line for each difference; [] for none."""
@@ -261,11 +246,11 @@ class FeatureFolder:
 
     def first_unseen(self) -> Path | None:
         """Return the first shard that this process cannot see with its record; None if it sees all."""
-        missing = (shard for shard in range(self.settings.shards) if self._work.record(shard) is None)
-        return next((self._work.file(shard) for shard in missing), None)
+        missing = (shard for shard in range(self.settings.shards) if self.work.record(shard) is None)
+        return next((self.work.file(shard) for shard in missing), None)
 
     def _facts(self, shard: int) -> dict[str, object]:
-        return {**FORMAT, "settings": self._work.digest, "shard": shard}
+        return {**FORMAT, "settings": self.work.digest, "shard": shard}
 
 
 class FeatureReader:
@@ -299,14 +284,14 @@ class FeatureReader:
             StorageError: the shard is missing or damaged, or was made from other data.
         """
         number, place = divmod(sample_id, self.settings.shard_samples)
-        path = self._folder.shard_path(number)
+        path = self._folder.work.file(number)
         try:
             shard = self._shards.get(number, self._folder.open)
         except DataError as error:
             raise self._damage(number, str(error).removeprefix(f"{path}: ")) from None
         rows = shard["entries"][shard["first"][place] : shard["first"][place + 1]]
         if not len(rows):
-            record = self._folder.record(number)
+            record = self._folder.work.record(number)
             for bad in record.bad if record else ():
                 if bad.sample_id == sample_id:
                     raise DataError(bad.reason, bad.kind)
@@ -323,8 +308,8 @@ class FeatureReader:
         return torch.frombuffer(data, dtype=self.settings.torch_dtype).view(self.settings.tokens, self.settings.width)
 
     def _damage(self, number: int, problem: str) -> StorageError:
-        path = self._folder.shard_path(number)
-        forgotten = self._folder.forget(number)
+        path = self._folder.work.file(number)
+        forgotten = self._folder.work.forget(number)
         remedy = "start the run again, which computes this shard again" if forgotten else f"delete {path}"
         return StorageError(
             f"{path}: {problem}: the feature cache was changed or deleted; {remedy}", "damaged features"

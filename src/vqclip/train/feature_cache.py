@@ -155,7 +155,7 @@ def _complete(folder: FeatureFolder, job: FeatureJob) -> None:
         missing = _find_missing(folder, missing)  # another job may have computed them by now
         dist.run_on_main(lambda: _announce(folder, job, missing))
         if missing:
-            dist.run_on_main(folder.remove_leftovers)
+            dist.run_on_main(folder.work.remove_leftovers)
             settings = folder.settings
             done = settings.samples - sum(len(settings.shard_range(shard)) for shard in missing)
             with ProgressBar(settings.samples, done, dist.is_main(), job.maker.network, "sample") as bar:
@@ -213,7 +213,7 @@ def _find_missing(folder: FeatureFolder, shards: Sequence[int]) -> list[int]:
 
     def verify() -> Iterator[int]:
         for shard in shards[dist.rank() :: dist.world_size()]:
-            if folder.record(shard) is None:
+            if folder.work.record(shard) is None:
                 missing.append(shard)
             yield len(folder.settings.shard_range(shard))
 

@@ -98,7 +98,7 @@ class _RayJob:
 
         def compute(item: int) -> dict[str, Any]:
             job, shard = shards[item]
-            if job.folder.record(shard) is not None:
+            if job.folder.work.record(shard) is not None:
                 return {"is_new": False}
             for _ in job.run([shard]):
                 pass
@@ -114,7 +114,7 @@ def _compute(job: _RayJob, folders: list[FeatureFolder], cluster: RayCluster, cp
         for folder in folders:
             folder.make()
             locks.enter_context(computing_alone(folder))
-            folder.remove_leftovers()
+            folder.work.remove_leftovers()
         with ProgressBar(sum(sizes), 0, True, "features", "sample") as bar:
             for item, done in cluster.map(job.open, range(len(sizes)), "shard of features", cpus, gpus):
                 made, seen = made + done["is_new"], seen + sizes[item] * done["is_new"]
