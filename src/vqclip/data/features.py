@@ -266,11 +266,6 @@ class FeatureReader:
         self._folder, self.settings = folder, folder.settings
         self._shards = Recent[int, dict[str, np.ndarray]](_OPEN_SHARDS)
 
-    def empty(self, count: int) -> Tensor:
-        """Return an uninitialised tensor ``(count, N, D)`` in the stored dtype."""
-        settings = self.settings
-        return torch.empty(count, settings.tokens, settings.width, dtype=settings.torch_dtype)
-
     def read(self, sample_id: int, entry: int, entries: int) -> Tensor:
         """Return the features ``(N, D)`` of one view or caption of a sample.
 

@@ -78,7 +78,7 @@ class DataConfig(LoaderOptions):
             ConfigError: an epoch has fewer samples than a global batch.
         """
         sources: list[SourceConfigBase] = [*self.sources]
-        if isinstance(self.order, WindowedOrder):
+        if isinstance(self.order, WindowedOrder):  # then tars need an index of chunks alone
             sources = [source.in_chunks(self.order.chunk) for source in self.sources]
         keys = [f"data.sources[{number}]" for number in range(len(sources))]
         prepare_sources(sources, keys)
@@ -87,7 +87,7 @@ class DataConfig(LoaderOptions):
         data = TrainData(self, samples, tokenize, batch_size, seed)
         with dist.raise_on_all_ranks():
             needs = find_needs(opened, data.order, batch_size, dist.rank(), data.nodes)
-        if needs is not None and dist.is_main():
+        if needs is not None and dist.is_main():  # chunks at URLs, which a cache of this node holds
             needs.warn()
         if batch_size > data.epoch_size:  # a sample would be its own negative
             raise ConfigError(
@@ -193,7 +193,7 @@ class TrainData:
         """
         rank, nodes = dist.rank() if rank is None else rank, nodes or self.nodes
         options, steps = self.options, range(start, sys.maxsize if stop is None else stop)
-        needs = find_needs(self.samples.sources, self.order, self.batch_size, rank, nodes)
+        needs = find_needs(self.samples.sources, self.order, self.batch_size, rank, nodes)  # None: nothing at URLs
         lead = options.prefetch * options.workers + 1
         supply = None if needs is None else ChunkSupply(needs, steps, options.workers, lead)
         maker = BatchMaker(self.samples, self.order, self._tokenize, self.batch_size, rank, nodes, supply)

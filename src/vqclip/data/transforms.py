@@ -102,14 +102,13 @@ class TrainTransform:
         self.min_side = math.ceil(image_size / math.sqrt(narrowest)) if config.dct_scaling else None
         """Shorter side from which on no side of a crop has fewer pixels than the result; None: images are decoded in
         full."""
-        self._interpolation = InterpolationMode(config.interpolation)
 
     def __call__(self, image: Tensor, rng: np.random.Generator) -> Tensor:
         """Transform ``(3, H, W)`` uint8 → ``(3, image_size, image_size)`` uint8; all draws come from `rng`."""
         _check_image(image)
-        config, size = self.config, (self.image_size, self.image_size)
+        config = self.config
         top, left, height, width = _random_box(image.shape[1], image.shape[2], config.scale, config.ratio, rng)
-        image = _resize(image[:, top : top + height, left : left + width], size, self._interpolation)
+        image = _resize(image[:, top : top + height, left : left + width], self.image_size, config.interpolation)
         if config.rotation > 0 or config.translation > 0:
             turn, right, down = rng.uniform(-1, 1, 3).tolist()
             reach = config.translation * self.image_size
@@ -147,7 +146,6 @@ class EvalTransform:
     def __init__(self, config: EvalTransformConfig, image_size: int):
         self.config = config
         self.image_size = image_size
-        self._interpolation = InterpolationMode(config.interpolation)
 
     def __call__(self, image: Tensor) -> Tensor:
         """Transform ``(3, H, W)`` uint8 → ``(3, image_size, image_size)`` uint8."""
@@ -157,7 +155,7 @@ class EvalTransform:
             side = min(image.shape[1], image.shape[2])
             top, left = (image.shape[1] - side) // 2, (image.shape[2] - side) // 2
             image = image[:, top : top + side, left : left + side]
-        return _resize(image, (self.image_size, self.image_size), self._interpolation)
+        return _resize(image, self.image_size, self.config.interpolation)
 
 
 def _check_image(image: Tensor) -> None:
@@ -165,11 +163,11 @@ def _check_image(image: Tensor) -> None:
         raise ShapeError(f"got an image of shape {tuple(image.shape)} and {image.dtype}; expected (3, H, W) uint8")
 
 
-def _resize(image: Tensor, size: tuple[int, int], interpolation: InterpolationMode) -> Tensor:
+def _resize(image: Tensor, side: int, interpolation: Interpolation) -> Tensor:
     if image.stride(0) == 1:
         # A crop of a decoded (channels-last) image: torch's vectorised kernel needs it contiguous (2x at 224 px).
         image = image[None].contiguous(memory_format=torch.channels_last)[0]
-    return F.resize(image, list(size), interpolation=interpolation, antialias=True)
+    return F.resize(image, [side, side], interpolation=InterpolationMode(interpolation), antialias=True)
 
 
 def _random_box(
