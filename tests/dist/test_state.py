@@ -16,7 +16,7 @@ from torch import nn
 from tests.ranks import RankError
 from vqclip import dist
 from vqclip.dist._torch_versions import GUARDS_PROCESS_GROUP
-from vqclip.errors import DistributedError
+from vqclip.errors import ConfigError, DistributedError
 
 
 COMPILED_AGAIN = pytest.mark.skipif(not GUARDS_PROCESS_GROUP, reason="torch before 2.12 compiles for one world size")
@@ -178,3 +178,10 @@ def test_a_task_of_another_launcher_is_told_that_it_works_alone(monkeypatch, cap
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == (tasks == "2")
     assert all(f"one of 2 tasks of {launcher} ({name}), but torchrun" in each for each in told)
+
+
+def test_a_device_is_one_that_can_be_used():
+    assert dist.choose_device("cpu", "run.device") == torch.device("cpu")
+    for name in ("cuda:99", "nonsense", "meta:x", {"a": 0}):
+        with pytest.raises(ConfigError, match=r"run\.device: got .*, which cannot be used \(.*; expected cpu, cuda"):
+            dist.choose_device(name, "run.device")

@@ -18,7 +18,7 @@ from vqclip.data import mask_credentials
 from vqclip.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 __all__ = [
     "WEIGHTS_HELP",
@@ -27,7 +27,6 @@ __all__ = [
     "add_fields",
     "batch_size",
     "count",
-    "device",
     "not_negative",
     "path",
     "paths_and_overrides",
@@ -106,18 +105,6 @@ def _real(given: str, expected: str, least: float, end: float = math.inf) -> flo
     if not least <= number < end:  # also false for NaN
         raise argparse.ArgumentTypeError(f"got {given!r}, expected {expected}")
     return number
-
-
-def device(given: str) -> torch.device:
-    """Convert the name of a device that can be used."""
-    import torch
-
-    try:
-        found = torch.device(given)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        raise argparse.ArgumentTypeError(f"got {given!r}, which cannot be used: {str(error).splitlines()[0]}") from None
-    return found
 
 
 def add_fields(parser: argparse.ArgumentParser, schema: type[Config], *names: str) -> None:

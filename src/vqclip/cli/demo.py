@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from vqclip import dist
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
 from vqclip.demo.answers import Answers
@@ -22,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    answers = Answers.load(options.folder, options.index, options.images, options.device)
+    answers = Answers.load(
+        options.folder, options.index, options.images, dist.choose_device(options.device, "--device")
+    )
     if options.host not in ("127.0.0.1", "localhost", "::1"):
         who = "everyone who can reach this machine can use the page, and see what --index and --images show"
         print(f"vqclip demo: warning: --host {options.host}: {who}; there is no password", file=sys.stderr)
@@ -45,6 +48,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--images", type=types.text, help="images that the index was built from, to show them")
     add("--host", type=types.text, default="127.0.0.1", help="address to listen on; others open the page to a network")
     add("--port", type=types.whole(0, 65535), default=7860, help="port; 0: any that is free (%(default)s)")
-    add("--device", type=types.device, default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
+    add("--device", type=types.text, default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
     add("--threads", type=types.threads, help="threads of the CPU (all cores)")
     return parser

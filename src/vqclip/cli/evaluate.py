@@ -42,7 +42,6 @@ from vqclip.cli.evaluation_options import (
     TASKS,
     add_model_options,
     option_error,
-    require_device,
     require_task_or_model,
     task_parser,
 )
@@ -100,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _evaluate(options: argparse.Namespace, tasks: Sequence[EvaluationConfig]) -> None:
     """Evaluate one model with all of its ids, and print and write what succeeded if a task fails."""
     model, place, weights = load_model(options.models[0], options.weights, images_alone=True)
-    model.to(require_device(options.device))
+    model.to(dist.choose_device(options.device, "--device"))
     outcome = try_all(model, tasks, precision=options.precision, codes_folder=options.codes)
     if dist.is_main() and outcome.results:
         about = {"model": place, "weights": weights}
@@ -119,7 +118,7 @@ def _compare(options: argparse.Namespace, tasks: Sequence[EvaluationConfig]) -> 
     intervals = DetailsConfig(hits=0, misses=0, code_maps=0, gallery_codes=0, bits_images=0)
     for name in options.models:
         model = load_model(name, options.weights).model
-        model.to(require_device(options.device))
+        model.to(dist.choose_device(options.device, "--device"))
         extent = model.image.quantizer.extent
         whole = [extent] if all(extent) else []  # a quantizer without codes has no prefix
         chosen = None if options.prefixes in ("full", "same") else whole

@@ -13,11 +13,11 @@ from pydantic_core import ErrorDetails
 
 from vqclip.cli import arguments as types
 from vqclip.config import did_you_mean
-from vqclip.errors import CheckpointError, ConfigError
+from vqclip.errors import ConfigError
 from vqclip.evaluation.images import ImagesConfig
 from vqclip.io.json_files import problem_message
 
-__all__ = ["TASKS", "add_model_options", "option_error", "require_device", "require_task_or_model", "task_parser"]
+__all__ = ["TASKS", "add_model_options", "option_error", "require_task_or_model", "task_parser"]
 
 _OPTIONS = {
     "max_bad_fraction": "--bad-fraction",
@@ -82,16 +82,6 @@ def require_task_or_model(given: str) -> None:
     close = [] if Path(given).exists() else difflib.get_close_matches(given, TASKS, n=1)
     if close:
         raise ConfigError(f"got {given!r}; expected a task or a model{did_you_mean(close)}")
-
-
-def require_device(name: str) -> torch.device:
-    """Return the device of ``--device``; raise CheckpointError if it cannot be used."""
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise CheckpointError(f"--device: got {name!r}, which cannot be used: {str(error).splitlines()[0]}") from error
-    return device
 
 
 def option_error(error: ValidationError) -> ConfigError:

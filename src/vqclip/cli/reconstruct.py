@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vqclip import dist
 from vqclip.cli import arguments as types
 from vqclip.cli.command import command
 from vqclip.data import SourceConfigBase, mask_credentials, open_source, parse_source
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = [*(sys.argv[1:] if arguments is None else arguments)]
     options = _parser().parse_args(given)
     types.require_page("--output", options.output, replace=options.force)
-    tokenizer = load_tokenizer(options.tokenizer, "image").to(options.device)
+    tokenizer = load_tokenizer(options.tokenizer, "image").to(dist.choose_device(options.device, "--device"))
     if tokenizer.pixels is None:
         raise ConfigError(
             f"{options.tokenizer}: has no pixel decoder; expected the tokenizer folder of a run that has trained one, "
@@ -118,5 +119,5 @@ def _parser() -> argparse.ArgumentParser:
         default=0.01,
         help="largest share of unusable images; they are left out (%(default)s)",
     )
-    add("--device", type=types.device, default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
+    add("--device", type=types.text, default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
     return parser

@@ -48,16 +48,29 @@ def local_rank() -> int:
 
 
 def choose_device(name: str, key: str) -> torch.device:
-    """Return the device of this process: ``cpu``, its ``cuda`` device, or ``auto``, a GPU if there is one.
+    """Return a device that can be used.
+
+    Args:
+        name: ``cuda``, the GPU of this process; ``auto``, that or the CPU without a GPU; or another name of torch, such as
+            ``cpu`` or ``cuda:1``.
+        key: option or key path, for the error.
 
     Raises:
-        ConfigError: there is no GPU for ``cuda``; the message begins with ``key``.
+        ConfigError: it cannot be used.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"{key}: got cuda, but torch sees no GPU; expected cpu or auto")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name, local_rank()) if name == "cuda" else torch.device(name)
+    try:
+        device = torch.device(name, local_rank()) if name == "cuda" else torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ConfigError(
+            f"{key}: got {name!r}, which cannot be used ({str(error).splitlines()[0]}); expected cpu, cuda, or one GPU "
+            "such as cuda:1"
+        ) from error
+    return device
 
 
 def is_main() -> bool:

@@ -74,17 +74,17 @@ def store_features(config: TaskConfig, task: Task[Any], data: TrainData) -> None
     if config.data.feature_cache is None:
         return
     jobs = feature_jobs(config, task, data)
-    finished: set[Path] = set()
+    folders: dict[Path, FeatureFolder] = {}
     for job in jobs.values():
         if others := dist.differing_ranks(job.folder.settings.digest):
             raise ConfigError(
                 f"data.feature_cache: rank {', '.join(others)} has other settings of {job.maker.modality} features "
                 "than rank 0; expected the same weights, kind of device and versions of the libraries on every machine"
             )
-        if job.folder.path not in finished:  # two terms may have one teacher
+        if job.folder.path not in folders:  # two terms may have one teacher
             _complete(job.folder, job)
-        finished.add(job.folder.path)
-    data.use_features({name: FeatureReader(job.folder) for name, job in jobs.items()})
+            folders[job.folder.path] = job.folder
+    data.use_features({name: FeatureReader(folders[job.folder.path]) for name, job in jobs.items()})
     config.release_stored(task)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from vqclip import dist
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.json_files import read_json
 from vqclip.tokenizer.card import NO_FIGURES, card
@@ -212,9 +213,4 @@ def _parse_device(device_map: Any) -> torch.device | None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device_map is None or isinstance(device_map, torch.device):
         return device_map
-    try:
-        return torch.device(device_map)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"device_map: got {device_map!r}, expected one device such as 'cuda:0', or auto: these models are not split"
-        ) from error
+    return dist.choose_device(device_map, "device_map")
