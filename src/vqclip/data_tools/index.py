@@ -69,12 +69,11 @@ def index_shards(tars: TarSet, chunk: int, workers: int = 1, out: str | None = N
         made, total = len(maker.missing()), len(maker.facts)
         with ProgressBar(total, total - made, True, "index", "shard") as bar:
 
-            def report(shards: int, read: int) -> None:
+            def report(read: int) -> None:
                 nonlocal size
                 size += read
-                if shards:
-                    bar.advance(shards)
-                    bar.show({"bytes": size})
+                bar.advance()
+                bar.show({"bytes": size})
 
             maker.read_all(workers, report)
         index = maker.write(place.path, chunk)

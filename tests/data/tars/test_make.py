@@ -85,10 +85,10 @@ def test_crafted_parts(tmp_path: Path, scanned: list[str]) -> None:
 
 def test_threads_and_order_make_the_same_index(tmp_path: Path) -> None:
     shards = tiny(tmp_path)
-    finished: list[tuple[int, int]] = []
+    finished: list[int] = []
     maker = IndexMaker(shards, Parts(tmp_path / "parts"))
-    maker.read_all(3, lambda count, size: finished.append((count, size)))
-    assert [sum(each) for each in zip(*finished, strict=True)] == [8, sum(path.stat().st_size for path in shards)]
+    maker.read_all(3, finished.append)
+    assert sorted(finished) == sorted(path.stat().st_size for path in shards)
     one = maker.write(tmp_path / "1", 4).path.read_bytes()
     assert one == make_index(shards, tmp_path / "2", 4).path.read_bytes()
 

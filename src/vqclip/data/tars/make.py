@@ -20,7 +20,7 @@ import random
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,7 +47,6 @@ MOST_WITH_MEMBERS = 1 << 40
 _THREADS = 16
 """Parts that are read at a time."""
 _SHOWN, _COUNTED = 5, 40
-_POLL_S = 0.2
 _NONE = np.zeros((0, len(KINDS)), np.int64)
 _NOTHING = ShardScan(
     np.zeros(0, np.int64), np.zeros((0, DIGEST), np.uint8), SampleTable(Texts.join([]), _NONE, _NONE), False, {}, {}, {}
@@ -167,12 +166,12 @@ class IndexMaker:
         if not self._parts.has(self._part_name(number)):
             self._make_part(number)
 
-    def read_all(self, workers: int = 1, report: Callable[[int, int], object] = lambda shards, size: None) -> None:
+    def read_all(self, workers: int = 1, report: Callable[[int], object] = lambda size: None) -> None:
         """Make all missing parts.
 
         Args:
             workers: threads; each reads a shard.
-            report: called in this thread with the shards that are finished since the last call, and their bytes.
+            report: called in this thread after each shard, with its bytes.
 
         Raises:
             DataError: shards are damaged; all others have been read.
@@ -180,22 +179,25 @@ class IndexMaker:
         """
         left, damaged = self.missing(), list[DataError]()
         random.Random(os.urandom(8)).shuffle(left)
-        running = dict[Future[None], int]()
-        with ThreadPoolExecutor(workers, "index") as pool:
+
+        def read(number: int) -> None:
             try:
-                while left or running:
-                    while left and len(running) < 2 * workers:
-                        number = left.pop()
-                        running[pool.submit(self._read_unless_stopped, number)] = number
-                    finished, _ = wait(running, _POLL_S, FIRST_COMPLETED)
-                    numbers = [running.pop(each) for each in finished]
-                    report(len(numbers), sum(self.facts[number].length for number in numbers))
-                    for each in finished:
-                        error = each.exception()
-                        if isinstance(error, DataError) and not isinstance(error, StorageError):
-                            damaged.append(error)
-                        elif error is not None:
-                            raise error
+                if not self._stopped.is_set():
+                    self.read(number)
+            except StorageError:
+                self._stopped.set()
+                raise
+
+        with ThreadPoolExecutor(workers, "index") as pool:
+            running = {pool.submit(read, number): number for number in left}
+            try:
+                for each in as_completed(running):
+                    error = each.exception()
+                    if isinstance(error, DataError) and not isinstance(error, StorageError):
+                        damaged.append(error)
+                    elif error is not None:
+                        raise error
+                    report(self.facts[running[each]].length)
             finally:  # after an interrupt or an error the other threads stop within their shards
                 self._stopped.set()
                 pool.shutdown(cancel_futures=True)
@@ -205,14 +207,6 @@ class IndexMaker:
             raise DataError(
                 str(damaged[0]) if len(damaged) == 1 else f"{len(damaged)} shards cannot be indexed:{lines}"
             )
-
-    def _read_unless_stopped(self, number: int) -> None:
-        try:
-            if not self._stopped.is_set():
-                self.read(number)
-        except StorageError:
-            self._stopped.set()
-            raise
 
     def write(self, path: Path, chunk: int = CHUNK) -> TarIndex:
         """Join the parts to an index, write it, and open it.

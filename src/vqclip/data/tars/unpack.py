@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -41,10 +40,6 @@ _MAX_RATIO = 100
 
 class UnpackedTars(WorkFolder):
     """Folder of tars, each a copy of a shard; an item of the work is a shard."""
-
-    def file(self, item: int) -> Path:
-        """Return the path of a tar; its name is made of that of its shard."""
-        return self.path / str(self.settings["names"][item])
 
     def replace(self, shards: Sequence[Shard]) -> list[Shard]:
         """Return the shards of a list, with the copies in place of those that are copied."""
@@ -131,12 +126,7 @@ def find_unpacked(shards: Sequence[Shard], ask: bool, cache: Path | None = None)
                 sizes[number] = size
     if not sizes:
         return None
-    names = [re.sub(r"(\.tar|\.tar\.gz|\.tgz)$", "", shards[number].name) for number in sizes]
-    names = [re.sub(r"[^\w.-]|^\.", "_", name)[:100] for name in names]
-    if len(set(names)) < len(names):
-        names = [f"{number:05d}-{name}" for number, name in zip(sizes, names, strict=True)]
-    settings = {"numbers": [*sizes], "names": [f"{name}.tar" for name in names]}
-    found = UnpackedTars(path, settings, len(sizes), _LAYOUT)
+    found = UnpackedTars(path, {"numbers": [*sizes]}, len(sizes), _LAYOUT)
     size = sum(sizes.values())
     require_room(path, size, "set VQCLIP_CACHE to a folder on a larger disk")
     logger.info(
