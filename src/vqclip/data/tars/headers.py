@@ -146,23 +146,10 @@ class TarWalk:
         headers = _chain(data, self.at - offset, limit - offset)
         for header, kind, size, name in _parse_headers(data, headers, self._length - offset):
             start = header + _BLOCK
-            if kind in _NAMED:
-                if start + size > len(data) or "size" in self._extended:
-                    break
-                self._extended |= _read_extended(self._path, kind, data[start : start + size], offset + header)
-                self._begin = offset + header if self._begin < 0 else self._begin
-            elif kind in _REGULAR:
-                if "size" in self._extended:
-                    break
-                name = self._extended.get("path", name)
-                if not name.endswith("/"):
-                    found.append(
-                        Member(name, offset + header if self._begin < 0 else self._begin, offset + start, size)
-                    )
-                self._forget()
-            elif kind == b"5":
-                self._forget()
-            self.at = offset + start + -(-size // _BLOCK) * _BLOCK
+            payload = data[start : start + size] if kind in _NAMED else b""
+            if len(payload) < size * (kind in _NAMED) or ("size" in self._extended and kind in (*_NAMED, *_REGULAR)):
+                break
+            self._accept(kind, self._extended.get("path", name), offset + header, size, payload, found)
 
     def _step(self, data: bytes, offset: int, found: list[Member]) -> bool:
         """Read one header; return False if bytes that belong to it are still to come."""
@@ -182,6 +169,7 @@ class TarWalk:
                 f"{path}: truncated: member {_name(header, self._extended)!r} at offset {at} needs {start + size} "
                 f"bytes, the file has {self._length}; copy the shard again"
             )
+        payload = b""
         if kind in _NAMED:
             if size > _MAX_EXTENDED:
                 raise DataError(
@@ -190,26 +178,26 @@ class TarWalk:
             payload = data[start - offset : start - offset + size]
             if len(payload) < size:
                 return False
-            self._extended |= _read_extended(path, kind, payload, at)
-            self._begin = at if self._begin < 0 else self._begin
-        elif kind in _REGULAR:
-            name = _name(header, self._extended)
-            if not name.endswith("/"):  # a folder in old tars
-                found.append(Member(name, at if self._begin < 0 else self._begin, start, size))
-            self._forget()
-        elif kind == b"5":
-            self._forget()
-        elif kind not in (b"g", b"K"):
+        elif kind not in (*_REGULAR, b"5", b"g", b"K"):
             what = {b"S": "a sparse file", b"1": "a hard link", b"2": "a symbolic link"}.get(kind, f"of type {kind!r}")
             raise DataError(
                 f"{path}: member {_name(header, self._extended)!r} at offset {at} is {what}; only regular files are "
                 "read. Write the shard again, with plain files (tar --hard-dereference --dereference)"
             )
-        self.at = start + -(-size // _BLOCK) * _BLOCK
+        self._accept(kind, _name(header, self._extended), at, size, payload, found)
         return True
 
-    def _forget(self) -> None:
-        self._extended, self._begin = {}, -1
+    def _accept(self, kind: bytes, name: str, at: int, size: int, payload: bytes, found: list[Member]) -> None:
+        """Add what a header says: a member, or the name of the next one; and go on to the next header."""
+        begin = at if self._begin < 0 else self._begin
+        if kind in _NAMED:
+            self._extended |= _read_extended(self._path, kind, payload, at)
+            self._begin = begin
+        elif kind in _REGULAR or kind == b"5":
+            if kind != b"5" and not name.endswith("/"):  # a folder in old tars
+                found.append(Member(name, begin, at + _BLOCK, size))
+            self._extended, self._begin = {}, -1
+        self.at = at + _BLOCK + -(-size // _BLOCK) * _BLOCK
 
 
 def _chain(data: bytes, at: int, limit: int) -> list[int]:

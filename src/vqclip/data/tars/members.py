@@ -34,7 +34,6 @@ __all__ = [
     "NONE",
     "USUAL",
     "MemberRules",
-    "MemberScan",
     "SampleTable",
     "ShardScan",
     "scan_shard",
@@ -106,19 +105,28 @@ class ShardScan(NamedTuple):
     """Samples with two members of a kind, by their endings: ``.jpg and .png``."""
 
 
-def scan_shard(shard: Shard, blocks: Iterable[bytes], length: int, rules: MemberRules = USUAL) -> ShardScan:
-    """Index one shard in one pass over its bytes.
+def scan_shard(
+    shard: Shard,
+    blocks: Iterable[bytes],
+    length: int,
+    rules: MemberRules = USUAL,
+    first: int = 0,
+    end: int | None = None,
+) -> ShardScan:
+    """Index one shard, or consecutive samples of it, in one pass over the bytes.
 
     Args:
         shard: for messages.
-        blocks: all its bytes, in order.
-        length: their number.
+        blocks: the bytes, in order.
+        length: bytes of the shard.
         rules: endings of the members.
+        first: position of the first byte, with which a sample begins.
+        end: position behind the last one; None: ``length``.
 
     Raises:
         DataError: it is damaged.
     """
-    return MemberScan(shard, 0, rules).read(TarWalk(shard, length), blocks)
+    return _MemberScan(shard, first, rules).read(TarWalk(shard, length, first, end), blocks)
 
 
 @dataclass
@@ -137,14 +145,8 @@ class _Sample:
         return self.offsets[0] != NONE and any(offset != NONE for offset in self.offsets[1:])
 
 
-class MemberScan:
-    """Scan of consecutive bytes of a shard, the first of which begins a sample.
-
-    Args:
-        shard: for messages.
-        first: position of the first byte.
-        rules: endings of the members.
-    """
+class _MemberScan:
+    """Scan of consecutive bytes of a shard; see `scan_shard`."""
 
     def __init__(self, shard: Shard, first: int, rules: MemberRules):
         self._shard, self._endings = shard, _Endings(rules)
@@ -156,7 +158,6 @@ class MemberScan:
         self._seen, self._ignored, self._ambiguous = Counter[str](), Counter[str](), Counter[str]()
 
     def read(self, tar: TarWalk, blocks: Iterable[bytes]) -> ShardScan:
-        """Read all bytes; raises DataError if they are damaged."""
         first = self._at
         for data, members in tar.walk(blocks):
             for member in members:

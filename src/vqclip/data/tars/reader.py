@@ -33,9 +33,8 @@ from vqclip.data.remote.retry import Deadline
 from vqclip.data.shard import Shard
 from vqclip.data.sources.base import MAX_BYTES
 from vqclip.data.table_file import Texts
-from vqclip.data.tars.headers import TarWalk
 from vqclip.data.tars.index import ByteRange, TarIndex, chunk_digest
-from vqclip.data.tars.members import AMBIGUOUS, KINDS, NONE, USUAL, MemberRules, MemberScan, SampleTable
+from vqclip.data.tars.members import AMBIGUOUS, KINDS, NONE, USUAL, MemberRules, SampleTable, scan_shard
 from vqclip.data.tars.store import ShardStore
 from vqclip.errors import DataError, StorageError, encodable, printable
 
@@ -341,8 +340,8 @@ def scan_chunk(
     ranges = index.ranges(chunk)
     try:
         for number, first, end in ranges:
-            walk = TarWalk(shards[number], int(index.lengths[number]), first, end)
-            scan = MemberScan(shards[number], first, rules).read(walk, [data[at : at + end - first]])
+            block = data[at : at + end - first]
+            scan = scan_shard(shards[number], [block], int(index.lengths[number]), rules, first, end)
             table = scan.table
             keys += [table.keys.read(row) for row in range(len(table))]
             offsets.append(np.where(table.offsets >= 0, table.offsets + at - first, table.offsets))
