@@ -16,6 +16,7 @@ from tests.data.making import caption_members, caption_shards, class_folder, wri
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.data.remote import RemoteConfig, RemoteShard, transfer
 from vqclip.data.remote import cache as chunk_cache
+from vqclip.data.remote.files import fetch_bytes
 from vqclip.data.remote.retry import Deadline
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.tars.make import make_index
@@ -64,7 +65,7 @@ def evict(cache: Path) -> None:
 
 
 def whole(url: str, **options: float) -> bytes:
-    return transfer.fetch_bytes(url, RemoteConfig(**{**OPTIONS, **options}), 1 << 26)
+    return fetch_bytes(url, RemoteConfig(**{**OPTIONS, **options}), 1 << 26)
 
 
 def test_batches_from_s3_are_those_from_files(bucket: Any, tmp_path: Path, cache: Path) -> None:

@@ -27,8 +27,8 @@ from vqclip.cli.train import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, EvalSet, EvalTransformConfig
 from vqclip.data.prepare import prepare_sources
 from vqclip.data.remote import RemoteConfig, RemoteShard, display_url, retry, transfer
+from vqclip.data.remote.files import fetch_bytes
 from vqclip.data.remote.retry import FetchError
-from vqclip.data.remote.transfer import fetch_bytes
 from vqclip.errors import DataError, StorageError
 
 OPTIONS = {"tries": 4, "timeout_s": 5.0, "total_s": 30.0}

@@ -15,6 +15,7 @@ import pytest
 from tests.data import serving
 from tests.data.serving import FaultyServer, status
 from vqclip.data.remote import RemoteConfig, RemoteShard, display_url, remote_shards, transfer
+from vqclip.data.remote.files import fetch_bytes
 from vqclip.data.remote.retry import Deadline, FetchError
 from vqclip.errors import DataError, StorageError
 
@@ -29,7 +30,7 @@ def new_systems(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
 
 
 def whole(shard: RemoteShard) -> bytes:
-    return transfer.fetch_bytes(shard.url, shard.options, 1 << 20)
+    return fetch_bytes(shard.url, shard.options, 1 << 20)
 
 
 # ---- the hub

@@ -12,9 +12,8 @@ import pytest
 
 from tests.data.making import write_tar
 from vqclip.data.table_file import Texts, open_table, save_table
-from vqclip.data.tars.index import TarIndex, open_index
+from vqclip.data.tars.index import TarIndex, open_index, scan_chunk
 from vqclip.data.tars.make import make_index
-from vqclip.data.tars.reader import scan_chunk
 from vqclip.errors import DataError, StorageError
 
 COUNTS = (0, 3, 9, 1, 0, 2, 5, 0)

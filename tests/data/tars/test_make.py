@@ -19,9 +19,9 @@ from tests.data.tars.test_open import remote
 from vqclip.data import table_file
 from vqclip.data.table_file import open_table, save_table
 from vqclip.data.tars import make
+from vqclip.data.tars.index import scan_chunk
 from vqclip.data.tars.make import IndexMaker, Parts, make_index
 from vqclip.data.tars.members import scan_shard
-from vqclip.data.tars.reader import scan_chunk
 from vqclip.errors import DataError, StorageError
 
 

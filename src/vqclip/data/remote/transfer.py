@@ -1,9 +1,4 @@
-"""Download files, ranges of them, and lists of them: by urllib3, from object stores by fsspec; each try by `retry`.
-
-fetch(url, options, read_body)   open_url: one try -> Body(length, blocks, tag) -> take(body), again if the body breaks
-fetch_bytes, fetch_text     of small files, within a limit
-find_facts, list_files      sizes and tags
-"""
+"""One try to download a file or a range of it: by urllib3, from object stores by fsspec. `retry` makes more of one."""
 
 from __future__ import annotations
 
@@ -12,16 +7,19 @@ import functools
 import importlib
 import os
 import re
+import ssl
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urljoin
 
 import urllib3
+from urllib3.util import Timeout, Url, make_headers, parse_url
 
-from vqclip.data.remote.http import is_permanent, open_http, status_error
-from vqclip.data.remote.retry import Deadline, FetchError, TransferConfig, retry
-from vqclip.data.remote.urls import display_url, protocol_of, redact_message
-from vqclip.errors import DataError, StorageError
+from vqclip.data.remote.retry import Deadline, FetchError
+from vqclip.data.remote.urls import protocol_of, redact_message
+from vqclip.errors import StorageError
 
 __all__ = [
     "Body",
@@ -29,17 +27,13 @@ __all__ = [
     "FileFacts",
     "NoRangesError",
     "Span",
-    "fetch",
-    "fetch_bytes",
-    "fetch_text",
-    "find_facts",
-    "list_files",
+    "list_urls",
     "object_store",
     "open_url",
     "translate_errors",
+    "url_facts",
 ]
 
-T = TypeVar("T")
 
 _SLOWEST = 16 << 10
 """Bytes a second; a slower download over `timeout_s` counts as stalled."""
@@ -58,6 +52,9 @@ _HINTS = {  # what to do about an error, by its name
     "NoCredentialsError": "; give AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile in ~/.aws/credentials"
 }
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.ASCII)
+_REDIRECTS = 10
+_CONNECTIONS = 32
+"""Largest number of servers, and of connections to one of them, that are used again."""
 _TAGS = ("ETag", "etag", "blob_id", "Last-Modified", "LastModified", "last_modified", "mtime")
 
 
@@ -99,122 +96,6 @@ class ChangedError(Exception):
     """A file has another size than expected; its argument says which."""
 
 
-def fetch(
-    url: str,
-    options: TransferConfig,
-    read_body: Callable[[Body], T],
-    span: Span | None = None,
-    deadline: Deadline | None = None,
-) -> T:
-    """Download a file, or a range of it, and return what `read_body` makes of its body; tried again if it breaks.
-
-    Args:
-        url: of an allowed protocol.
-        options: how it is downloaded.
-        read_body: reads the body once from beginning to end; called again in another try.
-        span: the range; None is the whole file.
-        deadline: ends all tries; default ``options.total_s`` from now.
-
-    Raises:
-        StorageError: it cannot be downloaded; see `retry`.
-        NoRangesError: the server answers a request for a range with the whole file.
-        ChangedError: the file does not have the size in `span`.
-        Exception: any error of ``read_body`` that is not a `FetchError`.
-    """
-
-    def once(deadline: Deadline) -> T:
-        with open_url(url, options.timeout_s, deadline, span) as body:
-            return read_body(body)
-
-    return retry(once, url, options, deadline)
-
-
-def fetch_bytes(url: str, options: TransferConfig, limit: int) -> bytes:
-    """Download a small file into memory; it is not cached.
-
-    Args:
-        url: its URL.
-        options: how it is downloaded.
-        limit: largest size in bytes.
-
-    Raises:
-        StorageError: it cannot be downloaded.
-        DataError: it is larger.
-    """
-
-    def read_body(body: Body) -> bytes:
-        if body.length is not None and body.length > limit:
-            raise DataError(f"{display_url(url)}: has {body.length} bytes; at most {limit} are read", "too many bytes")
-        blocks, received = [], 0
-        for block in body.blocks:
-            blocks.append(block)
-            received += len(block)
-            if received > limit:
-                raise DataError(
-                    f"{display_url(url)}: has more than {limit} bytes; at most these are read", "too many bytes"
-                )
-        return b"".join(blocks)
-
-    return fetch(url, options, read_body)
-
-
-def fetch_text(url: str, options: TransferConfig, limit: int) -> str:
-    """Download a small UTF-8 file; see `fetch_bytes`.
-
-    Raises:
-        DataError: it is not UTF-8.
-    """
-    try:
-        return fetch_bytes(url, options, limit).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{display_url(url)}: not UTF-8: {error.reason} at byte {error.start}") from None
-
-
-def find_facts(url: str, options: TransferConfig) -> FileFacts:
-    """Return size and tag of a file, and whether ranges of it can be read.
-
-    Raises:
-        StorageError: it cannot be reached, or the server announces no size.
-    """
-
-    def once(deadline: Deadline) -> FileFacts:
-        with translate_errors(url):
-            if protocol_of(url) not in _OVER_HTTP:
-                facts = _call("info", url, options.timeout_s, deadline)
-                return FileFacts(int(facts["size"]), _tag(facts))
-            has_ranges = True
-            try:
-                response, _ = _open_file(url, options.timeout_s, deadline, Span(0, 1, None))
-                total = response.headers["Content-Range"].partition("/")[2]
-                length = int(total) if total.isdigit() else None
-            except (NoRangesError, ChangedError) as error:  # an empty file has no first byte
-                response, length = _open_file(url, options.timeout_s, deadline, None)
-                has_ranges = isinstance(error, ChangedError)
-            response.close()
-        if length is None:
-            raise FetchError("the server announces no size (Content-Length), so it cannot be indexed", again=False)
-        return FileFacts(length, _tag(response.headers), has_ranges)
-
-    return retry(once, url, options)
-
-
-def list_files(pattern: str, options: TransferConfig) -> dict[str, FileFacts]:
-    """Return size and tag of the files that match a glob in an object store, by bucket and path.
-
-    Raises:
-        StorageError: the store cannot be reached, or the protocol's package is not installed.
-    """
-
-    def once(deadline: Deadline) -> dict[str, FileFacts]:
-        with translate_errors(pattern):
-            object_store(pattern, options.timeout_s).invalidate_cache()  # a second listing must see what is new
-            found = _call("glob", pattern, options.timeout_s, deadline, detail=True)
-            files = ((str(name), each) for name, each in found.items() if each.get("type", "file") == "file")
-            return {name: FileFacts(int(each["size"]), _tag(each)) for name, each in files}
-
-    return retry(once, pattern, options)
-
-
 @contextlib.contextmanager
 def open_url(url: str, timeout_s: float, deadline: Deadline, span: Span | None = None) -> Iterator[Body]:
     """Open a URL to read it, or a range of it, once from beginning to end.
@@ -246,6 +127,45 @@ def open_url(url: str, timeout_s: float, deadline: Deadline, span: Span | None =
         blocks, length = _object_blocks(url, timeout_s, deadline, whole, facts), whole.end - whole.first
         read = functools.partial(next, blocks, b"")
         yield Body(length, _check_blocks(read, length, url, timeout_s, deadline), _tag(facts))
+
+
+def url_facts(url: str, timeout_s: float, deadline: Deadline) -> FileFacts:
+    """Return size and tag of a file, and whether ranges of it can be read.
+
+    Raises:
+        FetchError: it cannot be reached, or the server announces no size.
+        StorageError: the protocol's package is not installed.
+    """
+    with translate_errors(url):
+        if protocol_of(url) not in _OVER_HTTP:
+            facts = _call("info", url, timeout_s, deadline)
+            return FileFacts(int(facts["size"]), _tag(facts))
+        has_ranges = True
+        try:
+            response, _ = _open_file(url, timeout_s, deadline, Span(0, 1, None))
+            total = response.headers["Content-Range"].partition("/")[2]
+            length = int(total) if total.isdigit() else None
+        except (NoRangesError, ChangedError) as error:  # an empty file has no first byte
+            response, length = _open_file(url, timeout_s, deadline, None)
+            has_ranges = isinstance(error, ChangedError)
+        response.close()
+    if length is None:
+        raise FetchError("the server announces no size (Content-Length), so it cannot be indexed", again=False)
+    return FileFacts(length, _tag(response.headers), has_ranges)
+
+
+def list_urls(pattern: str, timeout_s: float, deadline: Deadline) -> dict[str, FileFacts]:
+    """Return size and tag of the files that match a glob in an object store, by bucket and path.
+
+    Raises:
+        FetchError: the store cannot be reached.
+        StorageError: the protocol's package is not installed.
+    """
+    with translate_errors(pattern):
+        object_store(pattern, timeout_s).invalidate_cache()  # a second listing must see what is new
+        found = _call("glob", pattern, timeout_s, deadline, detail=True)
+        files = ((str(name), each) for name, each in found.items() if each.get("type", "file") == "file")
+        return {name: FileFacts(int(each["size"]), _tag(each)) for name, each in files}
 
 
 def object_store(url: str, timeout_s: float) -> Any:
@@ -344,7 +264,7 @@ def _open_file(
         url, more = _at_hub(url)
         headers |= more
     try:
-        response = open_http(url, headers, timeout_s, deadline)
+        response = _open_http(url, headers, timeout_s, deadline)
     except FetchError as error:
         if span is not None and error.status == 416:
             raise ChangedError(f"at most {span.first} bytes") from None
@@ -446,11 +366,11 @@ def _fetch_error(error: Exception, url: str) -> FetchError:
     status = 404 if isinstance(error, FileNotFoundError) else _status(error)
     if isinstance(status, int) and 400 <= status < 600:
         reason = redact_message(str(getattr(error, "message", "")), url)
-        return status_error(status, reason, str((getattr(error, "headers", None) or {}).get("Retry-After", "")))
+        return _status_error(status, reason, str((getattr(error, "headers", None) or {}).get("Retry-After", "")))
     text = redact_message(str(error), url) + _HINTS.get(type(error).__name__, "")
     permanent = isinstance(error, _PERMANENT) or any(kind.__name__ in _PERMANENT_NAMES for kind in type(error).__mro__)
     return FetchError(
-        f"{type(error).__name__}{': ' if text else ''}{text}", again=not permanent and not is_permanent(error)
+        f"{type(error).__name__}{': ' if text else ''}{text}", again=not permanent and not _is_permanent(error)
     )
 
 
@@ -461,3 +381,108 @@ def _status(error: Exception) -> object:
             if isinstance(status := getattr(where, name, None), int):
                 return status
     return None
+
+
+# ---- requests by urllib3
+
+
+def _open_http(url: str, headers: dict[str, str], timeout_s: float, deadline: Deadline) -> urllib3.BaseHTTPResponse:
+    """Ask for a file, and return the response with status 200 or 206, whose body is still arriving.
+
+    Redirects are followed, but not from https to http. User and password in the URL are sent to its host alone, and so
+    is a header `Authorization`. Nothing decompresses the body, and no cookies are kept.
+
+    Args:
+        url: sent as it is written: a signed URL would break if it were quoted again.
+        headers: more headers.
+        timeout_s: longest wait for a connection and for bytes.
+        deadline: shortens these waits.
+
+    Raises:
+        FetchError: any other status, or a redirect that is not followed.
+        Exception: errors of urllib3.
+    """
+    headers, is_safe = {"Accept-Encoding": "identity", **headers}, parse_url(url).scheme == "https"
+    for _ in range(_REDIRECTS):
+        here = parse_url(url)
+        wait = min(timeout_s, max(deadline.left, 0.001))
+        response = _connections(os.getpid(), _proxy(here)).request(
+            "GET",
+            here._replace(auth=None, fragment=None).url,
+            headers=headers | (make_headers(basic_auth=unquote(here.auth)) if here.auth else {}),
+            preload_content=False,
+            redirect=False,
+            retries=False,
+            timeout=Timeout(connect=wait, read=wait),
+        )
+        location = response.get_redirect_location()
+        if not location:
+            return _require_whole_or_part(response)
+        response.read1(1 << 16)  # most often all of it, so that the connection can be used again
+        response.close()
+        url = urljoin(url, location)
+        there = parse_url(url)
+        if there.scheme not in ("http", "https"):
+            raise FetchError(f"redirected to protocol {there.scheme}; expected http or https", again=False)
+        if is_safe and there.scheme != "https":
+            raise FetchError(
+                "redirected from https to http, where anybody on the way can change the content", again=False
+            )
+        if (here.scheme, here.netloc) != (there.scheme, there.netloc):
+            headers.pop("Authorization", None)
+    raise FetchError(f"more than {_REDIRECTS} redirects", again=False)
+
+
+def _require_whole_or_part(response: urllib3.BaseHTTPResponse) -> urllib3.BaseHTTPResponse:
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if response.status in (200, 206) and encoding.lower() == "identity":
+        return response
+    response.close()
+    if response.status >= 400:
+        raise _status_error(response.status, response.reason or "", response.headers.get("Retry-After", ""))
+    if response.status not in (200, 206):
+        raise FetchError(f"HTTP {response.status} {response.reason}; expected 200", again=False)
+    raise FetchError(f"sent with Content-Encoding {encoding[:40]!r}; expected identity", again=False)
+
+
+def _status_error(status: int, reason: str, retry_after: str = "") -> FetchError:
+    """Return the error for the status of a response.
+
+    Args:
+        status: 400 to 599.
+        reason: the server's words, without credentials.
+        retry_after: the header `Retry-After`: seconds, or a date.
+    """
+    if status == 404:
+        return FetchError("not found (404)", again=False)
+    after_s = 0.0
+    if 0 < len(retry_after) < 64:
+        with contextlib.suppress(urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
+            after_s = urllib3.Retry().parse_retry_after(retry_after)
+    again = status >= 500 or status in (408, 425, 429)
+    return FetchError(f"HTTP {status} {reason[:200]}".rstrip(), again, after_s, status)
+
+
+def _is_permanent(error: Exception) -> bool:
+    """Return whether an error of urllib3 comes again: a certificate that is not trusted, or an invalid URL."""
+    cause = error.args[0] if error.args else None
+    return isinstance(cause, ssl.SSLCertVerificationError) or isinstance(error, urllib3.exceptions.LocationValueError)
+
+
+@functools.lru_cache(maxsize=16)
+def _connections(process: int, proxy: str | None) -> urllib3.PoolManager:
+    """Return connections for a proxy; never those of another process, which a fork would share."""
+    if proxy is None:
+        return urllib3.PoolManager(_CONNECTIONS, maxsize=_CONNECTIONS)
+    auth = parse_url(proxy).auth
+    headers = make_headers(proxy_basic_auth=unquote(auth)) if auth else None
+    return urllib3.ProxyManager(proxy, _CONNECTIONS, maxsize=_CONNECTIONS, proxy_headers=headers)
+
+
+def _proxy(url: Url) -> str | None:
+    """Return the proxy that the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY) or the system has for it."""
+    if urllib.request.proxy_bypass(url.netloc or ""):
+        return None
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(url.scheme or "") or proxies.get("all")
+    return proxy if not proxy or "://" in proxy else f"http://{proxy}"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vqclip.data.remote import RemoteConfig, display_url, protocol_of
-from vqclip.data.remote.transfer import fetch_bytes
+from vqclip.data.remote.files import fetch_bytes
 from vqclip.data.sources.base import MAX_BYTES, RawSample, read_image
 from vqclip.data.sources.captions import collect_captions
 from vqclip.data.sources.class_names import Classes

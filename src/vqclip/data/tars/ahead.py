@@ -147,6 +147,9 @@ class NodeNeeds:
     ):
         self.readers, self._order, self._chunk = readers, order, order.chunk
         self._batch_size, self._rank, self._nodes = batch_size, rank, nodes
+        mine = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+        self.local_rank, self.local_ranks = mine.index(rank), len(mine)
+        """Number of this rank among those of its node, and how many they are."""
 
     def window_bytes(self, source: int) -> int:
         """Return about how many bytes of the cache a window of a source takes."""
@@ -205,12 +208,6 @@ class NodeNeeds:
         """Return how many samples of a source the steps before `step` have used, over all epochs."""
         return self._order.count_used(step, self._batch_size, source)
 
-    @property
-    def local_rank(self) -> tuple[int, int]:
-        """Number of this rank among those of its node, and how many they are."""
-        mine = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[self._rank]]
-        return mine.index(self._rank), len(mine)
-
     def plan(self, steps: range, source: int) -> Iterator[PlannedFetch]:
         """Yield the chunks of the index that some steps need; see the module's docstring."""
         reader, size = self.readers[source], len(self.readers[source])
@@ -256,7 +253,7 @@ class ChunkSupply:
 
     def __init__(self, needs: NodeNeeds, steps: range, workers: int = 0, lead: int = 0):
         self._needs, self._steps, self._workers = needs, steps, max(workers, 1)
-        self._lead = lead if needs.local_rank[1] > 1 else 0
+        self._lead = lead if needs.local_ranks > 1 else 0
         self._begun = torch.full((self._workers,), steps.start)  # the step that each worker makes now
         if workers:
             self._begun.share_memory_()
@@ -264,30 +261,26 @@ class ChunkSupply:
 
     def advance(self, step: int) -> None:
         """Fetch ahead of the slowest worker; this one begins a step."""
-        worker = get_worker_info()
+        worker, needs = get_worker_info(), self._needs
         number = 0 if worker is None else worker.id
         self._begun[number] = step
         slowest = max(self._steps.start, int(self._begun.min()) - self._lead)
-        for source in self._needs.readers:
+        for source, reader in needs.readers.items():
             if source not in self._ahead:
-                self._ahead[source] = self._fetch_ahead(source, number)
-            self._ahead[source].advance(self._needs.position(slowest, source))
+                self._ahead[source] = FetchAhead(
+                    needs.plan(self._steps, source),
+                    reader.fetch,
+                    needs.room_ahead()[source],
+                    needs.local_rank * self._workers + number,
+                    needs.local_ranks * self._workers,
+                )
+            self._ahead[source].advance(needs.position(slowest, source))
 
     def close(self) -> None:
         """End the threads after the chunks that they fetch now."""
         for ahead in self._ahead.values():
             ahead.close()
         self._ahead = {}
-
-    def _fetch_ahead(self, source: int, number: int) -> FetchAhead:
-        local_rank, local_ranks = self._needs.local_rank
-        return FetchAhead(
-            self._needs.plan(self._steps, source),
-            self._needs.readers[source].fetch,
-            self._needs.room_ahead()[source],
-            local_rank * self._workers + number,
-            local_ranks * self._workers,
-        )
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_ahead": {}}  # threads are of one process

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vqclip.data.remote import RemoteShard
-from vqclip.data.remote.transfer import fetch_bytes
+from vqclip.data.remote.files import fetch_bytes
 from vqclip.data.remote.urls import beneath, split_query
 from vqclip.data.shard import Shard
 from vqclip.data.tars.open import data_folder

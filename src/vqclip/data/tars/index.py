@@ -32,12 +32,22 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from vqclip.data.shard import Shard
 from vqclip.data.table_file import Table, Texts, open_table, save_table
-from vqclip.data.tars.members import DIGEST, KINDS, MemberRules
-from vqclip.errors import CheckpointError, DataError, encodable, printable
+from vqclip.data.tars.members import DIGEST, KINDS, USUAL, MemberRules, SampleTable, scan_shard
+from vqclip.errors import CheckpointError, DataError, StorageError, encodable, printable
 from vqclip.io.json_files import Strict, validate
 
-__all__ = ["BLOCK", "ByteRange", "TarIndex", "chunk_digest", "content_digest", "open_index", "write_index"]
+__all__ = [
+    "BLOCK",
+    "ByteRange",
+    "TarIndex",
+    "chunk_digest",
+    "content_digest",
+    "open_index",
+    "scan_chunk",
+    "write_index",
+]
 
 BLOCK = 512
 """Bytes of a block of a tar."""
@@ -177,6 +187,50 @@ def chunk_digest(samples: bytes) -> bytes:
         The first 16 bytes of their SHA-256.
     """
     return hashlib.sha256(samples).digest()[:DIGEST]
+
+
+def scan_chunk(
+    index: TarIndex, chunk: int, data: bytes, shards: Sequence[Shard], rules: MemberRules = USUAL
+) -> SampleTable:
+    """Return the samples in the bytes of a chunk, after comparing the bytes with the index.
+
+    Args:
+        index: the index.
+        chunk: number of the chunk.
+        data: the bytes of ``index.ranges(chunk)``, joined.
+        shards: the shards, for messages.
+        rules: the rules by which the index groups members.
+
+    Returns:
+        Offsets count from the beginning of ``data``.
+
+    Raises:
+        StorageError: they are not the bytes that were indexed; its `kind` is "changed shard".
+    """
+    keys, offsets, sizes, digests, at = [], [], [], b"", 0
+    ranges = index.ranges(chunk)
+    try:
+        for number, first, end in ranges:
+            block = data[at : at + end - first]
+            scan = scan_shard(shards[number], [block], int(index.lengths[number]), rules, first, end)
+            table = scan.table
+            keys += [table.keys.read(row) for row in range(len(table))]
+            offsets.append(np.where(table.offsets >= 0, table.offsets + at - first, table.offsets))
+            sizes.append(table.sizes)
+            digests += scan.digests.tobytes()
+            at += end - first
+        fits = at == len(data) and chunk_digest(digests) == index.digests[chunk].tobytes()
+        reason = "another digest"
+    except DataError as error:
+        fits, reason = False, str(error)
+    if not fits or len(keys) != len(index.samples_of(chunk)):
+        places = ", ".join(f"bytes {first} to {end} of {shards[number]}" for number, first, end in ranges)
+        raise StorageError(
+            f"{places}: changed since they were indexed, or damaged ({reason}). Restore the former file, or make the "
+            "index again: vqclip data index SOURCE",
+            "changed shard",
+        )
+    return SampleTable(Texts.join(keys), np.concatenate(offsets), np.concatenate(sizes))
 
 
 def content_digest(shards: Sequence[str]) -> str:

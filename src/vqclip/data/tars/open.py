@@ -23,7 +23,7 @@ from pathlib import Path
 
 from vqclip.data.remote import RemoteConfig, RemoteShard, display_url, protocol_of
 from vqclip.data.remote.cache import BoundedCache
-from vqclip.data.remote.transfer import fetch_bytes
+from vqclip.data.remote.files import fetch_bytes
 from vqclip.data.remote.urls import beneath, path_in_url, split_query
 from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.paths import common_folder

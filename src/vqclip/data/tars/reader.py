@@ -32,13 +32,12 @@ from vqclip.data.remote.cache import BoundedCache
 from vqclip.data.remote.retry import Deadline
 from vqclip.data.shard import Shard
 from vqclip.data.sources.base import MAX_BYTES
-from vqclip.data.table_file import Texts
-from vqclip.data.tars.index import ByteRange, TarIndex, chunk_digest
-from vqclip.data.tars.members import AMBIGUOUS, KINDS, NONE, USUAL, MemberRules, SampleTable, scan_shard
+from vqclip.data.tars.index import ByteRange, TarIndex, scan_chunk
+from vqclip.data.tars.members import AMBIGUOUS, KINDS, NONE, USUAL, MemberRules, SampleTable
 from vqclip.data.tars.store import ShardStore
 from vqclip.errors import DataError, StorageError, encodable, printable
 
-__all__ = ["TarReader", "scan_chunk"]
+__all__ = ["TarReader"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -316,50 +315,6 @@ class TarReader:
                     ) from None
                 logger.warning("%s; read again", error)  # it may have been damaged on the way
         return _make_table(self._digest(chunk), samples, data, self._has_data(chunk))
-
-
-def scan_chunk(
-    index: TarIndex, chunk: int, data: bytes, shards: Sequence[Shard], rules: MemberRules = USUAL
-) -> SampleTable:
-    """Return the samples in the bytes of a chunk, after comparing the bytes with the index.
-
-    Args:
-        index: the index.
-        chunk: number of the chunk.
-        data: the bytes of ``index.ranges(chunk)``, joined.
-        shards: the shards, for messages.
-        rules: the rules by which the index groups members.
-
-    Returns:
-        Offsets count from the beginning of ``data``.
-
-    Raises:
-        StorageError: they are not the bytes that were indexed; its `kind` is "changed shard".
-    """
-    keys, offsets, sizes, digests, at = [], [], [], b"", 0
-    ranges = index.ranges(chunk)
-    try:
-        for number, first, end in ranges:
-            block = data[at : at + end - first]
-            scan = scan_shard(shards[number], [block], int(index.lengths[number]), rules, first, end)
-            table = scan.table
-            keys += [table.keys.read(row) for row in range(len(table))]
-            offsets.append(np.where(table.offsets >= 0, table.offsets + at - first, table.offsets))
-            sizes.append(table.sizes)
-            digests += scan.digests.tobytes()
-            at += end - first
-        fits = at == len(data) and chunk_digest(digests) == index.digests[chunk].tobytes()
-        reason = "another digest"
-    except DataError as error:
-        fits, reason = False, str(error)
-    if not fits or len(keys) != len(index.samples_of(chunk)):
-        places = ", ".join(f"bytes {first} to {end} of {shards[number]}" for number, first, end in ranges)
-        raise StorageError(
-            f"{places}: changed since they were indexed, or damaged ({reason}). Restore the former file, or make the "
-            "index again: vqclip data index SOURCE",
-            "changed shard",
-        )
-    return SampleTable(Texts.join(keys), np.concatenate(offsets), np.concatenate(sizes))
 
 
 def _make_table(digest: bytes, samples: SampleTable, data: bytes, with_data: bool) -> bytes:

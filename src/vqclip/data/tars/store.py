@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from vqclip.data.remote import RemoteShard
+from vqclip.data.remote.files import fetch, find_facts, list_files
 from vqclip.data.remote.retry import Deadline, FetchError
-from vqclip.data.remote.transfer import Body, FileFacts, NoRangesError, fetch, find_facts, list_files
+from vqclip.data.remote.transfer import Body, FileFacts, NoRangesError
 from vqclip.data.remote.urls import path_in_url, protocol_of
 from vqclip.data.shard import Shard
 from vqclip.data.sources.paths import strip_common_folders

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from vqclip.data.remote import RemoteShard, is_gzip, protocol_of
+from vqclip.data.remote.files import fetch, find_facts
 from vqclip.data.remote.retry import FetchError
-from vqclip.data.remote.transfer import Body, fetch, find_facts
+from vqclip.data.remote.transfer import Body
 from vqclip.data.remote.urls import digest
 from vqclip.data.shard import Shard
 from vqclip.data.tars.store import local_state

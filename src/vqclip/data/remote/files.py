@@ -1,23 +1,126 @@
-"""Files at URLs that are read by ranges: shards and tables, and those that a URL names."""
+"""Files at URLs: fetched with retries, listed, and read by ranges; and the shards that a URL names.
+
+fetch(url, options, read_body)   one try: open_url -> Body(length, blocks, tag) -> read_body; again if it breaks
+fetch_bytes, fetch_text          of small files, within a limit
+find_facts, list_files           sizes and tags
+"""
 
 from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
-from vqclip.data.remote.retry import Deadline, RemoteConfig
-from vqclip.data.remote.transfer import Body, ChangedError, Span, fetch, find_facts, list_files
+from vqclip.data.remote.retry import Deadline, RemoteConfig, TransferConfig, retry
+from vqclip.data.remote.transfer import Body, ChangedError, FileFacts, Span, list_urls, open_url, url_facts
 from vqclip.data.remote.urls import display_url, file_name, protocol_of
 from vqclip.errors import DataError, StorageError
 from vqclip.io.files import cache_folder
 
-__all__ = ["TAR_ENDINGS", "RemoteShard", "is_gzip", "is_tar", "remote_shards"]
+__all__ = [
+    "TAR_ENDINGS",
+    "RemoteShard",
+    "fetch",
+    "fetch_bytes",
+    "fetch_text",
+    "find_facts",
+    "is_gzip",
+    "is_tar",
+    "list_files",
+    "remote_shards",
+]
+
+T = TypeVar("T")
 
 TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 """Endings of the names of shards."""
+
+
+def fetch(
+    url: str,
+    options: TransferConfig,
+    read_body: Callable[[Body], T],
+    span: Span | None = None,
+    deadline: Deadline | None = None,
+) -> T:
+    """Download a file, or a range of it, and return what `read_body` makes of its body; tried again if it breaks.
+
+    Args:
+        url: of an allowed protocol.
+        options: how it is downloaded.
+        read_body: reads the body once from beginning to end; called again in another try.
+        span: the range; None is the whole file.
+        deadline: ends all tries; default ``options.total_s`` from now.
+
+    Raises:
+        StorageError: it cannot be downloaded; see `retry`.
+        NoRangesError: the server answers a request for a range with the whole file.
+        ChangedError: the file does not have the size in `span`.
+        Exception: any error of ``read_body`` that is not a `FetchError`.
+    """
+
+    def once(deadline: Deadline) -> T:
+        with open_url(url, options.timeout_s, deadline, span) as body:
+            return read_body(body)
+
+    return retry(once, url, options, deadline)
+
+
+def fetch_bytes(url: str, options: TransferConfig, limit: int) -> bytes:
+    """Download a small file into memory; it is not cached.
+
+    Args:
+        url: its URL.
+        options: how it is downloaded.
+        limit: largest size in bytes.
+
+    Raises:
+        StorageError: it cannot be downloaded.
+        DataError: it is larger.
+    """
+
+    def read_body(body: Body) -> bytes:
+        if body.length is not None and body.length > limit:
+            raise DataError(f"{display_url(url)}: has {body.length} bytes; at most {limit} are read", "too many bytes")
+        blocks, received = [], 0
+        for block in body.blocks:
+            blocks.append(block)
+            received += len(block)
+            if received > limit:
+                raise DataError(
+                    f"{display_url(url)}: has more than {limit} bytes; at most these are read", "too many bytes"
+                )
+        return b"".join(blocks)
+
+    return fetch(url, options, read_body)
+
+
+def fetch_text(url: str, options: TransferConfig, limit: int) -> str:
+    """Download a small UTF-8 file; see `fetch_bytes`.
+
+    Raises:
+        DataError: it is not UTF-8.
+    """
+    try:
+        return fetch_bytes(url, options, limit).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{display_url(url)}: not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def find_facts(url: str, options: TransferConfig) -> FileFacts:
+    """Return size and tag of a file, and whether ranges of it can be read; raises StorageError if it is unreachable."""
+    return retry(lambda deadline: url_facts(url, options.timeout_s, deadline), url, options)
+
+
+def list_files(pattern: str, options: TransferConfig) -> dict[str, FileFacts]:
+    """Return size and tag of the files that match a glob in an object store, by bucket and path.
+
+    Raises:
+        StorageError: the store cannot be reached, or the protocol's package is not installed.
+    """
+    return retry(lambda deadline: list_urls(pattern, options.timeout_s, deadline), pattern, options)
 
 
 def is_tar(name: str) -> bool:
