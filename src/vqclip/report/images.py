@@ -1,4 +1,4 @@
-"""Images of a page: thumbnails and code maps, as ``data:`` addresses or SVG.
+"""Images of a page as ``data:`` addresses: thumbnails and code maps.
 
 A code map shows the ids of one codebook over the tokens of an image, one colour a code. Shapes: N tokens.
 """
@@ -85,26 +85,3 @@ def find_grid(tokens: int) -> tuple[int, int]:
     """
     rows = next(rows for rows in range(math.isqrt(max(1, tokens)), 0, -1) if tokens % rows == 0)
     return rows, max(1, tokens) // rows
-
-
-def code_map(codes: Sequence[int], columns: int) -> Markup:
-    """Draw the codes of one codebook, row by row, as SVG: a cell a token; pointing at it shows its code.
-
-    The numbers are there too, as texts of class ``code``, for the page to show or to hide. An absent token (-1) has no
-    cell.
-
-    Args:
-        codes: N codes.
-        columns: columns of the grid.
-    """
-    cells = "".join(_cell(code, *divmod(place, columns)) for place, code in enumerate(codes) if code >= 0)
-    rows = -(-len(codes) // columns)
-    head = f'<svg viewBox="0 0 {10 * columns} {10 * rows}" preserveAspectRatio="none" class="code-map">'
-    return Markup(f"{head}{cells}</svg>")
-
-
-def _cell(code: int, row: int, column: int) -> str:
-    x, y = 10 * column, 10 * row
-    cell = f'<rect x="{x}" y="{y}" width="10" height="10" fill="{code_colour(code)}"/>'
-    number = f'<text class="code" x="{x + 5}" y="{y + 6}" text-anchor="middle" font-size="3">{code}</text>'
-    return f"<g><title>{code}</title>{cell}{number}</g>"

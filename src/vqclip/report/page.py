@@ -120,7 +120,7 @@ def render_run(run: RunFiles) -> str:
 def render(template: str, **values: Any) -> str:
     """Return a template of this package filled with values, which are escaped."""
     return (
-        environment().get_template(template).render(version=vqclip.__version__, modes=run_charts.MODE_TITLES, **values)
+        _environment().get_template(template).render(version=vqclip.__version__, modes=run_charts.MODE_TITLES, **values)
     )
 
 
@@ -165,10 +165,10 @@ def search_page(title: str, hits: Sequence[Hit], notes: str = "") -> str:
 
 
 @functools.cache
-def environment(package: str = "vqclip.report", folder: str = "templates") -> Environment:
-    """Return the templates in a package's folder; values are escaped, and invisible characters in them spelt out."""
+def _environment() -> Environment:
+    """Return the templates; values are escaped, and invisible characters in them spelt out."""
     templates = Environment(
-        loader=PackageLoader(package, folder),
+        loader=PackageLoader("vqclip.report"),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_finalize,
