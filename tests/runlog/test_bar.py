@@ -51,7 +51,7 @@ def test_codebooks_of_stages_count_and_the_means_of_a_stage_do_not():
     figures = {"image/usage": 0.1, "image/0/usage": 0.15, "image/0/0/usage": 0.2, "image/0/1/usage": 0.1}
     figures |= {"image/1/usage": 0.5, "image/0/usage_if_uniform": 0.4, "image/1/usage_if_uniform": 1.0, "loss/0/x": 1.0}
     figures |= dict.fromkeys(("image/tokens", *(name.replace("usage", "perplexity") for name in figures)), 9.0)
-    assert codebook_names(figures) == ["image/0/0", "image/0/1", "image/1"]
+    assert codebook_names(figures, "image") == ["image/0/0", "image/0/1", "image/1"]
     least = least_used(figures)
     assert (least.share, least.modality, least.number) == (0.25, "image", "0/1")
     assert least_used({"loss/total": 1.0}) is None

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
-
-from vqclip.io.json_files import Strict
 
 MODALITIES = ("image", "text")
 _MOST = 2**53
 _Number = Annotated[float, Field(ge=0, lt=_MOST)]
 
 
-class Codebook(Strict):
+class Codebook(NamedTuple):
     """Usage of a codebook over a window of tokens."""
 
-    name: str
+    name: Annotated[str, Field(max_length=200)]
     """Name as in the metrics: ``image``; ``image/3`` of several; ``image/0/3`` of several of a stage."""
     codes: Annotated[int, Field(ge=0)]
     """K; 0 if unknown."""
@@ -59,15 +57,15 @@ def modality_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def codebook_names(figures: Mapping[str, float]) -> list[str]:
-    """Return the names of the codebooks in the metrics of a step.
+def codebook_names(figures: Mapping[str, float], modality: str) -> list[str]:
+    """Return the names of a modality's codebooks in the metrics of a step.
 
     A stage that has codebooks of its own is left out: its metrics are their means.
     """
-    names = [name.removesuffix("/usage") for name in figures if name.endswith("/usage")]
-    names = [name for name in names if modality_of(name) in MODALITIES]
-    above = {each for name in names for each in _above(name)}
-    return [name for name in names if name not in above]
+    prefix = f"{modality}/"
+    names = [name.removesuffix("/usage") for name in figures if name.startswith(prefix) and name.endswith("/usage")]
+    stages = {name.rpartition("/")[0] for name in names}
+    return [name for name in names if name not in stages]
 
 
 def read_codebooks(modality: str, figures: Mapping[str, float], codes: int = 0) -> list[Codebook]:
@@ -79,18 +77,15 @@ def read_codebooks(modality: str, figures: Mapping[str, float], codes: int = 0) 
         codes: K of each codebook; 0 if unknown.
     """
     found = []
-    for name in codebook_names(figures):
-        if modality_of(name) != modality or len(name) > 200:
-            continue
-        places = (f"{each}/usage_if_uniform" for each in (name, *_above(name)))
-        values = {
-            "tokens": figures.get(f"{modality}/tokens", -1.0),
-            "usage_if_uniform": next((figures[place] for place in places if place in figures), -1.0),
-            "usage": figures[f"{name}/usage"],
-            "perplexity": figures.get(f"{name}/perplexity", -1.0),
-        }
-        if all(0 <= value < _MOST for value in values.values()):
-            found.append(Codebook(name=name, codes=codes, **values))
+    tokens = figures.get(f"{modality}/tokens", -1.0)
+    for name in codebook_names(figures, modality):
+        above = name
+        while above and f"{above}/usage_if_uniform" not in figures:
+            above = above.rpartition("/")[0]
+        possible, perplexity = figures.get(f"{above}/usage_if_uniform", -1.0), figures.get(f"{name}/perplexity", -1.0)
+        numbers = tokens, possible, figures[f"{name}/usage"], perplexity
+        if len(name) <= 200 and all(0 <= number < _MOST for number in numbers):
+            found.append(Codebook(name, codes, *numbers))
     return found
 
 
@@ -98,9 +93,3 @@ def least_used(figures: Mapping[str, float]) -> Codebook | None:
     """Return the codebook that uses the smallest share of the codes it could; None if there is none."""
     every = [each for modality in MODALITIES for each in read_codebooks(modality, figures)]
     return min(every, key=lambda each: each.share, default=None)
-
-
-def _above(name: str) -> Iterator[str]:
-    """Yield ``image/0`` and ``image`` for ``image/0/3``."""
-    while name := name.rpartition("/")[0]:
-        yield name

@@ -255,12 +255,13 @@ class Health:
         verdicts = [f"{word}: {'; '.join(texts)}"] if texts else []
         diverged = [sign.text for sign in self._signs.values() if sign.kind == "diverged" and sign.told is not None]
         verdicts += [f"DIVERGED: {'; '.join(diverged)}"] if diverged else []
-        plain = self._state.model_dump(include={"codebooks", "warnings"})
-        return {"verdict": "; ".join(verdicts) or HEALTHY, **plain}
+        state = self.state_dict()
+        return {"verdict": "; ".join(verdicts) or HEALTHY, **{each: state[each] for each in ("codebooks", "warnings")}}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
-        return self._state.model_copy(update={"signs": list(self._signs.values())}).model_dump()
+        state = self._state.model_copy(update={"signs": list(self._signs.values())}).model_dump()
+        return {**state, "codebooks": [each._asdict() for each in self._state.codebooks]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`.

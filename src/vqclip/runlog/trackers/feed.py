@@ -175,15 +175,14 @@ def view(row: Mapping[str, Any]) -> View:
     numbers = {name: float(value) for name, value in row.items() if type(value) in (int, float) and name != "step"}
     scalars = {_display_name(name): value for name, value in numbers.items() if _is_shown(name, numbers)}
     histograms: dict[str, list[float]] = {}
-    for name in codebook_names(numbers):
-        modality, _, number = name.partition("/")
-        for figure in _DRAWN:
-            if number and f"{name}/{figure}" in numbers:
-                histograms.setdefault(f"{modality} codes/{figure} by codebook", []).append(numbers[f"{name}/{figure}"])
     for modality in MODALITIES:
-        if usages := histograms.get(f"{modality} codes/usage by codebook"):
-            scalars[f"{modality} codes/usage of the worst codebook"] = min(usages)
-    histograms = {name: values for name, values in histograms.items() if all(map(math.isfinite, values))}
+        for figure in _DRAWN:
+            names = [name for name in codebook_names(numbers, modality) if name != modality]
+            values = [numbers[f"{name}/{figure}"] for name in names if f"{name}/{figure}" in numbers]
+            if values and all(map(math.isfinite, values)):
+                histograms[f"{modality} codes/{figure} by codebook"] = values
+            if values and figure == "usage":
+                scalars[f"{modality} codes/usage of the worst codebook"] = min(values)
     return View(scalars, histograms)
 
 
