@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections import Counter
 from fractions import Fraction
 
@@ -232,6 +233,8 @@ def test_keyed_generator() -> None:
     assert np.array_equal(generator.at(2, 3).random(5), first)
     fresh = np.random.Generator(np.random.Philox(key=[1, 0], counter=[0, 0, 2, 3]))
     assert np.array_equal(fresh.random(5), first)
+    sent = pickle.loads(pickle.dumps(generator))  # to a worker that is not forked
+    assert np.array_equal(sent.at(2, 3).random(5), first)
     for other in (generator.at(3, 3), generator.at(2, 4), KeyedGenerator(2).at(2, 3)):
         assert not np.isin(other.random(5), first).any()
 

@@ -66,6 +66,10 @@ class KeyedGenerator:
         self._bits.state = state
         return self._generator
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # numpy 1 unpickles `_generator` with bits of its own, which `at` would not set.
+        return KeyedGenerator, (self._key[0],)
+
 
 def permute(x: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     """Apply the permutation of 0 ... size - 1 that `key` selects.
