@@ -125,15 +125,6 @@ def test_an_interrupted_job_continues_with_the_same_bytes(tmp_path: Path) -> Non
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
-def test_a_damaged_shard_is_written_again(tmp_path: Path) -> None:
-    pack(Made(), options(tmp_path / "out"))
-    before = files_of(tmp_path / "out")
-    shard = tmp_path / "out" / "00001.tar"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    assert pack(Made(), options(tmp_path / "out")).made == 1
-    assert files_of(tmp_path / "out") == before
-
-
 def shards_with_damage(folder: Path, bad: int) -> CaptionShardsConfig:
     members = caption_members(0, 10)
     for number in range(bad):

@@ -253,13 +253,6 @@ def test_another_tokenizer_or_setting_is_refused_with_the_difference(tmp_path: P
     assert hashes(out) == expected
 
 
-def test_a_folder_with_other_tables_is_refused(tmp_path: Path, tokenizer: str) -> None:
-    shards(tmp_path / "in", (3,))
-    (tmp_path / "in" / "0.parquet").touch()
-    with pytest.raises(ConfigError, match=r"has no settings.json, but contains 0.parquet"):
-        run(tokenizer, tmp_path / "in", tmp_path / "in")
-
-
 def test_bad_samples_are_left_out_counted_and_named(tmp_path: Path, tokenizer: str) -> None:
     shards(tmp_path / "in", damaged=(2, 12, 13))
     out = tmp_path / "out"
