@@ -23,7 +23,7 @@ ray = pytest.fixture(scope="module")(small_ray)
 
 @pytest.fixture
 def cluster(ray: None) -> Iterator[RayCluster]:
-    with connect_to_ray(RayOptions(actors=2)) as found:
+    with connect_to_ray(RayOptions(actors=2), 1, "cpu") as found:
         yield found
 
 
@@ -73,7 +73,7 @@ def nothing(item: int) -> None:
 
 
 def squares(cluster: RayCluster, deed: Callable[[int], Any], items: range = range(40)) -> dict[int, int]:
-    return {item: result["square"] for item, result in cluster.map(Job(deed).open, items, "shard", 1, 0)}
+    return {item: result["square"] for item, result in cluster.map(Job(deed).open, items, "shard")}
 
 
 @pytest.mark.slow
@@ -120,24 +120,25 @@ def test_errors_of_workers_arrive_in_one_line(
 
 
 @pytest.mark.slow
-def test_sizes_of_workers(cluster: RayCluster) -> None:
-    assert cluster.worker_size(2, "cpu") == cluster.worker_size(2, "auto") == (2, 0)
-    for threads, device, gpus in ((3, "cpu", 0), (1, "cuda", 1)):
-        message = f"{threads} CPUs and {gpus} GPUs does not fit .* the largest has 2 CPUs and 0 GPUs"
-        with pytest.raises(ConfigError, match=message):
-            cluster.worker_size(threads, device)
-    with connect_to_ray(RayOptions(gpus=0.5)) as other:
-        with pytest.raises(ConfigError, match="--ray-gpus: got 0.5 with --device cpu"):
-            other.worker_size(1, "cpu")
-        with pytest.raises(ConfigError, match="1 CPUs and 0.5 GPUs does not fit"):
-            other.worker_size(1, "auto")
+def test_sizes_of_workers(ray: None) -> None:
+    for device in ("cpu", "auto"):
+        with connect_to_ray(RayOptions(), 2, device) as cluster:
+            assert not cluster.on_gpu
+    for options, threads, device, message in (
+        ({}, 3, "cpu", "3 CPUs and 0 GPUs does not fit .* the largest has 2 CPUs and 0 GPUs"),
+        ({}, 1, "cuda", "1 CPUs and 1 GPUs does not fit .* the largest has 2 CPUs and 0 GPUs"),
+        ({"gpus": 0.5}, 1, "cpu", "--ray-gpus: got 0.5 with --device cpu"),
+        ({"gpus": 0.5}, 1, "auto", "1 CPUs and 0.5 GPUs does not fit"),
+    ):
+        with pytest.raises(ConfigError, match=message), connect_to_ray(RayOptions(**options), threads, device):
+            pass
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
         pytest.raises(ConfigError, match=r"--engine ray: cannot import .* pip install 'vqclip\[ray\]'"),
-        connect_to_ray(RayOptions()),
+        connect_to_ray(RayOptions(), 1, "cpu"),
     ):
         pass
 
@@ -151,6 +152,6 @@ def test_a_cluster_that_does_not_answer_is_named_at_once(monkeypatch: pytest.Mon
         for scheme in ("", "ray://"):
             with (
                 pytest.raises(ConfigError, match=rf"--ray-address: got {scheme}{address}, .* refused"),
-                connect_to_ray(RayOptions(address=scheme + address)),
+                connect_to_ray(RayOptions(address=scheme + address), 1, "cpu"),
             ):
                 pass

@@ -1,7 +1,7 @@
 """Run the numbered items of a job, such as its shards, on Ray: on this machine, or on a cluster.
 
-    with connect_to_ray(options) as cluster:
-        for item, result in cluster.map(open_job, range(items), "shard", *cluster.worker_size(threads, device)):
+    with connect_to_ray(options, threads, device) as cluster:
+        for item, result in cluster.map(open_job, range(items), "shard"):
             ...                              # open_job() runs once in each worker, and returns the function of an item
 
 Ray starts the workers, gives each CPUs and GPUs, and starts a worker again that died or whose machine did, with the
@@ -62,11 +62,17 @@ class RayOptions(Config):
 
 
 @contextlib.contextmanager
-def connect_to_ray(options: RayOptions) -> Iterator[RayCluster]:
+def connect_to_ray(options: RayOptions, threads: int, device: str) -> Iterator[RayCluster]:
     """Connect to a cluster, or start a Ray on this machine, for the time of the block. A Ray in use is left as it is.
 
+    Args:
+        options: the cluster, and the number and size of its workers.
+        threads: threads and processes that a worker runs, each of which gets a CPU.
+        device: ``cpu``, ``cuda``, or ``auto``: a GPU if the cluster has any.
+
     Raises:
-        ConfigError: Ray is not installed, no cluster answers, or this is one of several processes of torchrun.
+        ConfigError: Ray is not installed, no cluster answers, this is one of several processes of torchrun, options and
+            device exclude each other, or no machine of this Ray has room for a worker.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("--engine ray: got several processes of torchrun; expected one, as Ray starts the workers")
@@ -93,7 +99,7 @@ def connect_to_ray(options: RayOptions) -> Iterator[RayCluster]:
         ) from None
     try:
         with contextlib.redirect_stdout(_Log()):
-            yield RayCluster(ray, options, may_grow=address != "local")
+            yield RayCluster(ray, options, threads, device, may_grow=address != "local")
     finally:
         if started:
             ray.shutdown()
@@ -110,27 +116,19 @@ class _Log(io.TextIOBase):
 
 
 class RayCluster:
-    """A connection to Ray; see `connect_to_ray`."""
+    """A connection to Ray, whose workers have one size; see `connect_to_ray`.
 
-    def __init__(self, ray: Any, options: RayOptions, may_grow: bool):
-        self._ray, self._options, self._may_grow = ray, options, may_grow
+    Attributes:
+        on_gpu: whether a worker has a GPU.
+    """
 
-    def worker_size(self, threads: int, device: str) -> tuple[float, float]:
-        """Return the CPUs and GPUs of a worker: those of the options, else one CPU a thread, and perhaps a GPU.
-
-        Args:
-            threads: threads and processes that a worker runs.
-            device: ``cpu``, ``cuda``, or ``auto``: a GPU if the cluster has any.
-
-        Raises:
-            ConfigError: options and device exclude each other, or no machine of this Ray has room for a worker.
-        """
-        given, cpus = self._options.gpus, self._options.cpus or float(threads)
+    def __init__(self, ray: Any, options: RayOptions, threads: int, device: str, may_grow: bool):
+        given, cpus = options.gpus, options.cpus or float(threads)
         if (device == "cpu" and given) or (device == "cuda" and given == 0):
             raise ConfigError(f"--ray-gpus: got {given:g} with --device {device}; expected auto, or leave one out")
-        has_gpus = self._ray.cluster_resources().get("GPU", 0) > 0
+        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         gpus = float(device == "cuda" or (device == "auto" and has_gpus)) if given is None else given
-        machines = [each["Resources"] for each in self._ray.nodes() if each["Alive"]]
+        machines = [each["Resources"] for each in ray.nodes() if each["Alive"]]
         sizes = [(each.get("CPU", 0), each.get("GPU", 0)) for each in machines]
         if not any(size[0] >= cpus and size[1] >= gpus for size in sizes):
             largest = max(sizes, key=lambda size: (size[1] >= gpus, size))
@@ -138,13 +136,14 @@ class RayCluster:
                 f"a worker of {cpus:g} CPUs and {gpus:g} GPUs does not fit on any machine of Ray; the largest has "
                 f"{largest[0]:g} CPUs and {largest[1]:g} GPUs"
             )
-            if not self._may_grow:
+            if not may_grow:
                 raise ConfigError(f"--ray-cpus, --ray-gpus: {text}; expected fewer, or fewer --threads and --workers")
             logger.warning("%s; waiting for the cluster to add one", text)
-        return cpus, gpus
+        self._ray, self._cpus, self._gpus, self._most = ray, cpus, gpus, options.actors
+        self.on_gpu = gpus > 0
 
     def map(
-        self, open_job: Callable[[], Callable[[int], T]], items: Sequence[int], what: str, cpus: float, gpus: float
+        self, open_job: Callable[[], Callable[[int], T]], items: Sequence[int], what: str
     ) -> Iterator[tuple[int, T]]:
         """Yield each item with the result of the job for it, in the order in which they are finished.
 
@@ -153,16 +152,15 @@ class RayCluster:
                 is pickled.
             items: numbers of the items.
             what: noun for an item, for messages, such as "shard".
-            cpus: of a worker.
-            gpus: of a worker.
 
         Raises:
             VqclipError: the first error of an item, of the kind that the worker raised; its worker died several times;
                 or Ray failed.
         """
         ray, left, workers = self._ray, [*items][::-1], list[Any]()
-        kind = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=_STARTS - 1)(_Worker)
-        limit = self._options.actors or len(items)
+        size = {"num_cpus": self._cpus, "num_gpus": self._gpus}
+        kind = ray.remote(**size, max_restarts=-1, max_task_retries=_STARTS - 1)(_Worker)
+        limit = self._most or len(items)
         replies: dict[Any, tuple[Any, int | None]] = {}  # reply → worker and its item; None: it starts
         item: int | None = None
         try:

@@ -142,13 +142,12 @@ def tokenize_on_ray(options: Options, ray: RayOptions) -> WorkResult:
             "first (vqclip data pack), or use --engine local"
         )
     made, seen, bad, folder = 0, 0, list[str](), None
-    with connect_to_ray(ray) as cluster:
-        cpus, gpus = cluster.worker_size(options.threads + options.workers, options.device)
+    with connect_to_ray(ray, options.threads + options.workers, options.device) as cluster:
         source = _open_source(options)
         start, sizes = time.monotonic(), [int(shard["samples"]) for shard in source.shards]
-        open_job = partial(_open_maker, options, source.fingerprint, source.shards, "cuda" if gpus > 0 else "cpu")
+        open_job = partial(_open_maker, options, source.fingerprint, source.shards, cluster.on_gpu)
         with ProgressBar(sum(sizes), 0, True, "tokenize", "sample") as bar:
-            for shard, is_new in cluster.map(open_job, range(len(sizes)), "shard", cpus, gpus):
+            for shard, is_new in cluster.map(open_job, range(len(sizes)), "shard"):
                 made, seen = made + is_new, seen + is_new * sizes[shard]
                 folder, record = _wait_for(options.out, shard, folder)
                 bad += [each.reason for each in record.bad]
@@ -169,10 +168,10 @@ def _open_source(options: Options) -> ShardedSource:
 
 
 def _open_maker(
-    options: Options, data: dict[str, Any], facts: Sequence[dict[str, Any]], kind: str
+    options: Options, data: dict[str, Any], facts: Sequence[dict[str, Any]], on_gpu: bool
 ) -> Callable[[int], bool]:
     """Load the tokenizers; return the function that makes a shard, and returns whether it was not finished before."""
-    maker = ShardMaker(options, data, facts, dist.choose_device(kind, "--device"))
+    maker = ShardMaker(options, data, facts, dist.choose_device("cuda" if on_gpu else "cpu", "--device"))
     tars = options.data.tars()  # type: ignore[attr-defined]
 
     def make(shard: int) -> bool:

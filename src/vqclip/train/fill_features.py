@@ -54,14 +54,13 @@ def fill_features_on_ray(config: TaskConfig, ray: RayOptions) -> str:
     parent = cache.path.expanduser().absolute()
     cache = cache.model_copy(update={"folder": parent})
     config = config.model_copy(update={"data": config.data.model_copy(update={"feature_cache": cache})})
-    with connect_to_ray(ray) as cluster:
-        cpus, gpus = cluster.worker_size(1 + config.data.workers, config.run.device)
+    with connect_to_ray(ray, 1 + config.data.workers, config.run.device) as cluster:
         # Only a worker knows the name of its device, which is one of the settings.
-        describe = _RayJob(config, on_gpu=gpus > 0)
-        [(_, described)] = cluster.map(describe.open, [0], "model", cpus, gpus)
+        describe = _RayJob(config, cluster.on_gpu)
+        [(_, described)] = cluster.map(describe.open, [0], "model")
         folders = [FeatureFolder(parent, FeatureSettings.model_validate_json(each)) for each in described["settings"]]
         job = replace(describe, settings=tuple(described["settings"]))
-        return _compute(job, folders, cluster, cpus, gpus)
+        return _compute(job, folders, cluster)
 
 
 def _require_cache(config: TaskConfig) -> None:
@@ -107,7 +106,7 @@ class _RayJob:
         return compute
 
 
-def _compute(job: _RayJob, folders: list[FeatureFolder], cluster: RayCluster, cpus: float, gpus: float) -> str:
+def _compute(job: _RayJob, folders: list[FeatureFolder], cluster: RayCluster) -> str:
     sizes = [len(folder.settings.shard_range(n)) for folder in folders for n in range(folder.settings.shards)]
     start, made, seen = time.monotonic(), 0, 0
     with contextlib.ExitStack() as locks:
@@ -116,7 +115,7 @@ def _compute(job: _RayJob, folders: list[FeatureFolder], cluster: RayCluster, cp
             locks.enter_context(computing_alone(folder))
             folder.work.remove_leftovers()
         with ProgressBar(sum(sizes), 0, True, "features", "sample") as bar:
-            for item, done in cluster.map(job.open, range(len(sizes)), "shard of features", cpus, gpus):
+            for item, done in cluster.map(job.open, range(len(sizes)), "shard of features"):
                 made, seen = made + done["is_new"], seen + sizes[item] * done["is_new"]
                 bar.advance(sizes[item])
                 bar.show()
