@@ -30,6 +30,7 @@ from vqclip.data.batch import require_few_bad
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.lookup import require_pyarrow
 from vqclip.data.on_ray import RayOptions, connect_to_ray
+from vqclip.data.shard import Shard
 from vqclip.data.tokens import SUFFIX, IdLayout, TokenRecord, write_shard
 from vqclip.data.tokens.manifest import VERSIONS, Settings, TokenizerInfo
 from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder, WorkResult
@@ -145,7 +146,8 @@ def tokenize_on_ray(options: Options, ray: RayOptions) -> WorkResult:
     with connect_to_ray(ray, options.threads + options.workers, options.device) as cluster:
         source = _open_source(options)
         start, sizes = time.monotonic(), [int(shard["samples"]) for shard in source.shards]
-        open_job = partial(_open_maker, options, source.fingerprint, source.shards, cluster.on_gpu)
+        tars = tuple(options.data.tars())  # type: ignore[attr-defined]
+        open_job = partial(_open_maker, options, tars, source.fingerprint, source.shards, cluster.on_gpu)
         with ProgressBar(sum(sizes), 0, True, "tokenize", "sample") as bar:
             for shard, is_new in cluster.map(open_job, range(len(sizes)), "shard"):
                 made, seen = made + is_new, seen + is_new * sizes[shard]
@@ -168,11 +170,10 @@ def _open_source(options: Options) -> ShardedSource:
 
 
 def _open_maker(
-    options: Options, data: dict[str, Any], facts: Sequence[dict[str, Any]], on_gpu: bool
+    options: Options, tars: Sequence[Shard], data: dict[str, Any], facts: Sequence[dict[str, Any]], on_gpu: bool
 ) -> Callable[[int], bool]:
     """Load the tokenizers; return the function that makes a shard, and returns whether it was not finished before."""
     maker = ShardMaker(options, data, facts, dist.choose_device("cuda" if on_gpu else "cpu", "--device"))
-    tars = options.data.tars()  # type: ignore[attr-defined]
 
     def make(shard: int) -> bool:
         if maker.folder.record(shard, verify=True) is not None:
