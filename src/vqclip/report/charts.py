@@ -1,4 +1,4 @@
-"""Kinds of figures on a page: curves over steps, heat maps of codebooks, tables of colours, rates with intervals."""
+"""Kinds of figures on a page: curves over steps, and heat maps of codebooks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from markupsafe import Markup
 
-from vqclip.report.plot import WIDTH, Plot, compact, log_ticks, ticks
+from vqclip.report.plot import Plot, compact, log_ticks, ticks
 
 PERCENT = "%"
 COLOURS = 8
@@ -118,52 +118,6 @@ def heat_map(
     every = math.ceil(len(rows) / 16)
     plot.row_names(rows[::every], [number + 0.5 for number in range(0, len(rows), every)], 7)
     return Chart(title, plot.svg(f"{title}, by step"), scale=scale)
-
-
-def confusion_matrix(title: str, names: Sequence[str], values: Sequence[Sequence[float]]) -> Chart:
-    """Draw shares of classes in [0, 1] as colours; columns, the predicted classes, have the numbers of the rows.
-
-    Args:
-        title: caption.
-        names: of the classes.
-        values: right class × predicted class.
-    """
-    size = len(names)
-    height = 46 + max(150.0, 15.0 * size)
-    plot = Plot((0.5, size + 0.5), (size + 0.5, 0.5), width=400, height=height, margins=(160, 14, 38, 8))
-    plot.colours(np.asarray(values, dtype=np.float64))
-    plot.x_axis(ticks(1, size, 10, whole=True), "predicted class, by its number", grid=False)
-    plot.row_names([f"{name} {number}" for number, name in enumerate(names, 1)], range(1, size + 1), 24)
-    return Chart(title, plot.svg(title), scale=("0 % of a class", "100 %"))
-
-
-Row = tuple[str, Sequence[float | None], Sequence[tuple[float, float] | None], float | None]
-
-
-def rate_chart(title: str, rows: Sequence[Row], labels: Sequence[str]) -> Chart | None:
-    """Draw rates in [0, 1] as dots with 95 % intervals, and chance as a dotted line across the row.
-
-    Args:
-        title: caption.
-        rows: name, a rate for each label, an interval for each label, chance.
-        labels: of the dots.
-    """
-    if not rows:
-        return None
-    height = 46.0 + 13.0 * len(rows) * max(2, len(labels))
-    plot = Plot((0.0, 100.0), (len(rows) - 0.5, -0.5), width=WIDTH, height=height, margins=(150, 18, 38, 4))
-    plot.x_axis([0, 25, 50, 75, 100], "% of the queries or images")
-    plot.row_names([row[0] for row in rows], range(len(rows)), 24)
-    for place, (_, rates, intervals, chance) in enumerate(rows):
-        if chance is not None:
-            plot.line([(100 * chance, place - 0.42), (100 * chance, place + 0.42)], 7, "chance")
-        for number, (rate, interval) in enumerate(zip(rates, intervals, strict=True)):
-            y = place + (number - (len(labels) - 1) / 2) * 0.28
-            if interval is not None:
-                plot.line([(100 * interval[0], y), (100 * interval[1], y)], number, "interval")
-            if rate is not None:
-                plot.dots([(100 * rate, y)], number)
-    return Chart(title, plot.svg(title), PERCENT, [*enumerate(labels)])
 
 
 def _is_shown(value: float, logarithmic: bool) -> bool:

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
 
 from vqclip.evaluation import MODES
 from vqclip.evaluation.details import Bits, ClassAccuracy, Codes, Confusion, Gallery, ShownImage
 from vqclip.evaluation.pixel_methods import CODES
 from vqclip.evaluation.tables import figure_title
-from vqclip.report.charts import PERCENT, Chart, Curve, confusion_matrix, heat_map, line_chart, rate_chart
+from vqclip.report.charts import PERCENT, Chart, Curve, heat_map, line_chart
 from vqclip.report.evaluations import MAX_FIGURES, Task
 from vqclip.report.images import draw_map, find_grid, png_uri
+from vqclip.report.plot import Plot, ticks
 from vqclip.report.run_files import RunFiles
 from vqclip.report.verdict import newest_codebooks
 from vqclip.runlog.codebooks import MODALITIES, modality_of
@@ -126,13 +128,24 @@ def pixel_chart(task: Task) -> Chart | None:
 
 
 def figure_chart(task: Task) -> Chart | None:
-    """Return the rates of a task in the three modes, with intervals, beside chance."""
+    """Draw the rates of a task in the three modes as dots with intervals; chance is a dotted line across the row."""
     rows = task.rows[:10]
-    lines = [
-        (row.title, [row.rates.get(mode) for mode in MODES], [row.intervals.get(mode) for mode in MODES], row.chance)
-        for row in rows
-    ]
-    return rate_chart(task.name, lines, list(MODE_TITLES.values()))
+    if not rows:
+        return None
+    height = 46.0 + 13.0 * len(rows) * len(MODES)
+    plot = Plot((0.0, 100.0), (len(rows) - 0.5, -0.5), height=height, margins=(150, 18, 38, 4))
+    plot.x_axis([0, 25, 50, 75, 100], "% of the queries or images")
+    plot.row_names([row.title for row in rows], range(len(rows)), 24)
+    for place, row in enumerate(rows):
+        if row.chance is not None:
+            plot.line([(100 * row.chance, place - 0.42), (100 * row.chance, place + 0.42)], 7, "chance")
+        for number, mode in enumerate(MODES):
+            y = place + (number - 1) * 0.28
+            if mode in row.intervals:
+                plot.line([(100 * end, y) for end in row.intervals[mode]], number, "interval")
+            if mode in row.rates:
+                plot.dots([(100 * row.rates[mode], y)], number)
+    return Chart(task.name, plot.svg(task.name), PERCENT, [*enumerate(MODE_TITLES.values())])
 
 
 def code_maps(codes: Codes) -> list[tuple[ShownImage, list[Markup]]]:
@@ -182,13 +195,18 @@ def bits_curve(label: str, bits: Bits, figure: str) -> Curve:
 
 
 def confusion_chart(confusion: Confusion) -> Chart | None:
-    """Draw the confusion matrix, each row as shares of its class."""
+    """Draw the confusion matrix as colours, each row as shares of its class; columns have the numbers of the rows."""
     size = len(confusion.classes)
     if size < 2 or len(confusion.counts) != size or any(len(row) != size for row in confusion.counts):
         return None
-    shares = [[count / max(1, sum(row)) for count in row] for row in confusion.counts]
     title = "Confusion of all classes" if confusion.complete else f"Confusion of the {size} most confused classes"
-    return confusion_matrix(title, confusion.classes, shares)
+    height = 46 + max(150.0, 15.0 * size)
+    plot = Plot((0.5, size + 0.5), (size + 0.5, 0.5), width=400, height=height, margins=(160, 14, 38, 8))
+    plot.colours(np.array([[count / max(1, sum(row)) for count in row] for row in confusion.counts]))
+    plot.x_axis(ticks(1, size, 10, whole=True), "predicted class, by its number", grid=False)
+    names = [f"{name} {number}" for number, name in enumerate(confusion.classes, start=1)]
+    plot.row_names(names, range(1, size + 1), 24)
+    return Chart(title, plot.svg(title), scale=("0 % of a class", "100 %"))
 
 
 def worst_classes(classes: Sequence[ClassAccuracy]) -> list[ClassAccuracy]:
