@@ -61,7 +61,6 @@ def test_sampling_finds_what_reading_every_line_finds(tmp_path, monkeypatch):
     every = read_curves(path)
     monkeypatch.setattr(curves, "SMALL_BYTES", 0)
     monkeypatch.setattr(curves, "POINTS", 5000)
-    monkeypatch.setattr(curves, "_CHUNK", 700)  # lines are longer, so evaluations are found across chunks
     sampled = read_curves(path)
     assert (sampled.steps, sampled.evaluations) == (every.steps, every.evaluations)
 

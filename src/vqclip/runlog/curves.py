@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,12 +23,9 @@ MAX_LINE = 1 << 18
 MAX_NAMES = 3000
 """Metrics of a line; one with more counts as damaged."""
 MAX_SCAN = 1 << 30
-"""Bytes at the end of the file that are searched for evaluations."""
+"""Bytes at the end of the file that are searched for these lines: about a second."""
 MAX_EVALUATIONS = 300
 """Evaluations that are read: the newest."""
-
-_CHUNK = 4 << 20
-_MARK = f'"{EVALUATION}'.encode()
 
 
 @dataclass
@@ -92,8 +89,10 @@ def read_curves(path: Path) -> Curves:
     with open_regular(path) as file:
         size = file.seek(0, 2)
         curves.thinned = size > SMALL_BYTES
-        lines = _sample(file, size) if curves.thinned else read_lines(file, 0, size)
-        for line in lines:
+        lines = read_lines(file, max(0, size - MAX_SCAN), size)
+        if size > MAX_SCAN:
+            next(lines)  # it begins before this part of the file
+        for line in _choose(lines, min(size, MAX_SCAN)) if curves.thinned else lines:
             entry = parse_line(line) if len(line) <= MAX_LINE else None
             if entry is None or not 0 <= entry["step"] < 2**53 or len(entry) > MAX_NAMES:
                 curves.damaged += bool(line.strip()) and (line.endswith(b"\n") or len(line) > MAX_LINE)
@@ -123,54 +122,17 @@ def read_lines(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
             line = file.readline(MAX_LINE + 1)
 
 
-def _sample(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yield some lines of a long file, and all that contain evaluations, in order."""
-    starts = [0, *(_next_line(file, size * number // POINTS) for number in range(1, POINTS))]
-    wanted = sorted({*starts, *_last_lines(file, size), *_find_evaluations(file, size)})
-    for start in wanted:
-        file.seek(start)
-        line = file.readline(MAX_LINE + 1)
-        if line.endswith(b"\n") or len(line) > MAX_LINE:
-            yield line
-
-
-def _next_line(file: BinaryIO, position: int) -> int:
-    file.seek(position)
-    file.readline(MAX_LINE)
-    return file.tell()
-
-
-def _last_lines(file: BinaryIO, size: int) -> Iterator[int]:
-    """Yield where the last lines begin, which the verdict on a run needs."""
-    start = max(0, size - MAX_LINE)
-    file.seek(start)
-    tail = file.read(size - start)
-    end = tail.rfind(b"\n")
-    for _ in range(LAST_LINES):
-        if end < 0:
-            return
-        end = tail.rfind(b"\n", 0, end)
-        if end >= 0:
-            yield start + end + 1
-
-
-def _find_evaluations(file: BinaryIO, size: int) -> Iterator[int]:
-    """Yield where the newest lines with metrics of evaluations begin."""
-    found: deque[int] = deque(maxlen=MAX_EVALUATIONS)
-    start = max(0, size - MAX_SCAN)
-    begin = _next_line(file, start) if start else 0  # of the line that the next chunk continues
-    position, kept = begin, b""
-    file.seek(position)
-    while chunk := file.read(min(_CHUNK, max(0, size - position - len(kept)))):
-        chunk = kept + chunk
-        place = chunk.find(_MARK)
-        while place >= 0:
-            before = chunk.rfind(b"\n", 0, place)
-            found.append(begin if before < 0 else position + before + 1)
-            after = chunk.find(b"\n", place)
-            place = -1 if after < 0 else chunk.find(_MARK, after)
-        last = chunk.rfind(b"\n")
-        begin = begin if last < 0 else position + last + 1
-        kept = chunk[-len(_MARK) :]  # a mark may be cut by the end of the chunk
-        position += len(chunk) - len(kept)
-    yield from found
+def _choose(lines: Iterable[bytes], size: int) -> list[bytes]:
+    """Return some lines of a long file of ``size`` bytes, the newest evaluations, and the last lines, in order."""
+    spread, position, due = dict[int, bytes](), 0, 0.0
+    evaluations, last = (deque[tuple[int, bytes]](maxlen=most) for most in (MAX_EVALUATIONS, LAST_LINES))
+    mark = f'"{EVALUATION}'.encode()
+    for line in lines:
+        if position >= due:
+            spread[position], due = line, position + size / POINTS
+        if mark in line:
+            evaluations.append((position, line))
+        last.append((position, line))
+        position += len(line)
+    chosen = spread | dict(evaluations) | dict(last)
+    return [chosen[position] for position in sorted(chosen)]
