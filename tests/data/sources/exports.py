@@ -24,21 +24,13 @@ def export_images(samples: list[RawSample], folder: Path) -> list[str]:
 
 
 def as_csv(samples: list[RawSample], folder: Path) -> SourceConfigBase:
-    return _table(samples, folder, "train.csv")
-
-
-def as_tsv(samples: list[RawSample], folder: Path) -> SourceConfigBase:
-    return _table(samples, folder, "train.tsv")
-
-
-def _table(samples: list[RawSample], folder: Path, name: str) -> SourceConfigBase:
     names = export_images(samples, folder)
     columns = [f"caption {number}" for number in range(max(len(sample.captions) for sample in samples))]
-    with (folder / name).open("w", newline="") as file:
-        writer = csv.writer(file, delimiter="\t" if name.endswith("tsv") else ",")
+    with (folder / "train.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
         writer.writerow(["filepath", *columns])
         writer.writerows([path, *sample.captions] for path, sample in zip(names, samples, strict=True))
-    return parse_source(folder / name, captions=columns)
+    return parse_source(folder / "train.csv", captions=columns)
 
 
 def as_coco(samples: list[RawSample], folder: Path) -> SourceConfigBase:

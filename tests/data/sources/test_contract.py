@@ -21,7 +21,6 @@ Export = Callable[[list[RawSample], Path], SourceConfigBase]
 
 FILE_KINDS: dict[str, Export] = {
     "csv": exports.as_csv,
-    "tsv": exports.as_tsv,
     "coco": exports.as_coco,
     "files": exports.as_files,
     "metadata": exports.as_metadata,

@@ -12,7 +12,6 @@ from vqclip.data import (
     ClassShardsConfig,
     DataConfig,
     FolderConfig,
-    ScenesSourceConfig,
     SourceConfig,
     parse_source,
 )
@@ -145,11 +144,3 @@ def test_the_written_configuration_names_the_kind(tmp_path: Path) -> None:
     assert "split: test" in text
     (tmp_path / "tree.yaml").write_text(text)
     assert load_config(Tree, tmp_path / "tree.yaml") == tree
-
-
-def test_configurations_of_former_versions_are_read() -> None:
-    """As to_yaml wrote them: training had a weight, evaluation had none."""
-    former = {"kind": "scenes", "split": "train", "drawing": {"train": 10}, "weight": 1.0}
-    assert DataConfig.model_validate({"sources": [former]}).sources[0].weight == 1
-    data = TypeAdapter(LabelledData).validate_python({"kind": "scenes", "split": "test", "drawing": {"train": 10}})
-    assert isinstance(data, ScenesSourceConfig)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -322,25 +321,6 @@ def test_labels_however_they_are_stored(tmp_path: Path, stored: str) -> None:
     with pytest.raises(DataError, match="row 2: Species: the class is empty"):
         source.read(2)
     assert source.notes == ("3 of 10 samples cannot be used",)
-
-
-def read_in_child(source: object, index: int, queue: multiprocessing.Queue) -> None:
-    queue.put(source.read(index))
-
-
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_other_processes_read_too(tmp_path: Path, method: str) -> None:
-    source = ParquetConfig(path=str(write(tmp_path / "a.parquet"))).build()
-    assert source.read(1) == EXPECTED[1]
-    context = multiprocessing.get_context(method)
-    queue = context.Queue()
-    children = [context.Process(target=read_in_child, args=(source, index, queue)) for index in (1, 9)]
-    for child in children:
-        child.start()
-    assert sorted(queue.get(timeout=60).captions for _ in children) == [("caption 1",), ("caption 9",)]
-    assert source.read(5) == EXPECTED[5]
-    for child in children:
-        child.join()
 
 
 @pytest.mark.parametrize("ranges", [True, False])

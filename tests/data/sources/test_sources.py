@@ -31,18 +31,6 @@ def one_sample(tmp_path: Path, members: dict[str, bytes], **options) -> str:
     return message
 
 
-def test_captions(tmp_path: Path) -> None:
-    folder = caption_shards(tmp_path, (3, 2))
-    source = CaptionShardsConfig(path=str(folder)).build()
-    assert len(source) == 5
-    assert [source.read(index).captions for index in range(5)] == [(f"caption {index}",) for index in range(5)]
-    assert source.read(4).image == encode(pixels(4))
-    assert source.read(4).label == -1
-    assert source.name(3) == f"{folder}/00001.tar: sample 000000003"
-    with pytest.raises(IndexError):
-        source.read(5)
-
-
 def test_captions_from_json_and_lines(tmp_path: Path) -> None:
     folder = caption_shards(tmp_path / "a", (1,))
     keys = ("caption", "none", "many")
@@ -136,18 +124,6 @@ def test_class_names_and_prompts_are_bounded(tmp_path: Path) -> None:
     (folder / "classnames.txt").unlink()
     os.mkfifo(folder / "classnames.txt")
     assert "classnames.txt: cannot be read (not a regular file)" in refusal(ClassShardsConfig(path=folder).build)
-
-
-def test_many_shards_need_few_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vqclip.data.tars.store._most_open_files", lambda: 64)
-    folder = caption_shards(tmp_path, (1,) * 90)
-    source = CaptionShardsConfig(path=str(folder)).build()
-    before = len(os.listdir("/proc/self/fd"))
-    for index in range(90):
-        source.read(index)
-    assert len(os.listdir("/proc/self/fd")) - before <= 64
-    del source
-    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_fingerprint_tells_content_not_place(tmp_path: Path) -> None:
