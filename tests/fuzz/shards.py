@@ -15,7 +15,7 @@ from PIL import Image
 from tests.data.making import caption_members, encode, member_places, open_tars, pixels
 from tests.fuzz.mutate import NUMBERS, mutated
 from vqclip.data.decode import decode_image
-from vqclip.data.sources.captions import CaptionFiles
+from vqclip.data.sources.captions import CaptionFiles, decode_text
 from vqclip.data.tars.reader import TarReader
 from vqclip.errors import DataError
 
@@ -134,13 +134,9 @@ def check(data: bytes, folder: Path) -> str:
 
 def _readers(reader: TarReader, number: int) -> list[Callable[[], object]]:
     return [
-        lambda: CaptionFiles("txt_lines").parse(
-            reader.text(number, "txt", reader.read(number, "txt")), reader.name(number)
-        ),
-        lambda: CaptionFiles("json", ("caption", "n")).parse(
-            reader.text(number, "json", reader.read(number, "json")), reader.name(number)
-        ),
-        lambda: reader.text(number, "cls", reader.read(number, "cls")),
+        lambda: CaptionFiles("txt_lines").parse(reader.read(number, "txt"), reader.name(number)),
+        lambda: CaptionFiles("json", ("caption", "n")).parse(reader.read(number, "json"), reader.name(number)),
+        lambda: decode_text(reader.read(number, "cls"), reader.name(number), "cls"),
         lambda: decode_image(reader.read(number, "image"), _MAX_PIXELS),
         lambda: reader.name(number).encode(),
     ]

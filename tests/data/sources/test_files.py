@@ -322,7 +322,7 @@ def test_captions_beside_the_images(folder: Path) -> None:
     (folder / "b.txt").write_bytes(b"\xff")
     with pytest.raises(StorageError, match=r"b\.jpg: \.txt has changed since it was indexed"):
         source.read(1)
-    with pytest.raises(DataError, match=r"b\.jpg: the file of its caption is not UTF-8"):
+    with pytest.raises(DataError, match=r"b\.jpg: \.txt is not UTF-8"):
         parse_source(folder).build().read(1)
     (folder / "c.json").write_text('{"caption": "json c"}')
     assert parse_source(folder, ["captions=json"]).build().read(2).captions == ("json c",)

@@ -16,6 +16,7 @@ __all__ = [
     "CaptionFiles",
     "caption_path",
     "collect_captions",
+    "decode_text",
     "find_captions",
     "find_texts",
     "look_up",
@@ -52,7 +53,7 @@ class CaptionFiles:
         """Settings that change captions."""
         return {"captions": self.mode, "json_keys": list(self.json_keys) if self.mode == "json" else []}
 
-    def parse(self, text: str, name: str) -> tuple[str, ...]:
+    def parse(self, data: bytes, name: str) -> tuple[str, ...]:
         """Return the captions in the content of a file.
 
         Missing, null and empty values of a .json are skipped if another key has a caption.
@@ -60,23 +61,29 @@ class CaptionFiles:
         Raises:
             DataError: the file cannot be read, or has no caption.
         """
-        text = text.removeprefix("\ufeff")  # the mark that some editors write
+        text = decode_text(data, name, self.kind)
         if self.mode == "json":
-            return self._parse_json(text, name)
+            try:
+                facts = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{name}: .json cannot be read: {error}", "damaged JSON") from None
+            if not isinstance(facts, dict):
+                what = f".json contains a {type(facts).__name__}; expected an object"
+                raise DataError(f"{name}: {what}", "damaged JSON")
+            return collect_captions(facts, self.json_keys, name, "key", "damaged JSON", " in the .json")
         lines = text.splitlines() if self.mode == "txt_lines" else [text]
         captions = tuple(line.strip() for line in lines if line.strip())
         if not captions:
             raise DataError(f"{name}: the caption (.txt) is empty", "no caption")
         return require_usable(captions, name)
 
-    def _parse_json(self, text: str, name: str) -> tuple[str, ...]:
-        try:
-            facts = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{name}: .json cannot be read: {error}", "damaged JSON") from None
-        if not isinstance(facts, dict):
-            raise DataError(f"{name}: .json contains a {type(facts).__name__}; expected an object", "damaged JSON")
-        return collect_captions(facts, self.json_keys, name, "key", "damaged JSON", " in the .json")
+
+def decode_text(data: bytes, name: str, ending: str) -> str:
+    """Return the content of a file without white space or a byte order mark around it; raises DataError: not UTF-8."""
+    try:
+        return data.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: .{ending} is not UTF-8: {error.reason} at byte {error.start}", "not UTF-8") from None
 
 
 def caption_path(image: str, ending: str) -> str:

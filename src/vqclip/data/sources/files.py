@@ -197,7 +197,7 @@ class FileSource:
         if self.templates:
             captions = self._prompts.of(label, self.name(index))
         elif self._captions is not None:
-            captions = self._captions.parse(self._read_text(index), self.name(index))
+            captions = self._captions.parse(self._read_file(index, 1), self.name(index))
         else:
             captions = tuple(text for each in self._table.captions(index) if (text := each.strip()))
             if not captions:
@@ -246,16 +246,6 @@ class FileSource:
             hint = f". Relative paths refer to {self._root}; images names another folder" if is_row.any() else ""
             raise DataError(
                 f"{self._listing}: none of the {len(self)} images can be read; the first: {error}{hint}"
-            ) from None
-
-    def _read_text(self, index: int) -> str:
-        data = self._read_file(index, 1)
-        try:
-            return data.decode("utf-8-sig").strip()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{self.name(index)}: the file of its caption is not UTF-8: {error.reason} at byte {error.start}",
-                "not UTF-8",
             ) from None
 
     def _read_file(self, index: int, column: int) -> bytes:

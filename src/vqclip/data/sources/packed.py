@@ -400,7 +400,7 @@ class PackedSource(TarSource):
         """Return what was wrong with a sample when it was packed."""
         if error.kind != "missing member":
             return error
-        facts = json.loads(self.tars.text(index, "json", self.tars.read(index, "json")))
+        facts = json.loads(self.tars.read(index, "json"))
         return DataError(facts["reason"], facts["bad"])
 
     def key(self, index: int) -> str:

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from vqclip.data.remote import RemoteConfig, display_url
 from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.base import Place, RawSample, SourceConfigBase
-from vqclip.data.sources.captions import CaptionFiles
+from vqclip.data.sources.captions import CaptionFiles, decode_text
 from vqclip.data.sources.class_names import CLASSNAMES, ClassFolder, Prompts, read_lines, read_templates
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.tars.members import KINDS, MemberRules
@@ -123,12 +123,11 @@ class TarSource:
         except DataError as error:
             raise self.explain(index, error) from None
         if self.classnames:
-            text = tars.text(index, "cls", tars.read(index, "cls"))
+            text = decode_text(tars.read(index, "cls"), self.name(index), "cls")
             label = int(text) if text.isascii() and text.isdigit() else -1
             captions = self._prompts.of(label, f"{self.name(index)}: .cls contains {text[:20]!r}")
         if self._captions is not None:
-            kind = self._captions.kind
-            captions = self._captions.parse(tars.text(index, kind, tars.read(index, kind)), self.name(index))
+            captions = self._captions.parse(tars.read(index, self._captions.kind), self.name(index))
         return RawSample(image, captions, label)
 
     def explain(self, index: int, error: DataError) -> DataError:

@@ -255,8 +255,14 @@ class TableStream:
             prefix = "" if str(rows).startswith(where) else f"{name}: "
             return StreamSample(group.row, DataError(f"{prefix}{rows}", rows.kind))
         try:
-            label = -1 if self._classes is None else self._number(rows[0], name)
-            captions: tuple[str, ...] = ()
+            label, captions = -1, tuple[str, ...]()
+            if self._classes is not None and self.label is not None:
+                try:
+                    label = self._classes.number(plain_text(rows[0][self.label]))
+                except DataError as error:  # of the settings, not of the row
+                    raise ConfigError(str(error)) from None
+                except ValueError as error:
+                    raise DataError(f"{name}: {self.label}: {error}", "class number") from None
             if self.captions:  # cells may spell lists, as those of a CSV do
                 texts = {
                     column: [parse_cell(row[column]) if isinstance(row[column], str) else row[column] for row in rows]
@@ -270,15 +276,6 @@ class TableStream:
         except DataError as error:
             return StreamSample(group.row, error, len(rows))
         return StreamSample(group.row, sample, len(rows))
-
-    def _number(self, row: Mapping[str, Any], name: str) -> int:
-        assert self._classes is not None
-        try:
-            return self._classes.number(plain_text(row[self.label or ""]))
-        except DataError as error:  # of the settings, not of the row
-            raise ConfigError(str(error)) from None
-        except ValueError as error:
-            raise DataError(f"{name}: {self.label}: {error}", "class number") from None
 
     def _image(self, value: Any, name: str) -> bytes:
         data = value["bytes"] if isinstance(value, Mapping) else value

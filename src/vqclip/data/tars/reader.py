@@ -121,19 +121,6 @@ class TarReader:
         except StorageError as error:
             raise StorageError(f"{self.name(index)}{error}", error.kind) from None
 
-    def text(self, index: int, kind: str, data: bytes) -> str:
-        """Return the member that `read` has returned as text, without white space or a byte order mark around it.
-
-        Raises:
-            DataError: it is not UTF-8.
-        """
-        try:
-            return data.decode("utf-8-sig").strip()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{self.name(index)}: .{kind} is not UTF-8: {error.reason} at byte {error.start}", "not UTF-8"
-            ) from None
-
     def key(self, index: int) -> str:
         """Return the sample's name in its shard: the path of its members without their endings."""
         if not 0 <= index < len(self):
