@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -97,26 +96,6 @@ def test_links_are_followed(tmp_path: Path, cache: Path, monkeypatch: pytest.Mon
     source = TorchvisionConfig(name="ImageFolder", root=Path("root")).build()
     assert source.read(4) == RawSample(encode(pixels(3)), ("a photo of a dog",), 1)
     assert len(json.dumps(TorchvisionConfig(name="ImageFolder", root=Path("root")).identity())) < 500  # of any number
-
-
-def mnist(folder: Path) -> Path:
-    raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    images = np.arange(3 * 28 * 28, dtype=np.uint32).astype(np.uint8)
-    for split in ("train", "t10k"):
-        (raw / f"{split}-images-idx3-ubyte").write_bytes(
-            bytes.fromhex("00000803000000030000001c0000001c") + images.tobytes()
-        )
-        (raw / f"{split}-labels-idx1-ubyte").write_bytes(bytes.fromhex("0000080100000003") + bytes([3, 1, 9]))
-    return folder
-
-
-def test_images_in_memory_become_png(tmp_path: Path) -> None:
-    config = TorchvisionConfig(name="MNIST", root=mnist(tmp_path), arguments={"train": False}, templates=("{c}!",))
-    sample = config.build().read(2)
-    assert (sample.label, sample.captions) == (9, ("9 - nine!",))
-    image = np.asarray(Image.open(io.BytesIO(sample.image)))
-    assert np.array_equal(image, (np.arange(28 * 28, dtype=np.uint32) + 2 * 28 * 28).astype(np.uint8).reshape(28, 28))
 
 
 def cifar(folder: Path) -> Path:

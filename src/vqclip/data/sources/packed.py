@@ -1,7 +1,7 @@
 """Sources that are read forward: packed once into tars in the cache, which are then read like any others.
 
     config.identity()         settings, and sizes and times of files: another one has another folder
-    config.open() -> Stream   its pieces, such as some row groups of a Parquet file, each read from beginning to end
+    config.open_stream()      its pieces, such as some row groups of a Parquet file, each read from beginning to end
     write_piece               one tar for each piece, written by any process of any job (`vqclip.data.work_folder`)
     config.build()            PackedSource: reads the tars, sample by sample or in chunks
 

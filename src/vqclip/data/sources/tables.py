@@ -313,11 +313,12 @@ def _row(number: int, value: Any, problem: str = "") -> Row:
 
 def _list_of(content: dict[str, Any], path: Path) -> list[Any]:
     """Return the rows of an object: those of its lists, columns, or files with their captions."""
-    lists = {key: value for key, value in content.items() if _are_objects(value)}
+    lists = {key: value for key, value in content.items() if isinstance(value, list) and value}
+    lists = {key: value for key, value in lists.items() if all(isinstance(each, dict) for each in value[:50])}
     if len(lists) > 1 and all(map(is_split, lists)):
         return [{"split": split, **row} for split, rows in lists.items() for row in rows]
     columns = [*content.values()]
-    if not any(map(_looks_like_file, content)):
+    if not any("." in key[-6:] or "/" in key for key in content):  # keys that look like files
         for name in (*_ROWS, *lists) if lists else ():
             if name in lists and (name in _ROWS or len(lists) == 1):
                 return lists[name]
@@ -335,14 +336,6 @@ def _list_of(content: dict[str, Any], path: Path) -> list[Any]:
         {"image": key, **value} if isinstance(value, dict) else {"image": key, "caption": value}
         for key, value in content.items()
     ]
-
-
-def _are_objects(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value[:50])
-
-
-def _looks_like_file(key: str) -> bool:
-    return "." in key[-6:] or "/" in key
 
 
 def _coco(content: dict[str, Any], path: Path, notes: list[str]) -> Iterator[Row]:
