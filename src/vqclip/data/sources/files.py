@@ -27,7 +27,7 @@ from vqclip.data.sources.base import MAX_BYTES, Place, RawSample, SourceConfigBa
 from vqclip.data.sources.captions import CaptionFiles, caption_path, require_usable
 from vqclip.data.sources.class_names import Prompts
 from vqclip.data.sources.columns import ColumnConfig, Row
-from vqclip.data.sources.listing import PROBLEM, FileTable, TableBuilder, checksum, list_images, load_table, versions
+from vqclip.data.sources.listing import PROBLEM, FileTable, TableBuilder, checksum, list_images, versions
 from vqclip.data.table_file import find_table, save_table
 from vqclip.errors import ConfigError, DataError, StorageError, encodable, printable
 from vqclip.io.files import Stamp, cache_folder, expand_home, open_regular
@@ -93,8 +93,17 @@ class FileSourceConfig(SourceConfigBase):
         return None
 
     def load_table(self, cache: Path | None = None) -> FileTable:
-        """Return the table, from the cache where it is up to date."""
-        return load_table(self._stem(cache).with_suffix(".table.safetensors"), str(self.listing), self.table)
+        """Return the table, from the cache if all that it was made from is unchanged.
+
+        Raises:
+            DataError: see `table`, or the cache cannot be written.
+        """
+        file, name = self._stem(cache).with_suffix(".table.safetensors"), str(self.listing)
+        table = find_table(file, versions(name), name, lambda stored: FileTable(*stored))
+        if table is None or not table.is_current:
+            table = self.table()
+            save_table(file, table.facts | versions(name), table.arrays, name)
+        return table
 
     def parts(self, table: FileTable, cache: Path | None = None) -> list[FilePart]:
         """Divide the table into parts for indexing."""

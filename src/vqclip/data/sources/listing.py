@@ -13,7 +13,7 @@ import itertools
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,11 @@ from vqclip.data.sources.columns import (
     path_in,
     plain_text,
 )
-from vqclip.data.table_file import Texts, find_table, save_table
+from vqclip.data.table_file import Texts
 from vqclip.errors import DataError
 from vqclip.io.files import Stamp
 
-__all__ = ["PROBLEM", "FileTable", "TableBuilder", "checksum", "list_images", "load_table", "versions"]
+__all__ = ["PROBLEM", "FileTable", "TableBuilder", "checksum", "list_images", "versions"]
 
 PROBLEM = -2
 """Label of a row that cannot be used; its one caption says why."""
@@ -196,25 +196,6 @@ def _state(path: str | Path) -> list[int]:
         return [*Stamp.of(path)]
     except (OSError, ValueError):
         return [-1, -1]
-
-
-def load_table(file: Path, name: str, make: Callable[[], FileTable]) -> FileTable:
-    """Return the stored table if all that it was made from is unchanged, otherwise a new one.
-
-    Args:
-        file: place in the cache.
-        name: the data, for messages.
-        make: makes the table.
-
-    Raises:
-        DataError: from `make`, or the cache cannot be written.
-    """
-    stored = find_table(file, versions(name), name, lambda table: FileTable(*table))
-    if stored is not None and stored.is_current:
-        return stored
-    table = make()
-    save_table(file, table.facts | versions(name), table.arrays, name)
-    return table
 
 
 def list_images(

@@ -115,7 +115,8 @@ class TarSource:
 
     def read(self, index: int) -> RawSample:
         """Return image, captions and label of one sample; see `Source.read`."""
-        tars, label, captions = self.tars, -1, tuple[str, ...]()
+        tars, label = self.tars, -1
+        captions: tuple[str, ...] = ()
         try:
             image = tars.read(index, "image")
         except StorageError:

@@ -241,9 +241,7 @@ class TableStream:
 
     def _key_of(self, row: Mapping[str, Any]) -> object:
         """Return what neighbouring rows of one sample have in common; None for a row that stays alone."""
-        value = row[self.image]
-        if isinstance(value, Mapping):
-            value = value.get("path") if value.get("bytes") is None else value["bytes"]
+        value = _stored(row[self.image])
         if value is None or not self.captions:
             return None
         return value, row[self.label] if self.label else None
@@ -255,7 +253,8 @@ class TableStream:
             prefix = "" if str(rows).startswith(where) else f"{name}: "
             return StreamSample(group.row, DataError(f"{prefix}{rows}", rows.kind))
         try:
-            label, captions = -1, tuple[str, ...]()
+            label = -1
+            captions: tuple[str, ...] = ()
             if self._classes is not None and self.label is not None:
                 try:
                     label = self._classes.number(plain_text(rows[0][self.label]))
@@ -278,10 +277,9 @@ class TableStream:
         return StreamSample(group.row, sample, len(rows))
 
     def _image(self, value: Any, name: str) -> bytes:
-        data = value["bytes"] if isinstance(value, Mapping) else value
-        path = text_of(value)
-        if path:
-            data = from_base64(path)
+        data = _stored(value)
+        if data and isinstance(data, str):
+            path, data = data, from_base64(data)
             if data is None:
                 return self._read_image(path, name)
         if not data:
@@ -318,11 +316,11 @@ class _Group(NamedTuple):
     """Their values; the image is in the first alone. Or what is wrong with the only row."""
 
 
-def text_of(value: Any) -> str:
-    """Return the path, URL or base64 text in a value of an image column; "" if it holds the image, or nothing."""
+def _stored(value: Any) -> Any:
+    """Return the bytes, path, URL or base64 text in a value of an image column; None if there is nothing."""
     if isinstance(value, Mapping):
-        value = value.get("path") if value.get("bytes") is None else None
-    return value if isinstance(value, str) else ""
+        return value.get("path") if value.get("bytes") is None else value["bytes"]
+    return value
 
 
 def from_base64(text: str) -> bytes | None:
