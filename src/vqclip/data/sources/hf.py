@@ -165,7 +165,7 @@ class HfStream(TableStream):
                 self.pieces = [Piece(config.where, 0)] * data.num_shards
                 return
             table = self._data.data.table
-            table.select(self.columns).validate(full=True)  # otherwise reading could leave the file
+            table.select(self.columns).validate(full=True)  # as in `values`
             size, rows = table.nbytes // max(len(data), 1), range(0, len(data), _PIECE_ROWS)
             self.pieces = [Piece(config.where, size * min(_PIECE_ROWS, len(data) - first)) for first in rows]
 
@@ -181,6 +181,7 @@ class HfStream(TableStream):
                 f"{self}: classnames: missing; expected the names of the classes in column {column!r} (without "
                 "streaming they are found)"
             )
+        self._data.data.table.select([column]).validate(full=True)  # otherwise reading could leave the file
         yield self._data.select_columns([column])[:].column(0).to_pylist()
 
     def rows(self, piece: int, start: int) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
