@@ -235,7 +235,8 @@ def build_network(
         for name, got, want in sorted(found.get("mismatched_keys", ()))
     ]
     problems += [f"{each}" for each in found.get("error_msgs", ())]
-    problems += [f"{name}: contains NaN or infinity" for name in nonfinite_names(network.state_dict())]
+    loaded = {} if weights is None else network.state_dict()
+    problems += [f"{name}: contains NaN or infinity" for name in nonfinite_names(loaded)]
     if problems:
         raise ConfigError(f"tower.name: the weights in {weights} do not fit: {'; '.join(problems[:5])}")
     return network.float(), sorted(found.get("missing_keys", ()))

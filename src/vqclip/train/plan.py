@@ -142,9 +142,15 @@ def _loss(config: TrainConfig, processes: int, samples: int, width: int, gpu: in
 
 def _outline(config: TrainConfig) -> CLIP:
     """Build the model of the last step on `meta`, without pretrained weights."""
+    if config.model.text.tower.kind == "transformers":
+        raise ConfigError(
+            "model.text.tower: got one of transformers, which cannot be planned: it reads values of tensors"
+        )
     tree = config.model.model_dump()
-    for modality in ("image", "text"):
-        tree[modality]["tower"] |= getattr(config.model, modality).tower.random_weights
+    for modality, part in (("image", config.model.image), ("text", config.model.text)):
+        # A network of transformers is described in its own folder.
+        known = {"pretrained": False} if part.tower.kind == "transformers" else part.tower.random_weights
+        tree[modality]["tower"] |= known
     if tree["towers"] is not None:
         tree["towers"] |= {"pretrained": None}
     with torch.device("meta"):
