@@ -157,8 +157,8 @@ def _outline(config: TrainConfig) -> CLIP:
         random = config.model_copy(update={"model": ModelConfig.model_validate(tree)})
         task = build_task(random, torch.device("meta"))
     task.move_to_step(config.train.steps - 1)
-    for part in (each for quantizer in task.quantizers().values() for each in quantizer.parts()):
-        part.set_turn(False)  # its codebook is initialised
+    for stage in (each for quantizer in task.quantizers().values() for each in quantizer.parts()):
+        stage.set_turn(False)  # its codebook is initialised
     assert isinstance(task.evaluated, CLIP)
     return task.evaluated
 
