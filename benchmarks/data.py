@@ -108,7 +108,9 @@ def compare(options: argparse.Namespace, size: int) -> None:
 def start(options: argparse.Namespace, side: str, python: str, size: int) -> subprocess.Popen[str]:
     command = [python, __file__, "--side", side, "--shards", str(options.shards), "--size", str(size)]
     command += ["--batch", str(options.batch), "--batches", str(options.batches)]
-    environment = {**os.environ, "PYTHONPATH": str(options.other)} if side == "other" else None
+    environment = {**os.environ}
+    if side == "other":  # with indexes of its own, whose format may differ
+        environment |= {"PYTHONPATH": str(options.other), "VQCLIP_CACHE": f"{os.environ['VQCLIP_CACHE']}-other"}
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 

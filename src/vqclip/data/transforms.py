@@ -98,6 +98,7 @@ class TrainTransform:
     def __init__(self, config: TrainTransformConfig, image_size: int):
         self.config = config
         self.image_size = image_size
+        self._interpolation = InterpolationMode(config.interpolation)
         narrowest = config.scale[0] * min(config.ratio[0], 1 / config.ratio[1], 1.0)
         self.min_side = math.ceil(image_size / math.sqrt(narrowest)) if config.dct_scaling else None
         """Shorter side from which on no side of a crop has fewer pixels than the result; None: images are decoded in
@@ -108,7 +109,7 @@ class TrainTransform:
         _check_image(image)
         config = self.config
         top, left, height, width = _random_box(image.shape[1], image.shape[2], config.scale, config.ratio, rng)
-        image = _resize(image[:, top : top + height, left : left + width], self.image_size, config.interpolation)
+        image = _resize(image[:, top : top + height, left : left + width], self.image_size, self._interpolation)
         if config.rotation > 0 or config.translation > 0:
             turn, right, down = rng.uniform(-1, 1, 3).tolist()
             reach = config.translation * self.image_size
@@ -146,6 +147,7 @@ class EvalTransform:
     def __init__(self, config: EvalTransformConfig, image_size: int):
         self.config = config
         self.image_size = image_size
+        self._interpolation = InterpolationMode(config.interpolation)
 
     def __call__(self, image: Tensor) -> Tensor:
         """Transform ``(3, H, W)`` uint8 → ``(3, image_size, image_size)`` uint8."""
@@ -155,7 +157,7 @@ class EvalTransform:
             side = min(image.shape[1], image.shape[2])
             top, left = (image.shape[1] - side) // 2, (image.shape[2] - side) // 2
             image = image[:, top : top + side, left : left + side]
-        return _resize(image, self.image_size, self.config.interpolation)
+        return _resize(image, self.image_size, self._interpolation)
 
 
 def _check_image(image: Tensor) -> None:
@@ -163,11 +165,11 @@ def _check_image(image: Tensor) -> None:
         raise ShapeError(f"got an image of shape {tuple(image.shape)} and {image.dtype}; expected (3, H, W) uint8")
 
 
-def _resize(image: Tensor, side: int, interpolation: Interpolation) -> Tensor:
+def _resize(image: Tensor, side: int, interpolation: InterpolationMode) -> Tensor:
     if image.stride(0) == 1:
         # A crop of a decoded (channels-last) image: torch's vectorised kernel needs it contiguous (2x at 224 px).
         image = image[None].contiguous(memory_format=torch.channels_last)[0]
-    return F.resize(image, [side, side], interpolation=InterpolationMode(interpolation), antialias=True)
+    return F.resize(image, [side, side], interpolation=interpolation, antialias=True)
 
 
 def _random_box(
