@@ -118,7 +118,7 @@ def test_four_machines_with_caches_of_their_own(
     assert 0.9 <= ratio <= 1.2
     found = [global_batch(list(each)) for each in zip(*parts, strict=True)]
     require_all(found)
-    assert same(found, [global_batch([batch]) for batch in bucket.local(32).batches(0, STEPS)])
+    assert same(found, [global_batch([batch]) for batch in bucket.local(32).batches(0, STEPS, 0, (0,))])
 
 
 def test_a_storm_costs_no_bytes(
