@@ -19,9 +19,8 @@ from vqclip.cli.data_pack import GIVEN_HELP
 from vqclip.data import SourceConfigBase
 from vqclip.data.order import WindowedOrder
 from vqclip.data.remote import RemoteConfig, RemoteShard, is_gzip
-from vqclip.data.tars.counts import known_counts
 from vqclip.data.tars.make import CHUNK, MOST_WITH_MEMBERS
-from vqclip.data.tars.open import choose_chunk, find_index
+from vqclip.data.tars.open import choose_chunk, find_index, known_counts
 from vqclip.data.tars.store import survey
 from vqclip.data.windows import Windows
 from vqclip.errors import ConfigError, DataError, name_section

@@ -17,10 +17,9 @@ from vqclip.data.remote import RemoteConfig, RemoteShard, TransferConfig, beneat
 from vqclip.data.remote.folder import STORES, RemoteFolder, require_writable
 from vqclip.data.remote.urls import path_in_url
 from vqclip.data.shard import Shard
-from vqclip.data.tars.counts import known_counts
 from vqclip.data.tars.index import TarIndex
 from vqclip.data.tars.make import IndexMaker, Parts
-from vqclip.data.tars.open import TarSet, cached_index, data_folder, index_name
+from vqclip.data.tars.open import TarSet, cached_index, data_folder, index_name, known_counts
 from vqclip.errors import ConfigError, StorageError
 from vqclip.io.files import expand_home
 from vqclip.runlog.bar import ProgressBar

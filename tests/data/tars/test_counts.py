@@ -10,7 +10,7 @@ import pytest
 from tests.data import serving
 from tests.data.serving import FaultyServer
 from tests.data.tars.test_open import remote
-from vqclip.data.tars.counts import known_counts
+from vqclip.data.tars.open import known_counts
 from vqclip.errors import StorageError
 
 

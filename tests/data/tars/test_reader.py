@@ -198,7 +198,7 @@ def test_one_deadline_for_all_that_a_chunk_takes(
         found.append(deadline)
         return b"x" * 512
 
-    monkeypatch.setattr(reader.store, "read", read)
+    monkeypatch.setattr(reader, "_read_ranges", read)
     opened = reader._cache.open
     monkeypatch.setattr(reader._cache, "open", lambda key, make, end: (found.append(end), opened(key, make, end))[1])
     with pytest.raises(StorageError, match="read twice"):

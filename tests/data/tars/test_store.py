@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,8 @@ import pytest
 from tests.data import serving
 from tests.data.serving import FaultyServer, status
 from vqclip.data.remote import RemoteConfig, RemoteShard
-from vqclip.data.tars.store import ShardStore
+from vqclip.data.shard import Shard
+from vqclip.data.tars.store import OpenFiles, read_ranges
 from vqclip.errors import StorageError
 
 OPTIONS = {"tries": 4, "timeout_s": 5.0, "total_s": 30.0}
@@ -29,23 +31,33 @@ class Part(NamedTuple):
 
 class Table(NamedTuple):
     lengths: tuple[int, ...]
-    tags: tuple[str, ...] = ()
+    times: tuple[int, ...] = ()
     path: Path = Path("index")
 
-    def tag(self, shard: int) -> str:
-        return self.tags[shard]
+    def stamp(self, shard: int) -> tuple[int, int]:
+        return self.lengths[shard], self.times[shard]
 
 
-def local(*files: Path) -> ShardStore:
+class Shards(NamedTuple):
+    """Some shards with their index, and the open ones."""
+
+    shards: Sequence[Shard]
+    index: Table
+    files: OpenFiles
+
+    def read(self, ranges: Sequence[Part]) -> bytes:
+        return read_ranges(ranges, *self)
+
+
+def local(*files: Path) -> Shards:
     stamps = [file.stat() for file in files]
-    return ShardStore(
-        files, Table(tuple(each.st_size for each in stamps), tuple(str(each.st_mtime_ns) for each in stamps))
-    )
+    times = tuple(each.st_mtime_ns for each in stamps)
+    return Shards(files, Table(tuple(each.st_size for each in stamps), times), OpenFiles())
 
 
-def remote(*urls: str, **options: float) -> ShardStore:
+def remote(*urls: str, **options: float) -> Shards:
     shards = [RemoteShard(url, RemoteConfig(**{**OPTIONS, **options})) for url in urls]
-    return ShardStore(shards, Table((len(BODY),) * len(urls)))
+    return Shards(shards, Table((len(BODY),) * len(urls)), OpenFiles())
 
 
 @pytest.fixture
@@ -54,7 +66,7 @@ def url(server: FaultyServer) -> str:
     return f"{server.url}/0.tar"
 
 
-def refusal(store: ShardStore, *parts: Part) -> StorageError:
+def refusal(store: Shards, *parts: Part) -> StorageError:
     with pytest.raises(StorageError) as error:
         store.read(parts or [Part(0, 100, 300)])
     return error.value

@@ -132,6 +132,10 @@ class TarIndex:
         """Return the ETag of a shard; of a local file its modification time in ns."""
         return self.tags.read(number)
 
+    def stamp(self, number: int) -> tuple[int, int]:
+        """Return size and modification time of a shard on this machine when it was indexed."""
+        return int(self.lengths[number]), int(self.tag(number))
+
     def has_shards(self, names: Sequence[str], rules: MemberRules) -> bool:
         """Return whether these are the names of the shards, in order, and the rules by which they were indexed."""
         expected = Texts.join(names)

@@ -4,6 +4,7 @@
     TarSet.parts()  what is to be done before the first sample is read: copy shards that cannot be read at random
                     places, check the index, or read the shards that it lacks
     TarSet.open()   index, or a new one in the cache  ->  TarReader
+    known_counts    numbers of samples that others have written beside shards
 
 The name of an index is a function of the names of the shards and of the rules by which their members are grouped, so
 training finds what `vqclip data index` wrote, and a folder can have an index for each list of shards.
@@ -17,9 +18,11 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from vqclip.data.remote import RemoteConfig, RemoteShard, display_url, protocol_of
 from vqclip.data.remote.cache import BoundedCache
@@ -36,9 +39,18 @@ from vqclip.data.tars.unpack import UnpackedTars, find_unpacked
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.atomic import write_file
 from vqclip.io.file_locks import hold_lock
-from vqclip.io.files import cache_folder
+from vqclip.io.files import cache_folder, read_bounded
 
-__all__ = ["TarSet", "cached_index", "choose_chunk", "data_folder", "describe_left_out", "find_index", "index_name"]
+__all__ = [
+    "TarSet",
+    "cached_index",
+    "choose_chunk",
+    "data_folder",
+    "describe_left_out",
+    "find_index",
+    "index_name",
+    "known_counts",
+]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -46,6 +58,11 @@ MAX_CHUNK = 1 << 30
 """Bytes of the largest chunk that is read: each thread that fetches has one in memory."""
 _LARGEST_OF_SHARD = 64 << 20
 """Bytes of a fetched index for each shard at most: a shard of 350 million samples in chunks of 128."""
+_COUNT_FILES = ("sizes.json", "index.json", "shardindex.json")
+"""Files with the counts of all shards of a folder: {name: samples}, or WebDataset's "shardlist"."""
+_LARGEST_COUNTS, _LARGEST_STATS = 64 << 20, 1 << 20
+_MOST_SAMPLES = 2**40
+_THREADS = 16
 _DIGITS = 12
 _SHOWN = 3
 
@@ -378,3 +395,65 @@ def _fetch(url: str, shards: Sequence[Shard], path: Path) -> bool:
 def _digest(names: Sequence[str], rules: MemberRules) -> str:
     more = [] if rules == USUAL else [json.dumps(rules.to_json(), sort_keys=True)]
     return hashlib.sha256("\n".join([*names, *more]).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+# ---- numbers of samples that others have written beside shards
+
+
+def known_counts(shards: Sequence[Shard]) -> list[int] | None:
+    """Return the number of samples of each shard, as files beside them say; None if one of them has none.
+
+    A file for all shards (`sizes.json` of open_clip, `index.json` or `shardindex.json` of WebDataset) is read if it is
+    there, otherwise img2dataset's `NNNNN_stats.json` of each shard. They are not compared with the shards.
+
+    Raises:
+        StorageError: a server cannot be reached.
+    """
+    folder = data_folder(shards)
+    for name in _COUNT_FILES if folder is not None else ():
+        listed = _parse_index(_read_json(folder, name, shards[0], _LARGEST_COUNTS))
+        if all(shard.name in listed for shard in shards):
+            return [listed[shard.name] for shard in shards]
+    if not shards or _successes(shards[0]) is None:  # most data sets without statistics end here
+        return None
+    with ThreadPoolExecutor(_THREADS, "counts") as pool:
+        found = list(pool.map(_successes, shards))
+    return None if None in found else [count for count in found if count is not None]
+
+
+def _successes(shard: Shard) -> int | None:
+    """Return the samples of a shard from img2dataset's statistics; None if there are none."""
+    stats = _read_json(data_folder([shard]), f"{shard.name.partition('.')[0]}_stats.json", shard, _LARGEST_STATS)
+    return _count(stats.get("successes")) if isinstance(stats, dict) else None
+
+
+def _read_json(folder: Path | str | None, name: str, shard: Shard, limit: int) -> Any:
+    """Return the content of a JSON file in the folder of a shard; None if it is missing or contains no JSON."""
+    data = b""
+    try:
+        if isinstance(folder, Path):
+            data = read_bounded(folder / name, limit)
+        elif folder is not None and isinstance(shard, RemoteShard):
+            data = fetch_bytes(beneath(folder, name), shard.options, limit)
+        return json.loads(data) if len(data) <= limit else None
+    except StorageError as error:
+        if error.kind != "gone":
+            raise
+    except (OSError, ValueError, RecursionError):
+        pass
+    return None
+
+
+def _parse_index(content: Any) -> dict[str, int]:
+    """Return file name → samples of all shards that a file lists."""
+    if not isinstance(content, dict):
+        return {}
+    rows: Any = content.items()
+    if isinstance(content.get("shardlist"), list):
+        rows = ((row.get("url"), row.get("nsamples")) for row in content["shardlist"] if isinstance(row, dict))
+    counted = ((split_query(url)[0].rpartition("/")[2], _count(count)) for url, count in rows if isinstance(url, str))
+    return {url: count for url, count in counted if count is not None}
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_SAMPLES else None

@@ -34,7 +34,7 @@ from vqclip.data.shard import Shard
 from vqclip.data.sources.base import MAX_BYTES
 from vqclip.data.tars.index import ByteRange, TarIndex, scan_chunk
 from vqclip.data.tars.members import AMBIGUOUS, KINDS, NONE, USUAL, MemberRules, SampleTable
-from vqclip.data.tars.store import ShardStore
+from vqclip.data.tars.store import OpenFiles, read_ranges
 from vqclip.errors import DataError, StorageError, encodable, printable
 
 __all__ = ["TarReader"]
@@ -90,7 +90,7 @@ class TarReader:
         self._chunk: _OpenChunk | None = None  # the one in use; first, since `__del__` needs it
         self._shards, self._named, self._cache, self._total_s = shards, named or shards, cache, total_s
         self.index, self.rules = index, rules
-        self.store = ShardStore(shards, index)
+        self._files = OpenFiles()
         self.is_remote = not all(isinstance(each, Path) for each in shards)
         """True if any shard is at a URL, and is read in chunks."""
         self._in_place = index.keys is not None and not self.is_remote  # the index has the places of members
@@ -117,7 +117,7 @@ class TarReader:
         path = self._shards[shard]
         assert isinstance(path, Path)
         try:
-            return self.store.files.read(path, self.store.stamp(shard), offset, size, "")
+            return self._files.read(path, self.index.stamp(shard), offset, size, "")
         except StorageError as error:
             raise StorageError(f"{self.name(index)}{error}", error.kind) from None
 
@@ -218,7 +218,7 @@ class TarReader:
             if chunk.data_at:
                 data = _pread(chunk.file, size, chunk.data_at + offset)
             else:
-                data = self.store.read([_place_in_shard(self.index.ranges(number), offset, size)])
+                data = self._read_ranges([_place_in_shard(self.index.ranges(number), offset, size)])
             if len(data) == size and zlib.crc32(data) == crc:
                 return data
             if not chunk.data_at:
@@ -273,6 +273,9 @@ class TarReader:
             not isinstance(self._shards[each.shard], Path) for each in self.index.ranges(chunk)
         )
 
+    def _read_ranges(self, ranges: Sequence[ByteRange], deadline: Deadline | None = None) -> bytes:
+        return read_ranges(ranges, self._shards, self.index, self._files, deadline)
+
     def _key(self, chunk: int) -> str:
         rules = "" if self.rules == USUAL else f"-{zlib.crc32(repr(self.rules).encode()):08x}"
         return f"{self._digest(chunk).hex()}-{'chunk' if self._has_data(chunk) else 'table'}{rules}"
@@ -288,7 +291,7 @@ class TarReader:
         """
         ranges = self.index.ranges(chunk)
         for is_last in (False, True):
-            data = self.store.read(ranges, deadline)
+            data = self._read_ranges(ranges, deadline)
             try:
                 samples = scan_chunk(self.index, chunk, data, self._shards, self.rules)
                 break

@@ -29,7 +29,7 @@ from vqclip.data.tars.index import ByteRange, TarIndex
 from vqclip.errors import DataError, StorageError
 from vqclip.io.files import Stamp, open_regular
 
-__all__ = ["OpenFiles", "ShardFacts", "ShardStore", "local_state", "read_shard", "shard_names", "survey"]
+__all__ = ["OpenFiles", "ShardFacts", "local_state", "read_ranges", "read_shard", "shard_names", "survey"]
 
 T = TypeVar("T")
 
@@ -150,50 +150,42 @@ def read_shard(shard: Shard, facts: ShardFacts, scan: Callable[[Iterable[bytes]]
     return result
 
 
-class ShardStore:
-    """Reads ranges of bytes of shards. May be used by several threads, after a fork, and in spawned workers.
+def read_ranges(
+    ranges: Sequence[ByteRange],
+    shards: Sequence[Shard],
+    index: TarIndex,
+    files: OpenFiles,
+    deadline: Deadline | None = None,
+) -> bytes:
+    """Return the bytes of all ranges, one after the other. May be called by several threads.
 
     Args:
+        ranges: each of at least one byte.
         shards: tar files, here or at URLs.
         index: their sizes and tags.
+        files: the open ones on this machine.
+        deadline: ends all waits for the server; default `remote.total_s` of each shard.
+
+    Raises:
+        StorageError: a shard cannot be read; or it has another size than in the index, or, on this machine, another
+            modification time (`kind` is then "changed shard"). Bytes at URLs may come from a changed shard of the same
+            size: compare a checksum.
     """
-
-    def __init__(self, shards: Sequence[Shard], index: TarIndex):
-        self._shards, self._index = shards, index
-        self.files = OpenFiles()
-        """The files on this machine."""
-
-    def read(self, ranges: Sequence[ByteRange], deadline: Deadline | None = None) -> bytes:
-        """Return the bytes of all ranges, one after the other.
-
-        Args:
-            ranges: each of at least one byte.
-            deadline: ends all waits for the server; default `remote.total_s` of each shard.
-
-        Raises:
-            StorageError: a shard cannot be read; or it has another size than in the index, or, on this machine, another
-                modification time (`kind` is then "changed shard"). Bytes at URLs may come from a changed shard of the
-                same size: compare a checksum.
-        """
-        parts = []
-        for number, first, end in ranges:
-            shard, length = self._shards[number], int(self._index.lengths[number])
-            if isinstance(shard, Path):
-                parts.append(self.files.read(shard, self.stamp(number), first, end - first, str(shard)))
-                continue
-            try:
-                parts.append(shard.read(first, end, length, deadline))
-            except NoRangesError:
-                raise StorageError(
-                    f"{shard}: the server answers a request for a part of the file with all of it; expected one that "
-                    f"answers requests with Range, as it did when {self._index.path} was made. Remove this index: the "
-                    "next start fetches the shards whole, once"
-                ) from None
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def stamp(self, shard: int) -> tuple[int, int]:
-        """Return size and modification time of a shard on this machine when it was indexed."""
-        return int(self._index.lengths[shard]), int(self._index.tag(shard))
+    parts = []
+    for number, first, end in ranges:
+        shard = shards[number]
+        if isinstance(shard, Path):
+            parts.append(files.read(shard, index.stamp(number), first, end - first, str(shard)))
+            continue
+        try:
+            parts.append(shard.read(first, end, int(index.lengths[number]), deadline))
+        except NoRangesError:
+            raise StorageError(
+                f"{shard}: the server answers a request for a part of the file with all of it; expected one that "
+                f"answers requests with Range, as it did when {index.path} was made. Remove this index: the next start "
+                "fetches the shards whole, once"
+            ) from None
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class OpenFiles:
