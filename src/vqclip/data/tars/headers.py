@@ -62,8 +62,7 @@ class TarWalk:
     """
 
     def __init__(self, path: Shard, length: int, first: int = 0, end: int | None = None):
-        self.at = first
-        """Byte that is needed next: bytes before it are done with, or are contents of members."""
+        self._at = first  # byte that is needed next; those before it are done with, or are contents of members
         self._path, self._length, self._end = path, length, length if end is None else end
         self._extended: dict[str, str] = {}
         self._begin = -1
@@ -72,58 +71,46 @@ class TarWalk:
             raise DataError(f"{path}: is empty (0 bytes); expected a tar file: copy it again")
 
     def walk(self, blocks: Iterable[bytes]) -> Iterator[tuple[memoryview, list[Member]]]:
-        """Yield all bytes again, each time with the members whose headers begin in them; then `finish`.
+        """Yield all bytes again, each time with the members whose headers begin in them.
 
         Raises:
             DataError: see the module's docstring.
         """
-        offset, rest = self.at, b""
+        offset, rest = self._at, b""
         for block in blocks:
             data = rest + block if rest else block
-            members = self.feed(data, offset)
-            if 0 <= self._begin < self.at - _MAX_BEFORE:
+            members = self._feed(data, offset)
+            if 0 <= self._begin < self._at - _MAX_BEFORE:
                 raise DataError(f"{self._path}: extended headers of more than {_MAX_BEFORE} bytes at {self._begin}")
-            used = min(len(data), (self.at if self._begin < 0 else self._begin) - offset)
+            used = min(len(data), (self._at if self._begin < 0 else self._begin) - offset)
             yield memoryview(data)[:used], members
             offset, rest = offset + used, data[used:]
         yield memoryview(rest), []
-        self.finish()
+        self._finish()
 
-    def feed(self, data: bytes, offset: int) -> list[Member]:
-        """Return the members whose headers are complete in some bytes of the tar.
-
-        Args:
-            data: bytes of the tar; the byte `at` is among them, or after them.
-            offset: position of the first of them.
-
-        Raises:
-            DataError: see the module's docstring.
-        """
-        if offset == 0 and self.at == 0:
+    def _feed(self, data: bytes, offset: int) -> list[Member]:
+        """Return the members whose headers are complete in some bytes of the tar, which begin at `offset`."""
+        if offset == 0 and self._at == 0:
             _refuse_other_formats(self._path, data[:_BLOCK])
         found: list[Member] = []
         limit = min(offset + len(data), self._end)
         self._read_ordinary(data, offset, limit, found)
         # What ends it is the end of the archive, damage, or a rare notation: from there, header by header.
-        while self._zeros_at < 0 and self.at + _BLOCK <= limit:
+        while self._zeros_at < 0 and self._at + _BLOCK <= limit:
             if not self._step(data, offset, found):
                 break
-        if self._zeros_at >= 0 and self.at < offset + len(data):
-            if data[self.at - offset :].strip(b"\0"):
+        if self._zeros_at >= 0 and self._at < offset + len(data):
+            if data[self._at - offset :].strip(b"\0"):
                 raise DataError(
                     f"{self._path}: zeroed header at offset {self._zeros_at} with data after it; the shard is damaged, "
                     "or several tars in one file (unpack those and write one tar)"
                 )
-            self.at = offset + len(data)
+            self._at = offset + len(data)
         return found
 
-    def finish(self) -> None:
-        """Require that the tar ends as it should.
-
-        Raises:
-            DataError: it is truncated, or the end-of-archive mark is missing.
-        """
-        path, at, end = self._path, self.at, self._end
+    def _finish(self) -> None:
+        """Raise DataError if the tar is truncated, or its end-of-archive mark is missing."""
+        path, at, end = self._path, self._at, self._end
         if self._zeros_at >= 0 and at >= end:
             return
         if at < end:
@@ -143,7 +130,7 @@ class TarWalk:
 
     def _read_ordinary(self, data: bytes, offset: int, limit: int, found: list[Member]) -> None:
         """Read the headers up to the first one that is not written as usual, all at once."""
-        headers = _chain(data, self.at - offset, limit - offset)
+        headers = _chain(data, self._at - offset, limit - offset)
         for header, kind, size, name in _parse_headers(data, headers, self._length - offset):
             start = header + _BLOCK
             payload = data[start : start + size] if kind in _NAMED else b""
@@ -153,7 +140,7 @@ class TarWalk:
 
     def _step(self, data: bytes, offset: int, found: list[Member]) -> bool:
         """Read one header; return False if bytes that belong to it are still to come."""
-        path, at = self._path, self.at
+        path, at = self._path, self._at
         header = data[at - offset : at - offset + _BLOCK]
         if not header.strip(b"\0"):
             self._zeros_at = at
@@ -197,7 +184,7 @@ class TarWalk:
             if kind != b"5" and not name.endswith("/"):  # a folder in old tars
                 found.append(Member(name, begin, at + _BLOCK, size))
             self._extended, self._begin = {}, -1
-        self.at = at + _BLOCK + -(-size // _BLOCK) * _BLOCK
+        self._at = at + _BLOCK + -(-size // _BLOCK) * _BLOCK
 
 
 def _chain(data: bytes, at: int, limit: int) -> list[int]:

@@ -25,7 +25,8 @@ the digests of the samples themselves.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -44,10 +45,13 @@ __all__ = [
     "TarIndex",
     "chunk_digest",
     "content_digest",
+    "find_valid_index",
     "open_index",
     "scan_chunk",
     "write_index",
 ]
+
+logger = logging.getLogger("vqclip.data")
 
 BLOCK = 512
 """Bytes of a block of a tar."""
@@ -136,11 +140,20 @@ class TarIndex:
         """Return size and modification time of a shard on this machine when it was indexed."""
         return int(self.lengths[number]), int(self.tag(number))
 
-    def has_shards(self, names: Sequence[str], rules: MemberRules) -> bool:
-        """Return whether these are the names of the shards, in order, and the rules by which they were indexed."""
-        expected = Texts.join(names)
-        same = all(map(np.array_equal, self.names, expected))
-        return same and self.facts.rules == rules.to_json()
+    def has_shards(
+        self, names: Sequence[str], rules: MemberRules, states: Iterable[tuple[int, str] | None] = ()
+    ) -> bool:
+        """Return whether these are the shards, in order, and the rules by which they were indexed.
+
+        Args:
+            names: of the shards.
+            rules: how members are grouped.
+            states: size and tag of each shard now; None: unknown.
+        """
+        same = self.facts.rules == rules.to_json() and all(map(np.array_equal, self.names, Texts.join(names)))
+        return same and all(
+            state in (None, (int(self.lengths[number]), self.tag(number))) for number, state in enumerate(states)
+        )
 
     def shard_of(self, sample: int) -> int:
         """Return the shard of a sample."""
@@ -278,6 +291,15 @@ def open_index(path: Path, verify: bool = True) -> TarIndex:
     except (DataError, CheckpointError) as error:
         raise DataError(f"{error}; {_REMEDY}") from None
     return index
+
+
+def find_valid_index(path: Path, verify: bool = True) -> TarIndex | None:
+    """Open an index; None if it is missing, or damaged, which is logged; see `open_index`."""
+    try:
+        return open_index(path, verify) if path.exists() else None
+    except DataError as error:
+        logger.warning("%s", error)
+        return None
 
 
 def _open_same_index(path: Path, content: str) -> TarIndex:

@@ -29,7 +29,15 @@ import numpy as np
 from vqclip.data.remote.folder import RemoteFolder
 from vqclip.data.shard import Shard
 from vqclip.data.table_file import Texts
-from vqclip.data.tars.index import BLOCK, IndexFacts, TarIndex, chunk_digest, content_digest, open_index, write_index
+from vqclip.data.tars.index import (
+    BLOCK,
+    IndexFacts,
+    TarIndex,
+    chunk_digest,
+    content_digest,
+    find_valid_index,
+    write_index,
+)
 from vqclip.data.tars.members import DIGEST, KINDS, USUAL, MemberRules, SampleTable, ShardScan, scan_shard
 from vqclip.data.tars.store import ShardFacts, read_shard, survey
 from vqclip.errors import DataError, StorageError, encodable
@@ -103,11 +111,7 @@ class Parts:
         path = self._folder / name
         if self._remote is not None and not path.exists() and self._remote.list(name):
             self._remote.download(name, path)
-        try:
-            return open_index(path) if path.exists() else None
-        except DataError as error:
-            logger.warning("%s: the part is made again (%s)", self, error)
-            return None
+        return find_valid_index(path)
 
     def write(self, name: str, part: TarIndex) -> None:
         """Write a part, whole or not at all; raises StorageError if the disk cannot be written."""
@@ -140,16 +144,10 @@ class IndexMaker:
 
     def find_current(self, path: Path, chunk: int) -> TarIndex | None:
         """Open an index; None if there is none, or it is damaged or of other shards or chunks."""
-        if not path.exists():
-            return None
-        try:
-            index = open_index(path)
-        except DataError as error:
-            logger.warning("%s", error)
-            return None
-        fits = index.chunk == chunk and index.lengths.tolist() == [each.length for each in self.facts]
-        fits = fits and index.has_shards([each.name for each in self.facts], self.rules)
-        return index if fits and [index.tag(n) for n in range(index.shards)] == [f.tag for f in self.facts] else None
+        index = find_valid_index(path)
+        names, states = [each.name for each in self.facts], [(each.length, each.tag) for each in self.facts]
+        fits = index is not None and index.chunk == chunk and index.has_shards(names, self.rules, states)
+        return index if fits else None
 
     def missing(self) -> list[int]:
         """Return the numbers of the shards without a part."""
@@ -294,7 +292,7 @@ class IndexMaker:
             part = self._parts.read(self._part_name(number))
             if part is None or part.chunk != 1 or (part.keys is not None) != self.with_members:
                 continue
-            if part.lengths.tolist() == [facts.length] and part.has_shards([facts.name], self.rules):
+            if part.has_shards([facts.name], self.rules, [(facts.length, facts.tag)]):
                 if part.facts.damaged and not self.leave_out:
                     raise DataError(*part.facts.damaged.values())
                 return part

@@ -30,7 +30,7 @@ from vqclip.data.remote.files import fetch_bytes
 from vqclip.data.remote.urls import beneath, path_in_url, split_query
 from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.paths import common_folder
-from vqclip.data.tars.index import TarIndex, open_index
+from vqclip.data.tars.index import TarIndex, find_valid_index, open_index
 from vqclip.data.tars.make import CHUNK, IndexMaker, Parts
 from vqclip.data.tars.members import USUAL, MemberRules
 from vqclip.data.tars.reader import TarReader
@@ -353,18 +353,10 @@ def _lock(path: Path, name: str) -> Iterator[None]:
 
 def _open_current(path: Path, shards: Sequence[Shard], rules: MemberRules) -> TarIndex | None:
     """Open an index; None if it is missing or damaged, or of other shards; local ones must be as they were."""
-    if not path.exists():
+    if (index := find_valid_index(path, verify=False)) is None:
         return None
-    try:
-        index = open_index(path, verify=False)
-    except DataError as error:
-        logger.warning("%s", error)
-        return None
-    if index.has_shards(shard_names(shards), rules) and all(
-        local_state(shard) == (int(index.lengths[number]), index.tag(number))
-        for number, shard in enumerate(shards)
-        if isinstance(shard, Path)
-    ):
+    states = (local_state(shard) if isinstance(shard, Path) else None for shard in shards)
+    if index.has_shards(shard_names(shards), rules, states):
         return index
     # One in the cache is made again.
     level = logging.INFO if path.parent.name == "index" else logging.WARNING
