@@ -144,11 +144,16 @@ def test_a_copy_that_others_have_overtaken_is_replaced(tmp_path, store):
 def test_files_of_a_killed_upload_and_damage_in_the_copy(tmp_path, store):
     upload(tmp_path / "a", 2)
     store.pipe_file("/bucket/runs/tiny/checkpoints/step-00000004/model/weights", b"half", timeout=1)
+    aside = "checkpoints/set-aside-step-00000001"
+    for name in ("manifest.json", "weights"):  # somebody wants to look into it
+        store.pipe_file(f"/bucket/runs/tiny/{aside}/{name}", b"x", timeout=1)
     (tmp_path / "a" / "checkpoints" / "step-00000002" / "model" / "weights").write_text("damaged")
     with mirror_of(tmp_path / "a") as mirror:
         mirror.open()
-        assert not any("step-00000004" in name for name in store.names())
         checkpoint.verify(mirror.fetch(mirror.checkpoints()[-1]))
+        mirror.upload_checkpoint(save(tmp_path / "a", 3), 9, keep_none)
+        assert not any("step-00000004" in name for name in store.names())
+        assert f"{aside}/weights" in store.names()
 
 
 def test_newer_checkpoints_are_removed_at_the_url(tmp_path, store):

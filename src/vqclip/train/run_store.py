@@ -70,11 +70,7 @@ class RunMirror:
         """
         names = self._remote.list()
         stored, local = complete_checkpoints(self._folder, names), checkpoint.checkpoints(self._folder / _CHECKPOINTS)
-        whole = {path.name for path in stored}
-        for name in names:
-            if name.startswith(f"{_CHECKPOINTS}/") and name.split("/")[1] not in whole:
-                self._remote.remove(name)  # a killed job has left it
-        self._known = whole
+        self._known = {path.name for path in stored}
         is_same = self._equals(f"{_CHECKPOINTS}/{stored[-1].name}/{MANIFEST}") if stored else self._equals(_CONFIG)
         if not stored and local and not is_same:
             raise ConfigError(
@@ -85,12 +81,11 @@ class RunMirror:
         if not is_same:
             self.replace_copy(names)
             return
+        newest = checkpoint.step_of(stored[-1]) if stored else -1
         for path in local:
-            if not stored or path.name > stored[-1].name:
-                with contextlib.suppress(CheckpointError):
-                    checkpoint.verify(path)
-                    logger.warning("%s: was not uploaded by the job that saved it; it is uploaded now", path)
-                    self.upload_checkpoint(path, keep_last=2**62, keep=lambda step: True)
+            if checkpoint.step_of(path) > newest and _is_intact(path):
+                logger.warning("%s: was not uploaded by the job that saved it; it is uploaded now", path)
+                self.upload_checkpoint(path, keep_last=2**62, keep=lambda step: True)
 
     def checkpoints(self) -> list[Path]:
         """Return the paths in the copy of all whole checkpoints at the URL, oldest first; they may not be there."""
@@ -104,11 +99,8 @@ class RunMirror:
             StorageError: it cannot be fetched.
         """
         base = f"{_CHECKPOINTS}/{path.name}"
-        if self._equals(f"{base}/{MANIFEST}"):
-            try:
-                return checkpoint.verify(path)
-            except CheckpointError as error:
-                logger.warning("%s; it is fetched again", error)
+        if self._equals(f"{base}/{MANIFEST}") and _is_intact(path):
+            return path
         files = self._remote.list(base)
         path.parent.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(path.parent).free) < sum(files.values()):
@@ -145,8 +137,13 @@ class RunMirror:
                 )
             self.upload_files()  # those with the lines of its steps, and with the weights that it refers to
             self._upload(path)
-            for old in find_old(self.checkpoints(), path, keep_last, keep):
+            names = self._remote.list(_CHECKPOINTS)
+            for old in find_old(complete_checkpoints(self._folder, names), path, keep_last, keep):
                 self._remove(old.name)
+            whole = {name.split("/")[1] for name in names if name.endswith(f"/{MANIFEST}")}
+            for name in names:
+                if name.split("/")[1] not in whole:
+                    self._remote.remove(name)  # a killed job has left it
         except StorageError as error:
             raise CheckpointError(
                 f"{self._remote}/{_CHECKPOINTS}/{path.name}: the checkpoint could not be uploaded ({error}); it is in "
@@ -269,6 +266,15 @@ def complete_checkpoints(folder: Path, names: Iterable[str]) -> list[Path]:
     parts = [name.split("/") for name in names]
     found = {part[1] for part in parts if len(part) == 3 and part[0] == _CHECKPOINTS and part[2] == MANIFEST}
     return checkpoint.sort_checkpoints(folder / _CHECKPOINTS / name for name in found)
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        checkpoint.verify(path)
+    except CheckpointError as error:
+        logger.warning("%s", error)
+        return False
+    return True
 
 
 def _files(folder: Path, left_out: tuple[str, ...] = ()) -> list[str]:
