@@ -33,7 +33,7 @@ EXAMPLES = """\
 examples:
   vqclip data plan --samples 1.3e9 --shards 130000 --bytes 10e12 --machines 64
   vqclip data plan s3://bucket/shards remote.cache_gib=500 --machines 4
-  vqclip data plan --config configs/vit_b16.yaml data.order=windowed data.order.window=8192 --machines 2
+  vqclip data plan --config configs/vit_b16.yaml data.order.kind=windowed data.order.window=8192 --machines 2
 """
 _CHUNK_BYTES, _SHARD_BYTES, _MEMBER_BYTES, _TABLE_BYTES = 24, 96, 50, 80
 """Bytes in the index of a chunk, of a shard, and of a sample if it has their members; of a sample in the cache beside
