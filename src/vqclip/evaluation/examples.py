@@ -5,7 +5,7 @@ Shapes: Q queries, M candidates, E embedding width, n images, K classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -14,15 +14,11 @@ from torch import Tensor
 from vqclip.evaluation.details import (
     MAX_CLASSES,
     MAX_CONFUSED,
-    Candidate,
     ClassAccuracy,
     Confused,
     Confusion,
     DetailsConfig,
-    Example,
-    Examples,
     Mode,
-    ShownImage,
     clip_text,
 )
 from vqclip.evaluation.ranking import SAME, Ranks
@@ -47,63 +43,6 @@ def choose_examples(ranks: Ranks, config: DetailsConfig, direction: Direction) -
         order = order[ranks.place[order].argsort(stable=True, descending=True)]
     misses = order[ranks.place[order] > 1]
     return hits[: config.hits].tolist(), misses[: config.misses].tolist()
-
-
-def make_examples(
-    queries: Tensor,
-    candidates: Tensor,
-    query_group: Tensor,
-    group: Tensor,
-    ranks: Ranks,
-    config: DetailsConfig,
-    direction: Direction,
-    *,
-    image: Callable[[int], ShownImage],
-    image_of_query: Sequence[int] | Tensor,
-    texts: Sequence[str],
-    text_of_query: Callable[[int, int], str],
-) -> Examples:
-    """Return the hits and misses of a search.
-
-    Args:
-        queries: ``(Q, E)`` unit-norm.
-        candidates: ``(M, E)`` unit-norm.
-        query_group: ``(Q,)`` int64, see `vqclip.evaluation.ranking.rank`.
-        group: ``(M,)`` int64.
-        ranks: what `rank` returned, with `Ranks.best_wrong`.
-        config: numbers of hits, misses and found candidates.
-        direction: queries and candidates.
-        image: function of an image's row.
-        image_of_query: row of the image of each query.
-        texts: text of each candidate.
-        text_of_query: function of the row of a query and of its nearest right candidate; see `Example.text`.
-    """
-
-    def example(row: int) -> Example:
-        scores = (queries[row] @ candidates.T).cpu()
-        right = (group == query_group[row]).cpu()
-        order = (scores.double() / SAME).round().argsort(stable=True, descending=True)
-        first_right = int(order[right[order]][0])
-        found = tuple(
-            Candidate(
-                text=clip_text(texts[place]),
-                image=image(place) if direction == "text_to_image" else None,
-                score=float(scores[place]),
-                right=bool(right[place]),
-            )
-            for place in order[: config.nearest].tolist()
-        )
-        return Example(
-            image=image(int(image_of_query[row])),
-            text=clip_text(text_of_query(row, first_right)),
-            score=float(ranks.best[row]),
-            rank=int(ranks.place[row]),
-            candidates=len(candidates),
-            found=found,
-        )
-
-    hits, misses = choose_examples(ranks, config, direction)
-    return Examples(direction=direction, hits=tuple(map(example, hits)), misses=tuple(map(example, misses)))
 
 
 def class_accuracies(names: Sequence[str], labels: Tensor, hits: Mapping[Mode, Tensor]) -> tuple[ClassAccuracy, ...]:

@@ -18,19 +18,25 @@ from vqclip.evaluation.details import (
     MAX_CODEBOOKS,
     Bits,
     BitsPoint,
+    Candidate,
     Codebook,
     CodeMap,
     Codes,
     Details,
     DetailsConfig,
+    Example,
+    Examples,
     Gallery,
     Interval,
     Reconstruction,
     ShownImage,
+    clip_text,
 )
 from vqclip.evaluation.encode import Encoded, Encoder
+from vqclip.evaluation.examples import Direction, choose_examples
 from vqclip.evaluation.images import EncodedImages
 from vqclip.evaluation.partition import RankPartition
+from vqclip.evaluation.ranking import SAME, Ranks
 from vqclip.evaluation.reconstructions import pixel_transform, prefix_bits, prefix_label, show_reconstructions
 from vqclip.evaluation.thumbnails import ImageReader, patch
 from vqclip.quantizers import Quantizer
@@ -110,6 +116,58 @@ class ImageDetails:
     def image(self, row: int) -> ShownImage:
         """Describe the image of a row."""
         return self._reader.describe(int(self._images.indices[row]), self._texts[row])
+
+    def examples(
+        self,
+        queries: Tensor,
+        candidates: Tensor,
+        query_group: Tensor,
+        group: Tensor,
+        ranks: Ranks,
+        direction: Direction,
+        *,
+        image_of_query: Sequence[int] | Tensor,
+        texts: Sequence[str],
+        text_of_query: Callable[[int, int], str],
+    ) -> Examples:
+        """Return the hits and misses of a search of Q queries among M candidates.
+
+        Args:
+            queries: ``(Q, E)`` unit-norm.
+            candidates: ``(M, E)`` unit-norm.
+            query_group: ``(Q,)`` int64, see `vqclip.evaluation.ranking.rank`.
+            group: ``(M,)`` int64.
+            ranks: what `rank` returned, with `Ranks.best_wrong`.
+            direction: queries and candidates.
+            image_of_query: row of the image of each query.
+            texts: text of each candidate.
+            text_of_query: function of the row of a query and of its nearest right candidate; see `Example.text`.
+        """
+
+        def example(row: int) -> Example:
+            scores = (queries[row] @ candidates.T).cpu()
+            right = (group == query_group[row]).cpu()
+            order = (scores.double() / SAME).round().argsort(stable=True, descending=True)
+            found = tuple(
+                Candidate(
+                    text=clip_text(texts[place]),
+                    image=self.image(place) if direction == "text_to_image" else None,
+                    score=float(scores[place]),
+                    right=bool(right[place]),
+                )
+                for place in order[: self.config.nearest].tolist()
+            )
+            return Example(
+                image=self.image(int(image_of_query[row])),
+                text=clip_text(text_of_query(row, int(order[right[order]][0]))),
+                score=float(ranks.best[row]),
+                rank=int(ranks.place[row]),
+                candidates=len(candidates),
+                found=found,
+            )
+
+        hits, misses = choose_examples(ranks, self.config, direction)
+        return Examples(direction=direction, hits=tuple(map(example, hits)), misses=tuple(map(example, misses)))
 
     def codes(self) -> Codes | None:
         """Return code maps and galleries; None without codes."""

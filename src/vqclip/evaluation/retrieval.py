@@ -12,7 +12,6 @@ from vqclip.data import Source
 from vqclip.evaluation.datasets import CaptionedData, open_captioned
 from vqclip.evaluation.details import Details, Examples, Interval
 from vqclip.evaluation.encode import Encoded, Encoder, Mode
-from vqclip.evaluation.examples import make_examples
 from vqclip.evaluation.image_details import ImageDetails, make_details
 from vqclip.evaluation.images import EncodedImages, ImagesConfig, encode_images
 from vqclip.evaluation.intervals import ratio_intervals
@@ -175,12 +174,12 @@ def _examples(
     rows, targets = images.encoded.embeddings["codes_only"], text.embeddings["codes_only"]
     each, owner = _groups(counts, rows.device)
     return (
-        make_examples(
-            rows, targets, each, owner, ranks.to_text, maker.config, "image_to_text",
-            image=maker.image, image_of_query=each, texts=captions, text_of_query=lambda row, right: captions[right],
+        maker.examples(
+            rows, targets, each, owner, ranks.to_text, "image_to_text",
+            image_of_query=each, texts=captions, text_of_query=lambda row, right: captions[right],
         ),
-        make_examples(
-            targets, rows, owner, each, ranks.to_image, maker.config, "text_to_image",
-            image=maker.image, image_of_query=owner, texts=first, text_of_query=lambda row, right: captions[row],
+        maker.examples(
+            targets, rows, owner, each, ranks.to_image, "text_to_image",
+            image_of_query=owner, texts=first, text_of_query=lambda row, right: captions[row],
         ),
     )  # fmt: skip

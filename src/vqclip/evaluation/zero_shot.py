@@ -18,7 +18,6 @@ from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, ClassFolder, read_
 from vqclip.evaluation.datasets import LabelledData, open_labelled
 from vqclip.evaluation.details import Details, Interval
 from vqclip.evaluation.encode import Encoded, Encoder, Mode
-from vqclip.evaluation.examples import make_examples
 from vqclip.evaluation.image_details import ImageDetails
 from vqclip.evaluation.images import ImagesConfig
 from vqclip.evaluation.intervals import class_intervals
@@ -151,9 +150,9 @@ def _details(
             return details
         rows, labels, classes = images.encoded.embeddings["codes_only"], images.labels, targets["codes_only"]
         each = torch.arange(len(classes), device=classes.device)
-        examples = make_examples(
-            rows, classes, labels.to(rows.device), each, ranks["codes_only"], maker.config, "image_to_class",
-            image=maker.image, image_of_query=range(len(rows)), texts=names,
+        examples = maker.examples(
+            rows, classes, labels.to(rows.device), each, ranks["codes_only"], "image_to_class",
+            image_of_query=range(len(rows)), texts=names,
             text_of_query=lambda row, right: names[right],
         )  # fmt: skip
 
