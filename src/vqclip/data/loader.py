@@ -78,7 +78,7 @@ class DataConfig(LoaderOptions):
             ConfigError: an epoch has fewer samples than a global batch.
         """
         sources: list[SourceConfigBase] = [*self.sources]
-        if isinstance(self.order, WindowedOrder):  # then tars need an index of chunks alone
+        if isinstance(self.order, WindowedOrder):  # the chunks of an index divide those of the order
             sources = [source.in_chunks(self.order.chunk) for source in self.sources]
         keys = [f"data.sources[{number}]" for number in range(len(sources))]
         prepare_sources(sources, keys)
