@@ -169,9 +169,19 @@ class Doubling(torch.nn.Linear):
         return super().forward(x).mul_(2).sigmoid()
 
 
-def test_operators_that_torch_lacks_are_left_out_and_those_in_place_are_refused(monkeypatch):
-    monkeypatch.setattr("vqclip.towers.blocks._KEPT", ("removed_operator", "mm", "addmm"))
-    tower = torch.nn.Sequential(torch.nn.Sequential(Doubling(4, 4)))
+class Adding(torch.nn.Linear):
+    """As the attention of T5 does: torch does not see that the result of `matmul` changes."""
+
+    def forward(self, x):
+        scores = torch.matmul(x[:, None], self.weight.expand(len(x), -1, -1))
+        scores += self.bias
+        return scores.sigmoid()
+
+
+@pytest.mark.parametrize("module", [Doubling, Adding])
+def test_operators_that_torch_lacks_are_left_out_and_those_in_place_are_refused(monkeypatch, module):
+    monkeypatch.setattr("vqclip.towers.blocks._KEPT", ("removed_operator", "mm", "addmm", "bmm"))
+    tower = torch.nn.Sequential(torch.nn.Sequential(module(4, 4)))
     plain = copy.deepcopy(tower)
     recompute_blocks([tower], "operators")
     with pytest.raises(ConfigError, match=r"train\.activation_checkpointing: got operators, .* expected true"):

@@ -7,13 +7,17 @@ the order in which they are registered. To recompute or compile a block its forw
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from vqclip.errors import ConfigError
@@ -188,7 +192,53 @@ def compiled_forward(module: nn.Module) -> Callable[..., Any]:
 
 def _contexts_of_operators() -> dict[str, Any]:
     kept = [getattr(torch.ops.aten, name).default for name in _KEPT if hasattr(torch.ops.aten, name)]
-    return {"context_fn": partial(create_selective_checkpoint_contexts, kept)}
+    return {"context_fn": partial(_make_contexts, kept)}
+
+
+def _make_contexts(kept: list[Any]) -> tuple[Any, Any]:
+    forward, recomputation = create_selective_checkpoint_contexts(kept)
+    if torch.compiler.is_compiling():  # compiled code changes nothing in place
+        return forward, recomputation
+    return _both(forward, _RefusedChanges(kept)), recomputation
+
+
+@contextlib.contextmanager
+def _both(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+class _RefusedChanges(TorchDispatchMode):
+    """Refuse to change outputs that are kept, also through views.
+
+    torch compares versions of tensors; that of ``torch.matmul``'s result is not the one of the product it is made of,
+    so that gradients were wrong without an error (torch 2.8 to 2.15).
+    """
+
+    def __init__(self, kept: list[Any]):
+        super().__init__()
+        self._kept = frozenset(kept)
+        self._storages: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function._schema.is_mutable:
+            for value, argument in zip(args, function._schema.arguments, strict=False):
+                is_changed = argument.alias_info is not None and argument.alias_info.is_write
+                if is_changed and isinstance(value, Tensor) and self._storage(value) in self._storages:
+                    raise ConfigError(
+                        "train.activation_checkpointing: got operators, but a block changes the output of a matrix "
+                        f"product, a convolution or attention in place ({function}), so that it cannot be kept; "
+                        "expected true, or a number"
+                    )
+        outputs = function(*args, **kwargs)
+        if function in self._kept:
+            self._storages.update(self._storage(each) for each in tree_leaves(outputs) if isinstance(each, Tensor))
+        return outputs
+
+    @staticmethod
+    def _storage(value: Tensor) -> StorageWeakRef:
+        return StorageWeakRef(value.untyped_storage())
 
 
 def _compute_out_of_place(block: nn.Module) -> None:
@@ -201,18 +251,4 @@ def _compute_out_of_place(block: nn.Module) -> None:
 def _recompute(forward: Callable[..., Any], contexts: dict[str, Any], *args: Any, **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **options)
-    if contexts and not torch.compiler.is_compiling():
-        forward = partial(_named_errors, forward)
     return checkpoint(forward, *args, use_reentrant=False, **contexts, **options)
-
-
-def _named_errors(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    try:
-        return forward(*args, **options)
-    except RuntimeError as error:
-        if "selective activation checkpoint" not in str(error):
-            raise
-        raise ConfigError(
-            "train.activation_checkpointing: got operators, but a block changes the output of a matrix product, a "
-            f"convolution or attention in place, so that it cannot be kept ({error}); expected true, or a number"
-        ) from error
