@@ -63,7 +63,7 @@ def test_bad_samples_are_named(tmp_path: Path, members: dict[str, bytes], messag
         (b"{", ".json cannot be read"),
         (b"[" * 200_000, ".json cannot be read"),
         (b"[1]", ".json contains a list; expected an object"),
-        (json.dumps({"title": "x"}).encode(), "no caption under 'caption' in the .json; its keys: 'title'"),
+        (json.dumps({"title": "x"}).encode(), "no caption under 'caption'; its keys: 'title'"),
         (json.dumps({"caption": 5}).encode(), "key 'caption' contains a int; expected text"),
     ],
 )

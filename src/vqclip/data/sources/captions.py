@@ -70,7 +70,7 @@ class CaptionFiles:
             if not isinstance(facts, dict):
                 what = f".json contains a {type(facts).__name__}; expected an object"
                 raise DataError(f"{name}: {what}", "damaged JSON")
-            return collect_captions(facts, self.json_keys, name, "key", "damaged JSON", " in the .json")
+            return collect_captions(facts, self.json_keys, f"{name}: .json", "key", "damaged JSON")
         lines = text.splitlines() if self.mode == "txt_lines" else [text]
         captions = tuple(line.strip() for line in lines if line.strip())
         if not captions:
@@ -94,7 +94,7 @@ def caption_path(image: str, ending: str) -> str:
 
 
 def collect_captions(
-    values: Mapping[str, Any], keys: tuple[str, ...], name: str, what: str, kind: str, where: str = ""
+    values: Mapping[str, Any], keys: Sequence[str], name: str, what: str, kind: str
 ) -> tuple[str, ...]:
     """Return the captions under some keys of a mapping; see `find_texts` for what they may be.
 
@@ -106,7 +106,6 @@ def collect_captions(
         name: name of the sample, for messages.
         what: "key" or "column", for messages.
         kind: kind of the error if a value is no text.
-        where: added to the message if there is no caption.
 
     Raises:
         DataError: a value is no text, too long, or there is no caption.
@@ -114,12 +113,10 @@ def collect_captions(
     try:
         captions = find_captions(values, keys, what)
     except ValueError as error:
-        raise DataError(f"{name}:{where.replace(' in the', '')} {error}", kind) from None
+        raise DataError(f"{name}: {error}", kind) from None
     if not captions:
-        raise DataError(
-            f"{name}: no caption under {', '.join(map(repr, keys))}{where}; its {what}s: {quote_names(values)}",
-            "no caption",
-        )
+        shown = f"no caption under {', '.join(map(repr, keys))}; its {what}s: {quote_names(values)}"
+        raise DataError(f"{name}: {shown}", "no caption")
     return require_usable(tuple(captions), name)
 
 
