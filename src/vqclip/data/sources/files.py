@@ -54,6 +54,7 @@ class FileSourceConfig(SourceConfigBase):
     """The file, on this machine, that lists the images."""
 
     _checked: set[Path] = PrivateAttr(default_factory=set)
+    """Indexes that all ranks together have just compared with their files, so that `build` need not repeat it."""
 
     def table(self) -> FileTable:
         """List the images.
@@ -62,11 +63,6 @@ class FileSourceConfig(SourceConfigBase):
             DataError: there are none, or the list cannot be read.
         """
         raise NotImplementedError
-
-    @property
-    def checked(self) -> set[Path]:
-        """Indexes that all ranks together have just compared with their files, so that `build` need not repeat it."""
-        return self._checked
 
     @property
     def listing(self) -> Path:
@@ -330,8 +326,8 @@ class FilePart:
         text = "\0".join([*paths, second])
         facts = {**versions(name), "paths": checksum(text.encode("utf-8", "surrogatepass"))}
         found = find_table(self.file, facts, name, lambda table: {**table.arrays})
-        is_fresh = self.file in self.config.checked
-        self.config.checked.discard(self.file)
+        is_fresh = self.file in self.config._checked
+        self.config._checked.discard(self.file)
         if found is not None and is_fresh:
             return found
         shape = (len(paths), 2 if second else 1)
@@ -363,7 +359,7 @@ def skip_next_check(parts: Iterable[object]) -> None:
     """Let the next `build` rely on the indexes of these parts: every rank has just checked some of them."""
     for part in parts:
         if isinstance(part, FilePart):
-            part.config.checked.add(part.file)
+            part.config._checked.add(part.file)
 
 
 def _stat(path: str) -> list[int]:

@@ -7,9 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field
 
 from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.sources.base import Place
@@ -59,7 +59,7 @@ class FolderConfig(FileSourceConfig):
     folder `captions` beside the folder of the images: images/0.jpg, captions/0.txt. metadata: a
     metadata.csv, metadata.jsonl or captions.json in the folder, as Hugging Face's imagefolder has it. names: the name
     of each image's file without its ending, with "_" and "-" read as blanks. null: found out where it is plain."""
-    json_keys: tuple[str, ...] = ("caption",)
+    json_keys: Annotated[tuple[str, ...], Field(min_length=1)] = ("caption",)
     """Keys of the .json with a caption or a list of captions, such as `caption` or `meta.caption`."""
     file_key: str | None = None
     """Column or key of the metadata with the path of an image; null: the usual names are tried."""
@@ -71,12 +71,6 @@ class FolderConfig(FileSourceConfig):
     image_endings: tuple[str, ...] = IMAGE_ENDINGS
     """Endings of the images' names. Of images that differ in the ending alone, such as an image and its mask, the first
     ending is read where captions are in files."""
-
-    @model_validator(mode="after")
-    def _has_keys(self) -> FolderConfig:
-        if not self.json_keys:
-            raise ValueError("json_keys: got an empty list; expected keys of the .json that hold captions")
-        return self
 
     @property
     def has_classes(self) -> bool | None:

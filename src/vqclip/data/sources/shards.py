@@ -172,7 +172,7 @@ class CaptionShardsConfig(TarConfig):
     with braces."""
     captions: Literal["txt", "txt_lines", "json"] = "txt"
     """txt: the whole .txt is the caption. txt_lines: every line is one. json: values of `json_keys` in the .json."""
-    json_keys: tuple[str, ...] = ("caption",)
+    json_keys: Annotated[tuple[str, ...], Field(min_length=1)] = ("caption",)
     """Keys of the .json with a caption or a list of captions."""
     caption_member: _Endings = ()
     """Ending of the members with the captions, such as `caption.txt`; with captions json that of the .json."""
@@ -181,8 +181,6 @@ class CaptionShardsConfig(TarConfig):
     def _has_something_to_read(self) -> CaptionShardsConfig:
         if not self.path:
             raise ValueError("path: got nothing; expected a folder, a tar or a pattern")
-        if self.captions == "json" and not self.json_keys:
-            raise ValueError("json_keys: got an empty list; expected keys of the .json that hold captions")
         return self
 
     @property
