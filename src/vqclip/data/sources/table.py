@@ -241,7 +241,7 @@ class TableStream:
 
     def _key_of(self, row: Mapping[str, Any]) -> object:
         """Return what neighbouring rows of one sample have in common; None for a row that stays alone."""
-        value = _stored(row[self.image])
+        value = _content_of(row[self.image])
         if value is None or not self.captions:
             return None
         return value, row[self.label] if self.label else None
@@ -277,7 +277,7 @@ class TableStream:
         return StreamSample(group.row, sample, len(rows))
 
     def _image(self, value: Any, name: str) -> bytes:
-        data = _stored(value)
+        data = _content_of(value)
         if data and isinstance(data, str):
             path, data = data, from_base64(data)
             if data is None:
@@ -316,7 +316,7 @@ class _Group(NamedTuple):
     """Their values; the image is in the first alone. Or what is wrong with the only row."""
 
 
-def _stored(value: Any) -> Any:
+def _content_of(value: Any) -> Any:
     """Return the bytes, path, URL or base64 text in a value of an image column; None if there is nothing."""
     if isinstance(value, Mapping):
         return value.get("path") if value.get("bytes") is None else value["bytes"]
