@@ -185,16 +185,14 @@ def test_kills_with_the_folder_in_a_bucket(tmp_path, shards, whole, bucket):
 
 
 def test_two_jobs_on_one_bucket(tmp_path, shards, bucket, monkeypatch):
-    monkeypatch.setenv("STEP_S", "1")
+    """The one that finds a checkpoint of the other ends before it writes one of its own."""
+    monkeypatch.setenv("STEP_S", "2")
     one, other = (Machines(tmp_path / name, shards, "s3://nodes/runs") for name in "ab")
-    with one.start() as first:
-        while not list(one.marks.glob("upload-*")):
-            assert first[0].poll() is None, one.output
-            time.sleep(0.01)
-        with other.start() as second:
-            codes = [each.wait(120) for each in (*first, *second)]
-    assert codes[0] or codes[2]
-    assert "from another job; this one writes nothing more to it" in one.output + other.output
+    with one.start() as first, other.start() as second:
+        statuses = [each.wait(240) for each in (*first, *second)]
+    output = one.output + other.output
+    assert any(statuses), output
+    assert "from another job; this one writes nothing more to it" in output
     found = copy_run("s3://nodes/runs/tiny", tmp_path / "copy")
     assert checkpoint.checkpoints(found / "checkpoints")
 
