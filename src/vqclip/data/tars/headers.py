@@ -79,7 +79,7 @@ class TarWalk:
         offset, rest = self._at, b""
         for block in blocks:
             data = rest + block if rest else block
-            members = self._feed(data, offset)
+            members = self._parse(data, offset)
             if 0 <= self._begin < self._at - _MAX_BEFORE:
                 raise DataError(f"{self._path}: extended headers of more than {_MAX_BEFORE} bytes at {self._begin}")
             used = min(len(data), (self._at if self._begin < 0 else self._begin) - offset)
@@ -88,7 +88,7 @@ class TarWalk:
         yield memoryview(rest), []
         self._finish()
 
-    def _feed(self, data: bytes, offset: int) -> list[Member]:
+    def _parse(self, data: bytes, offset: int) -> list[Member]:
         """Return the members whose headers are complete in some bytes of the tar, which begin at `offset`."""
         if offset == 0 and self._at == 0:
             _refuse_other_formats(self._path, data[:_BLOCK])
