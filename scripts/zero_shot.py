@@ -2,7 +2,7 @@
 
 import sys
 
-from vqclip.cli.evaluate import main
+from vqclip.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(["zero-shot", *sys.argv[1:]]))
+    sys.exit(main(["evaluate", "zero-shot", *sys.argv[1:]]))

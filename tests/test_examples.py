@@ -15,15 +15,17 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.commands import command
 from tests.data.making import class_folder
 from tests.evaluation.made import caption_shards, image_folder
 from tests.models import PRODUCT, tiny_model
 from tests.training import run_tree
-from vqclip.cli.search import main as search
 from vqclip.errors import ConfigError, DataError, VqclipError
 from vqclip.pixels import ConvolutionalPixelsConfig, attach
 from vqclip.scenes.palette import COLOURS
 from vqclip.scenes.shapes import SHAPES
+
+search = command("search")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CAPTIONS = ["red square", "green square: dark", "blue", "white & light"]

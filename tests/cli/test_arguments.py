@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 
 from tests.data.making import caption_shards, class_folder
-from vqclip.cli.data_pack import OVERRIDES_HELP
 from vqclip.cli.main import main
+from vqclip.cli.options import _SOURCE_KEYS
 from vqclip.data import CsvConfig
 from vqclip.data.prepare import open_images
 from vqclip.data.sources.class_names import ClassFolder
@@ -145,5 +145,5 @@ def test_no_command_guesses_among_splits(tmp_path):
 
 
 def test_help_names_keys_that_exist() -> None:
-    keys = re.findall(r"(\w+)=", OVERRIDES_HELP)
+    keys = re.findall(r"(\w+)=", _SOURCE_KEYS)
     assert {"kind", "captions"} == {*keys} & CsvConfig.model_fields.keys() == {*keys}

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.commands import command
 from tests.evaluation.made import caption_shards, class_shards, image_folder, tiny_clip
 from vqclip import checkpoint
-from vqclip.cli.evaluate import main
 from vqclip.cli.evaluation_tasks import EvaluationFile
 from vqclip.pixels import ConvolutionalPixelsConfig, PixelsConfig, attach
 from vqclip.train.tasks.kinds import TASKS
+
+main = command("evaluate")
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -245,7 +247,7 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
             "config.yaml: got a file, expected a folder: run folder (its exported",
         ),
         (("retrieval", run_folder), "--data: missing"),
-        (("zero-shott", run_folder, "--data", fine), "got 'zero-shott'; expected a task or a model; did you mean"),
+        (("zero-shott", run_folder, "--data", fine), 'did you mean "zero-shot"?'),
         ((run_folder,), "has no config.yaml of a run; expected a YAML file with evaluation: [...]"),
         ((run_folder, "--config", tmp_path / "none.yaml"), "none.yaml: no such configuration file"),
         ((run_folder, "--config", config), "evaluation: missing"),

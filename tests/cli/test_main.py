@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -22,7 +21,25 @@ from vqclip.data import TokenDataset
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == main([]) == 0
     shown = capsys.readouterr().out
-    assert all(f"  {name}" in shown for name in COMMANDS)
+    assert all(f"  {name} " in shown for name in COMMANDS if " " not in name)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_help_or_refusal_waits_for_torch(name: str) -> None:
+    code = f"""
+import sys
+from vqclip.cli.main import main
+for last in ("--help", "--no-such-option"):
+    try:
+        main([*{name.split()}, last])
+    except SystemExit as ended:
+        print(ended.code)
+assert not {{"torch", "timm", "open_clip", "webdataset"}} & sys.modules.keys(), sys.modules.keys()
+"""
+    if name == "train":  # which looks for the key that was meant
+        code = code.replace(', "--no-such-option"', ",")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,8 +51,11 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("given", "meant"), [(["data", "chekc", "x"], '"check"'), (["report", "runs/base", "--outputt", "x"], '"--output"')]
 )
 def test_options_and_commands_that_were_meant(given: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(given)
+    if given[0] == "data":
+        assert main(given) == 2
+    else:
+        with pytest.raises(SystemExit, match="2"):
+            main(given)
     assert f"; did you mean {meant}?" in capsys.readouterr().err
 
 
@@ -46,7 +66,7 @@ def test_train_is_delegated(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_train_without_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "optim.lr=1e-3"]) == 2
-    first, *others = capsys.readouterr().err.removeprefix("vqclip.train: ConfigError:\n").splitlines()
+    first, *others = capsys.readouterr().err.removeprefix("vqclip train: ConfigError:\n").splitlines()
     assert first == "no --config given, so required sections are missing; for example --config configs/base.yaml"
     assert any(line.startswith("model: missing;") for line in others)
 
@@ -61,8 +81,7 @@ def test_train_without_a_configuration(capsys: pytest.CaptureFixture[str]) -> No
     ],
 )
 def test_an_option_that_is_a_key_is_named(given: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["train", *given])
+    assert main(["train", *given]) == 2
     assert meant in capsys.readouterr().err
 
 
@@ -85,18 +104,15 @@ def test_tokenize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 @pytest.mark.parametrize(
     ("call", "work"),
     [
-        ("export t --modality image --out o", "vqclip.cli.export._run"),
+        ("export t --modality image --out o", "vqclip.cli.export.load_tokenizer"),
         ("search query --index i x", "vqclip.cli.search._query"),
         ("tokenize --tokenizer t --data d.tar --out o", "vqclip.cli.tokenize.tokenize"),
         ("tokenize --tokenizer t --data d --out o", "vqclip.cli.main.importlib.import_module"),
     ],
 )
 def test_ctrl_c_is_told_in_a_line(call: str, work: str, capsys: pytest.CaptureFixture[str]) -> None:
-    module = COMMANDS[call.split()[0]].module
-    command = importlib.import_module(module).main
     with mock.patch(work, side_effect=KeyboardInterrupt):
-        run = main(call.split()) if work.startswith("vqclip.cli.main") else command(call.split()[1:])
-    assert run == 130
+        assert main(call.split()) == 130
     said = capsys.readouterr().err
     assert said.startswith(f"vqclip {call.split()[0]}: interrupted")
     assert said.count("\n") == 1
@@ -162,4 +178,4 @@ def test_a_product_that_cannot_be_written_is_an_error(tmp_path: Path, closed_pip
     with (tmp_path / "error").open("w+b") as error:
         assert run_with(full, error.fileno(), "train", "--json-schema") == 1
         assert run_with(closed_pipe, error.fileno(), "train", "--json-schema") == 0
-    assert (tmp_path / "error").read_text() == "vqclip.train: standard output: No space left on device\n"
+    assert (tmp_path / "error").read_text() == "vqclip train: standard output: No space left on device\n"

@@ -11,12 +11,14 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.commands import command
 from tests.models import FSQ, IDENTITY, RESIDUAL_FSQ, tiny_model
 from tests.report.test_hostile import EVIL, require_harmless
 from tests.search.making import pictures
-from vqclip.cli.reconstruct import main
 from vqclip.evaluation.reconstructions import choose_images
 from vqclip.pixels import PixelsConfig, attach
+
+main = command("reconstruct")
 
 
 def tokenizer(folder, quantizer=RESIDUAL_FSQ, image_size=16, detail=None):

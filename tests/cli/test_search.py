@@ -9,12 +9,15 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.commands import command
 from tests.data.making import caption_shards, class_folder
 from tests.search.making import built, pictures
-from vqclip.cli.search import build, main
+from vqclip.cli.search import build
 from vqclip.data.prepare import open_images
 from vqclip.errors import DataError
 from vqclip.search import CodeIndex
+
+main = command("search")
 
 
 def test_a_folder_of_pictures_is_a_source(tmp_path):

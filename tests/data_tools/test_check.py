@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.commands import command
 from tests.data.making import caption_members, class_folder, encode, pixels, write_tar
-from vqclip.cli.data import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.data_tools.check import CheckOptions, check_source, format_report
 from vqclip.towers.vocabulary import BPE
+
+main = command("data")
 
 CONTEXT = 12
 KINDS = {

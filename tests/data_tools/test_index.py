@@ -14,17 +14,19 @@ from typing import Any
 
 import pytest
 
+from tests.commands import command
 from tests.data.making import class_folder
 from tests.data.remote.test_s3 import bucket, put  # noqa: F401
 from tests.data.serving import serving
 from tests.data.tars.test_index import COUNTS, tiny
-from vqclip.cli.data import main
 from vqclip.data.remote import RemoteConfig, RemoteShard
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.tars.index import open_index
 from vqclip.data.tars.open import TarSet, cached_index, find_index, index_name
 from vqclip.data_tools import index as job
 from vqclip.errors import StorageError
+
+main = command("data")
 
 
 @pytest.fixture(autouse=True)

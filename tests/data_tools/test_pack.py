@@ -11,11 +11,13 @@ from unittest import mock
 
 import pytest
 
+from tests.commands import command
 from tests.data.making import caption_members, class_folder, encode, pixels, write_tar
-from vqclip.cli.data import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, RawSample, Source, parse_source
 from vqclip.data_tools.pack import Options, pack
 from vqclip.errors import ConfigError, DataError
+
+main = command("data")
 
 COUNT = 13
 SHARD = 5

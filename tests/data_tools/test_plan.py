@@ -10,16 +10,18 @@ from unittest import mock
 
 import pytest
 
+from tests.commands import command
 from tests.data.loading import open_data
 from tests.data.making import caption_shards
 from tests.data.serving import serving
 from tests.training import run_tree
-from vqclip.cli.data import main
 from vqclip.cli.data_plan import DataCounts, count_source, make_plan
 from vqclip.data import CaptionShardsConfig
 from vqclip.data.order import WindowedOrder
 from vqclip.data.tars.make import make_index
 from vqclip.data.tars.open import index_name
+
+main = command("data")
 
 BILLION = DataCounts(1_300_000_000, 130_000, 10 * 10**12)
 SMALL = DataCounts(24_000, 24, 24_000_000, chunk=8)

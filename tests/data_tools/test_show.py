@@ -11,11 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.commands import command
 from tests.data.making import caption_members, caption_shards, encode, pixels, write_tar
 from tests.training import run_tree
-from vqclip.cli.data import main
 from vqclip.data_tools.show import Caption, ModelInputs, Tile, render_sheet, training_tiles
 from vqclip.towers.vocabulary import BPE
+
+main = command("data")
 
 AUGMENTED = {"scale": [0.5, 0.9], "flip": 0.5, "rotation": 20, "brightness": 0.3}
 

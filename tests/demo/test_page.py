@@ -16,7 +16,7 @@ import pytest
 
 from tests.data.making import encode, pixels
 from tests.search.making import built, pictures
-from vqclip.cli.search import main as search
+from vqclip.cli.main import main as vqclip
 
 pytest.importorskip("gradio", reason="Gradio is not installed (extra demo)")
 client = pytest.importorskip("gradio_client")
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
     built().save_pretrained(place / "tokenizer")
     images, index = pictures(place / "pictures"), place / "index"
     given = ["--tokenizer", str(place / "tokenizer"), "--images", str(images), "--out", str(index)]
-    assert search(["build", *given]) == 0
+    assert vqclip(["search", "build", *given]) == 0
     (place / "sitecustomize.py").write_text(NO_NETWORK)
     (place / "secret.png").write_text("a secret of this machine")
     (place / "image.png").write_bytes(encode(pixels(0), "PNG"))

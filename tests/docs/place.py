@@ -7,12 +7,14 @@ from pathlib import Path
 
 from PIL import Image
 
+from tests.commands import command
 from tests.data.making import caption_shards, class_folder, pixels
 from tests.docs.blocks import ROOT
 from tests.training import run_tree
-from vqclip.cli.train import main
 from vqclip.model import CLIP
 from vqclip.pixels import ConvolutionalPixelsConfig, attach
+
+main = command("train")
 
 
 def make_place(folder: Path) -> Path:

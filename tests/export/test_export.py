@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.commands import command
 from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, RESIDUAL_FSQ, VQ, on_the_border, tiny_model
-from vqclip.cli.export import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, EvalSet
 from vqclip.errors import BackendError, CheckpointError, ConfigError, DataError, NonFiniteError, ShapeError
 from vqclip.export import OnnxTokenizer, export_onnx, export_program, verify, verify_program
@@ -26,6 +26,8 @@ from vqclip.io.json_files import add_checksum
 from vqclip.model import CLIP
 from vqclip.pixels import ConvolutionalPixelsConfig, DetailConfig, PixelsConfig, attach
 from vqclip.tokenizer.fingerprint import fingerprint
+
+main = command("export")
 
 FAMILIES = {
     "fsq": FSQ,

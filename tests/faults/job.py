@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import vqclip.train.main as training
+from tests.commands import command
 from vqclip import dist
 from vqclip.checkpoint import store
-from vqclip.cli.train import main
 from vqclip.data import prepare
 from vqclip.data.batch_maker import BatchMaker
 from vqclip.evaluation.encode import Encoder
 from vqclip.tokenizer import Tokenizer
 from vqclip.train.main import torch  # which is not imported before vqclip, as in the command itself
 from vqclip.train.step import TrainStep
+
+main = command("train")
 
 
 def loop_for_ever() -> None:

@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.commands import command
 from tests.faults.job import before
-from vqclip.cli.train import main
 from vqclip.data.remote.folder import RemoteFolder
 from vqclip.train.step import TrainStep
+
+main = command("train")
 
 UPLOAD_S, STEP_S = 0.02, float(os.environ.get("STEP_S", "0.05"))
 

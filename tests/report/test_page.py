@@ -4,14 +4,16 @@ import json
 
 import pytest
 
+from tests.commands import command
 from tests.report.making import Page, make_run, write_lines
-from vqclip.cli.report import main
 from vqclip.errors import ConfigError
 from vqclip.evaluation.details import Bits, BitsPoint, Details
 from vqclip.report import write_comparison, write_report
 from vqclip.report.comparison import ComparedRun, bits_charts
 from vqclip.report.evaluations import Task
 from vqclip.report.run_files import read_run
+
+main = command("report")
 
 
 def test_the_page_of_a_run(tmp_path):

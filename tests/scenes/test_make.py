@@ -11,10 +11,12 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
+from tests.commands import command
 from tests.scenes.parser import parse, untrue
-from vqclip.cli.data import main
 from vqclip.errors import DataError
 from vqclip.scenes import HELD_OUT, ScenesConfig, ScenesPaths, make, make_scenes
+
+main = command("data")
 
 SMALL = ScenesConfig(train=40, val=20, test=22, heldout=22, image_size=48, shard_size=16)
 

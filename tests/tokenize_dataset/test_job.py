@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.commands import command
 from tests.data.making import NOT_UTF8, class_folder, encode, pixels, write_tar
 from tests.models import IDENTITY, WIDE_LFQ, put_on_the_border
 from tests.tokenize_dataset.making import BATCH, COUNTS, hashes, run, shards, tokenizer_folder
 from vqclip import load_tokenizer
-from vqclip.cli.tokenize import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, TokenDataset, decode_image, parse_source
 from vqclip.data.work_folder import WorkFolder
 from vqclip.errors import CheckpointError, ConfigError, DataError
@@ -25,6 +25,8 @@ from vqclip.model import CLIP
 from vqclip.nn.precision import AUTOCAST_DTYPES
 from vqclip.tokenizer.fingerprint import fingerprint
 from vqclip.tokenizer.saving import write_config
+
+main = command("tokenize")
 
 LFQ_LARGE = {"kind": "lfq", "bits": 20}
 

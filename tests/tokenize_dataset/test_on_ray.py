@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
+from tests.commands import command
 from tests.data.making import class_folder, write_tar
 from tests.on_ray import kill_worker, small_ray, wait_for, workers
 from tests.tokenize_dataset.making import BATCH, hashes, run, shards, tokenizer_folder
-from vqclip.cli.tokenize import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.errors import StorageError
 from vqclip.tokenize_dataset import job
+
+main = command("tokenize")
 
 ray = pytest.fixture(scope="module")(small_ray)
 COUNTS = (11, 8, 3, 0, 9, 12, 7, 10, 6, 5)

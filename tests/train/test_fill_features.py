@@ -7,10 +7,12 @@ from unittest import mock
 
 import pytest
 
+from tests.commands import command
 from tests.on_ray import small_ray
 from tests.train.test_feature_cache import cache_of, run, shards, tree_of
-from vqclip.cli.data import main
 from vqclip.train.feature_jobs import FeatureJob
+
+main = command("data")
 
 __all__ = ["shards"]
 

@@ -20,13 +20,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vqclip
+from tests.commands import command
 from tests.data.making import NOT_UTF8, caption_shards, encode, pixels, write_tar
 from tests.models import FSQ, IDENTITY, LFQ
 from tests.ranks import RankError
 from tests.training import TIMES, all_equal, largest_difference, metrics, run, run_compiled, run_tree, weights
 from vqclip import dist
-from vqclip.cli.tokenize import main as tokenize_command
-from vqclip.cli.train import command_line, main
+from vqclip.cli.options import make_parser
 from vqclip.config import load_config
 from vqclip.data import TrainData, loader, prepare
 from vqclip.data.samples import SampleMaker
@@ -45,6 +45,9 @@ from vqclip.train.resume import Resumed
 from vqclip.train.step import TrainStep
 from vqclip.train.summary import render
 from vqclip.train.tasks.kinds import TASKS
+
+tokenize_command = command("tokenize")
+main = command("train")
 
 ROOT = Path(__file__).parents[2]
 
@@ -164,7 +167,7 @@ def test_no_option_can_be_taken_for_one_of_torchruns():
 
     theirs, ours = (
         {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
-        for parser in (get_args_parser(), command_line())
+        for parser in (get_args_parser(), make_parser("train", "", ""))
     )
     assert {"--config", "--print-config"} <= ours
     for option in ours:
@@ -630,7 +633,7 @@ def test_every_rank_tells_what_went_wrong_on_it(tmp_path, shards, monkeypatch, c
     def fail(config, **options):
         raise ConfigError("run.device: got 'cuda', but torch sees no GPU")
 
-    monkeypatch.setattr("vqclip.cli.train.run", fail)
+    monkeypatch.setattr("vqclip.train.run", fail)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert main(["--config", str(write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards)))]) == 2
@@ -655,7 +658,7 @@ def test_a_full_disk_is_one_line_and_status_1(tmp_path, shards, capsys, monkeypa
     monkeypatch.setattr(failing, full)
     assert main(["--config", str(write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards)))]) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "No space left on device" in line]
-    assert line == "vqclip.train: some file: No space left on device"
+    assert line == "vqclip train: some file: No space left on device"
 
 
 def test_the_written_configuration_is_whole_or_the_former_one(tmp_path, shards, monkeypatch):
@@ -809,7 +812,7 @@ def test_an_interrupt_pressed_twice_is_one_line(tmp_path, shards, capsys, monkey
     monkeypatch.setattr("vqclip.train.main.prepare", interrupt)
     assert main(["--config", str(write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards)))]) == 130
     assert [line for line in capsys.readouterr().err.splitlines() if "interrupted" in line] == [
-        "vqclip.train: interrupted; what is not in a checkpoint is not kept"
+        "vqclip train: interrupted; what is not in a checkpoint is not kept"
     ]
     assert not (tmp_path / "tiny" / "stopped.json").exists()
 

@@ -14,14 +14,16 @@ import time
 import pytest
 import torch
 
+from tests.commands import command
 from tests.data.making import caption_shards
 from tests.training import all_equal, metrics, run_tree, weights
 from vqclip import dist, load_tokenizer
-from vqclip.cli.train import main
 from vqclip.errors import ConfigError
 from vqclip.process.signals import STOP_SIGNALS
 from vqclip.train import Callback, TrainConfig
 from vqclip.train import run as train
+
+main = command("train")
 
 
 @pytest.fixture(scope="module")

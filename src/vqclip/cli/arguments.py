@@ -11,26 +11,25 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
+from typing import NoReturn
 
-from vqclip.config import Config
-from vqclip.data import mask_credentials
+from vqclip.data.on_ray import RayOptions
+from vqclip.data.remote.urls import mask_credentials
 from vqclip.errors import ConfigError
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = [
-    "WEIGHTS_HELP",
     "Parser",
-    "add_captions",
-    "add_fields",
+    "add_engine",
     "batch_size",
+    "context_length",
     "count",
+    "folder_name",
+    "large_number",
     "not_negative",
     "path",
     "paths_and_overrides",
     "positive",
+    "ray_options",
     "require_page",
     "share",
     "text",
@@ -38,10 +37,6 @@ __all__ = [
     "whole",
     "workers",
 ]
-
-
-WEIGHTS_HELP = "averaged: the moving average of the weights, where there is one (train.ema); current: those of the step"
-"""Help of ``--weights``."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -80,6 +75,8 @@ workers = whole(0, 512)
 """Worker processes; the same limit as in `vqclip.data.LoaderOptions` and `vqclip.evaluation`."""
 threads = whole(1, 1024)
 """Threads in a process."""
+context_length = whole(3, 4096)
+"""Tokens of a caption; the same limit as in `vqclip.towers.vocabulary`."""
 
 
 def share(given: str) -> float:
@@ -105,29 +102,6 @@ def _real(given: str, expected: str, least: float, end: float = math.inf) -> flo
     if not least <= number < end:  # also false for NaN
         raise argparse.ArgumentTypeError(f"got {given!r}, expected {expected}")
     return number
-
-
-def add_fields(parser: argparse.ArgumentParser, schema: type[Config], *names: str) -> None:
-    """Add an option for each of some fields of a configuration, with its choices or bounds, default and docstring."""
-    for name in names:
-        field: Any = schema.model_fields[name]
-        choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else None
-        bounds = {key: value for each in field.metadata for key in ("ge", "le") if (value := getattr(each, key, None))}
-        number = whole(bounds.get("ge", 0), bounds.get("le", 2**63 - 1)) if field.annotation is int else share
-        help_text = f"{field.description[0].lower()}{field.description[1:].rstrip('.')} (%(default)s)"
-        option = f"--{name.replace('_', '-')}"
-        if choices:
-            parser.add_argument(option, choices=choices, default=field.default, help=help_text)
-        else:
-            parser.add_argument(option, type=number, default=field.default, help=help_text)
-
-
-def add_captions(parser: argparse.ArgumentParser) -> None:
-    """Add ``--captions`` and ``--json-key``, which say where the captions of shards and folders are."""
-    help_text = "of shards and folders: txt: the .txt is the caption; txt_lines: each line is one; json: see --json-key"
-    parser.add_argument("--captions", choices=("txt", "txt_lines", "json"), help=f"{help_text} (shards: txt)")
-    help_text = "keys of the .json that contain captions; several may follow, or repeat the option (caption)"
-    parser.add_argument("--json-key", type=text, nargs="+", action="extend", metavar="KEY", help=help_text)
 
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
@@ -168,3 +142,67 @@ def require_page(option: str, output: Path, *, replace: bool = True) -> None:
         raise ConfigError(f"{option}: got {output}, but there is no folder {output.parent}")
     if output.exists() and not replace:
         raise ConfigError(f"{option}: {output} exists; name another file, or add --force to replace it")
+
+
+def large_number(given: str) -> int:
+    """Convert a whole number of at least 1, also written as 1.3e9."""
+    try:
+        number = float(given)
+        assert number == int(number) >= 1
+    except (ValueError, OverflowError, AssertionError):
+        raise argparse.ArgumentTypeError(f"got {given!r}, expected a whole number from 1, such as 1.3e9") from None
+    return int(number)
+
+
+def folder_name(given: str) -> str:
+    """Return the name of one folder."""
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", given) is None:
+        raise argparse.ArgumentTypeError(f"got {given!r}, expected the name of a folder, such as train")
+    return given
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Add ``--engine`` and the options of Ray."""
+    parser.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="local: this process, or those of torchrun. ray: workers of Ray, on this machine or on a cluster whose "
+        "machines share the output folder (local)",
+    )
+    group = parser.add_argument_group("with --engine ray")
+    for name, field in RayOptions.model_fields.items():
+        kind = {"address": text, "actors": whole(1, 2**20), "gpus": _gpus}.get(name, _cpus)
+        help_text = str(field.description).replace("%", "%%").rstrip(".")
+        group.add_argument(f"--ray-{name}", type=kind, metavar="N" if name != "address" else "ADDRESS", help=help_text)
+
+
+def ray_options(options: argparse.Namespace) -> RayOptions | None:
+    """Return the options of Ray; None for the local engine.
+
+    Raises:
+        ConfigError: options of Ray for the local engine.
+    """
+    given = {name: getattr(options, f"ray_{name}") for name in RayOptions.model_fields}
+    if options.engine == "ray":
+        return RayOptions(**given)
+    if names := [f"--ray-{name}" for name, value in given.items() if value is not None]:
+        raise ConfigError(f"{', '.join(names)}: got the local engine; expected --engine ray with it")
+    return None
+
+
+def _cpus(given: str) -> float:
+    number = _gpus(given)
+    if number == 0:
+        raise argparse.ArgumentTypeError("got 0, expected a positive number")
+    return number
+
+
+def _gpus(given: str) -> float:
+    try:
+        number = float(given)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1024 or (number > 1 and number != int(number)):
+        raise argparse.ArgumentTypeError(f"got {given!r}, expected a whole number up to 1024, or one from 0 to 1")
+    return number

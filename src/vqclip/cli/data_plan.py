@@ -13,9 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from vqclip.cli import arguments as types
-from vqclip.cli.data_index import parse_tars
-from vqclip.cli.data_pack import GIVEN_HELP
+from vqclip.cli.data import parse_tars
 from vqclip.data import SourceConfigBase
 from vqclip.data.order import WindowedOrder
 from vqclip.data.remote import RemoteConfig, RemoteShard, is_gzip
@@ -27,14 +25,8 @@ from vqclip.errors import ConfigError, DataError, name_section
 from vqclip.io.files import format_bytes
 from vqclip.runlog.console import print_output
 
-__all__ = ["EXAMPLES", "DataCounts", "configure", "count_source", "make_plan", "run"]
+__all__ = ["DataCounts", "count_source", "make_plan", "run"]
 
-EXAMPLES = """\
-examples:
-  vqclip data plan --samples 1.3e9 --shards 130000 --bytes 10e12 --machines 64
-  vqclip data plan s3://bucket/shards remote.cache_gib=500 --machines 4
-  vqclip data plan --config configs/vit_b16.yaml data.order.kind=windowed data.order.window=8192 --machines 2
-"""
 _CHUNK_BYTES, _SHARD_BYTES, _MEMBER_BYTES, _TABLE_BYTES = 24, 96, 50, 80
 """Bytes in the index of a chunk, of a shard, and of a sample if it has their members; of a sample in the cache beside
 its data."""
@@ -53,17 +45,6 @@ class DataCounts(NamedTuple):
     weight: float = 1.0
     at_urls: bool = True
     is_indexed: bool = True
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    add = parser.add_argument
-    add("given", nargs="*", metavar="SOURCE key=value", help=GIVEN_HELP)
-    add("--config", type=types.path, metavar="FILE", help="training configuration")
-    for name, text in (("samples", "samples of the data"), ("shards", "their shards"), ("bytes", "their size")):
-        add(f"--{name}", type=_number, metavar="N", help=f"{text}, all three instead of SOURCE; 1.3e9 is a number")
-    add("--machines", type=types.whole(1, 100_000), default=1, metavar="N", help="machines (%(default)s)")
-    add("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -209,13 +190,3 @@ def _format(plan: dict[str, Any]) -> str:
     }
     lines = [f"{name:18} " + "".join(f"{cell:14}" for cell in cells).rstrip() for name, cells in rows.items()]
     return "\n".join([*lines, "", *(plan["advice"] or ["it fits, in either order"])])
-
-
-def _number(given: str) -> int:
-    """Convert a whole number of at least 1, also written as 1.3e9."""
-    try:
-        number = float(given)
-        assert number == int(number) >= 1
-    except (ValueError, OverflowError, AssertionError):
-        raise argparse.ArgumentTypeError(f"got {given!r}, expected a whole number from 1, such as 1.3e9") from None
-    return int(number)

@@ -1,27 +1,4 @@
-"""Evaluate a trained model: continuous, quantized and codes-only figures beside chance.
-
-vqclip evaluate zero-shot runs/base --kind scenes
-vqclip evaluate zero-shot runs/eurosat --data path/to/cls_eurosat
-vqclip evaluate zero-shot runs/base --data path/to/folder_of_class_folders --template "a photo of a {c}"
-vqclip evaluate retrieval runs/base --data val.csv
-vqclip evaluate retrieval runs/captions --data "val/{00000..00003}.tar" captions=json json_keys=[caption]
-vqclip evaluate linear-probe runs/eurosat --data path/to/cls_eurosat
-vqclip evaluate knn runs/eurosat --data path/to/cls_eurosat
-vqclip evaluate pixels runs/pixels --kind scenes
-
-Several tasks, in one table: those of a run's own configuration, or of a file with a list `evaluation:` as in one:
-
-vqclip evaluate runs/base
-vqclip evaluate runs/base --config tasks.yaml --csv figures.csv
-
-Accuracy against bits: of prefixes of the ids (the first stages of a residual quantizer, or codebooks of a product one),
-and of several models; those that differ only in their seed are one line:
-
-vqclip evaluate runs/base --prefixes full --plot bits.html
-vqclip evaluate zero-shot runs/few-seed-* runs/many-seed-* --prefixes none --data path/to/cls_eurosat
-
-On several processes, which share the work: torchrun --standalone --nproc-per-node 8 -m vqclip evaluate ...
-"""
+"""``vqclip evaluate``: continuous, quantized and codes-only figures of trained models, beside chance."""
 
 from __future__ import annotations
 
@@ -29,23 +6,15 @@ import argparse
 import dataclasses
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from pydantic import ValidationError
 
 from vqclip import dist
 from vqclip.cli import arguments as types
-from vqclip.cli.command import command
-from vqclip.cli.evaluation_options import (
-    TASKS,
-    add_model_options,
-    option_error,
-    require_task_or_model,
-    task_parser,
-)
-from vqclip.cli.evaluation_tasks import tasks_of_file, tasks_of_options
+from vqclip.cli.evaluation_tasks import option_error, tasks_of_file, tasks_of_options
 from vqclip.data import mask_credentials
 from vqclip.errors import ConfigError
 from vqclip.evaluation import (
@@ -62,26 +31,23 @@ from vqclip.evaluation import (
 from vqclip.io.atomic import write_text
 from vqclip.report.frontier import format_points, measure, points_csv, points_page
 from vqclip.runlog.console import print_output
-from vqclip.train.loading import MODEL_HELP, load_model
+from vqclip.train.loading import load_model
 from vqclip.train.tasks.kinds import load_task_config
 
 _OVERRIDE = re.compile(r"[a-z_]+(\[\d+\])?(\.[a-z_]+(\[\d+\])?)*=")
 
 
-@command("vqclip evaluate")
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; under torchrun all processes share the work, and rank 0 prints."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+def run(options: argparse.Namespace) -> None:
+    """Evaluate; under torchrun all processes share the work, and rank 0 prints."""
     try:
-        if given and given[0] not in TASKS and not given[0].startswith("-"):
-            require_task_or_model(given[0])
-            options = _file_parser().parse_intermixed_args(given)
+        if options.task:
+            tasks = tasks_of_options(options)
+        else:
             overrides = [each for each in options.models if _OVERRIDE.match(each)]
             options.models = [each for each in options.models if each not in overrides]
             tasks = list(tasks_of_file(options.models[0], options.config, overrides))
-        else:
-            options = task_parser("vqclip evaluate", __doc__, _add_models_and_options).parse_args(given)
-            tasks = tasks_of_options(options)
+        if options.device == "auto":
+            options.device = "cuda" if torch.cuda.is_available() else "cpu"
         _require_writable(options)
         if twice := [each for each in options.models if options.models.count(each) > 1]:
             raise ConfigError(f"got {mask_credentials(twice[0])} more than once; expected different models")
@@ -162,36 +128,3 @@ def _require_writable(options: argparse.Namespace) -> None:
             raise ConfigError("--plot: got it for all ids of one model; expected several models, or --prefixes full")
     if options.codes is not None and (len(options.models) > 1 or options.prefixes is not None):
         raise ConfigError("--codes: got it with several models or --prefixes; expected one model and all of its ids")
-
-
-def _file_parser() -> argparse.ArgumentParser:
-    """Return the parser for several tasks."""
-    parser = types.Parser(
-        prog="vqclip evaluate",
-        description="Run several tasks. For a single one, its name comes first: vqclip evaluate --help",
-    )
-    help_text = f"{MODEL_HELP}; then changes to the file, such as evaluation[0].key=value"
-    parser.add_argument("models", type=types.text, nargs="+", metavar="MODEL", help=help_text)
-    help_text = "YAML file with a list evaluation: (the first run's config.yaml)"
-    parser.add_argument("--config", type=types.path, help=help_text)
-    _add_options(parser)
-    return parser
-
-
-def _add_models_and_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("models", type=types.text, nargs="+", metavar="MODEL", help=MODEL_HELP)
-    _add_options(parser)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
-    add = parser.add_argument
-    add("--codes", type=types.path, help="keep the ids (safetensors) in this folder")
-    add("--json", type=types.path, help="write the results to this file")
-    add("--csv", type=types.path, help="write a row for each data set, mode and figure to this file")
-    help_text = (
-        "accuracy against bits, of prefixes of the images' ids: texts keep all of theirs (full), or the same share "
-    )
-    help_text += "(same); none: all ids alone, to compare several models (none)"
-    add("--prefixes", choices=("full", "same", "none"), help=help_text)
-    add("--plot", type=types.path, metavar="FILE.html", help="draw accuracy against bits on this page")

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
 from vqclip.cli import arguments as types
 from vqclip.config import Config, load_config
 from vqclip.data import ScenesSourceConfig, SourceConfigBase, mask_credentials, parse_source
@@ -23,9 +26,21 @@ from vqclip.evaluation import (
     RetrievalConfig,
     ZeroShotConfig,
 )
+from vqclip.io.json_files import problem_message
 from vqclip.train.loading import require_local
 
-__all__ = ["EvaluationFile", "tasks_of_file", "tasks_of_options"]
+__all__ = ["EvaluationFile", "option_error", "tasks_of_file", "tasks_of_options"]
+
+
+_OPTIONS = {
+    "max_bad_fraction": "--bad-fraction",
+    "templates": "--template",
+    "templates_file": "--templates",
+    "classes_file": "--classes",
+    "path": "--data",
+    "json_keys": "--json-key",
+}
+"""Configuration keys whose option has another name."""
 
 
 class EvaluationFile(Config):
@@ -163,3 +178,16 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         "workers": options.workers,
         "max_bad_fraction": options.bad_fraction,
     }
+
+
+def option_error(error: ValidationError) -> ConfigError:
+    """Return the error of a task's settings with the names of the options that set them."""
+    return ConfigError("\n".join(_problem(each) for each in error.errors()))
+
+
+def _problem(error: ErrorDetails) -> str:
+    if not error["loc"]:  # several keys together, which the message names
+        return problem_message(error)
+    key, *inner = error["loc"]
+    place = _OPTIONS.get(str(key), f"--{key}".replace("_", "-")) + "".join(f"[{part}]" for part in inner)
+    return f"{place}: {problem_message(error)}"

@@ -1,31 +1,17 @@
-"""Export a tokenizer to ONNX, and compare the ids of the files with those of the tokenizer; or towers to open_clip.
-
-vqclip export runs/base/tokenizer --modality image --out onnx/image --data path/to/cls_eurosat --split test
-vqclip export runs/base/tokenizer --modality text --out onnx/text --data 'val/{00000..00003}.tar'
-
-Without --data the comparison uses random inputs: noise images, or captions of six words.
-
-vqclip export --open-clip runs/base --out towers
-
-writes the towers of both tokenizers back into the open_clip model that they came from. The joint embedding of vqclip is
-no part of it; vqclip.integrations.open_clip gives any folder the methods of an open_clip model.
-"""
+"""``vqclip export``: write a tokenizer as ONNX files, and compare their ids with its own; or towers to open_clip."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from vqclip.cli import arguments as types
-from vqclip.cli.command import command
 from vqclip.config import load_config
 from vqclip.data import EvalSet, Source, mask_credentials
 from vqclip.data.prepare import open_images
-from vqclip.data.sources.class_names import SPLIT_HELP
 from vqclip.errors import ConfigError
 from vqclip.export.agreement import verify, verify_program
 from vqclip.export.open_clip import export_towers
@@ -42,46 +28,8 @@ _RANDOM_INPUTS = 64
 _WORDS = ("a", "red", "small", "blue", "old", "river", "star", "house", "of", "under", "tree", "7", "?")
 
 
-@command("vqclip export")
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    _run(_parser().parse_args(arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = types.Parser(
-        prog="vqclip export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("tokenizer", type=types.text, help="tokenizer folder, or hub name (owner/name)")
-    parser.add_argument("--modality", choices=("image", "text"), help="tokenizer to export")
-    parser.add_argument("--out", type=types.path, required=True, help="folder of the ONNX files, or of the model")
-    parser.add_argument("--open-clip", action="store_true", help="write both towers into an open_clip model")
-    parser.add_argument(
-        "--base",
-        type=types.text,
-        help="with --open-clip: tag or file of the weights that the towers started from (what the run's config.yaml "
-        "names)",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("fp32", "fp64"),
-        help="arithmetic of the files (fp32); fp64: everything in float64, several times slower, with ids that differ "
-        "from torch's about half a billion times less often",
-    )
-    parser.add_argument(
-        "--compare-only", action="store_true", help="write nothing; compare the ONNX files that are already in --out"
-    )
-    parser.add_argument(
-        "--data", type=types.text, help="images or captions to compare on: folder, tars, or clip_benchmark's layout"
-    )
-    parser.add_argument("--split", help=f"of labelled data: {SPLIT_HELP}")
-    parser.add_argument("--batch-size", type=types.batch_size, default=50, help="batch size of the comparison (50)")
-    parser.add_argument("--limit", type=types.count, help="compare at most this number of inputs, evenly spread")
-    parser.add_argument("--program", action="store_true", help="compare programs of torch.export as well")
-    return parser
-
-
-def _run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Export a tokenizer, and compare; or write towers into an open_clip model."""
     if options.open_clip:
         _export_open_clip(options)
         return

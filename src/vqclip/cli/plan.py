@@ -1,16 +1,10 @@
-"""``vqclip plan``: say what a training step needs before it runs: memory of a GPU by part, and bytes of every exchange.
-
-Needs neither a GPU nor the data nor other processes. ``vqclip data plan`` does the same for the data.
-"""
+"""``vqclip plan``: say what a training step needs before it runs."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 
-from vqclip.cli import arguments as types
-from vqclip.cli.command import command
 from vqclip.config import load_config
 from vqclip.errors import ConfigError
 from vqclip.io.files import format_bytes
@@ -18,20 +12,11 @@ from vqclip.runlog.console import print_output
 from vqclip.train.plan import plan_step
 from vqclip.train.tasks.kinds import load_task_config
 
-__all__ = ["main"]
-
-_EXAMPLE = """\
-example:
-  vqclip plan configs/vit_b16.yaml train.batch_size=32768 --gpus 64 --memory 80
-
-exit status: 0 if the step fits, or without --memory; 1 if it does not, or for an error; 2 for an invalid configuration
-"""
+__all__ = ["run"]
 
 
-@command("vqclip plan", failure=1)
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0 if the step fits, 1 if it does not, 2 for a wrong configuration."""
-    options = _parser().parse_intermixed_args(arguments)
+def run(options: argparse.Namespace) -> int:
+    """Print the plan; the exit status is 0 if the step fits, 1 if it does not, 2 for a wrong configuration."""
     config = load_task_config(options.config, options.overrides)
     limit = float("inf") if options.memory is None else (options.memory - options.reserve) * 2**30
     if limit <= 0:
@@ -86,18 +71,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _size(number: int) -> str:
     return format_bytes(number, binary=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    kind = argparse.RawDescriptionHelpFormatter
-    about = str(__doc__).partition(": ")[2]
-    parser = types.Parser(prog="vqclip plan", description=about, epilog=_EXAMPLE, formatter_class=kind)
-    add, number = parser.add_argument, types.whole(1, 2**20)
-    add("config", type=types.path, metavar="CONFIG", help="training configuration, such as configs/vit_b16.yaml")
-    add("overrides", nargs="*", metavar="section.key=value", help="changes to it")
-    add("--gpus", type=number, default=1, metavar="N", help="GPUs, and processes, of the job (%(default)s)")
-    add("--gpus-per-machine", type=number, default=8, metavar="N", help="for train.parallel: hsdp (%(default)s)")
-    add("--memory", type=types.positive, metavar="GIB", help="of a GPU; without it nothing is compared")
-    add("--reserve", type=types.not_negative, default=4.0, metavar="GIB", help="for what is not counted (%(default)g)")
-    add("--json", action="store_true", help="print the figures as JSON, in bytes")
-    return parser

@@ -1,26 +1,17 @@
-"""Index the codes of images or captions, and search them.
-
-vqclip search build --tokenizer runs/captions/tokenizer --images path/to/images --out images.index
-vqclip search query --index images.index "a red apple" --images path/to/images --html page.html
-vqclip search query --index images.index --image apple.png
-"""
+"""``vqclip search``: index the codes of images or captions, and search them."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from vqclip.cli import arguments as types
-from vqclip.cli.command import command
 from vqclip.data import EvalSet, decode_image, mask_credentials
 from vqclip.data.prepare import ImageSource, open_images
 from vqclip.data.sources.base import read_image
-from vqclip.data.sources.class_names import SPLIT_HELP
 from vqclip.errors import ConfigError, DataError, printable
 from vqclip.io.atomic import write_text
 from vqclip.report.page import search_page
@@ -31,14 +22,12 @@ from vqclip.search.scan import CodeSearch
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.loading import load_tokenizer
 
-__all__ = ["build", "main"]
+__all__ = ["build", "run"]
 
 
-@command("vqclip search")
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    options = _parser().parse_args(arguments)
-    (_build if options.command == "build" else _query)(options)
+def run(options: argparse.Namespace) -> None:
+    """Make an index, or search one."""
+    (_build if options.task == "build" else _query)(options)
 
 
 def build(
@@ -146,29 +135,3 @@ def _read_image(path: Path) -> Tensor:
 
 def _print_left_out(error: DataError) -> None:
     print(f"vqclip search: left out of the page: {printable(mask_credentials(str(error)))}", file=sys.stderr)
-
-
-def _parser() -> argparse.ArgumentParser:
-    kind = argparse.RawDescriptionHelpFormatter
-    parser = types.Parser(prog="vqclip search", description=__doc__, formatter_class=kind)
-    commands = parser.add_subparsers(dest="command", required=True)
-    build = commands.add_parser("build", help="make an index")
-    build.add_argument("--tokenizer", type=types.text, required=True, help="tokenizer folder, or hub name (owner/name)")
-    what = build.add_mutually_exclusive_group(required=True)
-    what.add_argument("--images", type=types.text, help="images to index: a folder, tars, or clip_benchmark's layout")
-    what.add_argument("--captions", type=types.text, help="data whose captions to index, in the same forms")
-    build.add_argument("--split", help=f"of labelled data: {SPLIT_HELP}")
-    build.add_argument("--out", type=types.path, required=True, help="folder of the index")
-    build.add_argument("--batch-size", type=types.batch_size, default=64, help="images or captions at once (64)")
-    help_text = "largest share of unusable images; they are left out (0.01)"
-    build.add_argument("--bad-fraction", type=types.share, default=0.01, help=help_text)
-    query = commands.add_parser("query", help="search an index")
-    query.add_argument("--index", type=types.path, required=True, help="folder of the index")
-    query.add_argument("--tokenizer", type=types.text, help="that the index was built with (its folder at that time)")
-    query.add_argument("--images", type=types.text, help="images that the index was built from; for --html")
-    query.add_argument("text", type=types.text, nargs="?", help="text to search for")
-    query.add_argument("--image", type=types.path, help="image to search for instead of a text")
-    query.add_argument("-k", type=types.count, default=24, help="number of results (24)")
-    query.add_argument("--continuous", action="store_true", help="do not quantize the query")
-    query.add_argument("--html", type=types.path, help="write a page with the images of --images to this file")
-    return parser

@@ -2,7 +2,7 @@
 
 import sys
 
-from vqclip.cli.train import main
+from vqclip.cli.main import main
 
 if __name__ == "__main__":  # not in the data workers of a platform that spawns them
-    sys.exit(main())
+    sys.exit(main(["train", *sys.argv[1:]]))

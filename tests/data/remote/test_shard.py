@@ -23,7 +23,7 @@ from tests.data.making import caption_members, caption_shards, class_folder, wri
 from tests.data.serving import FaultyServer, status
 from tests.ranks import RankError, RankPool
 from tests.training import run_tree
-from vqclip.cli.train import main
+from vqclip.cli.main import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, EvalSet, EvalTransformConfig
 from vqclip.data.prepare import prepare_sources
 from vqclip.data.remote import RemoteConfig, RemoteShard, display_url, retry, transfer
@@ -366,8 +366,8 @@ def test_a_run_keeps_no_credentials(
     tree = run_tree(tmp_path / "runs", tmp_path, train__steps=4)
     tree["data"]["sources"] = [{"kind": "shards", "path": url}]
     (tmp_path / "config.json").write_text(json.dumps(tree))
-    assert main(["--config", str(tmp_path / "config.json")]) == 0
-    assert main(["--config", str(tmp_path / "config.json"), f"data.sources[0].pth={url}"]) == 2
+    assert main(["train", "--config", str(tmp_path / "config.json")]) == 0
+    assert main(["train", "--config", str(tmp_path / "config.json"), f"data.sources[0].pth={url}"]) == 2
     files = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     assert {"config.yaml", "summary.json", "bad_samples.jsonl", "metrics.jsonl"} <= {path.name for path in files}
     files[Path("output")] = "".join((*capfd.readouterr(), caplog.text)).encode()
