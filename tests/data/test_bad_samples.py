@@ -90,18 +90,18 @@ CASES = {
     "JSON of megabytes": facts(b" " * (5 << 20), "too many bytes", "json of 5242880 bytes; at most 4194304 are read"),
     "JSON that is no object": facts(b"[1]", "damaged JSON", r"\.json contains a list; expected an object"),
     "caption that is a number": facts(
-        b'{"caption": 3}', "damaged JSON", r"\.json key 'caption' contains a int; expected text or a list of texts"
+        b'{"caption": 3}', "damaged JSON", r"\.json: key 'caption' contains a int; expected text or a list of texts"
     ),
     "JSON without caption": facts(
-        b'{"title": "x"}', "no caption", r"no caption under 'caption' in the \.json; its keys: 'title'"
+        b'{"title": "x"}', "no caption", r"\.json: no caption under 'caption'; its keys: 'title'"
     ),
     "half a character": facts(
-        rb'{"caption": "a \ud800"}', "not UTF-8", r"caption with a lone surrogate at character 2: 'a \\ud800'"
+        rb'{"caption": "a \ud800"}', "not UTF-8", r"\.json: caption with a lone surrogate at character 2: 'a \\ud800'"
     ),
     "gigantic caption in JSON": facts(
         json.dumps({"caption": "b" * 65_537}).encode(),
         "caption too long",
-        "caption of 65537 characters; at most 65536 are read",
+        r"\.json: caption of 65537 characters; at most 65536 are read",
     ),
     "empty image": image(b"", "image format", NOT_AN_IMAGE.format("")),
     "garbage": image(bytes(range(1, 200)), "image format", NOT_AN_IMAGE.format(r"\\x01")),

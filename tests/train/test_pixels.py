@@ -259,7 +259,7 @@ def test_ranks_with_other_tokenizers_are_refused(tmp_path, shards, tokenizer, ra
 def test_every_rank_hears_of_a_tokenizer_that_one_lacks(tmp_path, shards, tokenizer, ranks):
     folders = [str(tokenizer), "no/such/folder"]
     for message in ranks(2, error_of_tokenizers, pixel_tree(tmp_path, shards, tokenizer), folders):
-        assert message.startswith("tokenizer: no/such/folder: expected a tokenizer folder")
+        assert message.startswith("tokenizer: no/such/folder: no such folder; expected")
 
 
 REFUSED = {
@@ -267,7 +267,7 @@ REFUSED = {
     "an unknown task": ({"task": "video"}, "task: got 'video'; expected one of contrastive, pixels"),
     "no tokenizer": (
         {"tokenizer": "no/such/folder"},
-        "tokenizer: no/such/folder: expected .* no such folder; a run with task: contrastive exports one",
+        "tokenizer: no/such/folder: no such folder; expected .*; a run with task: contrastive exports one",
     ),
     "texts alone": ({"tokenizer": "TEXT"}, "tokenizer: .*: contains text tokenizer; expected one of modality 'image'$"),
     "no grid": (

@@ -12,7 +12,7 @@ import pytest
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL
 from tests.ranks import for_each
-from tests.train.run_store.store import Store
+from tests.train.test_run_store import Store
 from tests.train.test_sharding import run_until, tree
 from tests.training import run
 from vqclip import dist

@@ -134,7 +134,7 @@ class _State(Strict):
     last: _Count = 0
     """Step of the last report; 0 before the first."""
     signs: list[Sign] = []
-    """Signs of the last report, and those that were ever due."""
+    """Signs of the last report, and those that were ever due; while a run goes on, `Health` holds them by name."""
     warnings: Annotated[list[_Warning], Field(max_length=MAX_WARNINGS)] = []
     codebooks: list[Codebook] = []
     """Codebooks of the last report."""
@@ -269,8 +269,9 @@ class Health:
         Raises:
             ValueError: it is not valid.
         """
-        self._state = _State.model_validate(state)
-        self._signs = {(each.kind, each.name): each for each in self._state.signs}
+        loaded = _State.model_validate(state)
+        self._state = loaded.model_copy(update={"signs": []})
+        self._signs = {(each.kind, each.name): each for each in loaded.signs}
 
     def _sign(self, kind: Kind, name: str, step: int, wait: int, text: str = "") -> Sign:
         """Return a sign of this report, which is due when it has lasted ``wait`` steps, and then stays so."""

@@ -270,7 +270,10 @@ def test_a_row_for_each_caption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     [
         (pyarrow.array(CAPTIONS).dictionary_encode(), CAPTIONS),
         (pyarrow.array([[each] for each in CAPTIONS], pyarrow.large_list(pyarrow.large_string())), CAPTIONS),
-        (pyarrow.array([[each] for each in CAPTIONS], pyarrow.list_view(pyarrow.string_view())), CAPTIONS),
+        pytest.param(
+            *(pyarrow.array([[each] for each in CAPTIONS], pyarrow.list_view(pyarrow.string_view())), CAPTIONS),
+            marks=pytest.mark.skipif(int(pyarrow.__version__.partition(".")[0]) < 25, reason="writes no views"),
+        ),
         (pyarrow.array([[[each, None], []] for each in CAPTIONS]), CAPTIONS),
         (pyarrow.array([json.dumps([each]) for each in CAPTIONS]), CAPTIONS),
         (pyarrow.array([[{"raw": each, "tokens": ["x"]}] for each in CAPTIONS]), CAPTIONS),

@@ -261,7 +261,7 @@ def read(path: Path) -> TokenRecord:
         ("captions", None, "has no captions"),
         ("captions", ["a", None], "has a caption that is null"),
         ("captions", ["a", "b"], "has another number of captions than of texts with ids"),
-        ("image_ids", None, "has no image ids"),
+        ("image_ids", None, "(has no image ids|damaged .*Expected all lists)"),  # pyarrow before 25 cannot read it
         ("image_ids", [1, 1, 1, 7, 1, 1, 1, 1], "has an id outside of its codebook, 4 tokens of .* 1000, 7"),
         ("image_ids", [1, None, 1, 1, 1, 1, 1, 1], "an id is null"),
         ("text_ids", [None], "has a text of another length than 1 to 6 tokens"),
