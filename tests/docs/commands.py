@@ -23,7 +23,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from torch.distributed.run import get_args_parser
 
 from tests.docs.blocks import ROOT
-from vqclip.cli import train
+from vqclip.cli.main import main
 
 PROGRAMS = ("python", "python3", "torchrun", "vqclip", "make", "pip")
 TINY = ("train.steps=2", "train.batch_size=8", "optim.warmup_steps=0", "data.workers=0", "evaluation=[]")
@@ -131,7 +131,7 @@ def _check_module(module: str, arguments: list[str], run: bool) -> None:
         module, arguments = "vqclip.train", arguments[1:]
     if module == "vqclip.train":
         with _errors_shown(module):
-            status = train.main([*arguments, *(TINY if run else ["--print-config"])])
+            status = main(["train", *arguments, *(TINY if run else ["--print-config"])])
             assert status == 0, f"status {status}"
         return
     assert importlib.util.find_spec(module), f"{module}: no such module"
