@@ -229,9 +229,9 @@ class TrainData:
     @property
     def has_too_many_bad(self) -> bool:
         """True if `require_few_bad` would raise for this rank's samples."""
-        return self.replaced > self._allowed(self.seen)
+        return self.replaced > self._limit(self.seen)
 
-    def _allowed(self, seen: int) -> float:
+    def _limit(self, seen: int) -> float:
         return self.options.max_bad_fraction * max(seen, _MIN_SEEN)
 
     def require_few_bad(self, replaced: int, seen: int, last: Sequence[str] | None = None, where: str = "") -> None:
@@ -246,7 +246,7 @@ class TrainData:
         Raises:
             DataError: too many are bad; the message names the last ones.
         """
-        if replaced > self._allowed(seen):
+        if replaced > self._limit(seen):
             whose = "in this process" if last is None else "in the run"
             last = [bad.reason for bad in list(self.last_replaced)[-5:]] if last is None else last
             shown = "\n".join(f"  {reason}" for reason in last)

@@ -1,4 +1,4 @@
-"""What readers share: look-ups, values that were used last, optional libraries and the errors of all libraries."""
+"""Tools of readers: look-ups, values that were used last, optional libraries and the errors of all libraries."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 
 A run adds the metrics of each report, and its checkpoints hold the state. Its page adds those in ``metrics.jsonl``.
 
-A sign is told when it has lasted, and told again only after it was absent for long:
+The run warns of a sign when it has lasted, and again only after it was absent for long:
 
 | kind | sign | lasts |
 |---|---|---|
@@ -41,7 +41,7 @@ RECENT = 5
 USUAL = 100
 """Reports before those, whose median is the usual gradient norm; at least a tenth of them is needed."""
 _PAUSES = 3
-"""Absence of a sign, in multiples of `CollapseConfig.steps`, after which it is told again; of divergence never."""
+"""Absence of a sign, in multiples of `CollapseConfig.steps`, after which it is new again; divergence never is."""
 
 RESTART = (
     "Such weights rarely recover: start again with a lower optim.lr (a tenth) or a longer optim.warmup_steps, or "
@@ -98,6 +98,7 @@ class DivergenceConfig(Config):
 
 
 Kind = Literal["dead", "collapsed", "diverged"]
+"""Kind of sign, by what is wrong with the run."""
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 

@@ -75,7 +75,7 @@ class _RayJob:
     config: TaskConfig
     on_gpu: bool
     settings: tuple[str, ...] = ()
-    """Of the folders, as JSON; without them, the worker only returns its own."""
+    """Settings of the folders, as JSON; without them, the worker only returns its own."""
 
     def open(self) -> Callable[[int], dict[str, Any]]:
         """Return the function of an item; see `RayCluster.map`."""

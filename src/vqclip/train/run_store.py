@@ -204,7 +204,7 @@ class RunMirror:
             self._remote.remove(each)
 
     def replace_copy(self, names: Iterable[str]) -> None:
-        """Remove the copy, and fetch those of the files at the URL that are no checkpoints."""
+        """Remove the copy, and fetch the files at the URL, except checkpoints."""
         self._remote.require_tree(names)
         for path in self._folder.iterdir():
             if path.name not in LOCK_FILES:
