@@ -160,7 +160,8 @@ def test_folders_of_sentence_transformers(bert, tmp_path):
     for wrong, message in (
         ([modules[1]], "the first module is 'sentence_transformers.models.Pooling'"),
         ([modules[0] | {"path": "../other"}], r"in '../other'; expected a Transformer .* in the folder"),
-        ({}, "the first module is None"),
+        ([], "the first module is None"),
+        ({}, "modules.json: contains no JSON list"),
     ):
         (tmp_path / "modules.json").write_text(json.dumps(wrong))
         with pytest.raises(ConfigError, match=message):
@@ -205,6 +206,9 @@ def write(name, content):
         (write("adapter_config.json", "{}"), "contains adapters"),
         (write("config.json", "{"), "config.json: not JSON"),
         (write("config.json", "[]"), "no JSON object"),
+        (write("sentence_bert_config.json", "[9]"), "sentence_bert_config.json: contains no JSON object"),
+        (lambda f: change(f, layers=[{"depth": 10**6}]), "depth: got 1000000; expected at most 1024"),
+        (write("config.json", '{"model_type": "bert", "layer_norm_eps": 1e999}'), "layer_norm_eps: got inf"),
         (write("model.safetensors", "x" * 100), "transformers cannot make this model of type 'bert'"),
         (lambda f: change(f, model_type="nonsense"), "has no model type 'nonsense'.*own code is never executed"),
         (lambda f: change(f, is_decoder=True), "which is no encoder of text"),
@@ -230,7 +234,7 @@ def test_damaged_or_foreign_folders_are_refused(damage, message, bert, tmp_path)
         config(folder).build()
 
 
-def test_a_models_own_code_is_never_executed(bert, tmp_path):
+def test_a_models_own_code_is_never_executed(bert, tmp_path, caplog):
     folder, marker = tmp_path / "copy", tmp_path / "executed"
     shutil.copytree(bert[0], folder)
     (folder / "own.py").write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n")
@@ -238,6 +242,7 @@ def test_a_models_own_code_is_never_executed(bert, tmp_path):
     change(folder, **code)
     tokens = torch.tensor([[2, 7, 3]])
     assert torch.equal(config(folder).build().eval()(tokens), config(bert[0]).build().eval()(tokens))
+    assert "names Python code of the model's own (auto_map), which is never executed" in caplog.text
     change(folder, **code, model_type="own")
     with pytest.raises(ConfigError, match="has no model type 'own'.*own code is never executed"):
         config(folder).build()

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import math
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +25,8 @@ from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.files import read_bounded
 from vqclip.io.hub import find_folder
 from vqclip.io.tensors import first_names, nonfinite_names, shape_differences
+
+logger = logging.getLogger(__name__)
 
 Part = Literal["text", "vision"]
 
@@ -70,7 +74,7 @@ def find_encoder(name: str, revision: str | None = None) -> Path:
 
 def open_encoder(root: Path) -> Path:
     """Return the part of a folder that contains the network; that of sentence-transformers has a ``modules.json``."""
-    modules, inside = read_json(root / "modules.json"), ""
+    modules, inside = read_json(root / "modules.json", list), ""
     if modules is not None:
         try:
             kind, inside = modules[0]["type"], modules[0]["path"]
@@ -112,16 +116,22 @@ def require_weights(folder: Path) -> None:
         )
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file, None if there is no such file.
+def read_json(path: Path, kind: type = dict) -> Any:
+    """Return the content of a JSON file, an object or another ``kind``; None if there is no such file.
 
     Raises:
         ConfigError: it cannot be read, or is damaged.
     """
+    if not path.is_file():
+        return None
     try:
-        return json.loads(read_file(path), parse_constant=_refuse_constant) if path.is_file() else None
+        found = json.loads(read_file(path), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"tower.name: {path}: not JSON: {error}: the file is damaged") from error
+    if not isinstance(found, kind):
+        expected = "JSON object" if kind is dict else f"JSON {kind.__name__}"
+        raise ConfigError(f"tower.name: {path}: contains no {expected}; the file is damaged")
+    return found
 
 
 def _refuse_constant(name: str) -> None:
@@ -139,7 +149,7 @@ def read_file(path: Path) -> bytes:
     return content
 
 
-def network_settings(config: Any, part: Part) -> dict[str, Any]:
+def network_settings(config: Mapping[str, Any], part: Part) -> dict[str, Any]:
     """Return the settings of the text or vision network in a ``config.json``, without those that are not its own.
 
     A model with both, such as CLIP, has a section for each.
@@ -147,8 +157,13 @@ def network_settings(config: Any, part: Part) -> dict[str, Any]:
     Raises:
         ConfigError: a model that fetches other weights, or numbers beyond the size limits.
     """
-    if not isinstance(config, dict):
-        raise ConfigError(f"tower.name: {CONFIG_FILE} contains no JSON object; the file is damaged")
+    if "auto_map" in config:
+        logger.warning(
+            "tower.name: %s names Python code of the model's own (auto_map), which is never executed: the network is "
+            "that of transformers for model_type %r, whose features may differ",
+            CONFIG_FILE,
+            config.get("model_type"),
+        )
     section = config.get(f"{part}_config")
     if isinstance(section, dict):
         config = {"model_type": f"{config.get('model_type')}_{part}_model", **section}
@@ -157,7 +172,7 @@ def network_settings(config: Any, part: Part) -> dict[str, Any]:
     return _select(config)
 
 
-def _select(config: dict[str, Any]) -> dict[str, Any]:
+def _select(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a section, and of the sections in it, that describe the network."""
     found = {}
     for key, value in config.items():
@@ -173,11 +188,13 @@ def _select(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _require_bounded(key: str, value: Any) -> None:
-    """Refuse numbers for which no memory or time would be enough."""
+    """Refuse numbers for which no memory or time would be enough, and infinity."""
     if isinstance(value, list):
         _require_bounded(f"{key}: number of items", len(value))
         for each in value:
-            _require_bounded(key, each)
+            _select(each) if isinstance(each, dict) else _require_bounded(key, each)
+    if isinstance(value, float) and not math.isfinite(value):  # 1e999
+        raise ConfigError(f"tower.name: {CONFIG_FILE}: {key}: got {value}; expected a finite number")
     most = MAX_LAYERS if any(part in key for part in _COUNTS) else _MAX_NUMBER
     if isinstance(value, int) and abs(value) > most:
         raise ConfigError(f"tower.name: {CONFIG_FILE}: {key}: got {value}; expected at most {most}")
@@ -294,10 +311,10 @@ def require_library(name: str) -> Any:
 @contextlib.contextmanager
 def _calls_to_transformers(settings: Mapping[str, Any]) -> Iterator[None]:
     """Turn off messages and progress bars, and raise the errors of constructors and damaged files as ConfigError."""
-    logging = import_module("transformers.utils.logging")
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    messages = import_module("transformers.utils.logging")
+    level, bars = messages.get_verbosity(), messages.is_progress_bar_enabled()
+    messages.set_verbosity_error()
+    messages.disable_progress_bar()
     try:
         yield
     except (ConfigError, MemoryError):
@@ -309,6 +326,6 @@ def _calls_to_transformers(settings: Mapping[str, Any]) -> Iterator[None]:
             f"{type(error).__name__}: {reason}"
         ) from error
     finally:
-        logging.set_verbosity(level)
+        messages.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            messages.enable_progress_bar()
