@@ -135,7 +135,7 @@ class _State(Strict):
     last: _Count = 0
     """Step of the last report; 0 before the first."""
     signs: list[Sign] = []
-    """Signs of the last report, and those that were ever due; while a run goes on, `Health` holds them by name."""
+    """Signs of the last report, and those that were ever due; during a run, `Health` holds them by name."""
     warnings: Annotated[list[_Warning], Field(max_length=MAX_WARNINGS)] = []
     codebooks: list[Codebook] = []
     """Codebooks of the last report."""

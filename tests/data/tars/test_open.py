@@ -17,6 +17,7 @@ from vqclip.data.remote import RemoteConfig, RemoteShard
 from vqclip.data.shard import Shard
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.tars import open as module
+from vqclip.data.tars.index import TarIndex, open_index
 from vqclip.data.tars.make import make_index
 from vqclip.data.tars.open import cached_index, data_folder, find_index, index_name
 from vqclip.errors import DataError, StorageError
@@ -102,8 +103,16 @@ def test_damaged_and_crafted_indexes_at_a_url(
     good = make_index(shards, tmp_path / "index").path.read_bytes()
     name = f"/a/{index_name(shards)}"
     server.files[name] = good[:-1] + bytes([good[-1] ^ 1])
+    verified: list[bool] = []
+
+    def verify(path: Path) -> TarIndex:
+        verified.append(cached_index(there).exists())  # other processes would open it
+        return open_index(path)
+
+    monkeypatch.setattr(module, "open_index", verify)
     with pytest.raises(DataError, match=rf"{server.url}{name}: does not match its own checksums.*vqclip data index"):
         find_index(there)
+    assert verified == [False]
     server.files[name] = make_index(shards[:3], tmp_path / "other").path.read_bytes()
     assert find_index(there) is None
     monkeypatch.setattr(module, "_LARGEST_OF_SHARD", 300)

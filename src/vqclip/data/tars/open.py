@@ -374,12 +374,14 @@ def _fetch(url: str, shards: Sequence[Shard], path: Path) -> bool:
         if error.kind == "gone" and (protocol_of(url) in ("http", "https") or "not found" in str(error)):
             return False
         raise
-    write_file(path, content)
+    aside = path.with_name(f"{path.name}.fetched")  # other processes open what is at the path without the lock
+    write_file(aside, content)
     try:
-        open_index(path)
+        open_index(aside)
     except DataError as error:
-        path.unlink()
-        raise DataError(str(error).replace(str(path), display_url(url))) from None
+        aside.unlink()
+        raise DataError(str(error).replace(str(aside), display_url(url))) from None
+    aside.replace(path)
     logger.info("fetched the index %s", path_in_url(url))
     return True
 
