@@ -17,9 +17,10 @@ import numpy as np
 from vqclip.data.shard import Shard
 from vqclip.errors import DataError
 
-__all__ = ["Member", "TarWalk"]
+__all__ = ["BLOCK", "Member", "TarWalk"]
 
-_BLOCK = 512
+BLOCK = 512
+"""Bytes of a block of a tar."""
 _REGULAR = (b"0", b"\0", b"7")
 """Types of regular files."""
 _NAMED = (b"x", b"L")
@@ -91,12 +92,12 @@ class TarWalk:
     def _parse(self, data: bytes, offset: int) -> list[Member]:
         """Return the members whose headers are complete in some bytes of the tar, which begin at `offset`."""
         if offset == 0 and self._at == 0:
-            _refuse_other_formats(self._path, data[:_BLOCK])
+            _refuse_other_formats(self._path, data[:BLOCK])
         found: list[Member] = []
         limit = min(offset + len(data), self._end)
         self._read_ordinary(data, offset, limit, found)
         # What ends it is the end of the archive, damage, or a rare notation: from there, header by header.
-        while self._zeros_at < 0 and self._at + _BLOCK <= limit:
+        while self._zeros_at < 0 and self._at + BLOCK <= limit:
             if not self._step(data, offset, found):
                 break
         if self._zeros_at >= 0 and self._at < offset + len(data):
@@ -116,7 +117,7 @@ class TarWalk:
         if at < end:
             left = end - at
             raise DataError(
-                f"{path}: truncated at offset {at}: a tar header has {_BLOCK} bytes, {left} are left; copy the "
+                f"{path}: truncated at offset {at}: a tar header has {BLOCK} bytes, {left} are left; copy the "
                 "shard again"
             )
         if end == self._length:
@@ -132,7 +133,7 @@ class TarWalk:
         """Read the headers up to the first one that is not written as usual, all at once."""
         headers = _chain(data, self._at - offset, limit - offset)
         for header, kind, size, name in _parse_headers(data, headers, self._length - offset):
-            start = header + _BLOCK
+            start = header + BLOCK
             payload = data[start : start + size] if kind in _NAMED else b""
             if len(payload) < size * (kind in _NAMED) or ("size" in self._extended and kind in (*_NAMED, *_REGULAR)):
                 break
@@ -141,7 +142,7 @@ class TarWalk:
     def _step(self, data: bytes, offset: int, found: list[Member]) -> bool:
         """Read one header; return False if bytes that belong to it are still to come."""
         path, at = self._path, self._at
-        header = data[at - offset : at - offset + _BLOCK]
+        header = data[at - offset : at - offset + BLOCK]
         if not header.strip(b"\0"):
             self._zeros_at = at
             return True
@@ -150,7 +151,7 @@ class TarWalk:
         size = _number(path, header[124:136], at)
         if kind in _REGULAR and "size" in self._extended:
             size = _decimal(path, self._extended["size"], at)
-        start = at + _BLOCK
+        start = at + BLOCK
         if start + size > self._length:
             raise DataError(
                 f"{path}: truncated: member {_name(header, self._extended)!r} at offset {at} needs {start + size} "
@@ -182,21 +183,21 @@ class TarWalk:
             self._begin = begin
         elif kind in _REGULAR or kind == b"5":
             if kind != b"5" and not name.endswith("/"):  # a folder in old tars
-                found.append(Member(name, begin, at + _BLOCK, size))
+                found.append(Member(name, begin, at + BLOCK, size))
             self._extended, self._begin = {}, -1
-        self._at = at + _BLOCK + -(-size // _BLOCK) * _BLOCK
+        self._at = at + BLOCK + -(-size // BLOCK) * BLOCK
 
 
 def _chain(data: bytes, at: int, limit: int) -> list[int]:
     """Return the places of headers in some bytes, each found by the size in the one before."""
     found = []
     try:
-        while at + _BLOCK <= limit:
+        while at + BLOCK <= limit:
             size = int(data[at + 124 : at + 135], 8)
             if size < 0:
                 break
             found.append(at)
-            at += _BLOCK + (size + _BLOCK - 1 & -_BLOCK)
+            at += BLOCK + (size + BLOCK - 1 & -BLOCK)
     except ValueError:  # zeros, a binary number, or damage
         pass
     return found
@@ -212,21 +213,21 @@ def _parse_headers(data: bytes, places: list[int], end: int) -> Iterator[tuple[i
     """
     if not places:
         return
-    shift = places[0] % _BLOCK
-    blocks = np.frombuffer(data, np.uint8, (len(data) - shift) // _BLOCK * _BLOCK, shift).reshape(-1, _BLOCK)
-    headers = blocks[(np.array(places) - shift) // _BLOCK]
+    shift = places[0] % BLOCK
+    blocks = np.frombuffer(data, np.uint8, (len(data) - shift) // BLOCK * BLOCK, shift).reshape(-1, BLOCK)
+    headers = blocks[(np.array(places) - shift) // BLOCK]
     sums = headers.sum(axis=1, dtype=np.int64) - headers[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * ord(" ")
     sizes, valid = _octal(headers[:, 124:136], 11)
     stated, valid_sum = _octal(headers[:, 148:156], 6)
     kinds = headers[:, 156]
-    fits = valid & valid_sum & (sums == stated) & np.isin(kinds, _ORDINARY) & (np.array(places) + _BLOCK + sizes <= end)
+    fits = valid & valid_sum & (sums == stated) & np.isin(kinds, _ORDINARY) & (np.array(places) + BLOCK + sizes <= end)
     fits &= (sizes <= _MAX_EXTENDED) | ~np.isin(kinds, [ord(kind) for kind in _NAMED])
     count = len(places) if fits.all() else int(fits.argmin())
     names = np.ascontiguousarray(headers[:count, :100]).view("S100")[:, 0].tolist()
     prefixed = headers[:count, 345].tolist()
     for number, (place, size) in enumerate(zip(places[:count], sizes.tolist(), strict=False)):
         if prefixed[number]:
-            name = _name(data[place : place + _BLOCK], {})
+            name = _name(data[place : place + BLOCK], {})
         else:
             name = names[number].partition(b"\0")[0].decode("utf-8", "surrogateescape")
         yield place, data[place + 156 : place + 157], size, name

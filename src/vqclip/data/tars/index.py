@@ -35,12 +35,12 @@ from pydantic import Field
 
 from vqclip.data.shard import Shard
 from vqclip.data.table_file import Table, Texts, open_table, save_table
+from vqclip.data.tars.headers import BLOCK
 from vqclip.data.tars.members import DIGEST, KINDS, USUAL, MemberRules, SampleTable, scan_shard
 from vqclip.errors import CheckpointError, DataError, StorageError, encodable, printable
 from vqclip.io.json_files import Strict, validate
 
 __all__ = [
-    "BLOCK",
     "ByteRange",
     "TarIndex",
     "chunk_digest",
@@ -53,8 +53,6 @@ __all__ = [
 
 logger = logging.getLogger("vqclip.data")
 
-BLOCK = 512
-"""Bytes of a block of a tar."""
 _FORMAT: dict[str, object] = {"format": "vqclip index of tars", "format_version": 1}
 _REMEDY = "make it again: vqclip data index SOURCE"
 _MISSING = 2**32 + np.array([-1, -2], np.int64)

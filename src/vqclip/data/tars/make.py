@@ -29,8 +29,8 @@ import numpy as np
 from vqclip.data.remote.folder import RemoteFolder
 from vqclip.data.shard import Shard
 from vqclip.data.table_file import Texts
+from vqclip.data.tars.headers import BLOCK
 from vqclip.data.tars.index import (
-    BLOCK,
     IndexFacts,
     TarIndex,
     chunk_digest,
