@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from unittest import mock
 
 import pytest
 
 from tests.data.making import caption_shards, class_folder
+from vqclip.cli.evaluate import _SCHEMAS
 from vqclip.cli.main import main
-from vqclip.cli.options import _SOURCE_KEYS
+from vqclip.cli.options import _SOURCE_KEYS, _evaluate_task
 from vqclip.data import CsvConfig
 from vqclip.data.prepare import open_images
 from vqclip.data.sources.class_names import ClassFolder
@@ -21,7 +23,7 @@ CALLS = {
     "search build": ["--tokenizer", "t", "--images", "i", "--out", "o"],
     "search query": ["--index", "i", "words"],
     "evaluate zero-shot": ["t", "--data", "d"],
-    "evaluate retrieval": ["t", "--data", "d"],
+    "reconstruct": ["t", "--data", "d", "--output", "o.html"],
 }
 """Each command with what it cannot do without."""
 WHOLE = {
@@ -29,22 +31,19 @@ WHOLE = {
     "export": ("--batch-size", "--limit"),
     "search build": ("--batch-size",),
     "search query": ("-k",),
-    "evaluate zero-shot": ("--batch-size", "--workers", "--limit"),
-    "evaluate retrieval": ("--batch-size", "--workers", "--limit"),
+    "reconstruct": ("--batch-size", "--workers", "--show"),
 }
 SHARES = {
     "tokenize": "--tolerance",
     "search build": "--bad-fraction",
-    "evaluate zero-shot": "--bad-fraction",
-    "evaluate retrieval": "--bad-fraction",
+    "reconstruct": "--bad-fraction",
 }
 TEXTS = {
     "tokenize": ("--tokenizer", "--data", "--out"),
     "export": ("--out", "--data"),
     "search build": ("--tokenizer", "--images", "--out"),
     "search query": ("--tokenizer", "--images", "--index", "--image", "--html"),
-    "evaluate zero-shot": ("--data", "--template", "--device", "--codes", "--json"),
-    "evaluate retrieval": ("--data", "--json-key", "--device", "--codes", "--json"),
+    "evaluate zero-shot": ("--data", "--device", "--codes", "--json"),
 }
 
 
@@ -80,17 +79,17 @@ def test_empty_texts_are_refused(call, capsys):
         assert f"argument {option}: got '', expected a text that is not empty" in said
 
 
-def test_repeated_options_add_values(monkeypatch):
-    call = "evaluate retrieval t"
+def test_every_data_of_an_evaluation_is_a_task(monkeypatch):
     built = mock.Mock(side_effect=KeyboardInterrupt)  # the command ends here
-    monkeypatch.setattr("vqclip.cli.evaluation_tasks.parse_source", built)
-    keys = ["--json-key", "one", "--json-key", "two", "three"]
-    assert main([*call.split(), "--data", "a.tar", "b.tar", "--data", "c.tar", *keys]) == 130
-    assert main([*call.split(), "--data", "a.tar"]) == 130
-    several, default = built.call_args_list
-    assert several.args[0] == ["a.tar", "b.tar"]  # each --data of an evaluation is a task
-    assert several.kwargs["json_keys"] == ["one", "two", "three"]
-    assert (default.args[0], default.kwargs.get("json_keys")) == (["a.tar"], None)
+    monkeypatch.setattr("vqclip.cli.evaluate.parse_source", built)
+    assert main(["evaluate", "retrieval", "t", "--data", "a.tar", "b.tar", "json_keys=[x]", "--data", "c.tar"]) == 130
+    assert built.call_args.args == (["a.tar", "b.tar"], ["json_keys=[x]"])
+
+
+def test_an_option_that_is_a_key_is_shown_as_one(capsys):
+    assert "; keys of the configuration are written train_limit=..." in refusal(
+        "evaluate zero-shot", "--train-limit", "3", capsys
+    )
 
 
 def test_data_of_tokenize(monkeypatch, tmp_path):
@@ -145,5 +144,9 @@ def test_no_command_guesses_among_splits(tmp_path):
 
 
 def test_help_names_keys_that_exist() -> None:
+    rows = re.findall(r"^(all|zero-shot|linear-probe|knn) +(.*)$", inspect.getdoc(_evaluate_task), re.MULTILINE)
+    for task, listed in rows:
+        names = re.sub(r"\(.*?\)", "", listed).split(", ")
+        assert {name.strip() for name in names} <= _SCHEMAS[task.replace("all", "knn")].model_fields.keys()
     keys = re.findall(r"(\w+)=", _SOURCE_KEYS)
     assert {"kind", "captions"} == {*keys} & CsvConfig.model_fields.keys() == {*keys}

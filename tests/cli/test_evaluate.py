@@ -15,7 +15,7 @@ import torch
 from tests.commands import command
 from tests.evaluation.made import caption_shards, class_shards, image_folder, tiny_clip
 from vqclip import checkpoint
-from vqclip.cli.evaluation_tasks import EvaluationFile
+from vqclip.cli.evaluate import EvaluationFile
 from vqclip.pixels import ConvolutionalPixelsConfig, PixelsConfig, attach
 from vqclip.train.tasks.kinds import TASKS
 
@@ -55,7 +55,7 @@ def command(capsys):
 
 def test_zero_shot_of_a_run_takes_the_newest_checkpoint(command, run_folder, tmp_path):
     folder = class_shards(tmp_path / "classes")
-    code, out, err = command("zero-shot", run_folder, "--data", folder, "--json", tmp_path / "out.json", "--workers", 1)
+    code, out, err = command("zero-shot", run_folder, "workers=1", "--data", folder, "--json", tmp_path / "out.json")
     assert code == 0, err
     assert f"model: {run_folder}/checkpoints/step-00000010/model" in out
     assert "classes (22 images, 4 classes)  top-1" in out
@@ -151,16 +151,16 @@ def test_tasks_of_a_file_are_those_of_a_training_configuration():
 
 def test_probes_and_compositional_sets_and_several_data_sets(command, run_folder, tmp_path):
     one, two = labelled(tmp_path / "one" / "colours"), labelled(tmp_path / "two" / "colours")
-    for task, option in (("knn", ("--neighbours", 3)), ("linear-probe", ("--l2", 0.1))):
-        options = ("--data", one, "--data", two, "--train", one, "split=train", "--train-limit", 20, *option)
-        code, out, err = command(task, run_folder, *options)
+    for task, option in (("knn", "neighbours=3"), ("linear-probe", "l2=0.1")):
+        keys = (f"train.path={one}", "train.split=train", "train_limit=20", option)
+        code, out, err = command(task, run_folder, *keys, "--data", one, "--data", two)
         assert code == 0, err
         assert f"{one} (40 images, 4 classes)" in out  # both are named colours
         assert f"{two} (40 images, 4 classes)" in out
     images = image_folder(tmp_path / "images" / "test", 3)
     image_folder(tmp_path / "images" / "train", 6)
-    options = ("--data", images.parent, "--split", "test", "--train-split", "train", "--features", "tokens")
-    code, out, err = command("linear-probe", run_folder, *options)
+    keys = (f"train.path={images.parent / 'train'}", "features=tokens")
+    code, out, err = command("linear-probe", run_folder, *keys, "--data", images.parent, "--split", "test")
     assert code == 0, err
 
 
@@ -196,8 +196,8 @@ def test_any_kind_of_data_and_prompts_from_files(command, run_folder, tmp_path):
     assert (code, "val.csv (4 images, 4 captions)" in out) == (0, True), err
     (tmp_path / "classes.json").write_text(json.dumps({"dark red": ["ruby", "wine"], "green": "leaf"}))
     (tmp_path / "prompts.txt").write_text("a {c}\n{c}\n")
-    files = ("--classes", tmp_path / "classes.json", "--templates", tmp_path / "prompts.txt")
-    code, out, err = command("zero-shot", run_folder, "--data", folder, *files, "--json", tmp_path / "out.json")
+    files = (f"classes_file={tmp_path / 'classes.json'}", f"templates_file={tmp_path / 'prompts.txt'}")
+    code, out, err = command("zero-shot", run_folder, *files, "--data", folder, "--json", tmp_path / "out.json")
     assert code == 0, err
     assert json.loads((tmp_path / "out.json").read_text())[0]["captions"] == 6
 
@@ -227,7 +227,7 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
         ),
         (("zero-shot", run_folder, "--data", no_names), "contains tars but no classnames.txt; expected labelled"),
         (("zero-shot", run_folder, "--data", no_names), "For shards of captioned images: vqclip evaluate retrieval"),
-        (("zero-shot", run_folder, "--data", no_names, "--kind", "classes"), "classnames.txt: cannot be read"),
+        (("zero-shot", run_folder, "--data", no_names, "kind=classes"), "classnames.txt: cannot be read"),
         (("zero-shot", run_folder, "--data", tmp_path / "whole", "--split", "val"), "whole/val: no such folder"),
         (
             ("retrieval", run_folder, "--data", fine),
@@ -235,12 +235,12 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
         ),
         (("zero-shot", run_folder, "--data", empty_class), "empty: no image"),
         (("zero-shot", run_folder, "--data", wrong_label), ".cls contains '1'; expected a class number, 0 to 0"),
-        (("zero-shot", run_folder, "--data", fine, "--template", "a photo"), "got 'a photo'; expected {c}"),
+        (("zero-shot", run_folder, "templates=[a photo]", "--data", fine), "got 'a photo' (str); expected {c}"),
         (("zero-shot", run_folder, "--data", fine / "test"), f"the folder above, {fine}, and the split 'test'"),
         (("zero-shot", run_folder, "--data", beside), 'its tars are directly in it: expected the split ""'),
         (
-            ("zero-shot", run_folder, "--data", fine, "--template", "x"),
-            "vqclip evaluate: --template[0]: got 'x'; expected {c}",
+            ("zero-shot", run_folder, "templates=[x]", "--data", fine),
+            "templates[0]: got 'x' (str); expected {c}",
         ),
         (
             ("zero-shot", config, "--data", fine),
@@ -254,16 +254,19 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
         ((run_folder, "--config", config, "evaluation=[]"), "evaluation: got an empty list"),
         (("zero-shot", run_folder, "--data", fine, "--csv", tmp_path), "--csv: got the folder"),
         (("zero-shot", run_folder, "--data", fine, "splitt=test"), 'unknown key; did you mean "split"'),
-        (("zero-shot", run_folder, "--data", "kind=csv"), "--data: got 'kind=csv'; expected a path before it"),
-        (("zero-shot", run_folder, "--data", fine, "--classes", config), "config.yaml"),
-        (("zero-shot", run_folder, "--data", fine, "--template", "{c}", "--templates", config), "expected one of them"),
+        (("zero-shot", run_folder, "--data", "kind=csv"), "path: missing"),
+        (("zero-shot", run_folder, f"classes_file={config}", "--data", fine), "config.yaml"),
+        (
+            ("zero-shot", run_folder, "templates=['{c}']", f"templates_file={config}", "--data", fine),
+            "expected one of them",
+        ),
         (("knn", run_folder, "--data", fine), "fine: has no split 'train'; splits with tars: test"),
         (
-            ("knn", run_folder, "--data", fine, "--train-split", "test"),
+            ("knn", run_folder, "train.split=test", "--data", fine),
             ": train: got the images of data",
         ),
-        (("knn", run_folder, "--kind", "scenes"), "--kind: got scenes, whose classes have no training images"),
-        (("knn", run_folder, "--data", fine, "--neighbours", 10**9), "--neighbours: got 1000000000"),
+        (("knn", run_folder, "--data", "kind=scenes"), "train: kind scenes with split train has captions, not classes"),
+        (("knn", run_folder, f"neighbours={10**9}", "--data", fine), "neighbours: got 1000000000"),
         (("retrieval", run_folder, "--data", fine / "test"), f"'test': data: {fine / 'test'}: none of the 22 samples"),
     ]
     for arguments, message in cases:
@@ -277,7 +280,8 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
 def test_scripts_lead_to_the_command(name, monkeypatch, capsys):
     script = SCRIPTS / f"{name}.py"
     assert len(script.read_text().splitlines()) < 10
-    monkeypatch.setattr(sys, "argv", [str(script), "nothing", "--kind", "scenes", "--data", "d"])
+    monkeypatch.setattr(sys, "argv", [str(script), "limit=0", "nothing", "--data", "kind=scenes"])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(script), run_name="__main__")
-    assert capsys.readouterr().err.startswith("vqclip evaluate: --data: got it with --kind scenes")
+    assert "vqclip evaluate: " in (said := capsys.readouterr().err)
+    assert "limit: got 0" in said

@@ -148,7 +148,7 @@ def test_retrieval_with_several_captions(model, tmp_path):
     (tmp_path / "data" / "dataset_type.txt").write_text("retrieval\n")
     options = ("--split", "val", "--task", "zeroshot_retrieval", "--recall_k", "1", "5", "10")
     found = theirs(model, tmp_path / "data", tmp_path / "out", *options)
-    expected = ours(tmp_path, "retrieval", model, "--data", tmp_path / "data" / "val", "--captions", "txt_lines")
+    expected = ours(tmp_path, "retrieval", model, "--data", tmp_path / "data" / "val", "captions=txt_lines")
     names = {"text_retrieval_recall@": "i2t_r", "image_retrieval_recall@": "t2i_r"}
     for mode in MODES:
         rates = {our + str(k): found[mode][f"{their}{k}"] for their, our in names.items() for k in (1, 5, 10)}

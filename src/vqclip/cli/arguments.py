@@ -49,7 +49,10 @@ class Parser(argparse.ArgumentParser):
         if wrong and wrong[2]:
             known = re.findall(r"[\w.-]+", wrong[3])
         close = difflib.get_close_matches((wrong[1] or wrong[2])[:80], known, n=1) if wrong else []
-        super().error(f'{message}; did you mean "{close[0]}"?' if close else message)
+        hint = f'; did you mean "{close[0]}"?' if close else ""
+        if wrong and wrong[1] and not close and "key=value" in self.format_help():
+            hint = f"; keys of the configuration are written {wrong[1].lstrip('-').replace('-', '_')}=..."
+        super().error(message + hint)
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
@@ -104,11 +107,11 @@ def _real(given: str, expected: str, least: float, end: float = math.inf) -> flo
     return number
 
 
-_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
+_OVERRIDE = re.compile(r"[a-z_][a-z0-9_]*(\[\d+\])?(\.[a-z_][a-z0-9_]*(\[\d+\])?)*=")
 
 
 def paths_and_overrides(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide the values of ``--data`` into paths and ``key=value`` of their configuration."""
+    """Divide models, or the values of ``--data``, into paths and ``key=value`` of their configuration."""
     overrides = [each for each in given if _OVERRIDE.match(each)]
     return [each for each in given if each not in overrides], overrides
 

@@ -8,20 +8,28 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from vqclip import dist
 from vqclip.cli import arguments as types
-from vqclip.cli.evaluation_tasks import option_error, tasks_of_file, tasks_of_options
-from vqclip.data import mask_credentials
+from vqclip.config import Config, load_config, parse_config
+from vqclip.data import SourceConfigBase, mask_credentials, parse_source
+from vqclip.data.sources.class_names import CLASSNAMES
+from vqclip.data.sources.kinds import find_kind
 from vqclip.errors import ConfigError
 from vqclip.evaluation import (
     DetailsConfig,
     EvaluationConfig,
+    Evaluations,
+    KnnConfig,
+    LinearProbeConfig,
+    PixelQualityConfig,
     Prefixes,
     Result,
+    RetrievalConfig,
+    ZeroShotConfig,
     evaluate,
     format_results,
     try_all,
@@ -31,21 +39,51 @@ from vqclip.evaluation import (
 from vqclip.io.atomic import write_text
 from vqclip.report.frontier import format_points, measure, points_csv, points_page
 from vqclip.runlog.console import print_output
-from vqclip.train.loading import load_model
+from vqclip.train.loading import load_model, require_local
 from vqclip.train.tasks.kinds import load_task_config
 
-_OVERRIDE = re.compile(r"[a-z_]+(\[\d+\])?(\.[a-z_]+(\[\d+\])?)*=")
+_SCHEMAS: dict[str, type[EvaluationConfig]] = {
+    "zero-shot": ZeroShotConfig,
+    "retrieval": RetrievalConfig,
+    "linear-probe": LinearProbeConfig,
+    "knn": KnnConfig,
+    "pixels": PixelQualityConfig,
+}
+"""Tasks by their words on the command line."""
+
+
+class EvaluationFile(Config):
+    """A YAML file with tasks; that of a whole training too."""
+
+    evaluation: Evaluations
+    """Tasks, as in a training configuration."""
+    task: Any = None
+    """Section of a training, which is not read, like the following ones."""
+    run: Any = None
+    data: Any = None
+    model: Any = None
+    loss: Any = None
+    distillation: Any = None
+    optim: Any = None
+    train: Any = None
+    guards: Any = None
+    report: Any = None
+    tokenizer: Any = None
+    decoder: Any = None
+    detail: Any = None
+    losses: Any = None
 
 
 def run(options: argparse.Namespace) -> None:
     """Evaluate; under torchrun all processes share the work, and rank 0 prints."""
     try:
+        options.models, overrides = types.paths_and_overrides(options.models)
+        if not options.models:
+            raise ConfigError(f"MODEL: missing, got {' '.join(overrides)}; expected a model before it")
         if options.task:
-            tasks = tasks_of_options(options)
+            tasks = _tasks_of_data(options.task, options.data or (), options.split, overrides)
         else:
-            overrides = [each for each in options.models if _OVERRIDE.match(each)]
-            options.models = [each for each in options.models if each not in overrides]
-            tasks = list(tasks_of_file(options.models[0], options.config, overrides))
+            tasks = [*_tasks_of_file(options.models[0], options.config, overrides)]
         if options.device == "auto":
             options.device = "cuda" if torch.cuda.is_available() else "cpu"
         _require_writable(options)
@@ -56,8 +94,6 @@ def run(options: argparse.Namespace) -> None:
             _compare(options, tasks)
         else:
             _evaluate(options, tasks)
-    except ValidationError as error:
-        raise option_error(error) from None
     finally:
         dist.shutdown()
 
@@ -128,3 +164,77 @@ def _require_writable(options: argparse.Namespace) -> None:
             raise ConfigError("--plot: got it for all ids of one model; expected several models, or --prefixes full")
     if options.codes is not None and (len(options.models) > 1 or options.prefixes is not None):
         raise ConfigError("--codes: got it with several models or --prefixes; expected one model and all of its ids")
+
+
+def _tasks_of_file(model: str, file: Path | None, overrides: Sequence[str]) -> Evaluations:
+    """Return the tasks of a YAML file, or of the configuration of the run in the folder ``model``.
+
+    Raises:
+        ConfigError: there is no file, it is invalid, or it contains no task.
+    """
+    if file is None:
+        require_local(model)
+        folder = Path(model).expanduser()
+        file = folder / "config.yaml"
+        if not file.is_file():
+            raise ConfigError(
+                f"--config: missing, and {mask_credentials(str(folder))} has no config.yaml of a run; expected a YAML "
+                "file with evaluation: [...], or a task before the model, such as: vqclip evaluate zero-shot RUN"
+            )
+    tasks = load_config(EvaluationFile, file, overrides).evaluation
+    if not tasks:
+        raise ConfigError(f"{file}: evaluation: got an empty list; expected tasks")
+    return tasks
+
+
+def _tasks_of_data(
+    task: str, data: Sequence[Sequence[str]], split: str | None, overrides: Sequence[str]
+) -> list[EvaluationConfig]:
+    """Return a task for each ``--data``: its paths, and keys of their kind.
+
+    Args:
+        task: word of the task.
+        data: values of each ``--data``.
+        split: of all data.
+        overrides: keys of the task.
+
+    Raises:
+        ConfigError, DataError: wrong keys, or data of a kind that is not plain.
+    """
+    if not data:
+        what = {"retrieval": "captioned", "pixels": "labelled or captioned"}.get(task, "labelled")
+        raise ConfigError(f"--data: missing; expected {what} images, or kind=scenes")
+    sources = [_source(task, given, split) for given in data]
+    names = [" ".join(Path(path).name for path in types.paths_and_overrides(given)[0]) for given in data]
+    tasks = []
+    for given, source, name in zip(data, sources, names, strict=True):
+        title = " ".join(given) if not name or names.count(name) > 1 else name
+        values: dict[str, Any] = {"name": title, "data": source}
+        if task in ("linear-probe", "knn"):
+            values["train"] = source.model_dump(exclude_unset=True, exclude={"split"})
+        tasks.append(parse_config(_SCHEMAS[task], values, overrides, f"evaluate {task}"))
+    return tasks
+
+
+def _source(task: str, given: Sequence[str], split: str | None) -> SourceConfigBase:
+    paths, overrides = types.paths_and_overrides(given)
+    paths = [path if "://" in path else str(Path(path).expanduser()) for path in paths]
+    kind = None
+    if not any(each.startswith("kind=") for each in overrides) and paths:
+        if len(paths) == 1 and task not in ("retrieval", "pixels"):
+            _refuse_captioned(Path(paths[0]))
+        if len(paths) == 1 and task != "retrieval" and (Path(paths[0]).parent / CLASSNAMES).is_file():
+            kind = "classes"  # a split: its message names them
+        kind = kind or find_kind(paths)
+    if kind == "folder" and split:
+        paths, split = [str(Path(path) / split) for path in paths], None
+    return parse_source(paths, overrides, kind=kind, split=split)
+
+
+def _refuse_captioned(path: Path) -> None:
+    has_shards = any(path.glob("*.tar")) or any(path.glob("*/*.tar"))
+    if has_shards and not any((folder / CLASSNAMES).exists() for folder in (path, path.parent)):
+        raise ConfigError(
+            f"--data: {path} contains tars but no {CLASSNAMES}; expected labelled images. For shards of captioned "
+            "images: vqclip evaluate retrieval"
+        )

@@ -385,7 +385,11 @@ def _reconstruct(parser: argparse.ArgumentParser) -> None:
     add("--show", type=types.whole(1, 32), default=4, help=help_text)
     help_text = "largest side of an image on the page, in pixels; PSNR is always of the full size (%(default)s)"
     add("--side", type=types.whole(16, 512), default=256, help=help_text)
-    _add_reading(parser)
+    help_text = "images in a batch (%(default)s)"
+    add("--batch-size", type=types.batch_size, default=256, help=help_text)
+    help_text = "worker processes that decode images; 0: this process (%(default)s)"
+    add("--workers", type=types.workers, default=0, help=help_text)
+    add("--bad-fraction", type=types.share, default=0.01, help=_BAD_FRACTION)
     add("--device", type=types.text, default="cpu", help="cpu, cuda, cuda:1, ... (%(default)s)")
 
 
@@ -471,14 +475,10 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
       vqclip evaluate runs/base
       vqclip evaluate runs/base --config tasks.yaml --csv figures.csv
       vqclip evaluate runs/base --prefixes full --plot bits.html
-      vqclip evaluate zero-shot runs/base --kind scenes
       vqclip evaluate zero-shot runs/eurosat --data path/to/cls_eurosat
-      vqclip evaluate zero-shot runs/base --data path/to/folder_of_class_folders --template "a photo of a {c}"
       vqclip evaluate zero-shot runs/few-seed-* runs/many-seed-* --prefixes none --data path/to/cls_eurosat
       vqclip evaluate retrieval runs/base --data val.csv
-      vqclip evaluate retrieval runs/captions --data "val/{00000..00003}.tar" captions=json json_keys=[caption]
       vqclip evaluate linear-probe runs/eurosat --data path/to/cls_eurosat
-      vqclip evaluate pixels runs/pixels --kind scenes
     """
     add = parser.add_argument
     help_text = f"{_MODEL}; then changes to the file, such as evaluation[0].key=value"
@@ -487,67 +487,31 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
     _add_evaluation(parser)
 
 
-def _zero_shot(parser: argparse.ArgumentParser) -> None:
-    _add_task(parser)
+def _evaluate_task(parser: argparse.ArgumentParser) -> None:
+    """Run one task on data of its own.
+
+    The keys of a task, which follow the model as key=value:
+
+    all           batch_size, workers, limit (images, evenly spread), max_bad_fraction, timeout_s
+    zero-shot     templates (prompts with {c} for the class), templates_file, classes_file
+    linear-probe  train (its path, split, ...; the split train of the data), train_limit, features, l2
+    knn           train, train_limit, features, neighbours, temperature
+
+    Examples:
+      vqclip evaluate zero-shot runs/base --data kind=scenes
+      vqclip evaluate zero-shot runs/base templates='["a photo of a {c}"]' --data path/to/folder_of_class_folders
+      vqclip evaluate retrieval runs/base limit=1000 --data "val/{00000..00003}.tar" captions=json json_keys=[caption]
+      vqclip evaluate knn runs/eurosat neighbours=5 train.path=path/to/others --data path/to/cls_eurosat split=test
+    """
     add = parser.add_argument
-    add("--template", type=types.text, action="append", help="prompt with {c} for the class; repeat for several")
-    add("--templates", type=types.path, metavar="FILE", help="prompts with {c} for the class, one a line")
-    help_text = "names of the classes in the data's order, one a line; or JSON with a name or a list of names for each"
-    add("--classes", type=types.path, metavar="FILE", help=help_text)
-
-
-def _retrieval(parser: argparse.ArgumentParser) -> None:
-    _add_task(parser)
-    help_text = "of shards and folders: txt: the .txt is the caption; txt_lines: each line is one; json: see --json-key"
-    parser.add_argument("--captions", choices=("txt", "txt_lines", "json"), help=f"{help_text} (shards: txt)")
-    help_text = "keys of the .json that contain captions; several may follow, or repeat the option (caption)"
-    parser.add_argument("--json-key", type=types.text, nargs="+", action="extend", metavar="KEY", help=help_text)
-
-
-def _linear_probe(parser: argparse.ArgumentParser) -> None:
-    _add_probe(parser)
-    parser.add_argument("--l2", type=float, help="strength of the penalty (chosen on a fifth of the training images)")
-
-
-def _knn(parser: argparse.ArgumentParser) -> None:
-    _add_probe(parser)
-    add = parser.add_argument
-    add("--neighbours", type=types.count, default=20, help="training images that vote (%(default)s)")
-    add("--temperature", type=float, default=0.07, help="of the weights of votes (%(default)s)")
-
-
-def _add_probe(parser: argparse.ArgumentParser) -> None:
-    _add_task(parser)
-    add = parser.add_argument
-    add("--train", type=types.text, nargs="+", metavar=("PATH", "key=value"), help="training images (those of --data)")
-    add("--train-split", help='split of the training images ("train" for classes)')
-    add("--train-limit", type=types.count, help="use at most this number of training images")
-    help_text = "the joint embedding, or the mean of the decoded tokens (%(default)s)"
-    add("--features", choices=("embedding", "tokens"), default="embedding", help=help_text)
-
-
-def _add_task(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("models", type=types.text, nargs="+", metavar="MODEL", help=_MODEL)
+    add("models", type=types.text, nargs="+", metavar="MODEL", help=f"{_MODEL}; then key=value of the task")
     help_text = (
         "file, folder, pattern or URL; others of the same data set may follow, and keys of its kind, such as kind=csv; "
-        "repeat the option for several data sets; not for --kind scenes"
+        "repeat the option for several data sets"
     )
     add("--data", type=types.text, nargs="+", action="append", metavar=("PATH", "key=value"), help=help_text)
-    add("--kind", help="kind of the data, such as classes, folder, csv or scenes, the drawn data set (found out)")
     add("--split", help='split, where the data have several; the subfolder of a folder of classes ("test" for classes)')
-    add("--limit", type=types.count, help="use at most this number of images, evenly spread over the set")
-    _add_reading(parser)
     _add_evaluation(parser)
-
-
-def _add_reading(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    help_text = "images or texts in a batch on each rank; the figures depend on it by rounding only (%(default)s)"
-    add("--batch-size", type=types.batch_size, default=256, help=help_text)
-    help_text = "worker processes per rank that decode images; 0: in the evaluating process (%(default)s)"
-    add("--workers", type=types.workers, default=0, help=help_text)
-    add("--bad-fraction", type=types.share, default=0.01, help=_BAD_FRACTION)
 
 
 def _add_evaluation(parser: argparse.ArgumentParser) -> None:
@@ -570,11 +534,11 @@ _PARSERS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "train": _train,
     "plan": _plan,
     "evaluate": _evaluate,
-    "evaluate zero-shot": _zero_shot,
-    "evaluate retrieval": _retrieval,
-    "evaluate linear-probe": _linear_probe,
-    "evaluate knn": _knn,
-    "evaluate pixels": _retrieval,
+    "evaluate zero-shot": _evaluate_task,
+    "evaluate retrieval": _evaluate_task,
+    "evaluate linear-probe": _evaluate_task,
+    "evaluate knn": _evaluate_task,
+    "evaluate pixels": _evaluate_task,
     "tokenize": _tokenize,
     "search build": _search_build,
     "search query": _search_query,

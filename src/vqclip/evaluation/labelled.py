@@ -45,8 +45,8 @@ class ProbeConfig(ImagesConfig):
     def _has_other_training_images(self) -> ProbeConfig:
         if self.train == self.data:
             raise ValueError(
-                "train: got the images of data; expected others, to fit the classifier to: set train (--train), or the "
-                "splits of both (--split, --train-split)"
+                "train: got the images of data; expected others, to fit the classifier to: set train.path, or the "
+                "splits of both (data.split, train.split)"
             )
         return self
 
