@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
+from typing import get_args
 from unittest import mock
 
 import pytest
 
 from tests.data.making import caption_shards, class_folder
+from vqclip.cli.arguments import context_length
+from vqclip.cli.data_options import SOURCE_KEYS
 from vqclip.cli.evaluate import _SCHEMAS
 from vqclip.cli.main import main
-from vqclip.cli.options import _SOURCE_KEYS, _evaluate_task
+from vqclip.cli.options import _evaluate_task, make_parser
+from vqclip.config import Config
 from vqclip.data import CsvConfig
+from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.prepare import open_images
 from vqclip.data.sources.class_names import ClassFolder
+from vqclip.data.tars.make import CHUNK
+from vqclip.data_tools.pack import Options as PackOptions
 from vqclip.errors import ConfigError, DataError
+from vqclip.evaluation import MODES
+from vqclip.evaluation.images import ImagesConfig
+from vqclip.report.images import MAX_SIDE
+from vqclip.tokenize_dataset.job import Options as TokenizeOptions
+from vqclip.towers.vocabulary import MAX_CONTEXT
 
 CALLS = {
     "tokenize": ["--tokenizer", "t", "--data", "d", "--out", "o"],
@@ -143,10 +156,39 @@ def test_no_command_guesses_among_splits(tmp_path):
         ClassFolder(str(tmp_path / "empty")).choose_split(None)
 
 
+@pytest.mark.parametrize(
+    ("command", "schema"),
+    [("tokenize", TokenizeOptions), ("data pack", PackOptions), ("reconstruct", ImagesConfig)],
+)
+def test_defaults_are_those_of_the_configuration(command: str, schema: type[Config]) -> None:
+    """They are stated twice, since the configuration imports torch."""
+    fields = schema.model_fields
+    actions = {each.dest: each for each in make_parser(command, "", "")._actions if each.dest in fields}
+    given = {name: action.default for name, action in actions.items() if not action.required}
+    assert {"batch_size", "workers"} & given.keys()
+    assert given == {name: fields[name].default for name in given}
+    for name, action in actions.items():
+        if action.choices is not None:
+            assert tuple(action.choices) == get_args(fields[name].annotation)
+
+
+def test_limits_are_those_of_the_parts() -> None:
+    defaults = vars(make_parser("data index", "", "").parse_args(["x"]))
+    assert defaults["chunk"] == CHUNK
+    assert context_length(str(MAX_CONTEXT)) == MAX_CONTEXT
+    with pytest.raises(argparse.ArgumentTypeError):
+        context_length(str(MAX_CONTEXT + 1))
+    parser = make_parser("reconstruct", "", "")
+    assert parser.parse_args(["t", "--data", "d", "-o", "o", "--side", str(MAX_SIDE)]).side == MAX_SIDE
+    models = next(each for each in make_parser("clip-benchmark eval", "", "")._actions if each.dest == "model")
+    assert models.choices == MODES
+    assert f"({MAX_PIXELS})" in make_parser("data check", "", "").format_help()
+
+
 def test_help_names_keys_that_exist() -> None:
     rows = re.findall(r"^(all|zero-shot|linear-probe|knn) +(.*)$", inspect.getdoc(_evaluate_task), re.MULTILINE)
     for task, listed in rows:
         names = re.sub(r"\(.*?\)", "", listed).split(", ")
         assert {name.strip() for name in names} <= _SCHEMAS[task.replace("all", "knn")].model_fields.keys()
-    keys = re.findall(r"(\w+)=", _SOURCE_KEYS)
+    keys = re.findall(r"(\w+)=", SOURCE_KEYS)
     assert {"kind", "captions"} == {*keys} & CsvConfig.model_fields.keys() == {*keys}
