@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.data.loading import open_data
 from tests.data.making import caption_members, caption_shards, write_tar
 from tests.ranks import RankPool
 from vqclip import dist
-from vqclip.data import CaptionShardsConfig, FolderConfig, ScenesSourceConfig, prepare
+from vqclip.data import CaptionShardsConfig, FolderConfig, ScenesSourceConfig, loader, prepare
 from vqclip.data.tars import make as tars
 from vqclip.errors import DataError
 from vqclip.scenes import ScenesConfig, make
@@ -81,6 +83,34 @@ def test_an_error_in_any_round_is_everybodys(ranks: RankPool, tmp_path: Path, br
     (folder / ALL[broken]).write_bytes(b"")
     for message in ranks(2, prepare_a_broken_one, tmp_path):
         assert f"{ALL[broken]}: " in message
+
+
+def open_where_an_index_is_lost(folder: Path) -> str:
+    """Message of the error of this rank, where rank 1 cannot open the data that all ranks have prepared."""
+
+    def lose(sources: Sequence[CaptionShardsConfig], keys: Sequence[str]) -> None:
+        prepare.prepare_sources(sources, keys)
+        dist.barrier()
+        if dist.rank() == 1:
+            (folder / "shards" / ALL[0]).unlink()
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("VQCLIP_CACHE", str(folder / f"cache{dist.rank()}"))
+        monkeypatch.setattr(loader, "prepare_sources", lose)
+        if dist.is_main():  # it has opened them before rank 1 loses a shard
+            monkeypatch.setattr(loader, "open_source", lambda source, key: [0] * 5)
+        try:
+            open_data(folder, sources=(CaptionShardsConfig(path=str(folder / "shards" / "{00000..00004}.tar")),))
+        except DataError as error:
+            return str(error)
+    return ""
+
+
+def test_an_error_of_one_rank_that_opens_data_is_everybodys(ranks: RankPool, tmp_path: Path) -> None:
+    caption_shards(tmp_path / "shards", (1,) * 5)
+    for message in ranks(2, open_where_an_index_is_lost, tmp_path):
+        assert "data.sources[0]" in message
+        assert ALL[0] in message
 
 
 def draw_on_rank(folder: Path, caches: tuple[str, ...]) -> int:

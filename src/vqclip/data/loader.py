@@ -82,7 +82,8 @@ class DataConfig(LoaderOptions):
             sources = [source.in_chunks(self.order.chunk) for source in self.sources]
         keys = [f"data.sources[{number}]" for number in range(len(sources))]
         prepare_sources(sources, keys)
-        opened = [open_source(source, key) for source, key in zip(sources, keys, strict=True)]
+        with dist.raise_on_all_ranks():
+            opened = [open_source(source, key) for source, key in zip(sources, keys, strict=True)]
         samples = SampleMaker(opened, self.transform.build(image_size), seed, self.max_pixels, self.views)
         data = TrainData(self, samples, tokenize, batch_size, seed)
         with dist.raise_on_all_ranks():
