@@ -15,8 +15,8 @@ from vqclip.config.bounds import EmbedDim
 from vqclip.nn.temperature import DEFAULT_SCALE, TemperatureConfig
 from vqclip.quantizers import Quantizer
 from vqclip.tokenizer import ImageTokenizer, ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput
-from vqclip.tokenizer.folder import TokenizerFolder
-from vqclip.tokenizer.hub import find_folder, save_and_push
+from vqclip.tokenizer.folder import TokenizerFolder, find_folder
+from vqclip.tokenizer.hub import save_and_push
 from vqclip.tokenizer.loading import load_whole
 from vqclip.tokenizer.saving import save_folder
 from vqclip.tokenizer.stored import merged_state

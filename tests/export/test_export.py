@@ -25,7 +25,7 @@ from vqclip.io.atomic import digest_file
 from vqclip.io.json_files import add_checksum
 from vqclip.model import CLIP
 from vqclip.pixels import ConvolutionalPixelsConfig, DetailConfig, PixelsConfig, attach
-from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.stored import fingerprint
 
 main = command("export")
 

@@ -12,7 +12,7 @@ from vqclip.errors import ConfigError
 from vqclip.io.json_files import read_json
 from vqclip.nn.reduction import MeanReductionConfig, QueryReductionConfig
 from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig
-from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.stored import fingerprint
 
 CONFIGS = [MeanReductionConfig(), QueryReductionConfig(count=3, heads=2)]
 IMAGE = {"tower": {"kind": "convolutional", "image_size": 32, "channels": [8, 16]}, "width": 16, "heads": 2}

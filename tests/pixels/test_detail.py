@@ -13,7 +13,7 @@ from vqclip import load_tokenizer
 from vqclip.errors import CheckpointError, ConfigError, ShapeError, VqclipError
 from vqclip.pixels import PixelsConfig, attach
 from vqclip.pixels.detail import DetailConfig
-from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.stored import fingerprint
 
 FSQ = {"kind": "fsq", "levels": [4, 3]}
 QUANTIZERS = {

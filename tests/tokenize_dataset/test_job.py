@@ -23,8 +23,8 @@ from vqclip.data.work_folder import WorkFolder
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.model import CLIP
 from vqclip.nn.precision import AUTOCAST_DTYPES
-from vqclip.tokenizer.fingerprint import fingerprint
 from vqclip.tokenizer.saving import write_config
+from vqclip.tokenizer.stored import fingerprint
 
 main = command("tokenize")
 

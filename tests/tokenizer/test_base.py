@@ -16,7 +16,7 @@ from vqclip.model import CLIP
 from vqclip.nn.precision import AUTOCAST_DTYPES
 from vqclip.pixels import PixelsConfig, attach
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
-from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.stored import fingerprint
 
 CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
 

@@ -7,7 +7,7 @@ import vqclip
 from tests.models import IDENTITY, tiny_model
 from vqclip.errors import ShapeError, VqclipError
 from vqclip.tokenizer.decoder import TokenizerDecoder
-from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.stored import fingerprint
 
 CAPTIONS = ["a red star", "x"]
 

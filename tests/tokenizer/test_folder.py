@@ -9,6 +9,7 @@ import vqclip
 from tests.models import FSQ, NESTED, RESIDUAL, VQ, tiny_model
 from tests.test_model import edited, rewritten
 from vqclip.errors import CheckpointError
+from vqclip.io import tensors
 from vqclip.model import CLIP
 
 BIAS = "image.project_out.0.bias"
@@ -64,6 +65,23 @@ def test_a_reader_is_loaded_strictly(saved, damage, message):
     damage(folder)
     with pytest.raises(CheckpointError, match=message):
         vqclip.load_tokenizer(folder, "image", encode=False)
+
+
+@pytest.mark.parametrize("encode", [True, False])
+def test_the_weights_are_opened_once_and_what_was_verified_is_read(saved, monkeypatch, encode):
+    model, folder = saved
+    verify = tensors.verify_open_file
+
+    def verify_and_replace(file, path, *digest):
+        verify(file, path, *digest)
+        (folder / "other").write_bytes(b"another file")
+        (folder / "other").replace(path)
+
+    monkeypatch.setattr(tensors, "verify_open_file", verify_and_replace)
+    theirs = model.image.state_dict()
+    for name, tensor in vqclip.load_tokenizer(folder, "image", encode=encode).state_dict().items():
+        assert torch.equal(theirs[name], tensor)
+    assert (folder / "model.safetensors").read_bytes() == b"another file"
 
 
 def set_each(**values):

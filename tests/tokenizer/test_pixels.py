@@ -14,9 +14,9 @@ from vqclip import checkpoint, dist
 from vqclip.errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, VqclipError
 from vqclip.model import CLIP
 from vqclip.pixels import attach
-from vqclip.tokenizer.fingerprint import fingerprint
 from vqclip.tokenizer.folder import load_weights
 from vqclip.tokenizer.saving import write_tokenizer_files
+from vqclip.tokenizer.stored import fingerprint
 from vqclip.train.export import export_checkpoint
 
 

@@ -17,7 +17,7 @@ from vqclip.errors import CheckpointError, ShapeError
 from vqclip.export.program import export_program
 from vqclip.io.json_files import add_checksum, read_json
 from vqclip.model import CLIP
-from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.stored import fingerprint
 
 VOCABULARY = "tokenizer.json"
 pytestmark = pytest.mark.filterwarnings("ignore:captions longer than 12 tokens")

@@ -22,8 +22,7 @@ from vqclip.errors import CheckpointError, OtherRunError
 from vqclip.io.atomic import digest_file
 from vqclip.io.json_files import add_checksum, read_json
 from vqclip.model import CLIP
-from vqclip.tokenizer.fingerprint import fingerprint
-from vqclip.tokenizer.stored import frozen_file
+from vqclip.tokenizer.stored import fingerprint, frozen_file
 from vqclip.train import TrainConfig
 from vqclip.train.export import export_checkpoint
 from vqclip.train.frozen_weights import FrozenWeights

@@ -22,7 +22,7 @@ from vqclip.errors import CheckpointError, ConfigError, OtherRunError
 from vqclip.model import CLIP
 from vqclip.pixels.metrics import MAX_PSNR
 from vqclip.quantizers import Stats
-from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.stored import fingerprint
 from vqclip.train import run as train
 from vqclip.train.loading import load_model
 from vqclip.train.pixel_sums import error_metrics

@@ -19,7 +19,7 @@ from vqclip.checkpoint import load as load_checkpoint
 from vqclip.errors import ConfigError, OtherRunError
 from vqclip.losses import ContrastiveConfig
 from vqclip.pixels.losses import PixelLosses
-from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.stored import fingerprint
 from vqclip.train import TrainConfig
 from vqclip.train.optim import OptimConfig
 from vqclip.train.step import ComputeConfig, TrainStep

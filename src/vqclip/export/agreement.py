@@ -20,7 +20,7 @@ from vqclip.export.program import AnyTokenizer, Part, export_program, parts_of
 from vqclip.export.runtime import OnnxTokenizer
 from vqclip.export.to_onnx import INFO_FILE
 from vqclip.tokenizer import ImageTokenizer
-from vqclip.tokenizer.fingerprint import fingerprint, pixels_fingerprint
+from vqclip.tokenizer.stored import fingerprint, pixels_fingerprint
 
 __all__ = ["Agreement", "verify", "verify_program"]
 

@@ -17,8 +17,8 @@ from vqclip.export.program import AnyTokenizer, Part, example_inputs, export_pro
 from vqclip.io.atomic import digest_file, replace_folder, require_replaceable
 from vqclip.io.json_files import add_checksum
 from vqclip.tokenizer import ImageTokenizer
-from vqclip.tokenizer.fingerprint import fingerprint, pixels_fingerprint
 from vqclip.tokenizer.folder import ID_LAYOUT_VERSION
+from vqclip.tokenizer.stored import fingerprint, pixels_fingerprint
 
 __all__ = ["INFO_FILE", "OUTPUTS", "VERSIONS", "export_onnx", "require"]
 

@@ -47,11 +47,15 @@ def digest_file(path: Path, limit: int | None = None) -> FileDigest:
     Raises:
         OSError: it cannot be read, or is not a regular file.
     """
-    digest, size = hashlib.sha256(), 0
     with open_regular(path) as file:
-        while chunk := file.read(_CHUNK if limit is None else min(_CHUNK, limit + 1 - size)):
-            digest.update(chunk)
-            size += len(chunk)
+        return _digest_open(file, limit)
+
+
+def _digest_open(file: BinaryIO, limit: int | None) -> FileDigest:
+    digest, size = hashlib.sha256(), 0
+    while chunk := file.read(_CHUNK if limit is None else min(_CHUNK, limit + 1 - size)):
+        digest.update(chunk)
+        size += len(chunk)
     return FileDigest(size=size, sha256=digest.hexdigest())
 
 
@@ -62,16 +66,25 @@ def verify_file(path: Path, expected: FileDigest, source: str) -> None:
         CheckpointError: it is missing, has another size, or differs in a single bit.
     """
     try:
-        size = path.stat().st_size
-        if size != expected.size:
-            raise CheckpointError(
-                f"{path}: {size} bytes; {source} says {expected.size}: the file is damaged or cut short"
-            )
-        actual = digest_file(path, limit=expected.size).sha256  # no further, should it grow meanwhile
+        with open_regular(path) as file:
+            verify_open_file(file, path, expected, source)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def verify_open_file(file: BinaryIO, path: Path, expected: FileDigest, source: str) -> None:
+    """Read a file that is open at its beginning to its end, and compare it as `verify_file` does.
+
+    Raises:
+        CheckpointError: it has another size, or differs in a single bit.
+        OSError: it cannot be read.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if size != expected.size:
+        raise CheckpointError(f"{path}: {size} bytes; {source} says {expected.size}: the file is damaged or cut short")
+    actual = _digest_open(file, limit=expected.size).sha256  # no further, should it grow meanwhile
     if actual != expected.sha256:
         raise CheckpointError(f"{path}: SHA-256 {actual}; {source} says {expected.sha256}: the file is damaged")
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from vqclip.errors import CheckpointError, encodable
+from vqclip.io.atomic import FileDigest, verify_open_file
 from vqclip.io.files import open_regular
 
 MAX_HEADER_BYTES = 16 << 20
@@ -118,17 +119,42 @@ def open_tensors(path: Path) -> Iterator[Any]:
     Raises:
         CheckpointError: it is missing or damaged, whether that shows now or when tensors are read.
     """
+    with name_tensor_errors(path), open_verified(path) as file:
+        yield file
+
+
+def open_verified(path: Path, expected: FileDigest | None = None, source: str = "") -> Any:
+    """Open a safetensors file once: the bytes that are compared with a digest are those that are read afterwards.
+
+    Args:
+        path: the file.
+        expected: its digest; None if it was compared before.
+        source: name of the file that contains the digest.
+
+    Returns:
+        The open file, which is closed when it is no longer used.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or its header has more than `MAX_HEADER_BYTES`.
+    """
+    with name_tensor_errors(path), open_regular(path) as start:
+        if expected is not None:
+            verify_open_file(start, path, expected, source)
+            start.seek(0)
+        header = int.from_bytes(start.read(8), "little")
+        if header > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{path}: cannot be read, damaged or cut short: a header of {header} bytes; at most "
+                f"{MAX_HEADER_BYTES} are read"
+            )
+        return safe_open(f"/dev/fd/{start.fileno()}", framework="pt")  # what is open here, whatever has this path now
+
+
+@contextmanager
+def name_tensor_errors(path: Path) -> Iterator[None]:
+    """Turn errors of opening or reading a safetensors file into `CheckpointError`s with its path."""
     try:
-        with open_regular(path) as start:
-            header = int.from_bytes(start.read(8), "little")
-            if header > MAX_HEADER_BYTES:
-                raise CheckpointError(
-                    f"{path}: cannot be read, damaged or cut short: a header of {header} bytes; at most "
-                    f"{MAX_HEADER_BYTES} are read"
-                )
-            plain = encodable(str(path)) == str(path)  # the library takes no other path
-            with safe_open(path if plain else f"/dev/fd/{start.fileno()}", framework="pt") as file:
-                yield file
+        yield
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
     except (SafetensorError, OSError) as error:

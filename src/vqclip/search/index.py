@@ -22,8 +22,8 @@ from vqclip.io.tensors import open_tensors, save_tensors
 from vqclip.nn.inputs import require_ids
 from vqclip.search.packing import Packing
 from vqclip.tokenizer import Tokenizer
-from vqclip.tokenizer.fingerprint import fingerprint
 from vqclip.tokenizer.folder import ID_LAYOUT_VERSION
+from vqclip.tokenizer.stored import fingerprint
 
 __all__ = ["CodeIndex", "Origin"]
 
@@ -87,7 +87,7 @@ class CodeIndex:
     modality: str
     """``image`` or ``text``: modality of the ids."""
     tokenizer_sha256: str
-    """`vqclip.tokenizer.fingerprint` of the tokenizer that made the ids."""
+    """`vqclip.tokenizer.stored.fingerprint` of the tokenizer that made the ids."""
     places: Tensor | None = None
     """``(n,)`` int64: number of each item in its source; None if it is the item's own number."""
     origin: Origin = field(default_factory=Origin)

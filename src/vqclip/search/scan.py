@@ -25,7 +25,7 @@ from torch import Tensor
 from vqclip.errors import CheckpointError, ConfigError, ShapeError
 from vqclip.search.index import CodeIndex
 from vqclip.tokenizer import Tokenizer
-from vqclip.tokenizer.fingerprint import fingerprint
+from vqclip.tokenizer.stored import fingerprint
 
 __all__ = ["CodeSearch", "FaissSearch", "SearchResult"]
 

@@ -43,10 +43,9 @@ from vqclip.process.memory import keep_freed_memory
 from vqclip.runlog.bar import ProgressBar
 from vqclip.tokenize_dataset.encode import Encoders, ShardBatches
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
-from vqclip.tokenizer.fingerprint import fingerprint
-from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder
-from vqclip.tokenizer.hub import find_folder
+from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder, find_folder
 from vqclip.tokenizer.loading import load_tokenizer
+from vqclip.tokenizer.stored import fingerprint
 from vqclip.towers import CaptionLengths
 
 __all__ = ["LAYOUT", "Options", "ShardMaker", "finish_folder", "tokenize", "tokenize_on_ray"]

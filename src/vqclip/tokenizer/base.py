@@ -206,10 +206,6 @@ class Tokenizer(TokenizerDecoder, ABC):
         """
         return save_and_push(self.save_pretrained, name, card, private=private, revision=revision)
 
-    def files(self) -> dict[str, bytes]:
-        """Return further files of the tokenizer folder by their names."""
-        return {}
-
     def section(self) -> dict[str, object]:
         """Return this tokenizer's section of ``config.json``."""
         tokens = {"num_tokens": self.num_tokens, "fewest_tokens": self.fewest_tokens}

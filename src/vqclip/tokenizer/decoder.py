@@ -285,6 +285,10 @@ class TokenizerDecoder(nn.Module):
 
     encode_detail = encode_pixels
 
+    def files(self) -> dict[str, bytes]:
+        """Return further files of the tokenizer folder by their names."""
+        return {}
+
     def section(self) -> dict[str, object]:
         """Raise VqclipError: the fingerprint, by which an index knows its tokenizer, covers the tower too."""
         raise VqclipError(

@@ -1,10 +1,13 @@
-"""Tokenizer folders: one reader of the schema in `vqclip.tokenizer.schema`, strict and without pickle.
+"""Tokenizer folders: their schema, and its one reader, strict and without pickle.
 
     config.json ── checksum, format, schema ─┬─> sections of the tokenizers
          └ size and SHA-256 of the weights   │
            and of tokenizer.json, if any     │
     model.safetensors ── bytes, then names and shapes in the header ──> modules, built and filled
     pixels.safetensors ── likewise, if the configuration has a section on pixels ──> pixel decoder
+
+`TokenizerFolder.open` does all the reading up to the modules. It opens each file of weights once, and tensors are read
+from what it compared with the checksum, even if another file has the path by then.
 
 A folder contains an image tokenizer, a text tokenizer, or both with their temperature. Weights of a part are stored
 under its name (``image.``, ``text.``), so that one modality is read without the other. Nothing here imports a tower's
@@ -15,31 +18,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from vqclip.config import Modality
+from vqclip.config import Config, Modality
+from vqclip.config.bounds import EmbedDim, NumTokens
 from vqclip.errors import CheckpointError, ConfigError
+from vqclip.io import hub
 from vqclip.io.atomic import FileDigest, verify_file
 from vqclip.io.files import PICKLED, read_bounded
 from vqclip.io.json_files import read_checked, validate
 from vqclip.io.tensors import (
     first_names,
     nonfinite_names,
-    open_tensors,
+    open_verified,
     read_shapes,
     shape_differences,
     tensor_differences,
 )
+from vqclip.nn.temperature import TemperatureConfig
 from vqclip.pixels.decoder import PIXELS_FILE, PixelsConfig, attach
 from vqclip.tokenizer.decoder import DecoderConfig, TokenizerDecoder
-from vqclip.tokenizer.schema import EXTRA_FILES, FolderConfig, StoredTokenizer
-from vqclip.tokenizer.stored import JoinedTensors, frozen_file, open_joined, verify_frozen
+from vqclip.tokenizer.stored import StoredTensors, frozen_file, open_frozen
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -48,33 +54,164 @@ PIXELS_PREFIX = "image.pixels."
 CARD_FILE = "README.md"
 PROCESSOR_FILE = "preprocessor_config.json"
 """Names the class by which AutoImageProcessor of transformers reads the folder; never read here."""
+EXTRA_FILES = ("tokenizer.json",)
+"""Files that some towers need: the vocabulary of a text tower of transformers."""
 FILES = (CONFIG_FILE, WEIGHTS_FILE, PIXELS_FILE, CARD_FILE, PROCESSOR_FILE, *EXTRA_FILES)
 """The only files that are fetched from the hub or sent to it."""
 ID_LAYOUT_VERSION = 1
 """Meaning of ids ``(B, N, C)``; raised when an id of an old folder would no longer mean the same code."""
 VERSIONS = {"format": "vqclip", "format_version": 3, "id_layout": ID_LAYOUT_VERSION}
 """Keys of ``config.json`` that must have these values."""
+MODALITIES: tuple[Modality, ...] = ("image", "text")
+MODEL_TYPES = {("image",): "vqclip_image_tokenizer", ("text",): "vqclip_text_tokenizer", ("image", "text"): "vqclip"}
+"""Modalities of a folder → name by which transformers finds the class; see `vqclip.integrations.transformers`."""
 
 _TEMPERATURE = ("logit_scale", "logit_bias")
 _ENCODER_PARTS = ("tower", "reduce", "project_in")
 """Modules of a tokenizer that decoding does not need."""
+_MAX_FILE_BYTES = 64 << 20
+"""Larger further files are not read; the largest `tokenizer.json` in use have 35 MB."""
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 DecoderConfigT = TypeVar("DecoderConfigT", bound=DecoderConfig)
 
 
+class StoredTokenizer(DecoderConfig):
+    """A tokenizer's section of ``config.json``.
+
+    The keys that only encoding needs are checked by `TokenizerFolder.tokenizer_config`, for their schemas import the
+    towers.
+    """
+
+    embed_dim: EmbedDim
+    """E, width of the joint embedding."""
+    num_tokens: NumTokens
+    """N, tokens a sample."""
+    fewest_tokens: NumTokens
+    """Smallest number of tokens in a batch."""
+    tower: dict[str, Any]
+    """From pixels or captions to features."""
+    reduce: dict[str, Any] | None = None
+    """From the tower's features to fewer ones; absent if all are kept."""
+    project_in: dict[str, Any]
+    """From features to the quantizer's channels."""
+    normalize: str
+    """Normalisation of those channels."""
+    preprocess: dict[str, Any] | None = None
+    """Preparation of images; absent for text."""
+
+    @model_validator(mode="after")
+    def _fewest_within_tokens(self) -> StoredTokenizer:
+        if self.fewest_tokens > self.num_tokens:
+            raise ValueError(
+                f"got num_tokens {self.num_tokens} and fewest_tokens {self.fewest_tokens}; expected fewest_tokens <= "
+                "num_tokens"
+            )
+        return self
+
+    def expected_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of weights that show these sizes, by their names in the folder, each after ``prefix``.
+
+        Raises:
+            ConfigError: the quantizer cannot be built.
+        """
+        width = self.width
+        with torch.device("meta"):
+            quantizer = self.quantizer.build().state_dict()
+        pool = {
+            "position": (self.num_tokens, width),
+            **{f"blocks.{number}.mlp.0.weight": (4 * width, width) for number in range(self.depth)},
+            "attention.query.weight": (width, width),
+            "head.weight": (self.embed_dim, width),
+        }
+        shapes = {f"{prefix}pool.{name}": shape for name, shape in pool.items()}
+        return shapes | {f"{prefix}quantizer.{name}": tuple(weight.shape) for name, weight in quantizer.items()}
+
+
+class StoredPixels(PixelsConfig):
+    """The pixel decoder's section of ``config.json``."""
+
+    weights: FileDigest
+    """Digest of ``pixels.safetensors``."""
+
+
+class FolderConfig(Config):
+    """Schema of ``config.json`` without its versions and checksum: one tokenizer, or both and their temperature."""
+
+    model_type: Literal["vqclip", "vqclip_image_tokenizer", "vqclip_text_tokenizer"] | None = None
+    """Name for transformers, see `MODEL_TYPES`; absent in older folders."""
+    weights: FileDigest
+    """Digest of ``model.safetensors``."""
+    files: dict[Literal["tokenizer.json"], FileDigest] = {}
+    """Digests of the files that a tower needs, by name; absent if none."""
+    image: StoredTokenizer | None = None
+    """The image tokenizer."""
+    text: StoredTokenizer | None = None
+    """The text tokenizer."""
+    temperature: TemperatureConfig | None = None
+    """Scale and bias of the logits, if both tokenizers are present."""
+    pixels: StoredPixels | None = None
+    """The pixel decoder of the image tokenizer; absent if it has none."""
+    frozen: FileDigest | None = None
+    """Digest of the run's file of frozen tensors, which are not in ``model.safetensors``; only in checkpoints."""
+    adapters: dict[Modality, Annotated[float, Field(gt=0)]] = {}
+    """Factors on the adapters of towers, which are merged when the tokenizer is loaded; only in checkpoints."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> FolderConfig:
+        if self.text is not None and self.text.preprocess is not None:
+            raise ValueError("text.preprocess: got a section; expected none, which only images have")
+        if self.pixels is not None and self.image is None:
+            raise ValueError("pixels: got a section without an image tokenizer; expected both or neither")
+        needed = set() if self.text is None or self.text.tower.get("kind") != "transformers" else set(EXTRA_FILES)
+        if set(self.files) != needed:
+            raise ValueError(f"files: got {sorted(self.files)}; expected {sorted(needed)} for these towers")
+        for name, digest in self.files.items():
+            if digest.size > _MAX_FILE_BYTES:
+                raise ValueError(f"files.{name}: got {digest.size} bytes; expected at most {_MAX_FILE_BYTES}")
+        if self.image is not None and self.text is not None:
+            if self.temperature is None:
+                raise ValueError("both tokenizers are here; expected a temperature too")
+            if self.image.embed_dim != self.text.embed_dim:
+                raise ValueError(
+                    f"got embed_dim {self.image.embed_dim} for image and {self.text.embed_dim} for text; "
+                    "expected one joint embedding"
+                )
+        elif self.temperature is not None:
+            raise ValueError("got a temperature with fewer than two tokenizers; expected none")
+        return self
+
+    @property
+    def modalities(self) -> list[Modality]:
+        """Modalities that the folder contains."""
+        return [name for name in MODALITIES if getattr(self, name) is not None]
+
+
+def find_folder(folder: str | Path, revision: str | None = None) -> Path:
+    """Return a local tokenizer folder, or fetch one from the hub: JSON, safetensors and card only.
+
+    Raises:
+        CheckpointError: see `vqclip.io.hub.find_folder`.
+    """
+    return hub.find_folder(folder, revision, FILES)
+
+
 @dataclass(frozen=True)
 class TokenizerFolder:
-    """A tokenizer folder that was read and verified; `open` makes one."""
+    """A tokenizer folder that was read and verified, with its weights open; `open` makes one."""
 
     path: Path
     """The folder."""
     config: FolderConfig
     """Content of its ``config.json``."""
+    weights: StoredTensors
+    """All tensors but those of the pixel decoder, with those that a checkpoint stores elsewhere."""
+    pixels: StoredTensors | None
+    """Tensors of the pixel decoder, if there is one."""
 
     @staticmethod
     def open(path: Path) -> TokenizerFolder:
-        """Read ``config.json``, and compare every byte of it and of the weights with their checksums.
+        """Read ``config.json``, open the weights, and compare every byte of both with their checksums.
 
         The names and shapes in the weights' header are compared with the configuration as well, before memory is taken
         for the sizes that it asks for.
@@ -83,16 +220,35 @@ class TokenizerFolder:
             CheckpointError: a file is missing, damaged, of another version, or does not fit the schema.
         """
         config = _read_config(path)
-        _verify_weights(path / WEIGHTS_FILE, config.weights)
+        files = {path / WEIGHTS_FILE: _open_weights(path / WEIGHTS_FILE, config.weights)}
+        pixels = None
         if config.pixels is not None:
-            _verify_weights(path / PIXELS_FILE, config.pixels.weights)
+            pixels = StoredTensors({path / PIXELS_FILE: _open_weights(path / PIXELS_FILE, config.pixels.weights)}, {})
         for name, digest in config.files.items():
             verify_file(path / name, digest, CONFIG_FILE)
-        folder = TokenizerFolder(path, config)
         if config.frozen is not None:
-            verify_frozen(frozen_file(path, WEIGHTS_FILE), config.frozen, path / CONFIG_FILE)
-        folder._verify_header()
+            frozen = frozen_file(path, WEIGHTS_FILE)
+            files[frozen] = open_frozen(frozen, config.frozen, path / CONFIG_FILE)
+        scales = {f"{modality}.tower.": scale for modality, scale in config.adapters.items()}
+        folder = TokenizerFolder(path, config, StoredTensors(files, scales), pixels)
+        folder._require_sizes()
         return folder
+
+    def _require_sizes(self) -> None:
+        """Compare the names of all tensors and the shapes of some with the configuration."""
+        expected: dict[str, tuple[int, ...]] = {}
+        for modality in self.config.modalities:
+            with self._name_config_errors(f"{modality}.quantizer."):
+                expected |= self.section(modality).expected_shapes(f"{modality}.")
+        prefixes = tuple(f"{modality}." for modality in self.config.modalities)
+        others = () if self.config.temperature is None else _TEMPERATURE
+        strays = [
+            f"unexpected {name}"
+            for name in self.weights.keys()  # noqa: SIM118 (not a mapping)
+            if (not name.startswith(prefixes) and name not in others) or name.startswith(PIXELS_PREFIX)
+        ]
+        differences = shape_differences(expected, read_shapes(self.weights, expected))
+        _require_no_problems(self.path / WEIGHTS_FILE, strays + differences)
 
     def section(self, modality: Modality) -> StoredTokenizer:
         """Return the section of one tokenizer; raise CheckpointError if the folder lacks it."""
@@ -112,8 +268,8 @@ class TokenizerFolder:
         section = self.section(modality).model_dump(exclude=own, exclude_unset=True)
         config = validate(self.path / CONFIG_FILE, schema, section, modality).architecture()
         prefix = f"{modality}.tower."
-        with self._open_weights({}) as file:
-            shapes = read_shapes(file, [name for name in file.keys() if name.startswith(prefix)])  # noqa: SIM118
+        names = [name for name in self.weights.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a mapping)
+        shapes = read_shapes(self.weights, names)
         files: dict[str, bytes] = {
             name: read_bounded(self.path / name, digest.size) for name, digest in self.config.files.items()
         }
@@ -144,7 +300,7 @@ class TokenizerFolder:
             CheckpointError: the configuration cannot be built, or the weights do not fit it.
         """
         stored = self.config.pixels
-        if stored is None or tokenizer.modality != "image":
+        if stored is None or self.pixels is None or tokenizer.modality != "image":
             return
         sizes = tokenizer.quantizer.dim, tokenizer.num_tokens
         config = PixelsConfig(**{name: getattr(stored, name) for name in PixelsConfig.model_fields})
@@ -153,10 +309,9 @@ class TokenizerFolder:
             expected = {
                 f"{PIXELS_PREFIX}{name}": tuple(t.shape) for name, t in config.build(*sizes).state_dict().items()
             }
-        with open_joined([path], {}) as file:
-            _require_no_problems(path, shape_differences(expected, read_shapes(file)))  # before memory is taken
-            decoder = config.build(*sizes)
-            _load(path, file, decoder, PIXELS_PREFIX, adopt_dtype=True)
+        _require_no_problems(path, shape_differences(expected, read_shapes(self.pixels)))  # before memory is taken
+        decoder = config.build(*sizes)
+        _load(path, self.pixels, decoder, PIXELS_PREFIX, adopt_dtype=True)
         with self._name_config_errors("pixels."):
             attach(tokenizer, decoder.eval())
 
@@ -174,8 +329,7 @@ class TokenizerFolder:
         """
         with self._name_config_errors(prefix):
             module = build()
-        with self._open_weights({}) as file:
-            _load(self.path / WEIGHTS_FILE, file, module, prefix, adopt_dtype=True, without=without)
+        _load(self.path / WEIGHTS_FILE, self.weights, module, prefix, adopt_dtype=True, without=without)
         for part in module.modules():
             if isinstance(part, TokenizerDecoder):
                 part.stored_dtype = part.pool.position.dtype
@@ -188,38 +342,6 @@ class TokenizerFolder:
         except ConfigError as error:
             message = str(error) if str(error).startswith(prefix) else f"{prefix.removesuffix('.')}: {error}"
             raise CheckpointError(f"{self.path / CONFIG_FILE}: {message}") from error
-
-    def merge_adapters(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Merge adapters among ``tensors``, such as their moving averages, into the stored matrices that they change.
-
-        Returns:
-            All tensors, by the names that they have in a model without adapters.
-        """
-        with self._open_weights(tensors) as file:
-            return file.merge_replaced()
-
-    def _open_weights(self, replaced: Mapping[str, Tensor]) -> AbstractContextManager[JoinedTensors]:
-        """Open the weights, with those that a checkpoint stores elsewhere."""
-        frozen = [frozen_file(self.path, WEIGHTS_FILE)] if self.config.frozen is not None else []
-        scales = {f"{modality}.tower.": scale for modality, scale in self.config.adapters.items()}
-        return open_joined([self.path / WEIGHTS_FILE, *frozen], scales, replaced)
-
-    def _verify_header(self) -> None:
-        """Compare the names of all tensors and the shapes of some with the configuration."""
-        expected: dict[str, tuple[int, ...]] = {}
-        for modality in self.config.modalities:
-            with self._name_config_errors(f"{modality}.quantizer."):
-                expected |= self.section(modality).expected_shapes(f"{modality}.")
-        prefixes = tuple(f"{modality}." for modality in self.config.modalities)
-        others = () if self.config.temperature is None else _TEMPERATURE
-        with open_tensors(self.path / WEIGHTS_FILE) as file:
-            names, shapes = list(file.keys()), read_shapes(file, expected)
-        strays = [
-            f"unexpected {name}"
-            for name in names
-            if (not name.startswith(prefixes) and name not in others) or name.startswith(PIXELS_PREFIX)
-        ]
-        _require_no_problems(self.path / WEIGHTS_FILE, strays + shape_differences(expected, shapes))
 
 
 def load_weights(folder: Path, module: nn.Module, constants: Collection[str] = ()) -> None:
@@ -234,8 +356,7 @@ def load_weights(folder: Path, module: nn.Module, constants: Collection[str] = (
         CheckpointError: for a missing or damaged file, for missing, unexpected or wrongly shaped or typed tensors, and
             for NaN or infinity in them.
     """
-    with _open_all(folder) as file:
-        _load(folder / WEIGHTS_FILE, file, module, constants=constants)
+    _load(folder / WEIGHTS_FILE, _open_all(folder), module, constants=constants)
 
 
 def read_weights(folder: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -248,20 +369,19 @@ def read_weights(folder: Path, expected: Mapping[str, Tensor]) -> dict[str, Tens
     Raises:
         CheckpointError: as for `load_weights`.
     """
-    path = folder / WEIGHTS_FILE
-    with _open_all(folder) as file:
-        state = _read(path, file, file.keys(), {name: tuple(each.shape) for name, each in expected.items()})
+    path, file = folder / WEIGHTS_FILE, _open_all(folder)
+    state = _read(path, file, file.keys(), {name: tuple(each.shape) for name, each in expected.items()})
     _require_no_problems(path, tensor_differences(expected, state))
     return state
 
 
-def _open_all(folder: Path) -> AbstractContextManager[JoinedTensors]:
+def _open_all(folder: Path) -> StoredTensors:
     paths = [folder / name for name in (WEIGHTS_FILE, PIXELS_FILE) if name == WEIGHTS_FILE or (folder / name).exists()]
-    return open_joined(paths, {})
+    return StoredTensors({path: open_verified(path) for path in paths}, {})
 
 
 def _read(
-    path: Path, file: JoinedTensors, names: Collection[str], expected: Mapping[str, tuple[int, ...]]
+    path: Path, file: StoredTensors, names: Collection[str], expected: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """Return tensors of an open file by name, after comparing names and shapes, which takes no memory."""
     _require_no_problems(path, shape_differences(expected, read_shapes(file, names)))
@@ -275,7 +395,7 @@ def _read(
 
 def _load(
     path: Path,
-    file: JoinedTensors,
+    file: StoredTensors,
     module: nn.Module,
     prefix: str = "",
     *,
@@ -330,12 +450,12 @@ def _read_config(folder: Path) -> FolderConfig:
     return read_checked(path, FolderConfig, VERSIONS, remedy)
 
 
-def _verify_weights(path: Path, expected: FileDigest) -> None:
+def _open_weights(path: Path, expected: FileDigest) -> Any:
     if not path.is_file():
         raise CheckpointError(
             f"{path}: no such file{_mention_pickles(path.parent) or '; pickled weights are never fetched'}"
         )
-    verify_file(path, expected, CONFIG_FILE)
+    return open_verified(path, expected, CONFIG_FILE)
 
 
 def _mention_pickles(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Tokenizer folders on the hub: fetch and push."""
+"""Tokenizer folders on the hub: push them, with a card, the page that the hub shows (Markdown)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,31 @@ from vqclip.errors import CheckpointError
 from vqclip.io import hub
 from vqclip.io.atomic import write_text
 from vqclip.io.files import expand_home
-from vqclip.tokenizer.card import card as plain_card
 from vqclip.tokenizer.folder import CARD_FILE, FILES, TokenizerFolder
 
+FRONT = """---
+library_name: vqclip
+tags: [clip, image-tokenizer, text-tokenizer, vector-quantization]
+# license: add the license of the weights here, such as apache-2.0
+---
+"""
 
-def find_folder(folder: str | Path, revision: str | None = None) -> Path:
-    """Return a local tokenizer folder, or fetch one from the hub: JSON, safetensors and card only.
+USE = """
+```python
+import vqclip
 
-    Raises:
-        CheckpointError: see `vqclip.io.hub.find_folder`.
-    """
-    return hub.find_folder(folder, revision, FILES)
+tokenizer = vqclip.load_tokenizer(folder, modality="image")  # this folder, or its name on the hub
+ids = tokenizer.encode(images)  # (B, N, C) int64; for modality="text" a list of captions
+embedding = tokenizer.embed(ids)  # (B, E) unit-norm, in the joint space of images and texts
+```
+
+`tokenizer.decode(ids)` returns the vectors `(B, N, D)` for a downstream model. With a pixel decoder in the folder
+(`pixels.safetensors`), `tokenizer.to_pil(tokenizer.decode_pixels(ids))` returns images.
+`load_tokenizer(folder, modality="image", encode=False)` decodes and embeds stored ids without the tower and its
+library.
+"""
+
+NO_FIGURES = "No figures were given: the card of a run's own folder has those of its evaluation."
 
 
 def push_folder(
@@ -77,15 +91,26 @@ def push_folder(
 def save_and_push(
     save: Callable[[Path], object],
     name: str,
-    card: str | None = None,
+    text: str | None = None,
     *,
     private: bool | None = None,
     revision: str | None = None,
 ) -> str:
-    """Push what ``save`` writes into a temporary folder, with ``card`` or a card without figures; see `push_folder`."""
+    """Push what ``save`` writes into a temporary folder, with the card ``text`` or a plain one; see `push_folder`."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         save(folder)
         title, what = name.rpartition("/")[2], "A tokenizer of images, texts or both, made with vqclip."
-        write_text(folder / CARD_FILE, plain_card(title, what) if card is None else card)
+        write_text(folder / CARD_FILE, card(title, what) if text is None else text)
         return push_folder(folder, name, private=private, revision=revision)
+
+
+def card(title: str, what: str, more: str = NO_FIGURES) -> str:
+    """Return a card.
+
+    Args:
+        title: first line.
+        what: description of the tokenizers in a sentence or two.
+        more: figures, data, training.
+    """
+    return f"{FRONT}# {title}\n\n{what}\n{USE}\n{more.rstrip()}\n"

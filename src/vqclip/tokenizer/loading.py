@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 from vqclip.config import Modality
-from vqclip.tokenizer.folder import TokenizerFolder
-from vqclip.tokenizer.hub import find_folder
-from vqclip.tokenizer.schema import MODALITIES
+from vqclip.tokenizer.folder import MODALITIES, TokenizerFolder, find_folder
 
 if TYPE_CHECKING:
     from vqclip.tokenizer import ImageTokenizer, TextTokenizer

@@ -18,13 +18,15 @@ from vqclip.io.tensors import first_names, nonfinite_names, save_tensors
 from vqclip.pixels.decoder import PIXELS_FILE
 from vqclip.tokenizer.folder import (
     CONFIG_FILE,
+    EXTRA_FILES,
     FILES,
+    MODALITIES,
+    MODEL_TYPES,
     PIXELS_PREFIX,
     PROCESSOR_FILE,
     VERSIONS,
     WEIGHTS_FILE,
 )
-from vqclip.tokenizer.schema import EXTRA_FILES, MODALITIES, MODEL_TYPES
 
 PROCESSOR_CLASS = "VqclipImageProcessor"
 """Class of `vqclip.integrations.transformers` that reads the images of a folder."""

@@ -1,4 +1,6 @@
-"""Tensors of a model that are stored in parts: frozen towers once for a whole run, adapters beside their matrices.
+"""Tensors of a model as they are stored, and the fingerprint of a tokenizer, which is equal before and after.
+
+A run stores them in parts: frozen towers once for the whole run, adapters beside their matrices.
 
     runs/base/frozen/model.safetensors               tensors that never change in the run
     runs/base/checkpoints/step-.../model/config.json   ``frozen``: digest of that file; ``adapters``: their factors
@@ -9,16 +11,21 @@ An exported folder contains everything in one file, with adapters merged into th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from vqclip.errors import CheckpointError
-from vqclip.io.atomic import FileDigest, verify_file
-from vqclip.io.tensors import first_names, open_tensors
+from vqclip.io.atomic import FileDigest
+from vqclip.io.tensors import add_tensors, first_names, name_tensor_errors, open_verified
+
+if TYPE_CHECKING:
+    from vqclip.tokenizer.decoder import TokenizerDecoder
 
 FROZEN_FOLDER = "frozen"
 """Folder in that of a run."""
@@ -31,8 +38,8 @@ def frozen_file(model_folder: Path, weights: str) -> Path:
     return model_folder.absolute().parent.parent.parent / FROZEN_FOLDER / weights
 
 
-def verify_frozen(path: Path, digest: FileDigest, source: Path) -> None:
-    """Compare the frozen tensors of a run with the digest in ``source``.
+def open_frozen(path: Path, digest: FileDigest, source: Path) -> Any:
+    """Open the frozen tensors of a run, and compare every byte with the digest in ``source``; see `open_verified`.
 
     Raises:
         CheckpointError: the file is missing, damaged, or that of another run.
@@ -44,7 +51,7 @@ def verify_frozen(path: Path, digest: FileDigest, source: Path) -> None:
             "writes folders that need no other"
         )
     try:
-        verify_file(path, digest, str(source))
+        return open_verified(path, digest, str(source))
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. All checkpoints of the run need it: restore a copy of it, or train under another name "
@@ -64,25 +71,57 @@ def merged_state(module: nn.Module) -> dict[str, Tensor]:
     return {plain: _merge(name, state.__getitem__, scales, state) for plain, name in names.items()}
 
 
-class JoinedTensors:
-    """Several open safetensors files as one, with adapters merged when a tensor is read.
+def fingerprint(tokenizer: TokenizerDecoder) -> str:
+    """Return the SHA-256 of a tokenizer's configuration, weights and vocabulary, in hexadecimal digits.
+
+    It is equal for a tokenizer in memory and the one loaded from its folder, on any device. ``tokenizer.double()``
+    does not change it, for it changes no value of float32 weights. Neither does a pixel decoder, which changes no id.
+
+    Raises:
+        VqclipError: it was loaded without its tower.
+    """
+    digest = hashlib.sha256(json.dumps([tokenizer.modality, tokenizer.section()], sort_keys=True).encode())
+    state = merged_state(tokenizer).items()
+    add_tensors(digest, {name: _narrow(tensor) for name, tensor in state if not name.startswith("pixels.")})
+    for name, content in sorted(tokenizer.files().items()):
+        digest.update(f"\n{name} {hashlib.sha256(content).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def pixels_fingerprint(tokenizer: TokenizerDecoder) -> str | None:
+    """Return the SHA-256 of the configuration and weights of a tokenizer's pixel decoder; None without one."""
+    if tokenizer.pixels is None:
+        return None
+    digest = hashlib.sha256(json.dumps(tokenizer.pixels_section(), sort_keys=True).encode())
+    add_tensors(digest, {name: _narrow(tensor) for name, tensor in tokenizer.pixels.state_dict().items()})
+    return digest.hexdigest()
+
+
+def _narrow(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 if it is in float64 and this changes no value."""
+    narrow = tensor.float() if tensor.dtype == torch.float64 else tensor
+    return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
+
+
+class StoredTensors:
+    """Open safetensors files as one, with adapters merged when a tensor is read.
 
     Args:
         files: open files by their paths.
         scales: beginning of names → factor on the adapters below it.
-        replaced: tensors to use in place of stored ones, by stored name.
+
+    Raises:
+        CheckpointError: a tensor is in two files.
     """
 
-    def __init__(
-        self, files: Mapping[Path, Any], scales: Mapping[str, float], replaced: Mapping[str, Tensor] | None = None
-    ):
-        self._scales, self._replaced = scales, replaced or {}
+    def __init__(self, files: Mapping[Path, Any], scales: Mapping[str, float]):
+        self._scales = scales
         self._file_of: dict[str, Any] = {}
         self._path_of: dict[str, Path] = {}
         for path, file in files.items():
             names = list(file.keys())
             if twice := [name for name in names if name in self._file_of]:
-                raise CheckpointError(f"tensors that are stored twice: {first_names(twice)}")
+                raise CheckpointError(f"{path}: tensors that are stored twice: {first_names(twice)}")
             self._file_of |= dict.fromkeys(names, file)
             self._path_of |= dict.fromkeys(names, path)
         self._names = _plain_names(self._file_of, scales)
@@ -100,38 +139,38 @@ class JoinedTensors:
         stored = self._names[name]
         return self._file_of[stored].get_slice(stored)
 
-    def get_tensor(self, name: str) -> Tensor:
-        """Read a tensor."""
-        return _merge(self._names[name], self._read, self._scales, self._file_of)
+    def get_tensor(self, name: str, replaced: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Read a tensor, with tensors to use in place of stored ones, by stored name.
 
-    def merge_replaced(self) -> dict[str, Tensor]:
-        """Return the replaced tensors, with adapters merged, by their names without adapters."""
-        layers = {name.removesuffix(end) for name in self._replaced for end in (_A, _B) if name.endswith(end)}
-        others = {name: tensor for name, tensor in self._replaced.items() if not name.endswith((_A, _B))}
-        return others | {f"{layer}.weight": self.get_tensor(f"{layer}.weight") for layer in sorted(layers)}
+        Raises:
+            CheckpointError: it cannot be read, or its adapter does not fit it.
+        """
+        stored, instead = self._names[name], replaced or {}
 
-    def _read(self, name: str) -> Tensor:
-        found = self._replaced.get(name)
-        return self._file_of[name].get_tensor(name) if found is None else found
+        def read(each: str) -> Tensor:
+            return instead[each] if each in instead else self._file_of[each].get_tensor(each)
 
+        path = self._path_of[stored]
+        with name_tensor_errors(path):
+            try:
+                return _merge(stored, read, self._scales, self._file_of)
+            except (RuntimeError, KeyError) as error:
+                raise CheckpointError(f"{path}: adapters do not fit their matrices: {error}") from error
 
-@contextmanager
-def open_joined(
-    paths: list[Path], scales: Mapping[str, float], replaced: Mapping[str, Tensor] | None = None
-) -> Iterator[JoinedTensors]:
-    """Open safetensors files as one; arguments as of `JoinedTensors`.
+    def merge_adapters(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Merge adapters among ``tensors``, such as their moving averages, into the stored matrices that they change.
 
-    Raises:
-        CheckpointError: a file is missing or damaged, or adapters do not fit their matrices.
-    """
-    with ExitStack() as stack:
-        files = {path: stack.enter_context(open_tensors(path)) for path in paths}
-        try:
-            yield JoinedTensors(files, scales, replaced)
-        except (RuntimeError, KeyError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{paths[0]}: adapters do not fit their matrices: {error}") from error
+        Returns:
+            All tensors, by the names that they have in a model without adapters.
+
+        Raises:
+            CheckpointError: an adapter has no matrix, or does not fit it.
+        """
+        layers = {name.removesuffix(end) for name in tensors for end in (_A, _B) if name.endswith(end)}
+        if lacking := sorted(layer for layer in layers if f"{layer}.weight" not in self._names):
+            raise CheckpointError(f"adapters do not fit their matrices: there are none for {first_names(lacking)}")
+        merged = {f"{layer}.weight": self.get_tensor(f"{layer}.weight", tensors) for layer in sorted(layers)}
+        return {name: tensor for name, tensor in tensors.items() if not name.endswith((_A, _B))} | merged
 
 
 def _plain_names(stored: Mapping[str, Any], scales: Mapping[str, float]) -> dict[str, str]:

@@ -156,7 +156,7 @@ def read_averages(saved: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
     try:
         if adapters and not any(".lora_" in name for name, _ in model.named_parameters()):
             plain = {name.removeprefix(AVERAGE): tensor for name, tensor in tensors.items()}
-            merged = TokenizerFolder.open(saved.model_folder).merge_adapters(plain)
+            merged = TokenizerFolder.open(saved.model_folder).weights.merge_adapters(plain)
             tensors = {f"{AVERAGE}{name}": tensor for name, tensor in merged.items()}
         checked_averages(dict(model.named_parameters()), tensors)
     except CheckpointError as error:

@@ -14,10 +14,10 @@ from torch import nn
 
 from vqclip.errors import OtherRunError
 from vqclip.io.atomic import FileDigest, replace_folder
-from vqclip.io.tensors import first_names, open_tensors
+from vqclip.io.tensors import first_names
 from vqclip.tokenizer.folder import CONFIG_FILE, WEIGHTS_FILE, read_frozen_digest
 from vqclip.tokenizer.saving import write_weights
-from vqclip.tokenizer.stored import verify_frozen
+from vqclip.tokenizer.stored import open_frozen
 from vqclip.towers import ImageTower, TextTower
 
 
@@ -74,9 +74,8 @@ class FrozenWeights:
         self._digest, state = read_frozen_digest(model_folder), self._model.state_dict()
         others: list[str] = []
         if self._digest is not None:
-            verify_frozen(self.path, self._digest, model_folder / CONFIG_FILE)
-            with open_tensors(self.path) as file:
-                stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            file = open_frozen(self.path, self._digest, model_folder / CONFIG_FILE)
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
             others = sorted(stored.keys() ^ self.names)
         if others or (self._digest is None) == bool(self.names):
             raise OtherRunError(

@@ -9,8 +9,7 @@ from vqclip import checkpoint
 from vqclip.data import mask_credentials
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.model import CLIP, load_pretrained
-from vqclip.tokenizer.folder import CONFIG_FILE, WEIGHTS_FILE
-from vqclip.tokenizer.hub import find_folder
+from vqclip.tokenizer.folder import CONFIG_FILE, WEIGHTS_FILE, find_folder
 from vqclip.train.ema import Weights
 from vqclip.train.export import load_checkpoint_model
 from vqclip.train.tasks.kinds import load_task_config

@@ -15,7 +15,7 @@ from vqclip.data import mask_credentials
 from vqclip.errors import printable
 from vqclip.evaluation import Result, format_figure, format_results
 from vqclip.report import REPORT_FILE
-from vqclip.tokenizer.card import card
+from vqclip.tokenizer.hub import card
 from vqclip.towers import CaptionLengths
 from vqclip.train.tasks.base import Task
 

@@ -17,7 +17,7 @@ from vqclip.config import Config, Modality
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import first_names, module_digest, nonfinite_names
 from vqclip.model import CLIP
-from vqclip.tokenizer.hub import find_folder
+from vqclip.tokenizer.folder import find_folder
 from vqclip.tokenizer.loading import load_tokenizer
 from vqclip.towers import BPE, ImageTower, TextTower
 from vqclip.towers.frozen import frozen_features, run_in_chunks

@@ -85,7 +85,7 @@ class TokenDataset(Dataset[TokenItem]):
 
     Attributes:
         manifest: the folder's `manifest.json`.
-        tokenizer_sha256: modality → `vqclip.tokenizer.fingerprint` of the tokenizer that made the ids, also the
+        tokenizer_sha256: modality → `vqclip.tokenizer.stored.fingerprint` of the tokenizer that made the ids, also the
             `tokenizer_sha256` of search indexes and ONNX folders.
         image: `IdLayout` of the image ids: N, codebook sizes; None if images were not tokenized.
         text: the same for texts.

@@ -97,7 +97,7 @@ class TokenizerInfo(Config):
     """The tokenizer that made the ids."""
 
     image: _Hash | None
-    """`vqclip.tokenizer.fingerprint` of the image tokenizer; None without image ids."""
+    """`vqclip.tokenizer.stored.fingerprint` of the image tokenizer; None without image ids."""
     text: _Hash | None
     """Fingerprint of the text tokenizer; None without text ids."""
     weights: _Hash

@@ -16,9 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from vqclip import dist
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.json_files import read_json
-from vqclip.tokenizer.card import NO_FIGURES, card
-from vqclip.tokenizer.folder import CONFIG_FILE
-from vqclip.tokenizer.hub import find_folder, save_and_push
+from vqclip.tokenizer.folder import CONFIG_FILE, find_folder
+from vqclip.tokenizer.hub import NO_FIGURES, card, save_and_push
 
 FolderModelT = TypeVar("FolderModelT", bound="FolderModel")
 

@@ -19,7 +19,7 @@ from vqclip.errors import ConfigError, ShapeError
 from vqclip.integrations.transformers.base import FolderModel
 from vqclip.integrations.transformers.config import VqclipImageTokenizerConfig, VqclipTextTokenizerConfig
 from vqclip.tokenizer import ImageTokenizer, ImageTokenizerConfig, TextTokenizer, TextTokenizerConfig, Tokenizer
-from vqclip.tokenizer.schema import StoredTokenizer
+from vqclip.tokenizer.folder import StoredTokenizer
 
 
 @dataclass

@@ -41,8 +41,8 @@ from vqclip.pixels.losses.distances import L1Config
 from vqclip.quantizers import Order, Quantizer, Stats, sync
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import ImageTokenizer, Tokenizer
-from vqclip.tokenizer.fingerprint import fingerprint
 from vqclip.tokenizer.saving import write_weights
+from vqclip.tokenizer.stored import fingerprint
 from vqclip.towers.frozen import run_in_chunks
 from vqclip.train.config import TaskConfig
 from vqclip.train.feature_jobs import FeatureMaker
