@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -147,6 +148,9 @@ PEOPLE = [
     ("t.csv", ",image,caption\n0,a.jpg,x\n1,b.jpg,y\n", "", XY, ""),
     ("t.csv", ROWS.encode("utf-8-sig"), "", XY, ""),
     ("t.csv", ROWS.encode("utf-16"), "", XY, ""),
+    ("t.csv.gz", gzip.compress(ROWS.encode("utf-8-sig")), "", XY, ""),
+    ("t.json.gz", gzip.compress(json.dumps(OBJECTS).encode()), "", XY, ""),
+    ("t.jsonl.gz", gzip.compress("\n".join(map(json.dumps, OBJECTS)).encode()), "", XY, ""),
     ("t.csv", ROWS.replace("y", "é").encode("latin-1"), "encoding=latin-1", XY | {"b.jpg": ("é",)}, ""),
     ("t.csv", "a.jpg,x\nb.jpg,y\n", "", XY, "no header: the first row is 'a.jpg', 'x'"),
     ("t.token", "a.jpg#0\tx\na.jpg#1\tz, 3\nb.jpg#0\ty\n", "", XY | {"a.jpg": ("x", "z, 3")}, "no header"),
@@ -300,6 +304,22 @@ def test_wrong_json(folder: Path, content: str, message: str) -> None:
     with pytest.raises(DataError) as error:
         parse_source(folder / "c.json").build()
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["t.csv.gz", "t.json.gz"])
+def test_damaged_gzip(folder: Path, name: str) -> None:
+    whole = gzip.compress(ROWS.encode() * 100)
+    for data in (whole[:-20], whole[:30] + b"xxxx" + whole[34:]):
+        (folder / name).write_bytes(data)
+        with pytest.raises(DataError, match=rf"{name}: (is damaged|cannot be read): "):
+            parse_source(folder / name).build()
+
+
+def test_names_that_macos_has_decomposed(folder: Path) -> None:
+    for on_disk, in_table in (("cafe\u0301.jpg", "caf\u00e9.jpg"), ("u\u0308.jpg", "\u00fc.jpg")):
+        (folder / on_disk).write_bytes(encode(pixels(7)))
+        source = table(folder, f"image,caption\n{in_table},x\n")
+        assert source.read(0).image == encode(pixels(7))
 
 
 def test_names_of_classes_in_files(folder: Path) -> None:

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import stat
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -412,7 +413,15 @@ def _files_of(text: str, root: Path, second: str) -> list[str]:
     """Return the image that a path names, and its caption file if ``second`` is the ending; see `caption_path`."""
     path = resolve_path(text, root)
     paths = [path, caption_path(path, second)] if second else [path]
-    return [os.path.join(root, each) for each in paths]
+    return [_find_spelling(os.path.join(root, each)) for each in paths]
+
+
+def _find_spelling(path: str) -> str:
+    """Return a path as the disk spells it: macOS decomposes letters with marks, and tables mostly have them whole."""
+    if path.isascii() or os.path.lexists(path):
+        return path
+    spelled = (unicodedata.normalize(form, path) for form in ("NFC", "NFD"))
+    return next(filter(os.path.lexists, spelled), path)
 
 
 def _cut(text: str) -> str:

@@ -172,6 +172,8 @@ def _find_kind(path: str) -> str:
     else:
         name = PurePosixPath(path.partition("?")[0] if "://" in path else path).name.lower()
         found = [kind for kind, endings in _ENDINGS.items() if name.endswith(endings)]
+        if not found and name.endswith(".gz"):
+            found = [kind for kind in ("csv", "tsv", "json") if name.removesuffix(".gz").endswith(_ENDINGS[kind])]
         if not found and is_local and not os.path.exists(local) and not any(mark in path for mark in "{*?["):
             raise DataError(f"{local.absolute()}: no such file or folder; expected a data set")
         if not found:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import csv
+import gzip
 import io
 import itertools
 import json
 import re
+import zlib
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -209,16 +211,26 @@ def _split(lines: Sequence[str], separator: str) -> list[str] | None:
     return row
 
 
+def _open_bytes(path: Path) -> io.BufferedReader:
+    """Open a file, which gzip may have compressed."""
+    file = open_regular(path)
+    return io.BufferedReader(gzip.GzipFile(fileobj=file)) if file.peek(2)[:2] == b"\x1f\x8b" else file  # type: ignore[attr-defined,return-value]
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
 def _open_text(path: Path, encoding: str | None = None) -> TextIO:
-    """Open a text file in UTF-8 or UTF-16, with a mark or without; raises DataError if it cannot be opened."""
+    """Open a text file in UTF-8 or UTF-16, with a mark or without, gzipped or not; raises DataError if it cannot."""
     try:
-        file = open_regular(path)
-        marked = file.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff")  # type: ignore[attr-defined]
+        file = _open_bytes(path)
+        marked = file.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff")
         wanted = (encoding or ("utf-16" if marked else "utf-8")).lower()
         wanted = "utf-8-sig" if wanted in ("utf-8", "utf8") else wanted
         return io.TextIOWrapper(file, wanted, "surrogateescape" if wanted == "utf-8-sig" else "replace", newline="")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; expected a table, a text file") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {_reason(error)}; expected a table, a text file") from None
     except LookupError:
         raise DataError(
             f"{path}: encoding: got {encoding!r}; expected one that Python knows, such as latin-1"
@@ -227,11 +239,14 @@ def _open_text(path: Path, encoding: str | None = None) -> TextIO:
 
 def _read_lines(file: TextIO) -> Iterator[str]:
     """Yield the lines of a file; of one that is far too long, the beginning."""
-    while line := file.readline(_MAX_LINE + 2):
-        yield line
-        rest = line
-        while len(rest) == _MAX_LINE + 2 and not rest.endswith("\n"):
-            rest = file.readline(_MAX_LINE + 2)
+    try:
+        while line := file.readline(_MAX_LINE + 2):
+            yield line
+            rest = line
+            while len(rest) == _MAX_LINE + 2 and not rest.endswith("\n"):
+                rest = file.readline(_MAX_LINE + 2)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{file.name}: is damaged: {error}") from None
 
 
 def _is_utf8(text: str) -> bool:
@@ -256,7 +271,7 @@ class JsonConfig(ListConfig):
 
     def rows(self, path: Path, notes: list[str]) -> Iterator[Row]:
         """See `ListConfig.rows`."""
-        if path.suffix.lower() in _LINES:
+        if path.name.lower().removesuffix(".gz").endswith(_LINES):
             return read_json_lines(path)
         try:
             content = read_json(path)
@@ -277,10 +292,10 @@ class JsonConfig(ListConfig):
 def read_json(path: Path) -> Any:
     """Read a JSON file of at most 2 GiB; raises DataError if it cannot be read."""
     try:
-        with open_regular(path) as file:
+        with _open_bytes(path) as file:
             data = file.read(_MAX_JSON + 1)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; expected a JSON file") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {_reason(error)}; expected a JSON file") from None
     if len(data) > _MAX_JSON:
         raise DataError(f"{path}: more than {_MAX_JSON} bytes, which are not read")
     try:
