@@ -155,7 +155,7 @@ def change(path: Path, facts: dict[str, object], arrays: dict[str, object]) -> N
 @pytest.mark.parametrize(
     ("facts", "arrays", "message"),
     [
-        ({"format_version": 2}, {}, "format_version is 2; expected 1"),
+        ({"format_version": 3}, {}, "format_version is 3; expected 2"),
         ({"chunk": 0}, {}, "chunk: got 0"),
         ({"members": [1, 2]}, {}, "members"),
         ({"largest": "9"}, {}, "largest"),

@@ -41,6 +41,7 @@ from vqclip.errors import CheckpointError, DataError, StorageError, encodable, p
 from vqclip.io.json_files import Strict, validate
 
 __all__ = [
+    "INDEX_VERSION",
     "ByteRange",
     "TarIndex",
     "chunk_digest",
@@ -53,7 +54,9 @@ __all__ = [
 
 logger = logging.getLogger("vqclip.data")
 
-_FORMAT: dict[str, object] = {"format": "vqclip index of tars", "format_version": 1}
+INDEX_VERSION = 2
+"""Version of the format, also in the names of indexes."""
+_FORMAT: dict[str, object] = {"format": "vqclip index of tars", "format_version": INDEX_VERSION}
 _REMEDY = "make it again: vqclip data index SOURCE"
 _MISSING = 2**32 + np.array([-1, -2], np.int64)
 """`NONE` and `AMBIGUOUS` as offsets in an index."""

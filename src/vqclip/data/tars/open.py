@@ -30,7 +30,7 @@ from vqclip.data.remote.files import fetch_bytes
 from vqclip.data.remote.urls import beneath, path_in_url, split_query
 from vqclip.data.shard import Part, Shard
 from vqclip.data.sources.paths import common_folder
-from vqclip.data.tars.index import TarIndex, find_valid_index, open_index
+from vqclip.data.tars.index import INDEX_VERSION, TarIndex, find_valid_index, open_index
 from vqclip.data.tars.make import CHUNK, IndexMaker, Parts
 from vqclip.data.tars.members import USUAL, MemberRules
 from vqclip.data.tars.reader import TarReader
@@ -387,7 +387,7 @@ def _fetch(url: str, shards: Sequence[Shard], path: Path) -> bool:
 
 
 def _digest(names: Sequence[str], rules: MemberRules) -> str:
-    more = [] if rules == USUAL else [json.dumps(rules.to_json(), sort_keys=True)]
+    more = [f"format {INDEX_VERSION}", *([] if rules == USUAL else [json.dumps(rules.to_json(), sort_keys=True)])]
     return hashlib.sha256("\n".join([*names, *more]).encode("utf-8", "surrogateescape")).hexdigest()
 
 
