@@ -45,10 +45,12 @@ def hole(path: Path, start: bytes, size: int) -> Path:
 
 
 def huge_member(path: Path, extension: str) -> Path:
-    """A good tar with a member of 1 GiB of zeros, as holes."""
-    stream = io.BytesIO()
+    """A good tar whose second sample has a member of 1 GiB of zeros, as holes."""
+    stream, members = io.BytesIO(), caption_members(0, 1)
+    if extension == "txt":
+        members["bad.jpg"] = members["000000000.jpg"]
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for name, data in caption_members(0, 1).items():
+        for name, data in members.items():
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))

@@ -157,3 +157,15 @@ def test_notes_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         source = prepare.open_source(FolderConfig(path=str(tmp_path)))
     assert len(source.notes) == 1
     assert [text for text in caplog.messages if ".psd" in text] == [f"{tmp_path}: {source.notes[0]}"]
+
+
+def test_temporary_files_of_killed_jobs_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    source = CaptionShardsConfig(path=str(caption_shards(tmp_path / "shards", (1,))))
+    prepare.prepare_sources([source])
+    folders = [tmp_path / "cache" / "index", *(tmp_path / "cache" / "index").glob("*.parts")]
+    assert len(folders) == 2
+    for folder in folders:
+        (folder / ".tmp-killed").touch()
+    prepare.prepare_sources([source])
+    assert not list((tmp_path / "cache").rglob(".tmp-*"))

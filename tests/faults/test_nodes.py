@@ -52,6 +52,7 @@ def bucket(monkeypatch) -> Iterator[Any]:
     settings = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
     for name, value in (settings | {"AWS_DEFAULT_REGION": "us-east-1", "no_proxy": "*"}).items():
         monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()  # those of an earlier test know only its server
     files = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
     files.makedirs("nodes", exist_ok=True)
     try:

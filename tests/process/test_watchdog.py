@@ -124,6 +124,16 @@ def history():
     return before < 32 or len(recent) == 32, [each.name for each in recent[-4:]], recent[-3].shapes, last.finished
 
 
+def test_a_rank_has_reported_when_its_report_is_whole(tmp_path, ended):
+    """A rank that ends sooner makes the collectives of the others fail, and their stacks show that."""
+    with Watchdog(tmp_path, 60.0, 60.0) as watchdog:
+        watchdog._write("no progress")
+        assert watchdog._read_positions() == {0: (0, "no progress")}
+        report = (tmp_path / "rank-0.txt").read_text()
+        (tmp_path / "rank-0.txt").write_text(report[: report.rindex("===")])
+        assert watchdog._read_positions() == {}
+
+
 def test_the_last_collectives_are_remembered(ranks):
     for bounded, names, shapes, finished in ranks(2, history):
         assert bounded

@@ -62,7 +62,8 @@ def prepare_sources(sources: Sequence[SourceConfigBase], keys: Sequence[str] = (
     place = group.index(dist.rank())
     if place == 0:
         with contextlib.suppress(OSError):
-            remove_leftovers(cache_folder() / "index")
+            for folder in (cache_folder() / "index", *(cache_folder() / "index").glob("*.parts")):
+                remove_leftovers(folder)
     packed = [each for each in sources if isinstance(each, PackedConfig)]
     for of_pieces in (True, False) if packed else (False,):
         parts: _Named = []

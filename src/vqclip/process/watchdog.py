@@ -45,7 +45,8 @@ _WORKERS_SIGNAL = signal.SIGUSR2
 _workers_file = 2
 """File descriptor to which newly forked data workers write their stacks: stderr, or that of the running watchdog."""
 
-_HEADER = re.compile(r"^=== (\w+) rank (\d+) at collective #(\d+): (.*)$", re.MULTILINE)
+_REPORT = re.compile(r"^=== (\w+) rank (\d+) at collective #(\d+): (.*)$(?=[\s\S]*?^=== \1 end$)", re.MULTILINE)
+"""A rank's report that is complete: a rank that ends sooner changes the stacks of those that wait for it."""
 
 
 class _Position(NamedTuple):
@@ -218,7 +219,7 @@ class Watchdog:
             with contextlib.suppress(OSError, TypeError):  # it has ended
                 os.kill(worker.pid, _WORKERS_SIGNAL)  # type: ignore[arg-type]
             time.sleep(_ANSWER_S)
-        os.write(self._file, b"\n")
+        os.write(self._file, f"\n=== {self._token} end\n".encode())
 
     def _report_all_ranks(self) -> None:
         """Wait until all ranks have written, or had time to; the lowest rank that has prints a summary."""
@@ -233,7 +234,7 @@ class Watchdog:
         """Return rank → number of its last collective, and its position."""
         found = {}
         for path in self._folder.glob("rank-*.txt"):
-            for token, rank, number, where in _HEADER.findall(path.read_text(errors="replace")):
+            for token, rank, number, where in _REPORT.findall(path.read_text(errors="replace")):
                 if token == self._token:
                     found[int(rank)] = int(number), where
         return found
