@@ -1,15 +1,25 @@
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.evaluation.made import LFQ, QUANTIZERS, SIZE, tiny_clip
-from vqclip.errors import ConfigError, NonFiniteError
-from vqclip.evaluation.codes import load_ids
-from vqclip.evaluation.encode import Encoder, evaluation_mode
+from vqclip.errors import CheckpointError, ConfigError, NonFiniteError, ShapeError
+from vqclip.evaluation.encode import (
+    Encoder,
+    code_usage,
+    count_codes,
+    evaluation_mode,
+    id_dtype,
+    load_ids,
+    save_ids,
+)
 from vqclip.evaluation.partition import RankPartition
 
 CAPTIONS = ["red", "a small green star", "two words", "", "a long caption that goes on and on beyond the end of it all"]
@@ -31,14 +41,16 @@ def encode_both(model, folder, batch_size, precision="fp32"):
     return image, text
 
 
-@pytest.mark.parametrize("name", ["fsq", "lfq", "product"])
-def test_codes_only_equals_quantized_bit_for_bit_and_continuous_differs(tmp_path, name):
-    for encoded in encode_both(tiny_clip(QUANTIZERS[name]), tmp_path, 5):
+@pytest.mark.parametrize(("name", "dtype"), [("fsq", "float32"), ("lfq", "float64"), ("product", "float32")])
+def test_codes_only_equals_quantized_bit_for_bit_and_continuous_differs(tmp_path, name, dtype):
+    dtype = getattr(torch, dtype)
+    precision = "fp64" if dtype == torch.float64 else "fp32"
+    for encoded in encode_both(tiny_clip(QUANTIZERS[name]).to(dtype), tmp_path, 5, precision):
         modes = encoded.embeddings
         assert torch.equal(modes["quantized"], modes["codes_only"])
-        assert modes["quantized"].dtype == torch.float32
+        assert modes["quantized"].dtype == dtype
         assert not torch.allclose(modes["quantized"], modes["continuous"], atol=1e-3)
-        assert torch.allclose(modes["continuous"].norm(dim=1), torch.ones(len(modes["continuous"])))
+        assert torch.allclose(modes["continuous"].norm(dim=1), torch.ones(len(modes["continuous"]), dtype=dtype))
 
 
 def test_modes_are_what_the_tokenizer_gives_by_itself(tmp_path):
@@ -95,13 +107,6 @@ def test_half_precision_is_near_and_codes_only_still_equal(tmp_path, precision):
     assert torch.allclose(half.embeddings["continuous"], full.embeddings["continuous"], atol=0.05)
 
 
-def test_fp64(tmp_path):
-    model = tiny_clip().double()
-    for encoded in encode_both(model, tmp_path, 5, "fp64"):
-        assert torch.equal(encoded.embeddings["quantized"], encoded.embeddings["codes_only"])
-        assert encoded.embeddings["quantized"].dtype == torch.float64
-
-
 def test_fp32_within_the_callers_autocast(tmp_path):
     model = tiny_clip()
     with torch.autocast("cpu", torch.bfloat16):
@@ -155,3 +160,59 @@ def test_evaluation_mode_ends_with_an_error_too():
     with pytest.raises(KeyError):
         fails()
     assert all(part.training for part in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ((2,), torch.int8),
+        ((128, 5), torch.int8),
+        ((129,), torch.int16),
+        ((5, 2**15), torch.int16),
+        ((2**15 + 1,), torch.int32),
+        ((2**31,), torch.int32),
+        ((2**31 + 1,), torch.int64),
+        ((2**63,), torch.int64),
+    ],
+)
+def test_ids_come_back_from_the_smallest_type_that_holds_them(tmp_path, sizes, dtype):
+    last = torch.tensor([size - 1 for size in sizes])
+    ids = torch.stack([last, torch.zeros_like(last), torch.full_like(last, -1)])[None]
+    assert id_dtype(sizes) == dtype
+    save_ids(tmp_path / "ids", ids, sizes)
+    assert load_file(tmp_path / "ids")["ids"].dtype == dtype
+    assert torch.equal(load_ids(tmp_path / "ids", sizes).long(), ids)
+
+
+def test_ids_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(ShapeError, match=r"got shape \(1, 2, 3\), expected \(B, N, 2\)"):
+        save_ids(tmp_path / "ids", torch.zeros(1, 2, 3, dtype=torch.int64), (4, 4))
+    save_ids(tmp_path / "ids", torch.zeros(1, 2, 1, dtype=torch.int64), (8,))
+    with pytest.raises(CheckpointError, match=r"sizes \[8\], expected \[9\]"):
+        load_ids(tmp_path / "ids", (9,))
+    (tmp_path / "ids").write_bytes((tmp_path / "ids").read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="ids cannot be read"):
+        load_ids(tmp_path / "ids", (8,))
+    with pytest.raises(CheckpointError, match="ids cannot be read"):
+        load_ids(tmp_path / "none", (8,))
+
+
+def test_usage_equals_counting_by_hand():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 6, (9, 4, 2), generator=generator)
+    ids[:, 3] = -1
+    others = [torch.unique(ids[5:, :3, column], return_counts=True) for column in (0, 1)]
+    rows = iter([each for pair in others for each in pair])
+    counts = count_codes(ids[:5], lambda mine: torch.cat([mine, next(rows)]))  # of two ranks
+    usage = code_usage(counts, (8, 2**40), samples=9)
+    bits = 0.0
+    for codebook, size in enumerate((8, 2**40)):
+        seen = Counter(ids[:, :3, codebook].flatten().tolist())
+        entropy = -sum(n / 27 * math.log(n / 27) for n in seen.values())
+        assert usage.codes_used[codebook] == len(seen)
+        assert usage.usage[codebook] == len(seen) / size
+        assert usage.perplexity[codebook] == pytest.approx(math.exp(entropy))
+        bits += entropy / math.log(2)
+    assert usage.bits_used_per_token == pytest.approx(bits)
+    assert (usage.samples, usage.tokens, usage.tokens_per_sample) == (9, 27, 3)
+    assert (usage.bits_per_token, usage.bits_per_sample) == (43, 129)

@@ -18,11 +18,11 @@ from vqclip.evaluation import (
     LinearProbeConfig,
     ZeroShotConfig,
     evaluate,
-    logistic,
     prepare,
+    probes,
     ranking,
 )
-from vqclip.evaluation.knn import vote
+from vqclip.evaluation.probes import fit_logistic, logits, vote
 
 
 @pytest.fixture
@@ -76,10 +76,10 @@ def test_logistic_regression_equals_sklearns(rows, monkeypatch):
     l2 = 0.01
     theirs = LogisticRegression(C=1 / (l2 * len(x)), tol=1e-8, max_iter=1000).fit(x.numpy(), labels.numpy())
     expected = torch.from_numpy(theirs.predict_log_proba(x.numpy()))
-    monkeypatch.setattr(logistic, "BLOCK", 3 * 50)  # three blocks
-    weights = logistic.fit(x, labels, 3, l2)
-    assert torch.allclose(logistic.logits(weights, x).log_softmax(1), expected, atol=1e-3)
-    again = logistic.fit(x, labels, 3, l2, start=weights)
+    monkeypatch.setattr(probes, "BLOCK", 3 * 50)  # three blocks
+    weights = fit_logistic(x, labels, 3, l2)
+    assert torch.allclose(logits(weights, x).log_softmax(1), expected, atol=1e-3)
+    again = fit_logistic(x, labels, 3, l2, start=weights)
     assert torch.allclose(again, weights, atol=1e-3)
 
 

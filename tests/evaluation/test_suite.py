@@ -55,15 +55,6 @@ def test_ranks_together_find_what_one_finds(ranks, folder, world_size, limit):
             assert result == {name: value for name, value in expected.to_json().items() if name != "figures"}
 
 
-def test_rank_0_alone_does_not_wait(ranks, folder):
-    alone = [result.to_json() for result in evaluate(CLIP.from_pretrained(folder / "model"), tasks(folder))]
-    start = time.monotonic()
-    found, nothing = ranks(2, evaluate_on_rank, folder, False, (0,), timeout=60.0)
-    assert time.monotonic() - start < 50
-    assert nothing is None
-    assert found == alone
-
-
 def evaluate_wrapped(folder):
     os.environ["VQCLIP_CACHE"] = str(folder / "cache")
     wrapped = dist.wrap_ddp(CLIP.from_pretrained(folder / "model"))
@@ -74,23 +65,6 @@ def evaluate_wrapped(folder):
 def test_a_wrapped_model_is_unwrapped(ranks, folder):
     first, second = ranks(2, evaluate_wrapped, folder)
     assert first == second
-
-
-def evaluate_a_bad_sample(folder):
-    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
-    model = CLIP.from_pretrained(folder / "model")
-    try:
-        evaluate(model, tasks(folder)[1:])
-    except (DataError, DistributedError) as error:
-        return type(error).__name__, str(error)
-
-
-def test_an_error_on_one_rank_is_raised_on_all(ranks, folder):
-    caption_shards(folder / "captions", [["fine"], [], ["fine too"]])
-    first, second = ranks(2, evaluate_a_bad_sample, folder)
-    assert (first[0], second[0]) == ("DistributedError", "DataError")
-    for _, message in (first, second):
-        assert "000000001: the caption (.txt) is empty" in message
 
 
 def try_a_bad_sample(folder):

@@ -6,7 +6,7 @@ import json
 import torch
 
 from vqclip.evaluation import Result, format_figure, format_results, write_json
-from vqclip.evaluation.codes import code_usage
+from vqclip.evaluation.encode import code_usage
 
 
 def results():

@@ -8,14 +8,17 @@ from typing import get_args
 
 import pytest
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from tests.evaluation.made import caption_shards, class_shards, png, tiny_clip, write_tar
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.evaluation import (
     MODES,
+    CaptionedData,
     EvaluationConfig,
     KnnConfig,
+    LabelledData,
     LinearProbeConfig,
     PixelQualityConfig,
     RetrievalConfig,
@@ -25,7 +28,7 @@ from vqclip.evaluation import (
     scalar_names,
 )
 from vqclip.evaluation.encode import Encoder
-from vqclip.evaluation.labelled import encode_labelled
+from vqclip.evaluation.images import encode_labelled
 from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.pixels import QUALITY
 from vqclip.model import CLIP
@@ -123,3 +126,46 @@ def test_two_ranks_find_what_one_finds_and_one_alone_does_not_wait(ranks, folder
     start = time.monotonic()
     assert ranks(2, run, folder, False, (0,), timeout=60.0) == [alone, None]
     assert time.monotonic() - start < 50
+
+
+@pytest.mark.parametrize(
+    ("schema", "data"),
+    [
+        (LabelledData, {"kind": "classes", "path": "a"}),
+        (LabelledData, {"kind": "scenes"}),
+        (CaptionedData, {"kind": "shards", "path": "a"}),
+        (CaptionedData, {"kind": "scenes"}),
+    ],
+)
+def test_weights_are_for_training(schema, data):
+    TypeAdapter(schema).validate_python(data)
+    with pytest.raises(ValidationError, match="weight"):
+        TypeAdapter(schema).validate_python({**data, "weight": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("schema", "data"),
+    [(LabelledData, {"split": "train"}), (LabelledData, {"split": "val"}), (CaptionedData, {"split": "test"})],
+)
+def test_splits_of_scenes(schema, data):
+    with pytest.raises(ValidationError, match="split"):
+        TypeAdapter(schema).validate_python({"kind": "scenes", **data})
+
+
+def test_defaults_are_the_splits_of_evaluation():
+    assert TypeAdapter(LabelledData).validate_python({"kind": "classes", "path": "a"}).split == "test"
+    assert TypeAdapter(LabelledData).validate_python({"kind": "scenes"}).split == "test"
+    assert TypeAdapter(CaptionedData).validate_python({"kind": "scenes"}).split == "val"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"path": []}, "path: got nothing"),
+        ({"path": ""}, "path: got nothing"),
+        ({"captions": "json", "json_keys": []}, r"(?s)shards.json_keys.*at least 1 item"),
+    ],
+)
+def test_data_that_name_nothing_are_refused(change, message):
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(CaptionedData).validate_python({"kind": "shards", "path": "val"} | change)

@@ -79,11 +79,6 @@ def test_templates_are_averaged_and_can_be_replaced(tmp_path):
     assert torch.allclose(class_embeddings(prompts, [2, 2]), torch.tensor([[0.5**0.5, 0.5**0.5], [1, 0]]))
 
 
-def test_limit(tmp_path):
-    folder = number_shards(tmp_path, [i % 5 for i in range(20)], 5)
-    assert evaluate(PlainModel(5), [ZeroShotConfig(data=ClassShardsConfig(path=folder), limit=7)])[0].samples == 7
-
-
 def test_scenes_and_image_folders_are_evaluated_too(tmp_path):
     drawing = {"train": 1, "val": 1, "test": 9, "heldout": 9, "image_size": 32}
     scenes = [

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from tests.models import tiny_model
-from vqclip.evaluation.codes import save_ids
+from vqclip.evaluation.encode import save_ids
 from vqclip.evaluation.results import write_json
 from vqclip.io.atomic import remove_leftovers, replace_folder, write_file, write_text
 from vqclip.io.tensors import save_tensors

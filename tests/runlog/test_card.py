@@ -8,7 +8,7 @@ import yaml
 from tests.models import tiny_model
 from vqclip.config import load_config
 from vqclip.evaluation import Result
-from vqclip.evaluation.codes import CodeUsage
+from vqclip.evaluation.encode import CodeUsage
 from vqclip.train import TrainConfig
 from vqclip.train.summary import RunSummary, model_card
 

@@ -5,14 +5,11 @@
 - *codes only*: ids written to a file, reloaded and embedded. Equal to *quantized* bit for bit in fp32.
 """
 
-from vqclip.evaluation.codes import CodeUsage, load_ids, save_ids
-from vqclip.evaluation.datasets import CaptionedData, LabelledData
 from vqclip.evaluation.details import Details, DetailsConfig
-from vqclip.evaluation.encode import MODES
-from vqclip.evaluation.knn import KnnConfig
-from vqclip.evaluation.linear_probe import LinearProbeConfig
+from vqclip.evaluation.encode import MODES, CodeUsage, load_ids, save_ids
+from vqclip.evaluation.images import CaptionedData, LabelledData
 from vqclip.evaluation.pixels import PixelQualityConfig
-from vqclip.evaluation.prefixes import Prefixes
+from vqclip.evaluation.probes import KnnConfig, LinearProbeConfig
 from vqclip.evaluation.results import (
     PrefixResult,
     Result,
@@ -28,6 +25,7 @@ from vqclip.evaluation.suite import (
     EvaluationConfig,
     EvaluationOutcome,
     Evaluations,
+    Prefixes,
     evaluate,
     prepare,
     scalar_names,

@@ -1,11 +1,16 @@
 """Encode samples to embeddings in three modes with one pass of the tower; the ids go through a file.
 
-Shapes: B samples of a batch, n all samples of a set, N tokens, C codebooks, E embedding width.
+inputs -> tower -> continuous vectors, quantized vectors, ids
+                                                           ids -> file -> ids -> embed = codes only
+
+Shapes: B samples of a batch, n all samples of a set, N tokens, C codebooks, K codes a codebook, E embedding width.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +19,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from vqclip.errors import NonFiniteError
-from vqclip.evaluation.codes import CodeUsage, code_usage, count_codes, id_dtype, load_ids, merge_counts, save_ids
+from vqclip.errors import CheckpointError, NonFiniteError, ShapeError
 from vqclip.evaluation.details import DetailsConfig, Mode
 from vqclip.evaluation.partition import RankPartition
+from vqclip.io.tensors import open_tensors, save_tensors
 from vqclip.nn.precision import Precision, autocast
 from vqclip.process import progress
 from vqclip.quantizers import Prefix
@@ -31,6 +36,32 @@ Features = Literal["embedding", "tokens"]
 
 MODES: tuple[Mode, ...] = ("continuous", "quantized", "codes_only")
 """continuous: quantizers bypassed; quantized: the training path; codes_only: ids stored, reloaded and embedded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeUsage:
+    """Use of one tokenizer's codebooks over a stated number of tokens. JSON-able by `dataclasses.asdict`."""
+
+    samples: int
+    """Samples counted."""
+    tokens: int
+    """Tokens counted, without padding; every other figure is for this number of tokens."""
+    codebook_sizes: list[int]
+    """K of each codebook."""
+    codes_used: list[int]
+    """Codes seen at least once, of each codebook."""
+    usage: list[float]
+    """Share of the codes seen at least once, of each codebook."""
+    perplexity: list[float]
+    """Exponential of the entropy of the code histogram, of each codebook."""
+    bits_per_token: float
+    """Capacity of a token: Σ log2 K."""
+    bits_used_per_token: float
+    """Sum of the entropies of the code histograms, in bits; an upper bound on the information in a token."""
+    tokens_per_sample: float
+    """Mean number of tokens of a sample."""
+    bits_per_sample: float
+    """`tokens_per_sample` × `bits_per_token`: the size of a stored sample."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +79,6 @@ class Encoded:
     """This rank's ids, while the evaluation lasts; None without codes."""
     rows: Tensor | None = None
     """``(m,)`` int64, on the CPU: row of `embeddings` that each sample of `file` has."""
-
-    def reorder(self, order: Sequence[int], rows: Tensor) -> Encoded:
-        """Return the samples in another order, with the new `rows`."""
-        if list(order) == list(range(len(order))):
-            return dataclasses.replace(self, rows=rows)
-        places = torch.tensor(order, dtype=torch.int64)
-        found = {mode: each[places.to(each.device)] for mode, each in self.embeddings.items()}
-        return dataclasses.replace(self, embeddings=found, rows=rows)
 
 
 class Memo:
@@ -160,8 +183,12 @@ class Encoder:
         whole = {mode: self.partition.gather_rows(torch.cat([empty, *part])) for mode, part in parts.items()}
         _check_finite(whole, tokenizer)
         whole |= {mode: whole["codes_only"] for mode in prefixes if mode not in shorter}
-        usage = self._usage(torch.cat(ids), sizes, device) if sizes else None
-        return Encoded(whole, usage, file=path if sizes else None)
+        if not sizes:
+            return Encoded(whole, None)
+        stored = torch.cat(ids)
+        samples = int(self.partition.gather(torch.tensor([len(stored)], device=device)).sum())
+        counts = count_codes(stored, lambda mine: self.partition.gather(mine.to(device)))
+        return Encoded(whole, code_usage(counts, sizes, samples), file=path)
 
     def _encode(self, tokenizer: Tokenizer, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return ids, quantized and continuous vectors of a batch."""
@@ -177,14 +204,6 @@ class Encoder:
         if self.features == "embedding":
             return tokenizer.embed(ids, self.precision)
         return _mean_token(tokenizer, tokenizer.quantizer.decode(ids), tokenizer.ids_mask(ids))
-
-    def _usage(self, ids: Tensor, sizes: Sequence[int], device: torch.device) -> CodeUsage:
-        def gather(mine: Tensor) -> Tensor:
-            return self.partition.gather(mine.to(device))
-
-        counts = [merge_counts(gather(codes), gather(number)) for codes, number in count_codes(ids)]
-        samples = int(gather(torch.tensor([len(ids)])).sum())
-        return code_usage(counts, sizes, samples)
 
 
 def _mean_token(tokenizer: Tokenizer, vectors: Tensor, mask: Tensor | None) -> Tensor:
@@ -217,3 +236,82 @@ def _check_finite(embeddings: dict[Mode, Tensor], tokenizer: Tokenizer) -> None:
                 f"evaluation: {bad} of {len(rows)} {mode} {tokenizer.modality} embeddings are NaN or infinite; "
                 "expected finite ones: check the weights, or use a higher precision"
             )
+
+
+def id_dtype(codebook_sizes: Sequence[int]) -> torch.dtype:
+    """Return the smallest signed integer type that holds every id and -1."""
+    largest = max(codebook_sizes, default=1) - 1
+    for dtype in (torch.int8, torch.int16, torch.int32):
+        if largest <= torch.iinfo(dtype).max:
+            return dtype
+    return torch.int64
+
+
+def save_ids(path: Path, ids: Tensor, codebook_sizes: Sequence[int]) -> None:
+    """Write ids ``(B, N, C)``, -1 for absent tokens, in the smallest integer type that holds them (safetensors)."""
+    if ids.ndim != 3 or ids.shape[2] != len(codebook_sizes):
+        raise ShapeError(f"ids: got shape {tuple(ids.shape)}, expected (B, N, {len(codebook_sizes)})")
+    small = ids.to("cpu", id_dtype(codebook_sizes)).contiguous()
+    save_tensors({"ids": small}, path, metadata={"codebook_sizes": json.dumps(list(codebook_sizes))})
+
+
+def load_ids(path: Path, codebook_sizes: Sequence[int]) -> Tensor:
+    """Read what `save_ids` wrote: ``(B, N, C)`` in the stored integer type.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, or was written for other codebooks.
+    """
+    try:
+        with open_tensors(path) as file:
+            stored = json.loads((file.metadata() or {}).get("codebook_sizes", "null"))
+            ids = file.get_tensor("ids")
+    except (CheckpointError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: ids cannot be read: {error}") from error
+    if stored != list(codebook_sizes):
+        raise CheckpointError(f"{path}: got ids of codebooks of sizes {stored}, expected {list(codebook_sizes)}")
+    return ids
+
+
+def count_codes(ids: Tensor, gather: Callable[[Tensor], Tensor] = lambda mine: mine) -> list[Tensor]:
+    """Count ids ``(B, N, C)`` exactly: for each codebook, the counts of the ids that occur, in their order.
+
+    Memory does not depend on the size of the codebooks. Negative ids are not counted.
+
+    Args:
+        ids: of this rank.
+        gather: function that concatenates the rows of all ranks.
+    """
+    found = []
+    for column in ids.reshape(-1, ids.shape[-1]).unbind(-1):
+        mine = torch.unique(column[column >= 0].long(), return_counts=True)
+        codes, counts = map(gather, mine)
+        distinct, place = torch.unique(codes, return_inverse=True)
+        found.append(torch.zeros_like(distinct).index_add_(0, place, counts))
+    return found
+
+
+def code_usage(counts: Sequence[Tensor], codebook_sizes: Sequence[int], samples: int) -> CodeUsage:
+    """Return the statistics of counts ``(U_c,)`` of the codes in each codebook.
+
+    Args:
+        counts: int64, count of each code that occurs, one tensor for each codebook.
+        codebook_sizes: K of each.
+        samples: number of samples that the tokens come from.
+    """
+    tokens = int(counts[0].sum())
+    entropies = [float(torch.special.entr(each.double() / max(1, tokens)).sum()) for each in counts]
+    used = [len(each) for each in counts]
+    bits = math.fsum(math.log2(size) for size in codebook_sizes)
+    per_sample = tokens / max(1, samples)
+    return CodeUsage(
+        samples=samples,
+        tokens=tokens,
+        codebook_sizes=list(codebook_sizes),
+        codes_used=used,
+        usage=[number / size for number, size in zip(used, codebook_sizes, strict=True)],
+        perplexity=[math.exp(entropy) for entropy in entropies],
+        bits_per_token=bits,
+        bits_used_per_token=math.fsum(entropies) / math.log(2),
+        tokens_per_sample=per_sample,
+        bits_per_sample=per_sample * bits,
+    )

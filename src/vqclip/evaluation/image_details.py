@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from vqclip.errors import StopRequested
-from vqclip.evaluation.codes import load_ids
 from vqclip.evaluation.details import (
     MAX_CODEBOOKS,
     Bits,
@@ -32,7 +31,7 @@ from vqclip.evaluation.details import (
     ShownImage,
     clip_text,
 )
-from vqclip.evaluation.encode import Encoded, Encoder
+from vqclip.evaluation.encode import Encoded, Encoder, load_ids
 from vqclip.evaluation.examples import Direction, choose_examples
 from vqclip.evaluation.images import EncodedImages
 from vqclip.evaluation.partition import RankPartition

@@ -1,25 +1,84 @@
-"""Shared part of the tasks: configuration and encoding of a set of images."""
+"""Sets of images, as configured, opened, and encoded: what every task begins with."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Generic, TypeVar
+from functools import partial
+from typing import Annotated, Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor, nn
 
 from vqclip.config import Config
-from vqclip.data import EvalBatch, EvalSet, Source
-from vqclip.errors import ConfigError, DataError
-from vqclip.evaluation.encode import Encoded, Encoder
+from vqclip.data import (
+    EvalBatch,
+    EvalSet,
+    ScenesSourceConfig,
+    Source,
+    SourceConfig,
+    SourceConfigBase,
+    mask_credentials,
+)
+from vqclip.errors import ConfigError, DataError, printable
+from vqclip.evaluation.encode import Encoded, Encoder, Features
 from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.results import Result
 from vqclip.model import CLIP
 from vqclip.tokenizer import ImageTokenizer
 
 T = TypeVar("T")
+
+
+def _prepare(data: SourceConfigBase, labelled: bool | None = None, split: str = "test") -> SourceConfigBase:
+    """Return the data with the split of evaluation where none is named; raise ValueError if they cannot be used."""
+    data.require_no_weight("evaluation")
+    if getattr(data, "split", "") is None:
+        split = "val" if isinstance(data, ScenesSourceConfig) and labelled is False else split
+        data = data.model_copy(update={"split": split})
+    if labelled is not None and (
+        data.has_classes is (not labelled) or (getattr(data, "split", "") == "train" and data.kind == "scenes")
+    ):
+        raise ValueError(printable(_problem(data, labelled)))  # pydantic refuses bytes that are not UTF-8
+    return data
+
+
+def _problem(data: SourceConfigBase, labelled: bool) -> str:
+    split = getattr(data, "split", None)
+    where = f"{mask_credentials(str(path))}: " if (path := getattr(data, "path", None)) is not None else ""
+    what = f"{where}kind {data.kind}" + (f" with split {split}" if split else "")
+    if labelled:
+        return f"{what} has captions, not classes; expected labelled images (or the task retrieval)"
+    return f"{what} has classes, not captions of its own; expected captioned images (or the task zero-shot)"
+
+
+AnyData: TypeAlias = Annotated[SourceConfig, AfterValidator(_prepare)]
+"""Any kind of images, labelled or captioned: the split test where none is named."""
+LabelledData: TypeAlias = Annotated[SourceConfig, AfterValidator(partial(_prepare, labelled=True))]
+"""Any kind of labelled images."""
+TrainingData: TypeAlias = Annotated[SourceConfig, AfterValidator(partial(_prepare, labelled=True, split="train"))]
+"""Any kind of labelled images to fit a probe to: the split train where none is named."""
+CaptionedData: TypeAlias = Annotated[SourceConfig, AfterValidator(partial(_prepare, labelled=False))]
+"""Any kind of captioned images."""
+
+
+def open_data(data: SourceConfigBase, partition: RankPartition, labelled: bool | None, key: str = "data") -> Source:
+    """Open images on every rank of a partition.
+
+    Args:
+        data: the images.
+        partition: ranks that open them.
+        labelled: True: they must have classes; False: captions; None: either.
+        key: key of the data in the configuration of a task, for messages.
+
+    Raises:
+        DataError: the data cannot be used, or have no classes, or captions that are prompts with class names.
+    """
+    source = partition.open(data, key)
+    if (labelled is True and not source.classnames) or (labelled is False and source.templates):
+        raise DataError(f"{key}: {_problem(data, labelled)}")
+    return source
 
 
 class ImagesConfig(Config):
@@ -31,6 +90,8 @@ class ImagesConfig(Config):
     """Names of further figures, which the mode codes only has alone."""
     needs_texts: ClassVar[bool] = True
     """Whether the task encodes texts; False: a model of images alone can be evaluated."""
+    labelled: ClassVar[bool | None] = None
+    """Whether the images must have classes; False: captions; None: either."""
 
     kind: str
     """Kind of the task."""
@@ -52,7 +113,7 @@ class ImagesConfig(Config):
 
     def open(self, partition: RankPartition) -> Source:
         """Open the data on every rank; raise DataError if they cannot be used."""
-        return partition.open(self.data)
+        return open_data(self.data, partition, self.labelled)
 
     def require(self, model: nn.Module) -> None:
         """Raise ConfigError if a model has no part that this task needs."""
@@ -109,6 +170,11 @@ class EncodedImages(Generic[T]):
     notes: list[str]
     """Remarks for the reader."""
 
+    @property
+    def labels(self) -> Tensor:
+        """``(n,)`` int64, on the CPU: the annotations of labelled images."""
+        return torch.tensor(self.annotations, dtype=torch.int64)
+
 
 def encode_images(
     config: ImagesConfig,
@@ -156,7 +222,47 @@ def encode_images(
     notes += [f"{len(reasons)} of {images.size} images cannot be used and are left out"] if reasons else []
     # Where images are left out, the ranks' rows are not in the order of the set.
     order = sorted(range(len(found)), key=lambda row: found[row][0])
+    embeddings = encoded.embeddings
+    if order != list(range(len(order))):
+        places = torch.tensor(order, dtype=torch.int64)
+        embeddings = {mode: each[places.to(each.device)] for mode, each in embeddings.items()}
     indices = torch.tensor([found[row][0] for row in order], dtype=torch.int64)
     own = torch.tensor([index for index, _ in mine], dtype=torch.int64)
-    ordered = encoded.reorder(order, torch.searchsorted(indices, own))
-    return EncodedImages(source, ordered, [found[row][1] for row in order], indices, notes)
+    encoded = dataclasses.replace(encoded, embeddings=embeddings, rows=torch.searchsorted(indices, own))
+    return EncodedImages(source, encoded, [found[row][1] for row in order], indices, notes)
+
+
+def encode_labelled(
+    config: ImagesConfig,
+    data: SourceConfigBase,
+    model: CLIP,
+    encoder: Encoder,
+    name: str,
+    limit: int | None,
+    features: Features = "embedding",
+    key: str = "data",
+) -> EncodedImages[int]:
+    """Encode labelled images; every rank encodes its part. Tasks in a row that use the same images share the result.
+
+    Args:
+        config: batch size, workers and tolerance.
+        data: the images.
+        model: in evaluation mode.
+        encoder: encoder; every rank of its partition must call this.
+        name: names the file of ids.
+        limit: number of images; None: all.
+        features: see `vqclip.evaluation.probes.ProbeConfig.features`.
+        key: key of the data in `config`, for messages.
+
+    Raises:
+        DataError: the data cannot be used, or has no labels; raised on every rank.
+    """
+
+    def encode() -> EncodedImages[int]:
+        source = open_data(data, encoder.partition, True, key)
+        settings = config.model_copy(update={"limit": limit})
+        reader = dataclasses.replace(encoder, features=features)
+        return encode_images(settings, source, model.image, reader, name, lambda batch: batch.labels.tolist())
+
+    memo = (repr(data), limit, config.batch_size, config.max_bad_fraction, features)
+    return encoder.memo.get(memo, encode)

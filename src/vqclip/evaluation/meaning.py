@@ -14,12 +14,10 @@ from vqclip.evaluation.details import Interval
 from vqclip.evaluation.encode import Encoded, Encoder, Mode
 from vqclip.evaluation.images import EncodedImages
 from vqclip.evaluation.intervals import ratio_intervals
-from vqclip.evaluation.labelled import LabelledImages
-from vqclip.evaluation.prompts import fill
 from vqclip.evaluation.ranking import DEPTHS
 from vqclip.evaluation.results import common_modes
 from vqclip.evaluation.retrieval import both_ranks, chance
-from vqclip.evaluation.zero_shot import class_embeddings, rank_classes
+from vqclip.evaluation.zero_shot import class_embeddings, fill, rank_classes
 from vqclip.tokenizer import TextTokenizer
 
 Found = Mapping[Mode, dict[str, tuple[float, Interval]]]
@@ -40,7 +38,7 @@ class Meaning(NamedTuple):
 
 
 def meaning_of_classes(
-    images: LabelledImages, tokenizer: TextTokenizer, encoder: Encoder, batch_size: int, name: str
+    images: EncodedImages[int], tokenizer: TextTokenizer, encoder: Encoder, batch_size: int, name: str
 ) -> Meaning:
     """Return the zero-shot accuracy ``top1``, with the prompts of the data; every rank must call this."""
     names, templates = images.source.classnames, images.source.templates or (DEFAULT_TEMPLATE,)

@@ -1,23 +1,32 @@
 """Ways to store an image, and what comes back: the codes, fewer of them, none, means, and files of equal bytes.
 
+What comes back is compared with the original pixel by pixel, and in the features of frozen networks (`Distances`).
+
 Shapes: B samples of a batch, N tokens, C codebooks, Cd codebooks of detail, S side of the images.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from vqclip.data import EvalBatch
-from vqclip.evaluation.codes import load_ids, save_ids
-from vqclip.evaluation.encode import MODES, Mode
-from vqclip.evaluation.pixel_distances import Distances
+from vqclip.errors import name_section
+from vqclip.evaluation.encode import MODES, Mode, load_ids, save_ids
+from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.reconstructions import DecodedPrefix, decoded_prefixes
+from vqclip.pixels.losses.base import PixelTerm
+from vqclip.pixels.losses.lpips import LPIPSConfig
+from vqclip.pixels.losses.perceptual import PerceptualConfig
 from vqclip.pixels.metrics import compare_images, to_uint8
 from vqclip.pixels.metrics.codecs import Codec, best_within, compress
+from vqclip.pixels.metrics.frechet import FrechetConfig, FrechetFeatures, Moments, frechet_distance
 from vqclip.process import progress
 from vqclip.tokenizer import ImageTokenizer
 
@@ -28,6 +37,94 @@ COLOUR_BITS = 24
 
 Decoded = Iterator[tuple[str, Tensor, Sequence[int] | None]]
 """Name of the method, images ``(B, 3, S, S)`` uint8 and the bytes of each file; None without files."""
+
+
+DistanceConfig = Annotated[LPIPSConfig | PerceptualConfig | FrechetConfig, Field(discriminator="kind")]
+"""A distance of each image, or a Fréchet distance of all images, chosen by ``kind``."""
+
+
+def _check(configs: tuple[DistanceConfig, ...]) -> tuple[DistanceConfig, ...]:
+    terms = [config for config in configs if not isinstance(config, FrechetConfig)]
+    for config, key in itertools.product(terms, ("weight", "start_step")):
+        if (got := getattr(config, key)) != (default := type(config).model_fields[key].default):
+            raise ValueError(
+                f"distances: got {key} {got} of kind {config.kind}, which has no effect here; expected {default}"
+            )
+    kinds = [config.kind for config in terms]
+    if len(set(kinds)) < len(kinds):
+        raise ValueError(f"got kinds {', '.join(kinds)}; expected each of lpips and perceptual at most once")
+    return configs
+
+
+DistanceConfigs = Annotated[tuple[DistanceConfig, ...], AfterValidator(_check)]
+"""Several distances."""
+
+
+class Distances:
+    """Distances of a set, batch after batch.
+
+    Args:
+        configs: the distances.
+        image_size: height and width of the images.
+        device: device of the networks.
+
+    Raises:
+        ConfigError: a network cannot be loaded.
+    """
+
+    def __init__(self, configs: Sequence[DistanceConfig], image_size: int, device: torch.device):
+        self._device = device
+        self._terms: dict[str, PixelTerm] = {}
+        self._features: list[FrechetFeatures] = []
+        for number, config in enumerate(configs):
+            with name_section(f"distances[{number}]"):
+                if isinstance(config, FrechetConfig):
+                    self._features.append(config.build())
+                    self._features[-1].network.to(device)
+                else:
+                    self._terms[config.kind] = config.build(image_size).to(device)
+        self.notes: list[str] = []
+        """Remarks for the reader, after `finish`."""
+        self._moments: list[tuple[Moments, Moments]] = []
+
+    def of_images(self, made: Tensor, real: Tensor) -> dict[str, Tensor]:
+        """Return kind → ``(B,)`` float64 on the CPU, of images ``(B, 3, S, S)`` uint8."""
+        if not self._terms:
+            return {}
+        x, y = (images.to(self._device).float() / 255 for images in (made, real))
+        with torch.autocast(self._device.type, enabled=False):
+            return {kind: term(x, y).double().cpu() for kind, term in self._terms.items()}
+
+    def add(self, made: Tensor, real: Tensor) -> None:
+        """Add the features of a batch ``(B, 3, S, S)`` uint8 to the moments."""
+        with torch.autocast(self._device.type, enabled=False):
+            new = [
+                tuple(Moments.of(each.features(images.to(self._device))) for images in (made, real))
+                for each in self._features
+            ]
+        before = self._moments
+        self._moments = [
+            (a, b) if not before else (before[number][0].add(a), before[number][1].add(b))
+            for number, (a, b) in enumerate(new)
+        ]
+
+    def finish(self, partition: RankPartition) -> dict[str, float]:
+        """Return name → Fréchet distance of all images of all ranks; of fewer than two images, none. A collective."""
+        found = {}
+        for number, each in enumerate(self._features):
+            pair = self._moments[number] if self._moments else self._none(each.features)
+            made, real = (Moments(*(partition.gather(part[None]).sum(dim=0) for part in one)) for one in pair)
+            if made.images >= 2:
+                found[each.name] = frechet_distance(made, real)
+            else:
+                self.notes.append(f"no {each.name}: it needs two images")
+        return found
+
+    def _none(self, features: object) -> tuple[Moments, Moments]:
+        """Return the moments of no image."""
+        size = torch.zeros(1, 3, 32, 32, dtype=torch.uint8, device=self._device)
+        empty = Moments.of(features(size)[:0])  # type: ignore[operator]
+        return empty, empty
 
 
 class Methods:

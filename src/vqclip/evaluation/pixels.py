@@ -6,7 +6,7 @@ images → ids → file → ids → pixel decoder → 8-bit images → quality b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,20 +14,16 @@ import torchvision.transforms.v2.functional as F
 from torch import Tensor, nn
 from torchvision.transforms.v2 import InterpolationMode
 
-from vqclip.data import Source, mask_credentials
+from vqclip.data import EvalBatch, Source, mask_credentials
 from vqclip.errors import ConfigError, DataError
-from vqclip.evaluation.codes import load_ids
-from vqclip.evaluation.datasets import AnyData
 from vqclip.evaluation.details import Details, Interval
-from vqclip.evaluation.encode import Encoded, Encoder, Mode
+from vqclip.evaluation.encode import Encoder, Mode, load_ids
 from vqclip.evaluation.image_details import ImageDetails, make_details
-from vqclip.evaluation.images import EncodedImages, ImagesConfig, encode_images
+from vqclip.evaluation.images import AnyData, EncodedImages, ImagesConfig, encode_images, encode_labelled
 from vqclip.evaluation.intervals import mean_value_intervals
-from vqclip.evaluation.labelled import encode_labelled
 from vqclip.evaluation.meaning import Meaning, meaning_of_captions, meaning_of_classes
 from vqclip.evaluation.partition import RankPartition
-from vqclip.evaluation.pixel_distances import DistanceConfigs, Distances
-from vqclip.evaluation.pixel_methods import QUANTIZED, Methods
+from vqclip.evaluation.pixel_methods import QUANTIZED, DistanceConfigs, Distances, Methods
 from vqclip.evaluation.reconstructions import pixel_transform
 from vqclip.evaluation.results import PixelResult, PixelRow, Result, fill_modes
 from vqclip.model import CLIP
@@ -67,7 +63,8 @@ class PixelQualityConfig(ImagesConfig):
 
     def require(self, model: nn.Module) -> None:
         """Raise ConfigError if a model has no pixel decoder, or a network of the distances cannot be loaded."""
-        self._load_distances(require_pixel_decoder(model.image))  # type: ignore[arg-type]
+        tokenizer = require_pixel_decoder(model.image)  # type: ignore[arg-type]
+        Distances(self.distances, _size(tokenizer), tokenizer.device)
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
         """Store, decode and compare every image, and encode the reconstructions again.
@@ -76,42 +73,84 @@ class PixelQualityConfig(ImagesConfig):
             ConfigError: the model has no pixel decoder.
             DataError: the data cannot be used.
         """
-        tokenizer = require_pixel_decoder(model.image)
+        tokenizer, partition = require_pixel_decoder(model.image), encoder.partition
+        size, sizes, preprocess = _size(tokenizer), tokenizer.codebook_sizes, tokenizer.config.preprocess
         images, meaning = self._encode_originals(model, encoder, name)
         if not images.annotations:
             raise DataError(f"{self.name}: got no image that can be used")
-        distances = self._load_distances(tokenizer)
-        methods = self._methods(tokenizer, images, encoder, name, distances)
+        distances = Distances(self.distances, size, tokenizer.device)
+        stored, inputs = images.encoded.file, None
+        if size != tokenizer.tower.image_size:
+            inputs = iter(self.read(images.source, tokenizer.transform, partition))
+        methods = Methods(
+            tokenizer,
+            None if stored is None else load_ids(stored, sizes),
+            encoder.folder / f"{name}-detail-{partition.rank}.safetensors",
+            inputs,
+            self._mean_image(tokenizer, images.source, partition),
+            self.prefixes,
+            self.codecs,
+            distances,
+        )
+
+        def reconstructions(batch: EvalBatch) -> Tensor:
+            """Return those of the batch that `Methods.measure` has seen, at the size that the tower takes."""
+            made, side = methods.reconstructions, tokenizer.tower.image_size
+            mode = InterpolationMode(preprocess.interpolation)
+            return made if made.shape[-1] == side else F.resize(made, [side, side], mode, antialias=True)
+
         made = encode_images(
             self, images.source, tokenizer, encoder, f"{name}-reconstructed", methods.measure,
-            transform=pixel_transform(tokenizer),
-            inputs=lambda batch: _resize(methods.reconstructions, tokenizer),
+            transform=pixel_transform(tokenizer), inputs=reconstructions,
         )  # fmt: skip
-        columns = next(filter(None, encoder.partition.gather_items([[*map(list, methods.columns)]])))
+        columns = next(filter(None, partition.gather_items([[*map(list, methods.columns)]])))
         rows = _rows(columns, made.annotations, methods)
-        figures = _figures(rows, methods)
-        if tokenizer.codebook_sizes:
-            figures["codes_only"][AGREEMENT] = _agreement(images.encoded, made.encoded, tokenizer, encoder)
-        intervals = {}
+        by_method = {row.method: row.figures for row in rows}
+        figures = {
+            mode: {figure: by_method[method][figure] for figure in QUALITY if figure in by_method[method]}
+            for mode, method in methods.modes.items()
+        }
+        if sizes:
+            assert stored is not None
+            assert made.encoded.file is not None
+            same = (load_ids(stored, sizes) == load_ids(made.encoded.file, sizes)).flatten(1).double().mean(dim=1)
+            figures["codes_only"][AGREEMENT] = float(partition.gather_rows(same.to(tokenizer.device)).cpu().mean())
+        both = {"original": images, "reconstructed": made}
+        intervals: dict[Mode, dict[str, Interval]] = {}
         if meaning is not None:
-            with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
-                intervals = _add_meaning(figures, meaning, {"original": images, "reconstructed": made})
-        between = distances.finish(encoder.partition)
+            with partition.raise_on_all_ranks():  # one rank may be asked to stop
+                for which, each in both.items():
+                    for mode, found in meaning.figures(each.encoded).items():
+                        for figure, (rate, interval) in found.items():
+                            figures.setdefault(mode, {})[f"{which}_{figure}"] = rate
+                            intervals.setdefault(mode, {})[f"{which}_{figure}"] = interval
+        between = distances.finish(partition)
+        names = images.source.classnames
+
+        def texts() -> list[str]:
+            return [names[each] if names else each[0] for each in images.annotations]
+
+        def details(maker: ImageDetails) -> Details:
+            shown = maker.reconstructions()
+            return Details(samples=len(images.annotations), intervals=intervals, reconstructions=shown)
+
+        chances = {} if meaning is None else meaning.chance
+        shape = "shorter side resized, centre cropped" if preprocess.mode == "crop" else "both sides resized"
         return Result(
             name=self.name,
             kind=self.kind,
             figures=fill_modes(figures),
-            chance={} if meaning is None else _of_both(meaning.chance),
+            chance={f"{which}_{figure}": rate for which in both for figure, rate in chances.items()},
             samples=len(images.annotations),
-            classes=len(images.source.classnames) or None,
+            classes=len(names) or None,
             captions=0 if meaning is None else meaning.texts,
             usage={"image": images.encoded.usage} | ({} if meaning is None else {"text": meaning.text.usage}),
-            notes=[*images.notes, *self._text_notes(model), *_notes(rows, tokenizer, methods), *distances.notes],
-            details=_details(tokenizer, encoder, images, intervals),
+            notes=[*images.notes, *self._notes(model, rows, methods), *distances.notes],
+            details=make_details(tokenizer, encoder, images, texts, details),
             pixels=PixelResult(
                 reference=describe_data(self.data),
-                image_size=_size(tokenizer),
-                preprocessing=_preprocessing(tokenizer),
+                image_size=size,
+                preprocessing=f"{shape}, {preprocess.interpolation}, antialiased, 8 bits",
                 rows=[row for row in rows if row.method != QUANTIZED],
                 distances=between,
             ),
@@ -120,38 +159,17 @@ class PixelQualityConfig(ImagesConfig):
     def _encode_originals(self, model: CLIP, encoder: Encoder, name: str) -> tuple[EncodedImages[Any], Meaning | None]:
         """Return the originals as the model encodes them, and what they mean."""
         source, text = self.open(encoder.partition), getattr(model, "text", None) if self.meaning else None
+        images: EncodedImages[Any]
         if source.classnames:
-            labelled = encode_labelled(self, self.data, model, encoder, f"{name}-image", self.limit)
-            prompts = (
-                None if text is None else meaning_of_classes(labelled, text, encoder, self.batch_size, f"{name}-text")
+            images = encode_labelled(self, self.data, model, encoder, f"{name}-image", self.limit)
+        else:
+            images = encode_images(
+                self, source, model.image, encoder, f"{name}-image", lambda batch: [[*each] for each in batch.captions]
             )
-            return labelled, prompts
-        captioned = encode_images(
-            self, source, model.image, encoder, f"{name}-image", lambda batch: [list(each) for each in batch.captions]
-        )
         if text is None:
-            return captioned, None
-        return captioned, meaning_of_captions(captioned, text, encoder, self.batch_size, f"{name}-text")
-
-    def _text_notes(self, model: nn.Module) -> list[str]:
-        if hasattr(model, "text") or not self.meaning:
-            return []
-        return ["no zero-shot accuracy or R@1 of the reconstructions: the tokenizer is one of images alone"]
-
-    def _methods(
-        self, tokenizer: ImageTokenizer, images: EncodedImages[Any], encoder: Encoder, name: str, distances: Distances
-    ) -> Methods:
-        stored = images.encoded.file
-        ids = None if stored is None else load_ids(stored, tokenizer.codebook_sizes)
-        inputs = None
-        if _size(tokenizer) != tokenizer.tower.image_size:
-            inputs = iter(self.read(images.source, tokenizer.transform, encoder.partition))
-        mean = self._mean_image(tokenizer, images.source, encoder.partition)
-        detail_file = encoder.folder / f"{name}-detail-{encoder.partition.rank}.safetensors"
-        return Methods(tokenizer, ids, detail_file, inputs, mean, self.prefixes, self.codecs, distances)
-
-    def _load_distances(self, tokenizer: ImageTokenizer) -> Distances:
-        return Distances(self.distances, _size(tokenizer), tokenizer.device)
+            return images, None
+        find: Any = meaning_of_classes if source.classnames else meaning_of_captions
+        return images, find(images, text, encoder, self.batch_size, f"{name}-text")
 
     def _mean_image(self, tokenizer: ImageTokenizer, source: Source, partition: RankPartition) -> Tensor:
         """Return the mean ``(3, S, S)`` uint8 of all images: the best image for all of them, by squared error."""
@@ -165,6 +183,21 @@ class PixelQualityConfig(ImagesConfig):
                     count += len(batch)
         total, count = (partition.gather(each.to(tokenizer.device)).sum(dim=0).cpu() for each in (total, count))
         return (total.double() / count).round().to(torch.uint8)
+
+    def _notes(self, model: CLIP, rows: Sequence[PixelRow], methods: Methods) -> list[str]:
+        notes, size = list[str](), _size(model.image)
+        if self.meaning and not hasattr(model, "text"):
+            notes.append("no zero-shot accuracy or R@1 of the reconstructions: the tokenizer is one of images alone")
+        for metric, least in (("SSIM", SSIM_SIZE), ("MS-SSIM", MS_SSIM_SIZE)):
+            if size < least:
+                notes.append(f"no {metric}: it needs {least} pixels of height and width")
+        if files := [row for row in rows if row.within is not None]:
+            told = ", ".join(f"{row.method} {100 * (row.within or 0):.0f} %" for row in files)
+            notes.append(
+                f"files of at most {methods.budget} bytes, headers included: {told} of the images; of the others, the "
+                "smallest file counts"
+            )
+        return notes
 
 
 def require_pixel_decoder(tokenizer: ImageTokenizer) -> ImageTokenizer:
@@ -188,19 +221,6 @@ def _size(tokenizer: ImageTokenizer) -> int:
     return tokenizer.pixels.image_size
 
 
-def _preprocessing(tokenizer: ImageTokenizer) -> str:
-    preprocess = tokenizer.config.preprocess
-    shape = "shorter side resized, centre cropped" if preprocess.mode == "crop" else "both sides resized"
-    return f"{shape}, {preprocess.interpolation}, antialiased, 8 bits"
-
-
-def _resize(images: Tensor, tokenizer: ImageTokenizer) -> Tensor:
-    """Return reconstructions at the size that the tower takes."""
-    size = tokenizer.tower.image_size
-    mode = InterpolationMode(tokenizer.config.preprocess.interpolation)
-    return images if images.shape[-1] == size else F.resize(images, [size, size], mode, antialias=True)
-
-
 def _rows(columns: Sequence[Sequence[str]], values: Sequence[Sequence[float]], methods: Methods) -> list[PixelRow]:
     """Return a row for each method, from the values of all images, ``n`` times a value for each column."""
     table = torch.tensor(values, dtype=torch.float64).T.contiguous()
@@ -219,70 +239,3 @@ def _rows(columns: Sequence[Sequence[str]], values: Sequence[Sequence[float]], m
             bits, within = 8 * float(table[sizes].mean()), float((table[sizes] <= methods.budget).double().mean())
         rows.append(PixelRow(method, bits, within, figures, between))
     return rows
-
-
-def _figures(rows: Sequence[PixelRow], methods: Methods) -> dict[Mode, dict[str, float]]:
-    found = {row.method: row.figures for row in rows}
-    return {
-        mode: {figure: found[method][figure] for figure in QUALITY if figure in found[method]}
-        for mode, method in methods.modes.items()
-    }
-
-
-def _agreement(images: Encoded, made: Encoded, tokenizer: ImageTokenizer, encoder: Encoder) -> float:
-    """Return the mean share of an image's ids that are the same for its reconstruction."""
-    assert images.file is not None
-    assert made.file is not None
-    sizes = tokenizer.codebook_sizes
-    same = (load_ids(images.file, sizes) == load_ids(made.file, sizes)).flatten(1).double().mean(dim=1)
-    return float(encoder.partition.gather_rows(same.to(tokenizer.device)).cpu().mean())
-
-
-def _of_both(chance: Mapping[str, float]) -> dict[str, float]:
-    return {f"{which}_{figure}": rate for which in ("original", "reconstructed") for figure, rate in chance.items()}
-
-
-def _add_meaning(
-    figures: dict[Mode, dict[str, float]], meaning: Meaning, sets: Mapping[str, EncodedImages[Any]]
-) -> dict[Mode, dict[str, Interval]]:
-    """Add the figures of meaning to those of each mode, and return their intervals."""
-    intervals: dict[Mode, dict[str, Interval]] = {}
-    for which, images in sets.items():
-        for mode, found in meaning.figures(images.encoded).items():
-            for figure, (rate, interval) in found.items():
-                figures.setdefault(mode, {})[f"{which}_{figure}"] = rate
-                intervals.setdefault(mode, {})[f"{which}_{figure}"] = interval
-    return intervals
-
-
-def _details(
-    tokenizer: ImageTokenizer,
-    encoder: Encoder,
-    images: EncodedImages[Any],
-    intervals: dict[Mode, dict[str, Interval]],
-) -> Details | None:
-    names = images.source.classnames
-
-    def texts() -> list[str]:
-        return [names[each] if names else each[0] for each in images.annotations]
-
-    def make(maker: ImageDetails) -> Details:
-        shown = maker.reconstructions()
-        return Details(samples=len(images.annotations), intervals=intervals, reconstructions=shown)
-
-    return make_details(tokenizer, encoder, images, texts, make)
-
-
-def _notes(rows: Sequence[PixelRow], tokenizer: ImageTokenizer, methods: Methods) -> list[str]:
-    notes = []
-    if _size(tokenizer) < SSIM_SIZE:
-        notes.append(f"no SSIM: it needs {SSIM_SIZE} pixels of height and width")
-    if _size(tokenizer) < MS_SSIM_SIZE:
-        notes.append(f"no MS-SSIM: it needs {MS_SSIM_SIZE} pixels of height and width")
-    if files := [row for row in rows if row.within is not None]:
-        told = ", ".join(f"{row.method} {100 * (row.within or 0):.0f} %" for row in files)
-        notes.append(
-            f"files of at most {methods.budget} bytes, headers included: {told} of the images; of the others, the "
-            "smallest file counts"
-        )
-    return notes

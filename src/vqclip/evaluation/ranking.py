@@ -13,7 +13,6 @@ Shapes: Q queries, M candidates, E embedding width.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,8 +31,7 @@ CLASS_FIGURES = (*(f"top{k}" for k in DEPTHS), "mean_per_class")
 """Accuracies, and the mean of the classes' own accuracies (mean per class recall)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Ranks:
+class Ranks(NamedTuple):
     """Place of the best right candidate of each of Q queries; all ``(Q,)``, on the CPU."""
 
     best: Tensor
@@ -84,7 +82,7 @@ def rank(queries: Tensor, candidates: Tensor, query_group: Tensor, group: Tensor
     for part, right_group in zip(queries.split(rows), query_group.split(rows), strict=True):
         progress.heartbeat()
         found.append(rank_scores(part @ candidates.T, right_group[:, None] == group[None, :], SAME, with_wrong))
-    return Ranks(*(torch.cat(parts) for parts in zip(*map(_fields, found), strict=True)))
+    return Ranks(*map(torch.cat, zip(*found, strict=True)))
 
 
 def rank_scores(scores: Tensor, right: Tensor, same: float, with_wrong: bool = False) -> Ranks:
@@ -134,10 +132,6 @@ class Classified(NamedTuple):
             torch.cat([empty[0], *(part.hits for part in parts)], dim=1),
             torch.cat([empty[1], *(part.predicted for part in parts)]),
         )
-
-
-def _fields(ranks: Ranks) -> list[Tensor]:
-    return [getattr(ranks, field.name) for field in dataclasses.fields(ranks)]
 
 
 def class_figures(hits: Tensor, labels: Tensor) -> dict[str, float]:

@@ -6,8 +6,9 @@ codebooks, S pixels on each side.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,37 +105,30 @@ def show_reconstructions(
     prefixes = decoded_prefixes(tokenizer)
     for image, one in zip(images, ids, strict=True):
         original = reader.pixels(image.index)
-        if original is not None:  # otherwise the file has changed since
-            decoded = [(each.label, each.bits, each.decode(tokenizer, one[None])[0]) for each in prefixes]
-            if large:
-                decoded.append(_compress(original, int(prefixes[-1].bits // 8)))
-            described = [_describe(*each, original, reader.side, large) for each in decoded]
-            shown = image.model_copy(update={"thumbnail": exact_thumbnail(original, reader.side)})
-            yield Reconstruction(image=shown, decoded=tuple(described))
-
-
-def _compress(original: Tensor, budget: int) -> tuple[str, float, Tensor]:
-    """Return label, bits and pixels of the best WebP file of at most ``budget`` bytes, or of the smallest one."""
-    found = best_within(compress(original, "webp", budget), original, budget)
-    return "WebP" if found.bytes <= budget else "WebP, smallest file", 8.0 * found.bytes, found.pixels
-
-
-def _describe(
-    label: str, bits: float, pixels: Tensor, original: Tensor, side: int, with_difference: bool
-) -> DecodedImage:
-    return DecodedImage(
-        label=label,
-        bits=bits,
-        figures={name: float(value) for name, value in compare_images(pixels[None], original[None]).items()},
-        image=exact_thumbnail(pixels, side),
-        difference=exact_thumbnail(_difference(pixels, original), side) if with_difference else None,
-    )
-
-
-def _difference(decoded: Tensor, original: Tensor) -> Tensor:
-    """Return the mean difference of the channels as a grey image ``(3, S, S)`` uint8."""
-    grey = (decoded.float() - original.float()).abs().mean(dim=0, keepdim=True)
-    return (grey * DIFFERENCE_GAIN).clamp(0, 255).round().to(torch.uint8).expand(3, -1, -1)
+        if original is None:  # the file has changed since
+            continue
+        decoded = [(each.label, each.bits, each.decode(tokenizer, one[None])[0]) for each in prefixes]
+        if large:
+            budget = int(prefixes[-1].bits // 8)
+            file = best_within(compress(original, "webp", budget), original, budget)  # else the smallest one
+            label = "WebP" if file.bytes <= budget else "WebP, smallest file"
+            decoded.append((label, 8.0 * file.bytes, file.pixels))
+        described = []
+        for label, bits, pixels in decoded:
+            errors = (pixels.float() - original.float()).abs().mean(dim=0, keepdim=True)  # of the channels
+            grey = (errors * DIFFERENCE_GAIN).clamp(0, 255).round().to(torch.uint8).expand(3, -1, -1)
+            figures = compare_images(pixels[None], original[None])
+            described.append(
+                DecodedImage(
+                    label=label,
+                    bits=bits,
+                    figures={name: float(value) for name, value in figures.items()},
+                    image=exact_thumbnail(pixels, reader.side),
+                    difference=exact_thumbnail(grey, reader.side) if large else None,
+                )
+            )
+        shown = image.model_copy(update={"thumbnail": exact_thumbnail(original, reader.side)})
+        yield Reconstruction(image=shown, decoded=tuple(described))
 
 
 class DrawnSource:
@@ -203,11 +197,19 @@ def reconstruct(tokenizer: ImageTokenizer, source: Source, shown: int, side: int
     if not prefixes:
         raise ConfigError("reconstruct: the image quantizer has no codes (Identity); expected one with a codebook")
     ids, figures = list[Tensor](), [list[dict[str, Tensor]]() for _ in prefixes]
-    for batch, originals in _batches(tokenizer, source, **reading):
+    seen, transform = EvalSet(source, tokenizer.transform, **reading), pixel_transform(tokenizer)
+    is_same = transform.image_size == tokenizer.tower.image_size
+    decoded_size: Iterable[EvalBatch | None] = (
+        itertools.repeat(None) if is_same else EvalSet(source, transform, **reading)
+    )
+    for batch, other in zip(seen, decoded_size, strict=False):
         bad += len(batch.bad)
         if len(batch):
             ids.append(tokenizer.encode_pixels(batch.images).to("cpu", torch.int32))
-            texts |= zip(batch.sample_ids.tolist(), _texts(source, batch), strict=True)
+            names = [source.classnames[label] for label in batch.labels.tolist()] if source.classnames else []
+            each_text = names or [captions[0] for captions in batch.captions]
+            texts |= zip(batch.sample_ids.tolist(), each_text, strict=True)
+            originals = batch.images if other is None else other.images
             for prefix, found in zip(prefixes, figures, strict=True):
                 found.append(compare_images(prefix.decode(tokenizer, ids[-1]), originals))
     if not texts:
@@ -230,20 +232,3 @@ def choose_images(psnr: Tensor, some: int) -> dict[str, list[int]]:
         return {"All images, worst first": order}
     middle = (len(order) - some) // 2
     return {"Worst": order[:some], "Median": order[middle : middle + some], "Best": order[: -some - 1 : -1]}
-
-
-def _batches(tokenizer: ImageTokenizer, source: Source, **reading: Any) -> Iterator[tuple[EvalBatch, Tensor]]:
-    """Yield images as the tower sees them, with the originals at the size of the decoded images."""
-    seen = EvalSet(source, tokenizer.transform, **reading)
-    transform = pixel_transform(tokenizer)
-    if transform.image_size == tokenizer.tower.image_size:
-        yield from ((batch, batch.images) for batch in seen)
-        return
-    yield from ((batch, other.images) for batch, other in zip(seen, EvalSet(source, transform, **reading), strict=True))
-
-
-def _texts(source: Source, batch: EvalBatch) -> list[str]:
-    """Return the class or the first caption of each image."""
-    if source.classnames:
-        return [source.classnames[label] for label in batch.labels.tolist()]
-    return [captions[0] for captions in batch.captions]

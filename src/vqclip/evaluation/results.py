@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import hashlib
 import io
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -17,9 +15,8 @@ from pydantic import Field
 
 from vqclip.data import mask_credentials
 from vqclip.errors import CheckpointError, encodable
-from vqclip.evaluation.codes import CodeUsage
 from vqclip.evaluation.details import Details, Interval, Part
-from vqclip.evaluation.encode import MODES, Encoded, Mode
+from vqclip.evaluation.encode import MODES, CodeUsage, Encoded, Mode
 from vqclip.io.atomic import write_file, write_text
 from vqclip.io.json_files import MAX_PLAIN_BYTES, read_plain
 
@@ -198,7 +195,7 @@ def write_evaluations(run: Path, step: int, results: Sequence[Result]) -> list[P
         notes = [encodable(mask_credentials(note)) for note in result.notes]
         result = dataclasses.replace(result, name=encodable(result.name), notes=notes)
         content = StoredEvaluation(step=step, result=result).model_dump_json().encode()
-        path = run / FOLDER / f"{number:02d}-{_file_name(result)}.json"
+        path = run / FOLDER / f"{number:02d}-{result.kind}.json"
         if len(content) > MAX_PLAIN_BYTES:
             raise CheckpointError(f"{path}: would have {len(content)} bytes; at most {MAX_PLAIN_BYTES} are read back")
         write_file(path, content)
@@ -206,13 +203,6 @@ def write_evaluations(run: Path, step: int, results: Sequence[Result]) -> list[P
     for former in set(stored_files(run)) - set(paths):
         former.unlink(missing_ok=True)
     return paths
-
-
-def _file_name(result: Result) -> str:
-    """Return a name of plain characters; a task's name may contain any."""
-    plain = re.sub(r"[^A-Za-z0-9]+", "-", result.name).strip("-")[:40].lower()
-    digest = hashlib.sha256(f"{result.kind}\0{result.name}".encode("utf-8", "surrogateescape")).hexdigest()
-    return f"{plain}-{digest[:8]}" if plain else digest[:8]
 
 
 def common_modes(image: Encoded, text: Encoded | None = None) -> tuple[list[Mode], list[str]]:

@@ -8,14 +8,11 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from vqclip.data import Source
-from vqclip.evaluation.datasets import CaptionedData, open_captioned
 from vqclip.evaluation.details import Details, Examples, Interval
 from vqclip.evaluation.encode import Encoded, Encoder, Mode
 from vqclip.evaluation.image_details import ImageDetails, make_details
-from vqclip.evaluation.images import EncodedImages, ImagesConfig, encode_images
+from vqclip.evaluation.images import CaptionedData, EncodedImages, ImagesConfig, encode_images
 from vqclip.evaluation.intervals import ratio_intervals
-from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.ranking import Ranks, hit_chance, rank
 from vqclip.evaluation.results import Result, common_modes, fill_modes
 from vqclip.model import CLIP
@@ -27,16 +24,13 @@ class RetrievalConfig(ImagesConfig):
     """R@1, R@5 and R@10 of retrieval, in both directions."""
 
     figures: ClassVar[tuple[str, ...]] = tuple(f"{direction}_r{k}" for direction in ("i2t", "t2i") for k in _DEPTHS)
+    labelled: ClassVar[bool | None] = False
 
     kind: Literal["retrieval"] = "retrieval"
     name: str = "retrieval"
     """Title of the results."""
     data: CaptionedData
     """The captioned images."""
-
-    def open(self, partition: RankPartition) -> Source:
-        """Open the data on every rank; raise DataError if they have no captions of their own."""
-        return open_captioned(self.data, partition)
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
         """Rank all captions for every image and all images for every caption, in each of the three modes.
@@ -62,7 +56,7 @@ class RetrievalConfig(ImagesConfig):
         return Result(
             name=self.name,
             kind=self.kind,
-            figures=fill_modes({mode: _recalls(each) for mode, each in ranks.items()}),
+            figures=fill_modes({mode: recalls(each) for mode, each in ranks.items()}),
             chance=chance(counts),
             samples=len(captions),
             classes=None,
@@ -98,14 +92,10 @@ def both_ranks(images: Tensor, captions: Tensor, counts: Tensor, *, with_wrong: 
     )
 
 
-def recalls(images: Tensor, captions: Tensor, counts: Tensor) -> dict[str, float]:
-    """Return the recalls ``i2t_r1`` ... ``t2i_r10`` in [0, 1]; arguments as for `both_ranks`."""
-    return _recalls(both_ranks(images, captions, counts))
-
-
-def _recalls(ranks: BothRanks) -> dict[str, float]:
+def recalls(ranks: BothRanks) -> dict[str, float]:
+    """Return the recalls ``i2t_r1`` ... ``t2i_r10`` in [0, 1]."""
     to_text, to_image = (each.hits(_DEPTHS).mean(dim=1).tolist() for each in ranks)
-    return _by_figure(to_text, to_image)
+    return dict(zip(RetrievalConfig.figures, to_text + to_image, strict=True))
 
 
 def _groups(counts: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -118,10 +108,7 @@ def chance(counts: Tensor) -> dict[str, float]:
     """Return the expectation of `recalls` for random embeddings."""
     none = torch.zeros_like(counts)
     to_text = [float(hit_chance(none, counts, counts.sum() - counts, k).mean()) for k in _DEPTHS]
-    return _by_figure(to_text, [min(k, len(counts)) / len(counts) for k in _DEPTHS])
-
-
-def _by_figure(to_text: list[float], to_image: list[float]) -> dict[str, float]:
+    to_image = [min(k, len(counts)) / len(counts) for k in _DEPTHS]
     return dict(zip(RetrievalConfig.figures, to_text + to_image, strict=True))
 
 
@@ -147,7 +134,7 @@ def _details(
             own = [place for row in some for place in range(int(ends[row] - counts[row]), int(ends[row]))]
             both = {label: both_ranks(each, targets[own], counts[some]) for label, each in embeddings.items()}
             intervals = _intervals(both, counts[some])
-            return {label: (_recalls(found), intervals[label]) for label, found in both.items()}
+            return {label: (recalls(found), intervals[label]) for label, found in both.items()}
 
         examples = _examples(maker, images, text, counts, ranks["codes_only"])
         return details.model_copy(update={"examples": examples, "bits": maker.bits(figures)})

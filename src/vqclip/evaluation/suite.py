@@ -1,14 +1,18 @@
-"""Evaluation of one model on several tasks, by all ranks together or by one alone."""
+"""Evaluation of one model on several tasks, by all ranks together or by one alone.
+
+With `Prefixes`, also of the prefixes of its ids: accuracy at every number of bits, from one pass of the towers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import logging
+import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 from torch import nn
@@ -17,17 +21,16 @@ from vqclip import dist
 from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import VqclipError, name_section
 from vqclip.evaluation.details import DetailsConfig
-from vqclip.evaluation.encode import MODES, Encoder, evaluation_mode
-from vqclip.evaluation.knn import KnnConfig
-from vqclip.evaluation.linear_probe import LinearProbeConfig
+from vqclip.evaluation.encode import MODES, Encoder, Mode, evaluation_mode
 from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.pixels import PixelQualityConfig
-from vqclip.evaluation.prefixes import Prefixes
-from vqclip.evaluation.results import Result
+from vqclip.evaluation.probes import KnnConfig, LinearProbeConfig
+from vqclip.evaluation.results import PrefixResult, Result
 from vqclip.evaluation.retrieval import RetrievalConfig
 from vqclip.evaluation.zero_shot import ZeroShotConfig
 from vqclip.model import CLIP
 from vqclip.nn.precision import Precision
+from vqclip.quantizers import Prefix, Quantizer
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +86,80 @@ def prepare(tasks: Sequence[EvaluationConfig], model: nn.Module | None = None, *
             task.open(partition)
 
 
+TextPrefix = Literal["full", "same"]
+"""Ids of a text beside a prefix of an image's ids. full: all of them. same: the same share, rounded up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefixes:
+    """Prefixes of the ids of a model's images and texts, to `evaluate` beside all ids.
+
+    A prefix has the first stages of residual quantizers and the first codebooks of product ones. Left-out ids are -1
+    and add nothing to the vector, as in ``tokenizer.embed(tokenizer.truncate(ids, stages=2))``.
+
+    Args:
+        quantizers: those of the model, by modality.
+        modes: modality → mode → prefix; the modes of all modalities are equal.
+    """
+
+    quantizers: Mapping[str, Quantizer]
+    modes: Mapping[str, Mapping[Mode, Prefix]]
+
+    @classmethod
+    def of(
+        cls, whole: CLIP | nn.Module, prefixes: Sequence[Prefix] | None = None, text: TextPrefix = "full"
+    ) -> Prefixes:
+        """Choose prefixes of a model.
+
+        Args:
+            whole: as `model` of `evaluate`.
+            prefixes: prefixes of the image tokenizer's ids; None: those of `Prefix.shorter`.
+            text: see `TextPrefix`.
+
+        Raises:
+            ConfigError: the image tokenizer has no such prefix.
+        """
+        model: Any = dist.unwrap_ddp(whole)
+        image, of_text = (each.quantizer.extent for each in (model.image, model.text))
+        found = image.shorter() if prefixes is None else list(prefixes)
+        for each in found:
+            model.image.quantizer.columns(*each)
+        modes = {
+            "image": {str(each): each for each in found},
+            "text": {str(each): of_text if text == "full" else each.share(image, of_text) for each in found},
+        }
+        return cls(model.quantizers(), modes)
+
+    def separate(self, result: Result) -> Result:
+        """Move the figures and intervals of prefixes from `Result.figures` and `Details.intervals` to `prefixes`."""
+        details = result.details
+        intervals = {} if details is None else dict(details.intervals)
+        prefixes = [
+            PrefixResult(
+                *prefix,
+                bits_per_image=self._bits(result, "image", mode) or 0.0,
+                bits_per_text=self._bits(result, "text", mode),
+                figures=figures,
+                intervals=intervals.pop(mode, {}),
+            )
+            for mode, prefix in self.modes["image"].items()
+            if (figures := result.figures.get(mode)) is not None
+        ]
+        return dataclasses.replace(
+            result,
+            figures={mode: result.figures[mode] for mode in MODES},
+            prefixes=prefixes,
+            details=details and details.model_copy(update={"intervals": intervals}),
+        )
+
+    def _bits(self, result: Result, modality: str, mode: Mode) -> float | None:
+        usage, quantizer = result.usage.get(modality), self.quantizers[modality]
+        if usage is None:
+            return None
+        columns = quantizer.columns(*self.modes[modality][mode])
+        return usage.tokens_per_sample * math.fsum(math.log2(quantizer.codebook_sizes[column]) for column in columns)
+
+
 @dataclasses.dataclass(frozen=True)
 class EvaluationOutcome:
     """Results of several tasks, and the failure if there was one."""
@@ -130,15 +207,7 @@ def evaluate(
         DataError: the data cannot be used; the message names file and sample.
         NonFiniteError: an embedding is NaN or infinite.
     """
-    outcome = try_all(
-        model,
-        tasks,
-        precision=precision,
-        distributed=distributed,
-        codes_folder=codes_folder,
-        details=details,
-        prefixes=prefixes,
-    )
+    outcome = try_all(model, tasks, precision, distributed, codes_folder, details, prefixes)
     if outcome.failure is not None:
         raise outcome.failure
     return outcome.results
@@ -147,7 +216,6 @@ def evaluate(
 def try_all(
     model: CLIP | nn.Module,
     tasks: Sequence[EvaluationConfig],
-    *,
     precision: Precision = "fp32",
     distributed: bool = True,
     codes_folder: str | Path | None = None,
@@ -160,10 +228,14 @@ def try_all(
     """
     whole = dist.unwrap_ddp(model)
     partition = RankPartition.create(distributed)
-    results, failures = [], []
-    with evaluation_mode(whole), _folder(codes_folder) as folder:
+    results, failures = list[Result](), list[tuple[str, VqclipError]]()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(evaluation_mode(whole))
+        if codes_folder is None:
+            codes_folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vqclip-codes-"))
+        Path(codes_folder).mkdir(parents=True, exist_ok=True)
         modes = {} if prefixes is None else prefixes.modes
-        encoder = Encoder(partition, precision, folder, details=details, prefixes=modes)
+        encoder = Encoder(partition, precision, Path(codes_folder), details=details, prefixes=modes)
         for number, task in enumerate(tasks):
             logger.info("evaluating: %s", task.name)
             encoder.memo.next_task()
@@ -175,24 +247,9 @@ def try_all(
             except VqclipError as error:
                 partition.require_all_ranks(error)
                 failures.append((task.name, error))
-    return EvaluationOutcome(results, _join_errors(failures))
-
-
-def _join_errors(failures: Sequence[tuple[str, VqclipError]]) -> VqclipError | None:
-    """Return one error with the messages of all, of the kind of the first."""
     if not failures:
-        return None
-    _, first = failures[0]
+        return EvaluationOutcome(results, None)
+    first = failures[0][1]
     joined = type(first)("\n".join(f"evaluation {name!r}: {error}" for name, error in failures))
     joined.__cause__ = first
-    return joined
-
-
-@contextlib.contextmanager
-def _folder(path: str | Path | None) -> Iterator[Path]:
-    if path is None:
-        with tempfile.TemporaryDirectory(prefix="vqclip-codes-") as temporary:
-            yield Path(temporary)
-    else:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        yield Path(path)
+    return EvaluationOutcome(results, joined)

@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from vqclip.errors import printable
-from vqclip.evaluation.codes import CodeUsage
-from vqclip.evaluation.encode import MODES, Mode
+from vqclip.evaluation.encode import MODES, CodeUsage, Mode
 from vqclip.evaluation.results import PixelResult, Result
 
 _MODE_TITLES = ("continuous", "quantized", "codes only")

@@ -1,8 +1,12 @@
-"""Zero-shot classification: the class whose prompts are nearest to the image (Radford et al. 2021)."""
+"""Zero-shot classification: the class whose prompts are nearest to the image (Radford et al. 2021).
+
+Prompts are templates with the name of a class in them; both are those of the data, or come from files of one's own.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,23 +14,29 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, TypeAdapter, ValidationError, model_validator
 from torch import Tensor
 
-from vqclip.data import Source
-from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, ClassFolder, read_templates
-from vqclip.evaluation.datasets import LabelledData, open_labelled
+from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, ClassFolder, read_lines, read_templates
+from vqclip.errors import DataError
 from vqclip.evaluation.details import Details, Interval
-from vqclip.evaluation.encode import Encoded, Encoder, Mode
-from vqclip.evaluation.image_details import ImageDetails
-from vqclip.evaluation.images import ImagesConfig
+from vqclip.evaluation.encode import MODES, Encoded, Encoder, Mode
+from vqclip.evaluation.examples import class_accuracies, confusion
+from vqclip.evaluation.image_details import ImageDetails, make_details
+from vqclip.evaluation.images import EncodedImages, ImagesConfig, LabelledData, encode_labelled
 from vqclip.evaluation.intervals import class_intervals
-from vqclip.evaluation.labelled import LabelledImages, encode_labelled, labelled_details
-from vqclip.evaluation.partition import RankPartition
-from vqclip.evaluation.prompts import Names, fill, read_classes
 from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, Classified, Ranks, class_figures, rank
 from vqclip.evaluation.results import Result, common_modes, fill_modes
+from vqclip.io.json_files import Strict, validation_problems
 from vqclip.model import CLIP
+
+Names = tuple[str, ...]
+"""Names of one class, at least one."""
+
+_NAMES = "one class name a line, or JSON (.json)"
+_JSON: TypeAdapter[list[str | list[str]] | dict[str, str | list[str]]] = TypeAdapter(
+    list[str | list[str]] | dict[str, str | list[str]], config=Strict.model_config
+)
 
 
 def _has_class(template: str) -> str:
@@ -39,6 +49,7 @@ class ZeroShotConfig(ImagesConfig):
     """Top-1, top-5 and mean per class recall of zero-shot classification."""
 
     figures: ClassVar[tuple[str, ...]] = CLASS_FIGURES
+    labelled: ClassVar[bool | None] = True
 
     kind: Literal["zero_shot"] = "zero_shot"
     name: str = "zero-shot"
@@ -59,16 +70,18 @@ class ZeroShotConfig(ImagesConfig):
             raise ValueError("got templates and templates_file; expected one of them")
         return self
 
-    def open(self, partition: RankPartition) -> Source:
-        """Open the data on every rank; raise DataError if they have no classes."""
-        return open_labelled(self.data, partition)
-
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
         """Classify every image in each of the three modes; a figure uses the same mode for images and prompts."""
         images = encode_labelled(self, self.data, model, encoder, f"{name}-image", self.limit)
         image, right = images.encoded, images.labels
         with encoder.partition.raise_on_all_ranks():
-            templates, classes = _prompts(self, images.source)
+            templates = self.templates or images.source.templates or (DEFAULT_TEMPLATE,)
+            if self.templates_file is not None:
+                path = self.templates_file.expanduser()
+                templates = read_templates(ClassFolder(path.parent), path.name)
+            classes: Sequence[Names] = [(each,) for each in images.source.classnames]
+            if self.classes_file is not None:
+                classes = read_classes(self.classes_file.expanduser(), images.source.classnames)
         prompts = [fill(templates, names) for names in classes]
         sizes = [len(each) for each in prompts]
         text = encoder.captions(model.text, list(itertools.chain(*prompts)), self.batch_size, f"{name}-text")
@@ -79,6 +92,11 @@ class ZeroShotConfig(ImagesConfig):
             ranks = rank_classes(image, targets, right)
         found = {mode: Classified.of(each) for mode, each in ranks.items()}
         count = len(classes)
+        twice = [each for each, times in Counter(itertools.chain(*map(set, classes))).items() if times > 1]
+        notes = [*images.notes, *text.notes, *notes]
+        if twice:
+            told = "class names that occur more than once, which the model cannot tell apart"
+            notes.insert(0, f"{told}: {', '.join(sorted(twice))}")
         return Result(
             name=self.name,
             kind=self.kind,
@@ -88,7 +106,7 @@ class ZeroShotConfig(ImagesConfig):
             classes=count,
             captions=sum(sizes),
             usage={"image": image.usage, "text": text.usage},
-            notes=_notes(classes) + images.notes + text.notes + notes,
+            notes=notes,
             details=_details(model, encoder, images, [names[0] for names in classes], found, ranks, targets),
         )
 
@@ -116,28 +134,10 @@ def rank_classes(images: Encoded, targets: Mapping[Mode, Tensor], labels: Tensor
     return found
 
 
-def _prompts(config: ZeroShotConfig, source: Source) -> tuple[Sequence[str], Sequence[Names]]:
-    """Return the templates, and the names of each class."""
-    templates = config.templates or source.templates or (DEFAULT_TEMPLATE,)
-    if config.templates_file is not None:
-        path = config.templates_file.expanduser()
-        templates = read_templates(ClassFolder(path.parent), path.name)
-    if config.classes_file is None:
-        return templates, [(name,) for name in source.classnames]
-    return templates, read_classes(config.classes_file.expanduser(), source.classnames)
-
-
-def _notes(classes: Sequence[Names]) -> list[str]:
-    """Return remarks on the data for the reader."""
-    twice = [name for name, count in Counter(itertools.chain(*map(set, classes))).items() if count > 1]
-    known = [f"class names that occur more than once, which the model cannot tell apart: {', '.join(sorted(twice))}"]
-    return known if twice else []
-
-
 def _details(
     model: CLIP,
     encoder: Encoder,
-    images: LabelledImages,
+    images: EncodedImages[int],
     names: Sequence[str],
     found: dict[Mode, Classified],
     ranks: dict[Mode, Ranks],
@@ -145,7 +145,8 @@ def _details(
 ) -> Details | None:
     """Return the details on rank 0, if the encoder makes them; every rank must call this."""
 
-    def extend(maker: ImageDetails, details: Details) -> Details:
+    def make(maker: ImageDetails) -> Details:
+        details = class_details(maker, images, names, CLASS_FIGURES, found)
         if "codes_only" not in ranks:
             return details
         rows, labels, classes = images.encoded.embeddings["codes_only"], images.labels, targets["codes_only"]
@@ -169,4 +170,92 @@ def _details(
 
         return details.model_copy(update={"examples": (examples,), "bits": maker.bits(figures)})
 
-    return labelled_details(model.image, encoder, images, names, CLASS_FIGURES, found, extend)
+    return make_details(model.image, encoder, images, lambda: [names[label] for label in images.annotations], make)
+
+
+def class_details(
+    maker: ImageDetails,
+    images: EncodedImages[int],
+    names: Sequence[str],
+    figures: Sequence[str],
+    found: Mapping[Mode, Classified],
+) -> Details:
+    """Return the details of any classification.
+
+    Args:
+        maker: maker of the details of the images.
+        images: the images.
+        names: of the classes.
+        figures: names of the `CLASS_FIGURES`.
+        found: mode → classes that were found.
+    """
+    hits, codes = {mode: each.hits for mode, each in found.items()}, found.get("codes_only")
+    return Details(
+        samples=len(images.labels),
+        intervals=class_intervals(figures, hits, images.labels),
+        classes=class_accuracies(names, images.labels, {mode: hits[mode][0] for mode in MODES if mode in hits}),
+        confusion=None if codes is None else confusion(names, images.labels, codes.predicted),
+        codes=maker.codes(),
+    )
+
+
+def read_classes(path: Path, known: Sequence[str]) -> tuple[Names, ...]:
+    """Read the names of all classes, in the order of ``known``, the data's own names.
+
+    A ``.json`` contains a list with a name or a list of names for each class, or an object that maps the data's name of
+    each class to them. Any other file has one name a line.
+
+    Raises:
+        DataError: the file cannot be read, or its classes are not those of the data.
+    """
+    folder = ClassFolder(path.parent)
+    if path.suffix.lower() != ".json":
+        found: list[Names] = [(line,) for line in read_lines(folder, path.name, _NAMES)]
+    else:
+        try:
+            content = _JSON.validate_python(json.loads(folder.read(path.name, _NAMES)))
+        except ValidationError as error:
+            problem = validation_problems(error)[0]
+        except (ValueError, RecursionError) as error:
+            problem = str(error)
+        else:
+            found = [_names(path, each) for each in (_in_order(path, content, known))]
+            problem = ""
+        if problem:
+            raise DataError(
+                f"{path}: {problem}; expected a list with a name or a list of names for each class, or an object that "
+                "maps the data's class names to them"
+            )
+    if len(found) != len(known):
+        raise DataError(f"{path}: got {len(found)} classes; expected {len(known)}, in the order of {_some(known)}")
+    return tuple(found)
+
+
+def fill(templates: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return every template with every name."""
+    return [template.replace("{c}", name) for name in names for template in templates]
+
+
+def _in_order(
+    path: Path, content: list[str | list[str]] | dict[str, str | list[str]], known: Sequence[str]
+) -> list[str | list[str]]:
+    if isinstance(content, list):
+        return content
+    missing, unknown = sorted({*known} - {*content}), sorted({*content} - {*known})
+    if missing or unknown:
+        told = [f"{what} {_some(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
+        raise DataError(f"{path}: {'; '.join(told)}; expected the data's class names as keys: {_some(known)}")
+    return [content[name] for name in known]
+
+
+def _names(path: Path, names: str | list[str]) -> Names:
+    found = (names,) if isinstance(names, str) else tuple(names)
+    if not found or not all(name.isprintable() for name in found):
+        raise DataError(
+            f"{path}: got {list(found)} as names of a class; expected at least one, of characters that can be printed"
+        )
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
-from vqclip.evaluation.codes import id_dtype
-from vqclip.evaluation.encode import MODES, Mode
+from vqclip.evaluation.encode import MODES, Mode, id_dtype
 from vqclip.model import CLIP
 from vqclip.nn.precision import autocast, full_precision
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
