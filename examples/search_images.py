@@ -26,7 +26,7 @@ from vqclip.data.prepare import ImageSource, open_images
 from vqclip.errors import VqclipError
 from vqclip.report.page import search_page
 from vqclip.search import CodeIndex, CodeSearch, SearchResult
-from vqclip.search.hits import Hit
+from vqclip.search.scan import Hit
 from vqclip.tokenizer import ImageTokenizer
 
 

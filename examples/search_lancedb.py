@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 import vqclip
-from vqclip.cli.arguments import count
 from vqclip.data.lookup import name_errors
 from vqclip.errors import VqclipError, encodable
 from vqclip.search import CodeIndex, embeddings
@@ -29,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tokenizer", help="folder or hub name of a tokenizer of images and texts")
     parser.add_argument("index", help="folder of `vqclip search build`")
     parser.add_argument("queries", nargs="+", help="what to look for")
-    parser.add_argument("-k", type=count, default=5, help="results of a query")
+    parser.add_argument("-k", type=int, default=5, help="results of a query")
     parser.add_argument("--where", help="condition on the columns, in SQL")
     parser.add_argument("--out", type=Path, default=Path("lancedb"), help="folder of the database")
     options = parser.parse_args(arguments)

@@ -29,15 +29,17 @@ def test_no_help_or_refusal_waits_for_torch(name: str) -> None:
     code = f"""
 import sys
 from vqclip.cli.main import main
-for last in ("--help", "--no-such-option"):
+for last in (["--help"], ["--no-such-option"], ["no_such_key=1", "and", "too", "many", "words"]):
     try:
-        main([*{name.split()}, last])
+        main([*{name.split()}, *last])
     except SystemExit as ended:
         print(ended.code)
 assert not {{"torch", "timm", "open_clip", "webdataset"}} & sys.modules.keys(), sys.modules.keys()
 """
     if name == "train":  # which looks for the key that was meant
-        code = code.replace(', "--no-such-option"', ",")
+        code = code.replace('["--no-such-option"], ', "")
+    if name.startswith("evaluate"):  # which takes any number of models
+        code = code.replace(', ["no_such_key=1", "and", "too", "many", "words"]', "")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
@@ -97,16 +99,15 @@ def test_tokenize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert len(TokenDataset(tmp_path / "out")) == 5
     assert main([*command, "--batch-size", "3", "--device", "cpu"]) == 2
     assert "batch_size: 2 there, 3 now" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([*command, "--batch-size", "0"])
+    assert main([*command, "--batch-size", "0"]) == 2
 
 
 @pytest.mark.parametrize(
     ("call", "work"),
     [
-        ("export t --modality image --out o", "vqclip.cli.export.load_tokenizer"),
-        ("search query --index i x", "vqclip.cli.search._query"),
-        ("tokenize --tokenizer t --data d.tar --out o", "vqclip.cli.tokenize.tokenize"),
+        ("export t --modality image --out o", "vqclip.tokenizer.loading.load_tokenizer"),
+        ("search query --index i x", "vqclip.search.index.CodeIndex.load"),
+        ("tokenize --tokenizer t --data d.tar --out o", "vqclip.tokenize_dataset.job.tokenize"),
         ("tokenize --tokenizer t --data d --out o", "vqclip.cli.main.importlib.import_module"),
     ],
 )

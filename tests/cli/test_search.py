@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import shutil
-import subprocess
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -12,10 +9,10 @@ from PIL import Image
 from tests.commands import command
 from tests.data.making import caption_shards, class_folder
 from tests.search.making import built, pictures
-from vqclip.cli.search import build
 from vqclip.data.prepare import open_images
 from vqclip.errors import DataError
 from vqclip.search import CodeIndex
+from vqclip.search.index import build_index
 
 main = command("search")
 
@@ -35,8 +32,8 @@ def test_pictures_that_cannot_be_read_are_left_out_and_counted(tmp_path):
     (pictures(tmp_path) / "03a.png").write_bytes(b"no picture")
     source, tokenizer = open_images(str(tmp_path)), built().image
     with pytest.raises(DataError, match="1 of 13"):
-        build(tokenizer, source)
-    index = build(tokenizer, source, batch_size=5, bad_fraction=0.1)
+        build_index(tokenizer, source)
+    index = build_index(tokenizer, source, batch_size=5, bad_fraction=0.1)
     bad = [source.place(number) for number in range(13)].index("03a.png")
     assert index.places.tolist() == [place for place in range(13) if place != bad]
 
@@ -124,33 +121,14 @@ def test_names_tell_pictures_apart(tmp_path):
         caption_shards(tmp_path / "shards" / folder, counts=(2,))
     class_folder(tmp_path / "classes")
     model = built()
-    assert build(model.image, open_images(str(tmp_path / "pictures"))).names == ["a/cat.png", "b/cat.jpg"]
+    assert build_index(model.image, open_images(str(tmp_path / "pictures"))).names == ["a/cat.png", "b/cat.jpg"]
     shards = open_images(str(tmp_path / "shards" / "*" / "*.tar"))
     captions = [shards.read(number).captions[0] for number in range(4)]
     places = [f"{folder}/00000.tar/{number:09d}" for folder in "xy" for number in range(2)]
     expected = [f"{place}: {caption}" for place, caption in zip(places, captions, strict=True)]
-    assert build(model.image, shards).names == build(model.text, shards).names == expected
-    labelled = build(model.image, open_images(str(tmp_path / "classes")))
+    assert build_index(model.image, shards).names == build_index(model.text, shards).names == expected
+    labelled = build_index(model.image, open_images(str(tmp_path / "classes")))
     assert labelled.names[5] == "0.tar/s0000005: red panda"
     assert len(set(labelled.names)) == len(labelled)
     with pytest.raises(DataError, match="typo: no such file or folder; expected a folder of images"):
         open_images(str(tmp_path / "typo"))
-
-
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
-)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
-def test_a_browser_shows_the_pictures(shown, tmp_path):
-    """python -m pytest -m slow tests/search: the colours of the pictures are on the screen."""
-    tmp, target = tmp_path / "shot.png", shown[0]
-    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic"]
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", *quiet, f"--screenshot={tmp}"]
-    options += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1000,600", target.as_uri()]
-    subprocess.run([CHROMIUM, *options], check=True, timeout=120, capture_output=True)
-    pixels = np.asarray(Image.open(tmp).convert("RGB")).astype(int)
-    colourful = (pixels.max(-1) - pixels.min(-1)) > 60
-    assert colourful.mean() > 0.05

@@ -25,16 +25,12 @@ def test_the_promised_files_are_there():
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_loads_and_round_trips(file, tmp_path):
+def test_loads_and_round_trips_and_begins_with_what_it_is(file, tmp_path):
+    assert file.read_text(encoding="utf-8").startswith("# ")
     config = load_task_config(file)
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(to_yaml(config), encoding="utf-8")
     assert load_task_config(resolved) == config
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_begins_with_a_comment_that_says_what_it_is(file):
-    assert file.read_text(encoding="utf-8").startswith("# ")
 
 
 def test_a_wait_that_overflows_is_refused():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -8,6 +9,7 @@ from pydantic import Field
 from tests.config.schema import Bits, Needed, Tree
 from vqclip.config import Config, load_config, suggest_keys
 from vqclip.errors import ConfigError
+from vqclip.train import TrainConfig
 
 
 def test_every_problem_in_one_error_with_line_path_got_and_allowed(problems):
@@ -50,23 +52,58 @@ weights: {a: .nan, b: x}
     ]
 
 
-def test_strange_key_lists_the_keys_of_that_member(problems):
-    (line,) = problems("layer: {kind: bits, zzz: 1}")
-    assert line == "c.yaml:1: layer.zzz: unknown key; expected one of kind, bits"
+@pytest.mark.parametrize(
+    ("schema", "text", "overrides", "line"),
+    [
+        (Tree, "layer: {kind: bits, zzz: 1}", [], "c.yaml:1: layer.zzz: unknown key; expected one of kind, bits"),
+        (
+            Needed,
+            "",
+            [],
+            'c.yaml: layer: missing; expected a section whose kind is "grid", "bits" or "several"',
+        ),
+        (Tree, "optim:\n  learning_rate: 1\n  betas: [0.9, 0.1]\n", [], "c.yaml:1: optim: betas must not fall"),
+        (
+            Tree,
+            "",
+            ["fused=true"],
+            'override "fused=true": fused: unknown key; did you mean "optim.fused"?',
+        ),
+        (
+            Tree,
+            "",
+            ["optim.weights=1"],
+            'override "optim.weights=1": optim.weights: unknown key; did you mean "weights"?',
+        ),
+        (
+            Tree,
+            "layer:\n  kind: grid\n  levels: [2]\n",
+            ["layer.kind=bits"],
+            'c.yaml:3: layer.levels: unknown key; expected one of kind, bits (kind is "bits" by override; '
+            "layer={kind: bits} replaces the whole section)",
+        ),
+        (
+            Tree,
+            "",
+            ["needed.bits=3"],
+            'override "needed.bits=3": needed.kind: missing; expected one of "grid", "bits", "several"',
+        ),
+    ],
+)
+def test_a_line_names_file_or_override_and_key(problems, schema, text, overrides, line):
+    assert problems(text, *overrides, schema=schema) == [line]
 
 
-def test_missing_section_names_the_file(problems):
-    (line,) = problems("", schema=Needed)
-    assert line == 'c.yaml: layer: missing; expected a section whose kind is "grid", "bits" or "several"'
-
-
-def test_missing_key_without_a_file():
+def test_a_missing_key_without_a_file():
     with pytest.raises(ConfigError, match=r"^layer: missing; expected"):
         load_config(Needed)
 
 
-def test_checks_across_keys_name_the_section(problems):
-    assert problems("optim:\n  learning_rate: 1\n  betas: [0.9, 0.1]\n") == ["c.yaml:1: optim: betas must not fall"]
+def test_words_of_other_programs_are_translated():
+    assert suggest_keys(TrainConfig, "learning_rate") == suggest_keys(TrainConfig, "learningrate") == ["optim.lr"]
+    assert suggest_keys(TrainConfig, "epochs") == ["train.steps"]
+    with pytest.raises(ConfigError, match=r'optim.learningrate: unknown key; did you mean "lr"\?'):
+        load_config(TrainConfig, Path(__file__).parents[2] / "configs" / "base.yaml", ["optim.learningrate=3"])
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,10 @@ import torch
 from tests.data.making import encode, pixels
 from tests.models import PRODUCT, tiny_model
 from tests.search.making import built, pictures
-from vqclip.cli.search import build
 from vqclip.data.prepare import open_images
 from vqclip.demo.answers import MAX_CLASSES, MAX_TEXT, Answers
 from vqclip.errors import CheckpointError, ConfigError, DataError
-from vqclip.search.index import Origin
+from vqclip.search.index import Origin, build_index
 
 FILE = encode(pixels(0), "PNG")
 
@@ -27,7 +26,7 @@ def place(tmp_path_factory):
     model.text.save_pretrained(folder / "text")
     built({"kind": "identity", "dim": 6}).image.save_pretrained(folder / "identity")
     source = open_images(str(pictures(folder / "pictures")))
-    build(model.image, source, origin=Origin(fingerprint=source.fingerprint)).save(folder / "index")
+    build_index(model.image, source, origin=Origin(fingerprint=source.fingerprint)).save(folder / "index")
     return folder
 
 

@@ -22,6 +22,7 @@ from unittest import mock
 from packaging.requirements import InvalidRequirement, Requirement
 from torch.distributed.run import get_args_parser
 
+import vqclip.cli.options
 from tests.docs.blocks import ROOT
 from vqclip.cli.main import main
 
@@ -165,14 +166,14 @@ def _as_main(argv: list[str], run: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _stopped_when_parsed() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
-        for name in ("parse_args", "parse_intermixed_args"):
-            original = getattr(argparse.ArgumentParser, name)
+        for owner, name in ((argparse.ArgumentParser, "parse_args"), (vqclip.cli.options, "read_options")):
+            original = getattr(owner, name)
 
-            def parse(self: argparse.ArgumentParser, *args: object, original=original, **options: object) -> None:
-                original(self, *args, **options)
+            def parse(*args: object, original=original, **options: object) -> None:
+                original(*args, **options)
                 raise Parsed
 
-            patches.enter_context(mock.patch.object(argparse.ArgumentParser, name, parse))
+            patches.enter_context(mock.patch.object(owner, name, parse))
         yield
 
 

@@ -258,8 +258,8 @@ def test_what_onnxruntime_raises_is_translated(onnx, monkeypatch):
 
 def test_the_command_prints_no_credentials(onnx, monkeypatch, capsys):
     tokenizer, folder = onnx
-    monkeypatch.setattr("vqclip.cli.export.load_tokenizer", lambda *_: tokenizer)
-    monkeypatch.setattr("vqclip.cli.export.open_images", lambda *_: None)
+    monkeypatch.setattr("vqclip.tokenizer.loading.load_tokenizer", lambda *_: tokenizer)
+    monkeypatch.setattr("vqclip.data.prepare.open_images", lambda *_: None)
     given = [
         "--data",
         "https://user:secret@example.org/{0..1}.tar?token=hidden",

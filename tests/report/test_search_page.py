@@ -7,7 +7,7 @@ from markupsafe import escape
 
 from vqclip.io.atomic import write_text
 from vqclip.report.page import search_page
-from vqclip.search.hits import Hit
+from vqclip.search.scan import Hit
 
 
 def test_pages_escape_all_text():

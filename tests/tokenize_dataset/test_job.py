@@ -349,7 +349,7 @@ def test_a_folder_that_changes_while_it_is_loaded_is_refused(tmp_path: Path, tok
 def test_no_credentials_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     url = "https://me:secret@host.invalid/{0}.tar"
     told = DataError(f"{url}: cannot be read")
-    with mock.patch("vqclip.cli.tokenize.tokenize", side_effect=told):
+    with mock.patch("vqclip.tokenize_dataset.job.tokenize", side_effect=told):
         assert main(["--tokenizer", "t", "--data", url, "--out", str(tmp_path)]) == 1
     shown = capsys.readouterr().err
     assert shown.startswith("vqclip tokenize: https://host.invalid/")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests import reuse
 from tests.models import tiny_model
 from tests.quantizers.test_contract import CONFIGS
-from vqclip.config.types import kinds_of
+from vqclip.config.messages import kinds_of
 from vqclip.quantizers import QuantizerConfig
 
 ROOT = Path(__file__).parents[2]

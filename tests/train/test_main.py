@@ -27,6 +27,7 @@ from tests.ranks import RankError
 from tests.training import TIMES, all_equal, largest_difference, metrics, run, run_compiled, run_tree, weights
 from vqclip import dist
 from vqclip.cli.options import make_parser
+from vqclip.cli.train import Train
 from vqclip.config import load_config
 from vqclip.data import TrainData, loader, prepare
 from vqclip.data.samples import SampleMaker
@@ -167,7 +168,7 @@ def test_no_option_can_be_taken_for_one_of_torchruns():
 
     theirs, ours = (
         {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"}
-        for parser in (get_args_parser(), make_parser("train", "", ""))
+        for parser in (get_args_parser(), make_parser("train", Train))
     )
     assert {"--config", "--print-config"} <= ours
     for option in ours:

@@ -107,7 +107,7 @@ def test_another_machine_finds_what_was_uploaded(tmp_path, store, caplog):
         assert [path.name for path in mirror.checkpoints()] == ["step-00000004", "step-00000006"]
         with caplog.at_level("INFO"):
             checkpoint.verify(mirror.fetch(mirror.checkpoints()[-1]))
-        assert " GB); all ranks wait, within run.timeout_s" in caplog.text
+        assert "B); all ranks wait, within run.timeout_s" in caplog.text
         assert steps(tmp_path / "b") == ["step-00000006"]  # the other one is fetched when it is needed
         # Retention counts those at the URL, not the few in the copy.
         mirror.upload_checkpoint(save(tmp_path / "b", 8), 2, keep_none)

@@ -1,108 +1,388 @@
-"""``vqclip data``: draw the scenes data set; pack, check, index and show data of any kind; store features.
+"""``vqclip data``: draw the scenes data set; pack, check, index, plan and show data of any kind; store features.
 
-Each function imports what it needs: several processes of ``vqclip data index`` start without the training code.
+Each command imports what it needs: several processes of ``vqclip data index`` start without the training code.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from vqclip.cli import arguments as types
+from pydantic import AfterValidator, Field
+
+from vqclip.cli.options import (
+    SOURCE,
+    SOURCE_KEYS,
+    BadFraction,
+    Command,
+    LocalPath,
+    OnRay,
+    Text,
+    Workers,
+    require_page,
+)
 from vqclip.config import load_config
-from vqclip.data import CaptionShardsConfig, ClassShardsConfig, Source, open_source, parse_source
-from vqclip.data.remote import RemoteShard, is_tar, protocol_of
-from vqclip.data.remote.urls import split_query
-from vqclip.errors import ConfigError, DataError
+from vqclip.errors import ConfigError, DataError, name_section
 from vqclip.io.atomic import write_text
 from vqclip.io.files import expand_home
 from vqclip.runlog.console import print_output
 
 if TYPE_CHECKING:
+    from vqclip.data import CaptionShardsConfig, ClassShardsConfig, Source, SourceConfigBase
     from vqclip.data_tools.check import Finding
 
-__all__ = ["check", "draw", "features", "index", "pack_source", "parse_tars", "show"]
+__all__ = ["Check", "Draw", "Features", "Index", "Pack", "Plan", "Show"]
 
 _TILES = 40
 """Images on the sheet of the scenes data set."""
 _MIN_SIDE, _IMAGE_SIZE, _CONTEXT = 32, 224, 77
 """Without a configuration: side of images below which `check` warns; side of images and tokens of texts in `show`."""
+_MORE_WITH_CONFIG = "keys of SOURCE, such as kind=csv; with --config those of the configuration"
+
+ContextLength = Annotated[int, Field(ge=3, le=4096)]
+"""Tokens of a caption; the same limit as in `vqclip.towers.vocabulary`."""
+
+
+def _require_whole(given: float) -> int:
+    if not 1 <= given < float("inf") or given != int(given):
+        raise ValueError("expected a whole number from 1, such as 1.3e9")
+    return int(given)
+
+
+Total = Annotated[float, Field(allow_inf_nan=True), AfterValidator(_require_whole)]
+"""A large whole number, such as 1.3e9."""
 
 logger = logging.getLogger(__name__)
 
 
-def draw(options: argparse.Namespace) -> None:
-    """Draw the scenes data set, and the sheet."""
-    from vqclip.data_tools.show import render_sheet, source_tiles
-    from vqclip.scenes.make import ScenesConfig, make_scenes
-
-    if options.contact_sheet:
-        types.require_page("--contact-sheet", options.contact_sheet)  # before the long work
-    paths = make_scenes(options.out, load_config(ScenesConfig, None, options.overrides))
-    for split in ("train", "val", "test", "heldout"):
-        print(f"{split:8} {getattr(paths, split)}")
-    if options.contact_sheet:
-        source = CaptionShardsConfig(path=str(getattr(paths, options.split))).build(options.out)
-        write_text(options.contact_sheet, render_sheet(source_tiles(source, _TILES), f"{options.split} of scenes"))
-        print(f"sheet    {options.contact_sheet}")
+class _DataCommand(
+    Command, words=("source",), reads=SOURCE_KEYS, failure=1, after_interrupt="run the same command again", logs=True
+):
+    """A command on one source."""
 
 
-def pack_source(options: argparse.Namespace) -> None:
-    """Pack the source, and print where it is and how it is read."""
-    from vqclip.data import FolderConfig
-    from vqclip.data.sources.packed import PackedConfig
-    from vqclip.data_tools.pack import Options, pack
+class Draw(_DataCommand, words=(), reads="sizes and seed, such as image_size=224 train=500 seed=1"):
+    """Draw the scenes data set.
 
-    config, out = parse_source(options.source, options.overrides), expand_home(options.out).absolute()
-    if isinstance(config, FolderConfig) and out.resolve().is_relative_to(config.listing.resolve()):
-        raise ConfigError(f"OUT: {out} is inside SOURCE, whose folders are data; expected a folder elsewhere")
-    data = config if isinstance(config, PackedConfig) and config.image_files() is None else open_source(config)
-    fields = ("split", "shard_size", "workers", "bad_fraction", "max_pixels")
-    done = pack(data, Options(out=out, **{name: getattr(options, name) for name in fields}))
-    print(done.describe(out), flush=True)
+    Splits: train, val: captioned; test, heldout: labelled, for zero-shot.
+
+    Examples:
+      vqclip data draw --contact-sheet sheet.html train=500 image_size=128
+    """
+
+    out: LocalPath | None = None
+    """Folder to draw into; $VQCLIP_CACHE or ~/.cache/vqclip without it."""
+    contact_sheet: LocalPath | None = None
+    """Also write images with their captions as this HTML page."""
+    split: Literal["train", "val"] = "train"
+    """Captioned split on the contact sheet."""
+
+    def run(self) -> None:
+        """Draw the scenes data set, and the sheet."""
+        from vqclip.data import CaptionShardsConfig
+        from vqclip.data_tools.show import render_sheet, source_tiles
+        from vqclip.scenes.make import ScenesConfig, make_scenes
+
+        if self.contact_sheet:
+            require_page("--contact-sheet", self.contact_sheet)  # before the long work
+        paths = make_scenes(self.out, load_config(ScenesConfig, None, self.keys))
+        for split in ("train", "val", "test", "heldout"):
+            print(f"{split:8} {getattr(paths, split)}")
+        if self.contact_sheet:
+            source = CaptionShardsConfig(path=str(getattr(paths, self.split))).build(self.out)
+            write_text(self.contact_sheet, render_sheet(source_tiles(source, _TILES), f"{self.split} of scenes"))
+            print(f"sheet    {self.contact_sheet}")
 
 
-def check(options: argparse.Namespace) -> int:
-    """Check the source and print the report; return 1 if too many samples are bad."""
-    from vqclip.data.decode import MAX_PIXELS
-    from vqclip.data_tools.check import CheckOptions, check_source, format_report
-    from vqclip.data_tools.show import ModelInputs
-    from vqclip.towers.vocabulary import BPE, MAX_CONTEXT, Vocabulary
+class Pack(_DataCommand, words=("source", "out")):
+    """Write data of any kind as WebDataset shards.
 
-    if options.json is not None and not options.json.absolute().parent.is_dir():  # checked before the long work
-        raise ConfigError(f"--json: got {options.json}, but there is no folder {options.json.absolute().parent}")
-    context_length = options.context_length
-    vocabulary: Vocabulary = BPE(context_length or MAX_CONTEXT)
-    min_side, max_pixels = _MIN_SIDE, MAX_PIXELS
-    if options.config is not None:
-        if context_length is not None:
-            raise ConfigError("--context-length: got it beside --config, which has its own; expected one of them")
-        config, min_side, vocabulary = ModelInputs.load(options.config)
-        context_length, max_pixels = vocabulary.context_length, config.data.max_pixels
-    limits = CheckOptions(
-        tokenize=vocabulary.with_lengths,
-        context_length=context_length,
-        max_pixels=options.max_pixels or max_pixels,
-        min_side=options.min_side or min_side,
-        workers=options.workers,
-    )
-    source, damaged = _open(options.source, options.overrides)
-    against = None if options.against is None else open_source(parse_source(options.against[0], options.against[1:]))
-    report = check_source(source, limits, against)
-    if damaged:
-        report.bad = {"damaged shard": damaged, **report.bad}
-    print_output(format_report(report, options.examples))
-    if options.json is not None:
-        write_text(options.json, json.dumps(report.to_json(), indent=1, ensure_ascii=True) + "\n")
-    share = report.bad_samples / max(1, report.samples)
-    if not damaged and share <= options.bad_fraction:
-        return 0
-    what = f"{len(damaged)} damaged shards" if damaged else f"{100 * share:.2f} % of the samples are bad"
-    print_output(f"\nnot usable as it is: {what}; --bad-fraction allows {100 * options.bad_fraction:g} % bad samples")
-    return 1
+    Captioned images become OUT/00000.tar, ... as img2dataset writes them; labelled ones OUT/SPLIT/0.tar, ... beside the
+    class names and prompts, as clip_benchmark does. Images keep their bytes, and samples their order. Run the same
+    command again to continue after a stop; machines that share OUT run it at the same time.
+
+    Examples:
+      vqclip data pack photos.csv shards/photos
+      vqclip data pack /datasets/flowers shards/flowers --split train --workers 8
+      vqclip data pack annotations.json shards/coco --workers 8      # on each of four machines that share the folder
+    """
+
+    source: Text = Field(description=SOURCE)
+    out: LocalPath
+    """Folder to write to: a new one, or one that was begun."""
+    split: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "train"
+    """Folder of the shards of labelled data, such as train."""
+    shard_size: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
+    """Samples in a shard, unusable ones included; sources that are read in pieces have a shard for each."""
+    workers: Workers = 1
+    """Processes that read, verify and write; any number writes the same bytes."""
+    bad_fraction: BadFraction = 0.01
+    """Largest share of samples that are left out, named in bad_samples.jsonl."""
+    max_pixels: Annotated[int, Field(ge=1)] = 50_000_000
+    """Larger images cannot be used."""
+
+    def run(self) -> None:
+        """Pack the source, and print where it is and how it is read."""
+        from vqclip.data import FolderConfig, open_source, parse_source
+        from vqclip.data.sources.packed import PackedConfig
+        from vqclip.data_tools.pack import Options, pack
+
+        config, out = parse_source(self.source, self.keys), expand_home(self.out).absolute()
+        if isinstance(config, FolderConfig) and out.resolve().is_relative_to(config.listing.resolve()):
+            raise ConfigError(f"OUT: {out} is inside SOURCE, whose folders are data; expected a folder elsewhere")
+        data = config if isinstance(config, PackedConfig) and config.image_files() is None else open_source(config)
+        fields = ("split", "shard_size", "workers", "bad_fraction", "max_pixels")
+        done = pack(data, Options(out=out, **{name: getattr(self, name) for name in fields}))
+        print(done.describe(out), flush=True)
+
+
+class Check(_DataCommand):
+    """Read every sample, and report what is bad, duplicated or unusual.
+
+    The exit status is 1 if more samples than --bad-fraction cannot be used; training would stop there too. Warnings
+    (duplicates, captions that are cut, classes without images, unusual images) do not change it.
+
+    Examples:
+      vqclip data check photos.csv --context-length 77 --workers 8
+      vqclip data check data/captions/train --config configs/captions.yaml --against data/captions/val
+    """
+
+    source: Text = Field(description=SOURCE)
+    config: LocalPath | None = None
+    """Training configuration: its vocabulary, context length, image size and largest image."""
+    context_length: ContextLength | None = None
+    """Tokens of open_clip's vocabulary after which captions are cut, instead of --config."""
+    against: tuple[Text, ...] = ()
+    """Other data, such as those of an evaluation, whose images should not be in SOURCE; its keys may follow."""
+    workers: Workers = 1
+    """Processes that read and decode."""
+    bad_fraction: BadFraction = 0.01
+    """Largest share of bad samples for exit status 0."""
+    max_pixels: Annotated[int, Field(ge=1)] | None = None
+    """Larger images are bad samples; 50000000 without it and --config."""
+    min_side: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """Images with a shorter side give a warning; 32, or the image size of --config, without it."""
+    examples: Annotated[int, Field(ge=0, le=1_000_000)] = 3
+    """Samples named for each kind on the screen."""
+    json_: LocalPath | None = None
+    """Write the report with all names to this file."""
+
+    def run(self) -> int:
+        """Check the source and print the report; return 1 if too many samples are bad."""
+        from vqclip.data import open_source, parse_source
+        from vqclip.data.decode import MAX_PIXELS
+        from vqclip.data_tools.check import CheckOptions, check_source, format_report
+        from vqclip.data_tools.show import ModelInputs
+        from vqclip.towers.vocabulary import BPE, MAX_CONTEXT, Vocabulary
+
+        if self.json_ is not None and not self.json_.absolute().parent.is_dir():  # checked before the long work
+            raise ConfigError(f"--json: got {self.json_}, but there is no folder {self.json_.absolute().parent}")
+        context_length = self.context_length
+        vocabulary: Vocabulary = BPE(context_length or MAX_CONTEXT)
+        min_side, max_pixels = _MIN_SIDE, MAX_PIXELS
+        if self.config is not None:
+            if context_length is not None:
+                raise ConfigError("--context-length: got it beside --config, which has its own; expected one of them")
+            config, min_side, vocabulary = ModelInputs.load(self.config)
+            context_length, max_pixels = vocabulary.context_length, config.data.max_pixels
+        limits = CheckOptions(
+            tokenize=vocabulary.with_lengths,
+            context_length=context_length,
+            max_pixels=self.max_pixels or max_pixels,
+            min_side=self.min_side or min_side,
+            workers=self.workers,
+        )
+        source, damaged = _open(self.source, self.keys)
+        against = None if not self.against else open_source(parse_source(self.against[0], self.against[1:]))
+        report = check_source(source, limits, against)
+        if damaged:
+            report.bad = {"damaged shard": damaged, **report.bad}
+        print_output(format_report(report, self.examples))
+        if self.json_ is not None:
+            write_text(self.json_, json.dumps(report.to_json(), indent=1, ensure_ascii=True) + "\n")
+        share = report.bad_samples / max(1, report.samples)
+        if not damaged and share <= self.bad_fraction:
+            return 0
+        what = f"{len(damaged)} damaged shards" if damaged else f"{100 * share:.2f} % of the samples are bad"
+        print_output(f"\nnot usable as it is: {what}; --bad-fraction allows {100 * self.bad_fraction:g} % bad samples")
+        return 1
+
+
+class Index(_DataCommand):
+    """Make the index of tars that training needs.
+
+    It reads every shard once and stores none. Any number of processes and machines may run the same command at once:
+    they share the work. Run it again after a stop, or when shards have changed: the others are not read again.
+
+    Examples:
+      vqclip data index s3://bucket/shards
+      vqclip data index '/datasets/web/{00000..00999}.tar' --workers 8
+      vqclip data index 'https://data.example.org/{00000..00999}.tar' --out /tmp/index
+    """
+
+    source: Text = Field(description=f"{SOURCE}: tars")
+    out: Text | None = None
+    """Folder or its URL; beside the shards, else the cache, without it."""
+    chunk: Annotated[int, Field(ge=1, le=1 << 20)] = 128
+    """Samples of a chunk; data.order.chunk must be a multiple of it."""
+    workers: Annotated[int, Field(ge=1, le=512)] = 4
+    """Shards that are read at a time; on fast disks start several processes instead."""
+
+    def run(self) -> None:
+        """Make the index, and print where it is and how training finds it."""
+        from vqclip.data_tools.index import index_shards
+
+        tars = parse_tars(self.source, self.keys).tar_set()
+        print_output(index_shards(tars, self.chunk, self.workers, self.out))
+
+
+class Features(OnRay, reads="changes to the file", failure=1, after_interrupt="run the same command again", logs=True):
+    """Store the features of a run's frozen towers before it starts.
+
+    The run finds them and starts at once. With --engine ray they are computed on a cluster, whose machines share the
+    folder data.feature_cache.folder and have the kind of device that the run will have.
+
+    Examples:
+      vqclip data features --config configs/pretrained.yaml
+      vqclip data features --config configs/pretrained.yaml data.feature_cache.folder=/shared/features --engine ray
+    """
+
+    config: LocalPath
+    """Configuration of the run."""
+
+    def run(self) -> None:
+        """Store the features of a run's frozen towers."""
+        from vqclip.train.fill_features import fill_features, fill_features_on_ray
+        from vqclip.train.tasks.kinds import load_task_config
+
+        ray = self.cluster
+        config = load_task_config(self.config, self.keys)
+        if ray is None:
+            fill_features(config)
+        else:
+            print(fill_features_on_ray(config, ray), flush=True)
+
+
+class Plan(_DataCommand, reads=_MORE_WITH_CONFIG):
+    """Say what the data of a run need before it starts; by formulas, no sample is read.
+
+    Whether they fit the cache, whether an index is needed, and bytes and requests of an epoch, under either order.
+    Their size comes from the index of SOURCE (vqclip data index), or from --samples, --shards and --bytes. With
+    --config, sources, window and cache are those of a training configuration, and key=value changes it.
+
+    Examples:
+      vqclip data plan --samples 1.3e9 --shards 130000 --bytes 10e12 --machines 64
+      vqclip data plan s3://bucket/shards remote.cache_gib=500 --machines 4
+      vqclip data plan --config configs/vit_b16.yaml data.order.kind=windowed data.order.window=8192 --machines 2
+    """
+
+    source: Text | None = Field(None, description=SOURCE)
+    config: LocalPath | None = None
+    """Training configuration."""
+    samples: Total | None = None
+    """Samples of the data, with --shards and --bytes instead of SOURCE; 1.3e9 is a number."""
+    shards: Total | None = None
+    """Their shards."""
+    bytes: Total | None = None
+    """Their size."""
+    machines: Annotated[int, Field(ge=1, le=100_000)] = 1
+    """Machines."""
+    json_: bool = False
+    """Print the figures as JSON."""
+
+    def run(self) -> None:
+        """Print the plan."""
+        from vqclip.data.order import WindowedOrder
+        from vqclip.data.remote import RemoteConfig
+        from vqclip.data.tars.make import CHUNK
+        from vqclip.data.tars.open import choose_chunk
+        from vqclip.data_tools.plan import DataCounts, count_source, format_plan, make_plan
+
+        order: WindowedOrder | None = None
+        sources: list[SourceConfigBase] = []
+        numbers = [int(each) for each in (self.samples, self.shards, self.bytes) if each is not None]
+        if self.config:
+            from vqclip.train.tasks.kinds import load_task_config  # imports the training code
+
+            data = load_task_config(self.config, self.keys).data
+            order, sources = data.order if isinstance(data.order, WindowedOrder) else None, [*data.sources]
+        elif self.source is not None:
+            sources = [parse_tars(self.source, self.keys)]
+        if numbers and (len(numbers) < 3 or (self.source is not None and not self.config)):
+            raise ConfigError("got some of --samples, --shards and --bytes; expected all of them, without SOURCE")
+        if not sources and not numbers:
+            raise ConfigError("got no SOURCE; expected one, or --config, or all of --samples, --shards and --bytes")
+        chunk = CHUNK if order is None else choose_chunk(order.chunk)
+        counts = [DataCounts(numbers[0], numbers[1], numbers[2], chunk)] if numbers else []
+        for number, source in enumerate(() if numbers else sources):
+            with name_section(f"data.sources[{number}]" if self.config else "SOURCE"):
+                counts.append(count_source(source, chunk))
+        limits = [each.remote.cache_gib for each in sources if hasattr(each, "remote")]
+        plan = make_plan(counts, order, self.machines, min(limits, default=RemoteConfig().cache_gib))
+        print_output(json.dumps(plan, indent=1) if self.json_ else format_plan(plan))
+
+
+class Show(_DataCommand, reads=_MORE_WITH_CONFIG):
+    """Make a contact sheet of what the model sees.
+
+    Images are decoded, cropped, augmented and resized as training does it, in its order; captions are shown as their
+    tokens, and what is cut in red. With --config, data, transform, image size, vocabulary and seed are those of a
+    training configuration, and key=value changes the configuration; without it they are those of SOURCE and the
+    defaults.
+
+    Examples:
+      vqclip data show photos.csv --out sheet.html
+      vqclip data show --config configs/captions.yaml --out sheet.html --views 4 data.transform.flip=0.5
+    """
+
+    source: Text | None = Field(None, description=SOURCE)
+    out: LocalPath
+    """HTML page to write."""
+    config: LocalPath | None = None
+    """Training configuration."""
+    count: Annotated[int, Field(ge=1, le=1000)] = 24
+    """Samples."""
+    views: Annotated[int, Field(ge=1, le=32)] = 1
+    """Views of each image side by side, those of as many epochs."""
+    epoch: Annotated[int, Field(ge=0, le=2**31)] = 0
+    """Epoch whose first samples are shown."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Seed of order and augmentation; without it 0, or run.seed of the configuration."""
+    image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Side of the images in pixels, without --config; 224 without both."""
+    context_length: ContextLength | None = None
+    """Tokens of a caption, without --config; 77 without both."""
+
+    def run(self) -> None:
+        """Write a contact sheet of what the model sees."""
+        from vqclip.data import DataConfig, parse_source
+        from vqclip.data_tools.show import ModelInputs, render_sheet, training_tiles
+        from vqclip.towers.vocabulary import BPE
+
+        require_page("--out", self.out)
+        if (self.config is None) == (self.source is None):
+            raise ConfigError("got neither SOURCE nor --config, or both; expected one of them")
+        if self.config:
+            for key in ("image_size", "context_length"):
+                if getattr(self, key) is not None:
+                    option = f"--{key.replace('_', '-')}"
+                    raise ConfigError(f"{option}: got it beside --config, which has its own; expected one of them")
+            config, size, vocabulary = ModelInputs.load(self.config, self.keys)
+            data, batch, default, name = config.data, config.train.batch_size, config.run.seed, str(self.config)
+        else:
+            assert self.source is not None
+            data, batch, default, name = DataConfig(sources=(parse_source(self.source, self.keys),)), 1, 0, self.source
+            size, vocabulary = self.image_size or _IMAGE_SIZE, BPE(self.context_length or _CONTEXT)
+        seed = default if self.seed is None else self.seed
+        built = data.model_copy(update={"workers": 0}).build(size, vocabulary.with_lengths, batch, seed)
+        head = f"{name}: {size} px, seed {seed}, context length {vocabulary.context_length}, epoch {self.epoch}"
+        if self.views > 1:
+            head += f" to {self.epoch + self.views - 1}"
+        tiles = training_tiles(built, vocabulary, self.count, self.epoch, self.views)
+        write_text(self.out, render_sheet(tiles, head))
+        print(f"{self.out}: {self.count} samples, {head}")
 
 
 def _open(path: str, overrides: Sequence[str]) -> tuple[Source, list[Finding]]:
@@ -111,6 +391,8 @@ def _open(path: str, overrides: Sequence[str]) -> tuple[Source, list[Finding]]:
     Raises:
         DataError: all of them are damaged, or the rest cannot be read.
     """
+    from vqclip.data import CaptionShardsConfig, ClassShardsConfig, open_source, parse_source
+    from vqclip.data.remote import RemoteShard
     from vqclip.data.sources.parquet import ParquetConfig, ParquetFile
     from vqclip.data.sources.shards import TarSource
     from vqclip.data_tools.check import Finding
@@ -134,20 +416,16 @@ def _open(path: str, overrides: Sequence[str]) -> tuple[Source, list[Finding]]:
     return open_source(config), damaged
 
 
-def index(options: argparse.Namespace) -> None:
-    """Make the index, and print where it is and how training finds it."""
-    from vqclip.data_tools.index import index_shards
-
-    tars = parse_tars(options.source, options.overrides).tar_set()
-    print_output(index_shards(tars, options.chunk, options.workers, options.out))
-
-
 def parse_tars(path: str, overrides: Sequence[str]) -> CaptionShardsConfig | ClassShardsConfig:
     """Return the configuration of a source of tars; a folder at a URL is of kind classes if a split is named.
 
     Raises:
         ConfigError: it is of another kind.
     """
+    from vqclip.data import CaptionShardsConfig, ClassShardsConfig, parse_source
+    from vqclip.data.remote import is_tar, protocol_of
+    from vqclip.data.remote.urls import split_query
+
     keys = {each.partition("=")[0] for each in overrides}
     if "kind" not in keys and protocol_of(path) not in (None, "file") and not is_tar(split_query(path)[0]):
         overrides = [f"kind={'classes' if 'split' in keys else 'shards'}", *overrides]
@@ -155,46 +433,3 @@ def parse_tars(path: str, overrides: Sequence[str]) -> CaptionShardsConfig | Cla
     if not isinstance(config, CaptionShardsConfig | ClassShardsConfig):
         raise ConfigError(f"SOURCE: kind {config.kind} has no chunks; expected tars (kind shards or classes)")
     return config
-
-
-def features(options: argparse.Namespace) -> None:
-    """Store the features of a run's frozen towers."""
-    from vqclip.train.fill_features import fill_features, fill_features_on_ray
-    from vqclip.train.tasks.kinds import load_task_config
-
-    ray = types.ray_options(options)
-    config = load_task_config(options.config, options.overrides)
-    if ray is None:
-        fill_features(config)
-    else:
-        print(fill_features_on_ray(config, ray), flush=True)
-
-
-def show(options: argparse.Namespace) -> None:
-    """Write a contact sheet of what the model sees."""
-    from vqclip.data import DataConfig
-    from vqclip.data_tools.show import ModelInputs, render_sheet, training_tiles
-    from vqclip.towers.vocabulary import BPE
-
-    types.require_page("--out", options.out)
-    if not options.config and not options.given:
-        raise ConfigError("got neither SOURCE nor --config; expected one of them")
-    if options.config:
-        for name in ("image_size", "context_length"):
-            if getattr(options, name) is not None:
-                option = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{option}: got it beside --config, which has its own; expected one of them")
-        config, size, vocabulary = ModelInputs.load(options.config, options.given)
-        data, batch, default, name = config.data, config.train.batch_size, config.run.seed, options.config
-    else:
-        name, *overrides = options.given
-        data, batch, default = DataConfig(sources=(parse_source(name, overrides),)), 1, 0
-        size, vocabulary = options.image_size or _IMAGE_SIZE, BPE(options.context_length or _CONTEXT)
-    seed = default if options.seed is None else options.seed
-    built = data.model_copy(update={"workers": 0}).build(size, vocabulary.with_lengths, batch, seed)
-    head = f"{name}: {size} px, seed {seed}, context length {vocabulary.context_length}, epoch {options.epoch}"
-    if options.views > 1:
-        head += f" to {options.epoch + options.views - 1}"
-    tiles = training_tiles(built, vocabulary, options.count, options.epoch, options.views)
-    write_text(options.out, render_sheet(tiles, head))
-    print(f"{options.out}: {options.count} samples, {head}")

@@ -1,76 +1,159 @@
-"""``vqclip export``: write a tokenizer as ONNX files, and compare their ids with its own; or towers to open_clip."""
+"""Commands that take something out of a run: ``vqclip export``, ``export-tokenizer`` and ``copy-run``."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from vqclip.config import load_config
-from vqclip.data import EvalSet, Source, mask_credentials
-from vqclip.data.prepare import open_images
+from vqclip.cli.options import SPLIT, TOKENIZER, WEIGHTS, BatchSize, Command, LocalPath, Text, Weights
 from vqclip.errors import ConfigError
-from vqclip.export.agreement import verify, verify_program
-from vqclip.export.open_clip import export_towers
-from vqclip.export.program import AnyTokenizer
-from vqclip.export.runtime import OnnxTokenizer
-from vqclip.export.to_onnx import export_onnx
-from vqclip.io.files import expand_home
 from vqclip.runlog.console import print_output
-from vqclip.tokenizer import ImageTokenizer
-from vqclip.tokenizer.folder import CONFIG_FILE
-from vqclip.tokenizer.loading import load_tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vqclip.data import Source
+    from vqclip.export.program import AnyTokenizer
+
+__all__ = ["CopyRun", "Export", "ExportTokenizer", "batches"]
 
 _RANDOM_INPUTS = 64
 _WORDS = ("a", "red", "small", "blue", "old", "river", "star", "house", "of", "under", "tree", "7", "?")
 
 
-def run(options: argparse.Namespace) -> None:
-    """Export a tokenizer, and compare; or write towers into an open_clip model."""
-    if options.open_clip:
-        _export_open_clip(options)
-        return
-    if options.modality is None:
-        raise ConfigError("--modality: got none; expected image or text (or --open-clip, for both)")
-    if options.base is not None:
-        raise ConfigError("--base: got it without --open-clip; expected both or neither")
-    for name in ("split", "limit"):
-        if options.data is None and getattr(options, name) is not None:
-            raise ConfigError(f"--{name}: got it without --data; expected both or neither")
-    if options.compare_only and options.precision:
-        raise ConfigError("--precision: got it with --compare-only, which writes no files; expected one of them")
-    source = None if options.data is None else open_images(options.data, options.split)
-    precision = OnnxTokenizer(options.out).precision if options.compare_only else options.precision
-    tokenizer = load_tokenizer(options.tokenizer, options.modality)
-    if precision == "fp64":
-        tokenizer.double()
-    if not options.compare_only:
-        export_onnx(tokenizer, options.out)
-        sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(options.out.iterdir()))
-        print_output(f"{options.out}: {sizes}")
-    inputs = list(batches(tokenizer, source, options.batch_size, options.limit))
-    compared = f"{_RANDOM_INPUTS} random inputs" if options.data is None else mask_credentials(options.data)
-    print_output(f"compared on: {compared}, batches of {options.batch_size}")
-    print_output(f"onnxruntime: {verify(options.out, tokenizer, inputs)}")
-    if options.program:
-        print_output(f"torch.export: {verify_program(tokenizer, inputs)}")
+class Export(Command, words=("tokenizer",)):
+    """Export a tokenizer to ONNX, and compare the ids of the files with its own; or towers to open_clip.
+
+    Without --data the comparison uses random inputs: noise images, or captions of six words. --open-clip writes the
+    towers of both tokenizers back into the open_clip model that they came from. The joint embedding of vqclip is no
+    part of it; vqclip.integrations.open_clip gives any folder the methods of an open_clip model.
+
+    Examples:
+      vqclip export runs/base/tokenizer --modality image --out onnx/image --data path/to/cls_eurosat --split test
+      vqclip export runs/base/tokenizer --modality text --out onnx/text --data 'val/{00000..00003}.tar'
+      vqclip export --open-clip runs/base --out towers
+    """
+
+    tokenizer: Text = Field(description=TOKENIZER)
+    modality: Literal["image", "text"] | None = None
+    """Tokenizer to export."""
+    out: LocalPath
+    """Folder of the ONNX files, or of the model."""
+    open_clip: bool = False
+    """Write both towers into an open_clip model."""
+    base: Text | None = None
+    """With --open-clip: tag or file of the weights that the towers started from; without it what config.yaml names."""
+    precision: Literal["fp32", "fp64"] | None = None
+    """Arithmetic of the files, fp32 without it; fp64: everything in float64, several times slower, with ids that differ
+    from torch's about half a billion times less often."""
+    compare_only: bool = False
+    """Write nothing; compare the ONNX files that are already in --out."""
+    data: Text | None = None
+    """Images or captions to compare on: folder, tars, or clip_benchmark's layout."""
+    split: str | None = Field(None, description=f"Of labelled data: {SPLIT}")
+    batch_size: BatchSize = 50
+    """Batch size of the comparison."""
+    limit: Annotated[int, Field(ge=1, lt=2**63)] | None = None
+    """Compare at most this number of inputs, evenly spread."""
+    program: bool = False
+    """Compare programs of torch.export as well."""
+
+    def run(self) -> None:
+        """Export a tokenizer, and compare; or write towers into an open_clip model."""
+        from vqclip.data import mask_credentials
+        from vqclip.data.prepare import open_images
+        from vqclip.export.agreement import verify, verify_program
+        from vqclip.export.runtime import OnnxTokenizer
+        from vqclip.export.to_onnx import export_onnx
+        from vqclip.tokenizer.loading import load_tokenizer
+
+        if self.open_clip:
+            self._export_open_clip()
+            return
+        if self.modality is None:
+            raise ConfigError("--modality: got none; expected image or text (or --open-clip, for both)")
+        if self.base is not None:
+            raise ConfigError("--base: got it without --open-clip; expected both or neither")
+        for name in ("split", "limit"):
+            if self.data is None and getattr(self, name) is not None:
+                raise ConfigError(f"--{name}: got it without --data; expected both or neither")
+        if self.compare_only and self.precision:
+            raise ConfigError("--precision: got it with --compare-only, which writes no files; expected one of them")
+        source = None if self.data is None else open_images(self.data, self.split)
+        precision = OnnxTokenizer(self.out).precision if self.compare_only else self.precision
+        tokenizer = load_tokenizer(self.tokenizer, self.modality)
+        if precision == "fp64":
+            tokenizer.double()
+        if not self.compare_only:
+            export_onnx(tokenizer, self.out)
+            sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(self.out.iterdir()))
+            print_output(f"{self.out}: {sizes}")
+        inputs = list(batches(tokenizer, source, self.batch_size, self.limit))
+        compared = f"{_RANDOM_INPUTS} random inputs" if self.data is None else mask_credentials(self.data)
+        print_output(f"compared on: {compared}, batches of {self.batch_size}")
+        print_output(f"onnxruntime: {verify(self.out, tokenizer, inputs)}")
+        if self.program:
+            print_output(f"torch.export: {verify_program(tokenizer, inputs)}")
+
+    def _export_open_clip(self) -> None:
+        from vqclip.export.open_clip import export_towers
+        from vqclip.io.files import expand_home
+        from vqclip.tokenizer.folder import CONFIG_FILE
+
+        others = ("modality", "precision", "compare_only", "data", "split", "limit", "program")
+        if given := [name for name in others if getattr(self, name)]:
+            raise ConfigError(f"--{given[0].replace('_', '-')}: got it with --open-clip, to which it does not apply")
+        folder = expand_home(self.tokenizer)
+        run = folder if (folder / "tokenizer" / CONFIG_FILE).is_file() else folder.parent
+        inside = folder / "tokenizer" if run == folder else folder
+        print_output(export_towers(inside, self.base or _base_of(run), self.out).describe())
 
 
-def _export_open_clip(options: argparse.Namespace) -> None:
-    others = ("modality", "precision", "compare_only", "data", "split", "limit", "program")
-    if given := [name for name in others if getattr(options, name)]:
-        raise ConfigError(f"--{given[0].replace('_', '-')}: got it with --open-clip, to which it does not apply")
-    folder = expand_home(options.tokenizer)
-    run = folder if (folder / "tokenizer" / CONFIG_FILE).is_file() else folder.parent
-    inside = folder / "tokenizer" if run == folder else folder
-    print_output(export_towers(inside, options.base or _base_of(run), options.out).describe())
+class ExportTokenizer(Command, words=("run_",)):
+    """Write the tokenizer folder of any checkpoint of a run."""
+
+    run_: LocalPath
+    """The run's folder, such as runs/base."""
+    step: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    """Step of the checkpoint; the newest without it."""
+    best: bool = False
+    """Take the best checkpoint; see train.keep_best."""
+    out: LocalPath | None = None
+    """Folder to write; tokenizer-step-<step> in the run's folder without it."""
+    weights: Weights = Field("averaged", description=WEIGHTS)
+
+    def run(self) -> None:
+        """Write the folder."""
+        from vqclip.runlog.best import read_best
+        from vqclip.train.export import export_checkpoint
+
+        if self.best and self.step is not None:
+            raise ConfigError("--best: got it with --step; expected one of them")
+        step = read_best(self.run_) if self.best else self.step
+        print_output(str(export_checkpoint(self.run_, step, self.out, self.weights)))
+
+
+class CopyRun(Command, words=("url", "folder")):
+    """Copy a run whose run.folder is a URL: its files, and its newest checkpoint, verified."""
+
+    url: Text
+    """URL of the run, such as s3://bucket/runs/base."""
+    folder: LocalPath
+    """Folder to write, such as runs/base."""
+
+    def run(self) -> None:
+        """Copy it."""
+        from vqclip.train.run_store import copy_run
+
+        print_output(str(copy_run(self.url, self.folder)))
 
 
 def _base_of(run: Path) -> str:
     """Return the pretrained weights that a run's configuration names."""
+    from vqclip.config import load_config
     from vqclip.train import TrainConfig
 
     path = run / "config.yaml"
@@ -86,6 +169,9 @@ def _base_of(run: Path) -> str:
 
 def batches(tokenizer: AnyTokenizer, source: Source | None, size: int, limit: int | None = None) -> Iterator[Tensor]:
     """Yield batches of inputs of ``encode``: all images or captions of the source, or random ones without a source."""
+    from vqclip.data import EvalSet
+    from vqclip.tokenizer import ImageTokenizer
+
     if source is None:
         yield from _random_inputs(tokenizer).split(size)
     elif isinstance(tokenizer, ImageTokenizer):
@@ -100,6 +186,10 @@ def batches(tokenizer: AnyTokenizer, source: Source | None, size: int, limit: in
 
 def _random_inputs(tokenizer: AnyTokenizer) -> Tensor:
     """Return noise images, or captions of six words, drawn with seed 0."""
+    import torch
+
+    from vqclip.tokenizer import ImageTokenizer
+
     generator = torch.Generator().manual_seed(0)
     if isinstance(tokenizer, ImageTokenizer):
         size = tokenizer.tower.image_size

@@ -1,89 +1,72 @@
 """The command line ``vqclip``, also ``python -m vqclip``.
 
-A command has a row in `COMMANDS`, a function in `vqclip.cli.options` that adds its arguments, and a function that does
-it, whose module is imported when the arguments have been read: help and refusals wait for no torch. On several
-processes: ``torchrun ... -m vqclip tokenize ...``.
+A command has a row in `COMMANDS` and a class in a module of this package, a `vqclip.cli.options.Command`, which is
+imported when the command is given: help and refusals wait for no torch. On several processes:
+``torchrun ... -m vqclip tokenize ...``.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from vqclip import __version__
 from vqclip.errors import ConfigError, VqclipError, printable
 from vqclip.runlog.console import log_to_stderr, print_error, print_interrupt, print_output, unfailing_streams
 
-__all__ = ["COMMANDS", "main"]
+if TYPE_CHECKING:
+    from vqclip.cli.options import Command
 
+__all__ = ["COMMANDS", "load_command", "main"]
 
-class Command(NamedTuple):
-    """A command of one or two words; several that begin with the same word are a group."""
-
-    function: str
-    """Module in `vqclip.cli` and its function, which takes the options and returns the exit status (None: 0); empty for
-    the title of a group."""
-    summary: str
-    """Description in one line."""
-    failure: int = 2
-    """Exit status of errors other than `ConfigError`, whose status is 2."""
-    after_interrupt: str = ""
-    """Remark on the state that Ctrl-C leaves behind."""
-    logs: bool = False
-    """Whether the log is shown on stderr."""
-    takes_others: bool = False
-    """Whether the function gets options that the parser does not know, as ``options.others``."""
-
-
-_TRAIN: Any = {
-    "failure": 1,
-    "after_interrupt": "what is not in a checkpoint is not kept",
-    "logs": True,
-    "takes_others": True,
-}
-_TOKENIZE: Any = {"failure": 1, "after_interrupt": "run the same command to continue", "logs": True}
-_DATA: Any = {"failure": 1, "after_interrupt": "run the same command again", "logs": True}
 COMMANDS = {
-    "train": Command("train.run", "train image and text tokenizers together", **_TRAIN),
-    "plan": Command("plan.run", "say what a training step needs before it runs: memory by part, bytes sent", failure=1),
-    "evaluate": Command("evaluate.run", "zero-shot, retrieval and probes: continuous, quantized and from codes"),
-    "evaluate zero-shot": Command("evaluate.run", "classify labelled images by prompts"),
-    "evaluate retrieval": Command("evaluate.run", "find the captions of images, and images by captions"),
-    "evaluate linear-probe": Command("evaluate.run", "fit logistic regression to the codes of labelled images"),
-    "evaluate knn": Command("evaluate.run", "classify images by the nearest codes of labelled ones"),
-    "evaluate pixels": Command(
-        "evaluate.run", "decode stored ids, and compare the images with the originals, WebP and JPEG"
+    "train": ("train.Train", "train image and text tokenizers together"),
+    "plan": ("plan.Plan", "say what a training step needs before it runs: memory by part, bytes sent"),
+    "evaluate": ("evaluate.Evaluate", "zero-shot, retrieval and probes: continuous, quantized and from codes"),
+    "evaluate zero-shot": ("evaluate.EvaluateTask", "classify labelled images by prompts"),
+    "evaluate retrieval": ("evaluate.EvaluateTask", "find the captions of images, and images by captions"),
+    "evaluate linear-probe": ("evaluate.EvaluateTask", "fit logistic regression to the codes of labelled images"),
+    "evaluate knn": ("evaluate.EvaluateTask", "classify images by the nearest codes of labelled ones"),
+    "evaluate pixels": (
+        "evaluate.EvaluateTask", "decode stored ids, and compare the images with the originals, WebP and JPEG"
     ),
-    "tokenize": Command("tokenize.run", "turn image-text shards into token shards", **_TOKENIZE),
-    "search": Command("", "index images by their codes, and search them by words"),
-    "search build": Command("search.run", "make an index of images or captions"),
-    "search query": Command("search.run", "search an index by words or an image"),
-    "data": Command("", "pack, check and show data of any kind; draw the scenes data set"),
-    "data draw": Command("data.draw", "draw the scenes data set", **_DATA),
-    "data pack": Command("data.pack_source", "write data of any kind as WebDataset shards", **_DATA),
-    "data check": Command("data.check", "read every sample, and report what is bad, duplicated or unusual", **_DATA),
-    "data index": Command("data.index", "make the index of tars that training needs", **_DATA),
-    "data features": Command("data.features", "store the features of a run's frozen towers before it starts", **_DATA),
-    "data plan": Command("data_plan.run", "say what the data of a run need before it starts", **_DATA),
-    "data show": Command("data.show", "make a contact sheet of what the model sees", **_DATA),
-    "export": Command("export.run", "write a tokenizer as ONNX files, and compare their ids with its own"),
-    "reconstruct": Command("reconstruct.run", "write a page of images beside what their ids decode to"),
-    "report": Command("runs.report", "write the page of a run, or one that compares several"),
-    "demo": Command("demo.run", "try a tokenizer in the browser: codes, classes, nearest images"),
-    "export-tokenizer": Command("runs.export_tokenizer", "write the tokenizer folder of any checkpoint of a run"),
-    "copy-run": Command("runs.copy", "copy a run from a URL to a folder, which the other commands read"),
-    "clip-benchmark": Command("", "evaluate models with clip_benchmark, on its data sets"),
-    "clip-benchmark eval": Command("clip_benchmark.run", "evaluate models on data sets", takes_others=True),
-    "clip-benchmark build": Command("clip_benchmark.run", "make one table of many results", takes_others=True),
-}
-"""Words of each command; in the order of the help."""
+    "tokenize": ("tokenize.Tokenize", "turn image-text shards into token shards"),
+    "search": ("", "index images by their codes, and search them by words"),
+    "search build": ("search.Build", "make an index of images or captions"),
+    "search query": ("search.Query", "search an index by words or an image"),
+    "data": ("", "pack, check and show data of any kind; draw the scenes data set"),
+    "data draw": ("data.Draw", "draw the scenes data set"),
+    "data pack": ("data.Pack", "write data of any kind as WebDataset shards"),
+    "data check": ("data.Check", "read every sample, and report what is bad, duplicated or unusual"),
+    "data index": ("data.Index", "make the index of tars that training needs"),
+    "data features": ("data.Features", "store the features of a run's frozen towers before it starts"),
+    "data plan": ("data.Plan", "say what the data of a run need before it starts"),
+    "data show": ("data.Show", "make a contact sheet of what the model sees"),
+    "export": ("export.Export", "write a tokenizer as ONNX files, and compare their ids with its own"),
+    "reconstruct": ("pages.Reconstruct", "write a page of images beside what their ids decode to"),
+    "report": ("pages.Report", "write the page of a run, or one that compares several"),
+    "demo": ("pages.Demo", "try a tokenizer in the browser: codes, classes, nearest images"),
+    "export-tokenizer": ("export.ExportTokenizer", "write the tokenizer folder of any checkpoint of a run"),
+    "copy-run": ("export.CopyRun", "copy a run from a URL to a folder, which the other commands read"),
+    "clip-benchmark": ("", "evaluate models with clip_benchmark, on its data sets"),
+    "clip-benchmark eval": ("clip_benchmark.Eval", "evaluate models on data sets"),
+    "clip-benchmark build": ("clip_benchmark.Build", "make one table of many results"),
+}  # fmt: skip
+"""Words of each command → its module and class (empty for the title of a group), and its description in one line; in
+the order of the help. Several that begin with the same word are a group."""
 _FIRST = 10
 """Commands before those that few need, in the help."""
+
+
+def load_command(name: str) -> type[Command]:
+    """Import the class of a command, such as ``data pack``."""
+    module, _, attribute = COMMANDS[name][0].partition(".")
+    found: type[Command] = getattr(importlib.import_module(f"vqclip.cli.{module}"), attribute)
+    return found
 
 
 @unfailing_streams()
@@ -109,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = f"{first} {rest[0]}" if rest else first
         if rest and name in COMMANDS:
             del rest[0]
-        elif not COMMANDS[first].function:
+        elif not COMMANDS[first][0]:
             if rest and rest[0] not in ("-h", "--help"):
                 return _refuse(program, rest[0], _words(first))
             print_output(_help(first))
@@ -118,16 +101,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _refuse(program, rest[0], _words(first))
         else:
             name = first
-        command = COMMANDS[name]
+        from vqclip.cli.options import read_options  # needs pydantic, which the list of commands does not
+
+        command = load_command(name)
         failure, after_interrupt = command.failure, command.after_interrupt
-        options = _parse(name, command, rest)
-        module, _, function = command.function.partition(".")
-        run: Callable[..., int | None] = getattr(importlib.import_module(f"vqclip.cli.{module}"), function)
+        options = read_options(name, command, rest, _list_of(name))
         if command.logs:
             from vqclip.data.remote.urls import mask_credentials
 
             log_to_stderr(mask_credentials)
-        return run(options) or 0
+        return options.run() or 0
     except KeyboardInterrupt:
         return print_interrupt(program, after_interrupt)
     except (VqclipError, OSError) as error:  # an OSError: a full disk, a folder without write permission
@@ -135,24 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print_error(program, error, mask_credentials)
         return 2 if isinstance(error, ConfigError) else failure
-
-
-def _parse(name: str, command: Command, arguments: list[str]) -> argparse.Namespace:
-    """Read the arguments of a command; key=value may follow options.
-
-    Raises:
-        SystemExit: with status 0 for --help, 2 for arguments that cannot be read; help or mistake have been printed.
-    """
-    from vqclip.cli.options import make_parser  # argparse's types need pydantic, which the list of commands does not
-
-    parser = make_parser(name, command.summary, _list_of(name))
-    if command.takes_others:
-        options, others = parser.parse_known_intermixed_args(arguments)
-        options.others = others
-    else:
-        options = parser.parse_intermixed_args(arguments)
-    options.task, options.given_words = name.partition(" ")[2], arguments
-    return options
 
 
 def _words(first: str) -> list[str]:
@@ -164,7 +129,7 @@ def _words(first: str) -> list[str]:
 
 def _list_of(first: str) -> str:
     """Return a line for each word that may follow."""
-    names = {word: COMMANDS[f"{first} {word}".strip()].summary for word in _words(first)}
+    names = {word: COMMANDS[f"{first} {word}".strip()][1] for word in _words(first)}
     width = max(map(len, names), default=0)
     return "\n".join(f"  {name:<{width}}  {summary}" for name, summary in names.items())
 

@@ -10,22 +10,26 @@ override "optim.lr=abc": optim.lr: got 'abc' (str); expected a number > 0
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from vqclip.config.base import Config
-from vqclip.config.messages import MAX_PROBLEMS, describe_problems
-from vqclip.config.overrides import apply_override, override_label
-from vqclip.config.types import show
-from vqclip.config.yaml import MAX_BYTES, Node, Origin, Problem, node_from_plain, read_yaml
+from vqclip.config.messages import MAX_PROBLEMS, SchemaLocation, descend, describe_problems, model_of, show
+from vqclip.config.yaml import MAX_BYTES, Node, Origin, Problem, node_from_plain, path_text, read_yaml
 from vqclip.errors import ConfigError
 from vqclip.io.files import read_bounded
 
-ConfigT = TypeVar("ConfigT", bound=Config)
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+_MAX_SHOWN = 120
+"""Characters of an override in a message."""
+_INDEX = r"[0-9]{1,9}"
+_KEY = r"[^\s.\[\]=]+"
+_OVERRIDE = re.compile(rf"({_KEY}(?:\.{_KEY}|\[{_INDEX}\])*)=(.*)", re.DOTALL)
 
 
 def load_config(
@@ -55,7 +59,7 @@ def load_config(
 
 
 def parse_config(
-    schema: type[ConfigT], values: Mapping[str, Any] | Config, overrides: Sequence[str] = (), origin: str = ""
+    schema: type[ConfigT], values: Mapping[str, Any] | BaseModel, overrides: Sequence[str] = (), origin: str = ""
 ) -> ConfigT:
     """Return a configuration made of plain values and of overrides, as `load_config` makes one of a file.
 
@@ -91,7 +95,7 @@ def _validate(schema: type[ConfigT], file: Node, overrides: Sequence[str]) -> tu
     root, problems = copy.deepcopy(file), list[Problem]()
     for override in overrides:
         try:
-            apply_override(schema, root, override, problems)
+            _apply_override(schema, root, override, problems)
         except ConfigError as error:
             problems.append(Problem(Origin("", is_override=True), (), str(error)))
     try:
@@ -100,7 +104,9 @@ def _validate(schema: type[ConfigT], file: Node, overrides: Sequence[str]) -> tu
         return None, problems + describe_problems(schema, root, error)
 
 
-def _blame_overrides(schema: type[Config], file: Node, overrides: Sequence[str], found: list[Problem]) -> list[Problem]:
+def _blame_overrides(
+    schema: type[BaseModel], file: Node, overrides: Sequence[str], found: list[Problem]
+) -> list[Problem]:
     """Name the overrides that cause a problem of a whole section, instead of the file."""
     if all(problem.origin.is_override for problem in found):
         return found
@@ -109,14 +115,85 @@ def _blame_overrides(schema: type[Config], file: Node, overrides: Sequence[str],
         causes = [each for each, left in zip(overrides, without, strict=True) if problem not in left]
         # An unknown key is in the file; its message already names an override of `kind`.
         if causes and not problem.origin.is_override and not problem.message.startswith("unknown key"):
-            problem.origin = Origin(", ".join(map(override_label, causes)), is_override=True)
+            problem.origin = Origin(", ".join(map(_label, causes)), is_override=True)
     return found
+
+
+def _label(override: str) -> str:
+    """Return the name of an override in messages."""
+    return f'override "{override if len(override) <= _MAX_SHOWN else override[: _MAX_SHOWN - 3] + "..."}"'
+
+
+def _apply_override(schema: type[BaseModel], root: Node, override: str, problems: list[Problem]) -> None:
+    """Set one value in the tree; add problems of the value to ``problems``.
+
+    Raises:
+        ConfigError: the override is malformed, or its key does not fit the tree.
+    """
+    label = _label(override)
+    match = _OVERRIDE.fullmatch(override.strip())
+    if match is None:
+        raise ConfigError(f"{label}: expected section.key=value or section.list[0]=value")
+    origin = Origin(label, is_override=True)
+    node, place = root, SchemaLocation((), schema)
+    *parents, last = parts = re.findall(r"[^.\[\]]+", match[1])
+    path = tuple(int(part) if re.fullmatch(_INDEX, part) else part for part in parts)
+    text = f'"{match[2]}"' if match[2] in ("|", ">", ",") else match[2]  # for YAML, the beginning of something longer
+    value = read_yaml(text, label, problems, path=path, is_override=True)
+    for part in parents:
+        node, place = _descend(node, place, part, origin)
+    key = _checked_part(node, place, last, origin)
+    if key == "kind" and isinstance(node.value, dict) and _kind(node) != value.value:
+        # Another kind has other keys: drop those that come from the default.
+        node.value = {name: child for name, child in node.value.items() if not child.is_default}
+    node.is_default = False
+    node.value[key] = value
+
+
+def _descend(node: Node, place: SchemaLocation, part: str, origin: Origin) -> tuple[Node, SchemaLocation]:
+    """Go one key towards the value to set; add the section if it is missing."""
+    key = _checked_part(node, place, part, origin)
+    node.is_default = False
+    model = model_of(place.annotation, _kind(node))
+    place = descend(place if model is None else SchemaLocation(place.path, model), key)
+    child = node.child(key)
+    if child is None:
+        child = node.value[key] = _default(model, str(key), origin)
+    elif child.value is None:
+        child.value = {}
+    return child, place
+
+
+def _default(model: type[BaseModel] | None, key: str, origin: Origin) -> Node:
+    field = model.model_fields.get(key) if model else None
+    default = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
+    value = to_jsonable_python(default)
+    return node_from_plain(value if isinstance(value, (dict, list)) else {}, origin, is_default=True)
+
+
+def _checked_part(node: Node, place: SchemaLocation, part: str, origin: Origin) -> str | int:
+    """Return the part as a key of `node` or an index into it."""
+    where = f"{origin}: {path_text(place.path)}"
+    if isinstance(node.value, dict):
+        return part
+    if isinstance(node.value, list):
+        size = len(node.value)
+        if not re.fullmatch(_INDEX, part) or int(part) >= size:
+            allowed = f"an index from 0 to {size - 1}" if size else "no index, because the list is empty"
+            raise ConfigError(f"{where}: a list; got {show(part)}, expected {allowed}")
+        return int(part)
+    raise ConfigError(f"{where}: is {show(node.value)} ({type(node.value).__name__}), which has no {show(part)} to set")
+
+
+def _kind(node: Node | None) -> Any:
+    kind = node.child("kind") if node is not None and isinstance(node.value, dict) else None
+    return kind.value if kind is not None else None
 
 
 def _read_data(values: Any, origin: str) -> Node:
     """Wrap nested dicts and lists; raise ConfigError for objects that are neither plain nor sections."""
     try:  # in two steps, as in `to_yaml`
-        plain = to_jsonable_python(values.model_dump() if isinstance(values, Config) else values)
+        plain = to_jsonable_python(values.model_dump() if isinstance(values, BaseModel) else values)
     except (PydanticSerializationError, RecursionError, ValueError) as error:
         raise ConfigError(
             f"configuration: not plain data ({error}); expected dicts, lists, texts, numbers and sections"

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from vqclip.config import Config
 from vqclip.data.remote import mask_credentials
@@ -48,16 +48,27 @@ _QUIET = {
 }
 
 
+def _require_whole(number: float) -> float:
+    if number > 1 and number != int(number):
+        raise ValueError("expected a whole number, or one from 0 to 1")
+    return number
+
+
+Actors = Annotated[int, Field(ge=1, le=2**20)]
+Cpus = Annotated[float, Field(gt=0, le=1024), AfterValidator(_require_whole)]
+Gpus = Annotated[float, Field(ge=0, le=1024), AfterValidator(_require_whole)]
+
+
 class RayOptions(Config):
     """Cluster of a job, and the number and size of its workers."""
 
     address: str | None = None
     """Ray cluster, such as auto or HOST:6379; without it RAY_ADDRESS, else a Ray on this machine for this job."""
-    actors: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    actors: Actors | None = None
     """Largest number of workers; without it Ray starts as many as the cluster has or gets room for."""
-    cpus: Annotated[float, Field(gt=0, le=1024)] | None = None
+    cpus: Cpus | None = None
     """CPUs of a worker; without it one for each of its threads and data workers."""
-    gpus: Annotated[float, Field(ge=0, le=1024)] | None = None
+    gpus: Gpus | None = None
     """GPUs of a worker, such as 0.5 for two on one; without it 1 if the cluster has GPUs."""
 
 

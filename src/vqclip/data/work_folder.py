@@ -46,6 +46,7 @@ from vqclip.data.batch import require_few_bad
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.io.atomic import FileDigest, remove_leftovers, verify_file, write_file, write_file_once
 from vqclip.io.file_locks import ProcessLock
+from vqclip.io.files import format_bytes
 from vqclip.io.json_files import add_checksum, describe_differences, read_checked, read_versioned
 from vqclip.process import progress
 
@@ -174,7 +175,7 @@ class WorkResult(NamedTuple):
         size, left_out = sum(each.size for each in manifest.shards), sum(manifest.bad.values())
         kinds = ", ".join(f"{count} {kind}" for kind, count in manifest.bad.items())
         bad = f", {left_out} left out ({kinds}; see {BAD_FILE})" if left_out else ""
-        text += f"{path}: {manifest.samples:,} samples in {len(manifest.shards)} shards, {size / 1e6:,.1f} MB{bad}"
+        text += f"{path}: {manifest.samples:,} samples in {len(manifest.shards)} shards, {format_bytes(size)}{bad}"
         return f"{text}\n{self.note}" if self.note else text
 
 
@@ -421,5 +422,5 @@ def require_room(folder: Path, size: int, remedy: str) -> None:
     free = shutil.disk_usage(folder).free
     if size > free:
         raise DataError(
-            f"{folder} has room for {free / 1e9:.1f} GB, and about {size / 1e9:.1f} GB are needed; {remedy}"
+            f"{folder} has room for {format_bytes(free)}, and about {format_bytes(size)} are needed; {remedy}"
         )

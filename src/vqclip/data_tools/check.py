@@ -23,6 +23,7 @@ from vqclip.data.decode import MAX_PIXELS, DecodedImage, image_format, read_imag
 from vqclip.data.in_order import InOrderReader
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import DataError, printable
+from vqclip.io.files import format_bytes
 from vqclip.runlog.bar import ProgressBar
 from vqclip.towers import CaptionLengths
 
@@ -311,7 +312,7 @@ def _find_overlap(
 def format_report(report: CheckReport, examples: int = 3) -> str:
     """Return the report as text: a line for each kind, with its first findings below."""
     samples, facts = max(1, report.samples), report.captions
-    size = f"{report.image_bytes / 1e6:,.1f} MB of images ({report.image_bytes / samples / 1e3:.1f} kB each)"
+    size = f"{format_bytes(report.image_bytes)} of images ({format_bytes(report.image_bytes / samples)} each)"
     lines = [f"{report.samples:,} samples, {size}"]
     for title, section, notes in (("bad samples", report.bad, ()), ("warnings", report.warnings, report.notes)):
         lines.append(f"\n{title}{'' if section or notes else ': none'}")

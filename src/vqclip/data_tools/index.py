@@ -21,7 +21,7 @@ from vqclip.data.tars.index import TarIndex
 from vqclip.data.tars.make import IndexMaker, Parts
 from vqclip.data.tars.open import TarSet, cached_index, data_folder, index_name, known_counts
 from vqclip.errors import ConfigError, StorageError
-from vqclip.io.files import expand_home
+from vqclip.io.files import expand_home, format_bytes
 from vqclip.runlog.bar import ProgressBar
 
 __all__ = ["index_shards"]
@@ -84,7 +84,7 @@ def index_shards(tars: TarSet, chunk: int, workers: int = 1, out: str | None = N
     size = int(index.lengths.sum())
     read = f"{made:,} shards read, {index.shards - made:,} known" if made else "no shard had to be read"
     text = f"{where}: {index.samples:,} samples in {index.shards:,} shards, chunks of {index.chunk}"
-    return f"{text}, {size / 1e9:,.3f} GB; {read}\n{advice}"
+    return f"{text}, {format_bytes(size)}; {read}\n{advice}"
 
 
 def _choose_place(tars: TarSet, out: str | None) -> tuple[_Place, str]:

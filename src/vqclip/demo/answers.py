@@ -19,9 +19,8 @@ from torch import Tensor
 from vqclip.data.decode import decode_image
 from vqclip.data.prepare import ImageSource
 from vqclip.errors import CheckpointError, ConfigError, DataError
-from vqclip.search.hits import Hit, find_hits, open_indexed
 from vqclip.search.index import CodeIndex
-from vqclip.search.scan import CodeSearch
+from vqclip.search.scan import CodeSearch, Hit, find_hits, open_indexed
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
 from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder
 from vqclip.tokenizer.loading import load_tokenizer

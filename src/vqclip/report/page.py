@@ -28,7 +28,7 @@ from vqclip.report.verdict import judge, newest_codebooks
 from vqclip.runlog.codebooks import MODALITIES, Codebook
 
 if TYPE_CHECKING:
-    from vqclip.search.hits import Hit
+    from vqclip.search.scan import Hit
 
 REPORT_FILE = "report.html"
 """Name of the page in the folder of a run."""

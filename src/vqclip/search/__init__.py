@@ -11,8 +11,7 @@ On the command line: ``vqclip search --help``. `FaissSearch` needs ``pip install
 After `vqclip.tokenizer`, which makes and embeds the ids; before `vqclip.cli`.
 """
 
-from vqclip.search.index import CodeIndex
-from vqclip.search.packing import Packing
+from vqclip.search.index import CodeIndex, Packing
 from vqclip.search.scan import CodeSearch, FaissSearch, SearchResult, embeddings
 
 __all__ = ["CodeIndex", "CodeSearch", "FaissSearch", "Packing", "SearchResult", "embeddings"]

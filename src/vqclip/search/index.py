@@ -1,4 +1,7 @@
-"""An index of ids: the code of every item, and its name."""
+"""An index of ids: the code of every item, in as few bits as it needs, and its name.
+
+Shapes: n items, U distinct codes, N tokens, C codebooks, K codes a codebook.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,117 @@ from torch import Tensor
 
 from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS, NumTokens
-from vqclip.errors import CheckpointError, ShapeError
+from vqclip.data import EvalSet
+from vqclip.data.prepare import ImageSource
+from vqclip.errors import CheckpointError, DataError, ShapeError
 from vqclip.io.atomic import FileDigest, digest_file, replace_folder, require_replaceable, verify_file
 from vqclip.io.json_files import add_checksum, read_checked
 from vqclip.io.tensors import open_tensors, save_tensors
 from vqclip.nn.inputs import require_ids
-from vqclip.search.packing import Packing
-from vqclip.tokenizer import Tokenizer
+from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
 from vqclip.tokenizer.folder import ID_LAYOUT_VERSION
 from vqclip.tokenizer.stored import fingerprint
 
-__all__ = ["CodeIndex", "Origin"]
+__all__ = ["CodeIndex", "Origin", "Packing", "build_index"]
 
 INDEX_FILE = "index.json"
 CODES_FILE = "codes.safetensors"
 MOST_ITEMS = 2**31 - 1
 """Range of the int32 of `CodeIndex.row`."""
 _VERSIONS = {"format": "vqclip-index", "format_version": 3, "id_layout": ID_LAYOUT_VERSION}
+
+
+_PACKED = 4096
+"""Items packed at a time; meanwhile each bit takes a byte."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Layout of the ids ``(N, C)`` of an item as bytes: token after token, codebook after codebook, without gaps.
+
+    An id takes ceil(log2 K) bits, highest first; the last byte is padded with zeros. If tokens may be absent (-1), 0
+    means absent, id k becomes k + 1, and an id takes the bits of K + 1 values.
+    """
+
+    num_tokens: int
+    """N."""
+    codebook_sizes: tuple[int, ...]
+    """K of each of the C codebooks."""
+    absent: bool
+    """Whether ids may be -1."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Bits of an id of each codebook."""
+        return tuple((size - 1 + self.absent).bit_length() for size in self.codebook_sizes)
+
+    @property
+    def bits(self) -> int:
+        """Bits of an item."""
+        return self.num_tokens * sum(self.widths)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of an item."""
+        return -(-self.bits // 8)
+
+    def pack(self, ids: Tensor) -> Tensor:
+        """Pack ids ``(n, N, C)`` of any integer type into ``(n, bytes)`` uint8.
+
+        Raises:
+            ShapeError: for another shape, or an id that is out of range.
+        """
+        self._require(ids)
+        parts = [self._pack(part.long().cpu().numpy()) for part in ids.split(_PACKED)]
+        return torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, self.bytes, dtype=torch.uint8)
+
+    def unpack(self, codes: Tensor) -> Tensor:
+        """Unpack ``(n, bytes)`` uint8 into ids ``(n, N, C)`` int64.
+
+        Raises:
+            ShapeError: for another shape or dtype, or an id out of range.
+        """
+        if codes.ndim != 2 or codes.shape[1] != self.bytes or codes.dtype != torch.uint8:
+            raise ShapeError(f"codes: got {tuple(codes.shape)} {codes.dtype}, expected (n, {self.bytes}) torch.uint8")
+        parts = [self._unpack(part.numpy()) for part in codes.split(_PACKED)]
+        shape = (0, self.num_tokens, len(self.codebook_sizes))
+        ids = torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(shape, dtype=torch.int64)
+        self._require(ids)
+        return ids
+
+    def _pack(self, ids: np.ndarray) -> np.ndarray:
+        numbers = ids.astype(np.uint64) + np.uint64(self.absent)  # -1 wraps around to 0
+        bits = np.empty((*ids.shape[:2], sum(self.widths)), dtype=np.uint8)
+        for column, shift, codebook in self._columns():
+            bits[..., column] = (numbers[..., codebook] >> np.uint64(shift)) & np.uint64(1)
+        return np.packbits(bits.reshape(len(ids), self.bits), axis=1)
+
+    def _unpack(self, codes: np.ndarray) -> np.ndarray:
+        bits = np.unpackbits(codes, axis=1, count=self.bits)
+        bits = bits.reshape(len(codes), self.num_tokens, sum(self.widths))
+        numbers = np.zeros((*bits.shape[:2], len(self.codebook_sizes)), dtype=np.uint64)
+        for column, shift, codebook in self._columns():
+            numbers[..., codebook] |= bits[..., column].astype(np.uint64) << np.uint64(shift)
+        return (numbers - np.uint64(self.absent)).astype(np.int64)
+
+    def _columns(self) -> Sequence[tuple[int, int, int]]:
+        """Return ``(column in the packed bits, position in the id, codebook)`` of each bit of a token."""
+        places = [(c, shift) for c, width in enumerate(self.widths) for shift in reversed(range(width))]
+        return [(column, shift, codebook) for column, (codebook, shift) in enumerate(places)]
+
+    def _require(self, ids: Tensor) -> None:
+        expected = (self.num_tokens, len(self.codebook_sizes))
+        if ids.ndim != 3 or tuple(ids.shape[1:]) != expected or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ShapeError(
+                f"ids: got {tuple(ids.shape)} {ids.dtype}, expected (n, {expected[0]}, {expected[1]}) integers"
+            )
+        least, largest = -int(self.absent), torch.tensor([size - 1 for size in self.codebook_sizes], device=ids.device)
+        wide = ids.long()
+        if bool(((wide < least) | (wide > largest)).any()):
+            raise ShapeError(
+                f"ids: got numbers from {int(wide.min())} to {int(wide.max())}, expected {least} to one less than the "
+                f"codebook sizes {self.codebook_sizes}"
+            )
 
 
 def _is_local(path: str) -> str:
@@ -224,3 +321,40 @@ def _require_tensors(path: Path, tensors: dict[str, Tensor], packing: Packing, i
             problems.append(f"places: got {int(places.min())}, expected 0 or more")
     if problems:
         raise CheckpointError(f"{path}: " + "; ".join(sorted(problems)))
+
+
+def build_index(
+    tokenizer: ImageTokenizer | TextTokenizer,
+    source: ImageSource,
+    batch_size: int = 64,
+    bad_fraction: float = 0.0,
+    origin: Origin | None = None,
+) -> CodeIndex:
+    """Build an index of the images of a source, or of its captions if the tokenizer is one of texts.
+
+    The name of an item is its image's place in the source, followed by the caption or class if the data has one:
+    ``pets/cat.png``, ``00003.tar/000031415: a red apple``.
+
+    Raises:
+        DataError: more than ``bad_fraction`` of the images cannot be used.
+    """
+    ids, items = list[Tensor](), list[tuple[int, str]]()  # number of the image, and its text
+    if isinstance(tokenizer, ImageTokenizer):
+        for batch in EvalSet(source, tokenizer.transform, batch_size, max_bad_fraction=bad_fraction):
+            if len(batch):
+                ids.append(tokenizer.encode(batch.images).cpu())
+                texts = [captions[0] for captions in batch.captions]
+                if source.classnames:
+                    texts = [source.classnames[label] for label in batch.labels.tolist()]
+                items += zip(batch.sample_ids.tolist(), texts, strict=True)
+    else:
+        items = [(index, caption) for index in range(len(source)) for caption in source.read(index).captions]
+        for start in range(0, len(items), batch_size):
+            ids.append(tokenizer.encode([caption for _, caption in items[start : start + batch_size]]).cpu())
+    if not ids:
+        raise DataError("got no items, expected at least one")
+    named = getattr(source.config, "captions", None) == "names"  # the caption says nothing that the place does not
+    names = [source.place(index) + ("" if named else f": {text}") for index, text in items]
+    places = torch.tensor([index for index, _ in items])
+    same = torch.equal(places, torch.arange(len(names)))
+    return CodeIndex.build(tokenizer, torch.cat(ids), names, None if same else places, origin)

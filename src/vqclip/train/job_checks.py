@@ -19,6 +19,7 @@ import vqclip
 from vqclip import checkpoint, dist
 from vqclip.data import mask_credentials
 from vqclip.errors import CheckpointError, ConfigError
+from vqclip.io.files import format_bytes
 from vqclip.io.json_files import describe_differences, flatten
 from vqclip.process.lock import LOCK_FILE
 from vqclip.train.config import TaskConfig
@@ -71,8 +72,8 @@ def require_space(folder: Path, step: TrainStep[Any]) -> None:
     disk = shutil.disk_usage(folder)
     if disk.total and disk.free < needed:
         raise CheckpointError(
-            f"{folder}: {_gigabytes(disk.free)} are free, and one checkpoint takes about {_gigabytes(needed)}; free "
-            "some space, or choose a run.folder on another disk"
+            f"{folder}: {format_bytes(disk.free)} are free, and one checkpoint takes about {format_bytes(needed)}; "
+            "free some space, or choose a run.folder on another disk"
         )
 
 
@@ -153,7 +154,3 @@ def _name(found: list[dict[str, Any]], rank: int) -> str:
 
 def _show(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"

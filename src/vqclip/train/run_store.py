@@ -22,7 +22,7 @@ from vqclip.data.remote import TransferConfig
 from vqclip.data.remote.folder import RemoteFolder, require_writable
 from vqclip.errors import CheckpointError, ConfigError, StorageError
 from vqclip.io.atomic import REPLACED, TEMPORARY, replace_folder
-from vqclip.io.files import Stamp, read_bounded
+from vqclip.io.files import Stamp, format_bytes, read_bounded
 from vqclip.process.lock import LOCK_FILES
 
 logger = logging.getLogger(__name__)
@@ -105,11 +105,11 @@ class RunMirror:
         path.parent.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(path.parent).free) < sum(files.values()):
             raise CheckpointError(
-                f"{self._remote}/{base}: has {sum(files.values())} bytes, and {free} are free in {path.parent}; set "
-                "VQCLIP_CACHE to a folder with more room"
+                f"{self._remote}/{base}: has {format_bytes(sum(files.values()))}, and {format_bytes(free)} are free in "
+                f"{path.parent}; set VQCLIP_CACHE to a folder with more room"
             )
-        size = sum(files.values()) / 1e9
-        logger.info("fetching %s/%s (%.3g GB); all ranks wait, within run.timeout_s", self._remote, base, size)
+        size = format_bytes(sum(files.values()))
+        logger.info("fetching %s/%s (%s); all ranks wait, within run.timeout_s", self._remote, base, size)
 
         def fill(aside: Path) -> None:
             for name in files:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Discriminator, SerializeAsAny, ValidatorFunctionWrapHandler, WrapValidator
 
 from vqclip.config import did_you_mean, parse_config
-from vqclip.config.types import kinds_of
+from vqclip.config.messages import kinds_of
 from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.remote import TAR_ENDINGS, display_url, is_tar, protocol_of
 from vqclip.data.sources.base import SourceConfigBase

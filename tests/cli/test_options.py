@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 from typing import get_args
@@ -11,11 +10,13 @@ from unittest import mock
 import pytest
 
 from tests.data.making import caption_shards, class_folder
-from vqclip.cli.arguments import context_length
-from vqclip.cli.data_options import SOURCE_KEYS
-from vqclip.cli.evaluate import _SCHEMAS
-from vqclip.cli.main import main
-from vqclip.cli.options import _evaluate_task, make_parser
+from vqclip.cli.clip_benchmark import Eval
+from vqclip.cli.data import Check, ContextLength, Index, Pack
+from vqclip.cli.evaluate import EvaluateTask
+from vqclip.cli.main import COMMANDS, load_command, main
+from vqclip.cli.options import SOURCE_KEYS, Command
+from vqclip.cli.pages import Reconstruct
+from vqclip.cli.tokenize import Tokenize
 from vqclip.config import Config
 from vqclip.data import CsvConfig
 from vqclip.data.decode import MAX_PIXELS
@@ -24,7 +25,7 @@ from vqclip.data.sources.class_names import ClassFolder
 from vqclip.data.tars.make import CHUNK
 from vqclip.data_tools.pack import Options as PackOptions
 from vqclip.errors import ConfigError, DataError
-from vqclip.evaluation import MODES
+from vqclip.evaluation import MODES, KnnConfig, LinearProbeConfig, ZeroShotConfig
 from vqclip.evaluation.images import ImagesConfig
 from vqclip.report.images import MAX_SIDE
 from vqclip.tokenize_dataset.job import Options as TokenizeOptions
@@ -40,74 +41,77 @@ CALLS = {
 }
 """Each command with what it cannot do without."""
 WHOLE = {
-    "tokenize": ("--batch-size", "--workers", "--threads"),
-    "export": ("--batch-size", "--limit"),
-    "search build": ("--batch-size",),
-    "search query": ("-k",),
-    "reconstruct": ("--batch-size", "--workers", "--show"),
+    "tokenize": ("batch_size", "workers", "threads"),
+    "export": ("batch_size", "limit"),
+    "search build": ("batch_size",),
+    "search query": ("k",),
+    "reconstruct": ("batch_size", "workers", "show"),
 }
-SHARES = {
-    "tokenize": "--tolerance",
-    "search build": "--bad-fraction",
-    "reconstruct": "--bad-fraction",
-}
+SHARES = {"tokenize": "tolerance", "search build": "bad_fraction", "reconstruct": "bad_fraction"}
 TEXTS = {
-    "tokenize": ("--tokenizer", "--data", "--out"),
-    "export": ("--out", "--data"),
-    "search build": ("--tokenizer", "--images", "--out"),
-    "search query": ("--tokenizer", "--images", "--index", "--image", "--html"),
-    "evaluate zero-shot": ("--data", "--device", "--codes", "--json"),
+    "tokenize": ("tokenizer", "data", "out"),
+    "export": ("out", "data"),
+    "search build": ("tokenizer", "images", "out"),
+    "search query": ("tokenizer", "images", "index", "image", "html"),
+    "evaluate zero-shot": ("data", "device", "codes", "json"),
 }
 
 
-def refusal(call: str, option: str, value: str, capsys) -> str:
+def refusal(call: str, key: str, value: str, capsys) -> str:
     """What a command says of a value of an option, when it stops there."""
-    arguments = [*CALLS[call], option, value]
-    with pytest.raises(SystemExit) as ended:
-        main([*call.split(), *arguments])
-    assert ended.value.code == 2
+    option = f"-{key}" if len(key) == 1 else f"--{key.replace('_', '-')}"
+    assert main([*call.split(), *CALLS[call], option, value]) == 2
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("call", "option"), [(call, option) for call, each in WHOLE.items() for option in each])
-def test_numbers_that_cannot_be_are_refused(call, option, capsys):
-    for value in ("-1", "x", "1.5", "nan", "9" * 30, "9" * 5000):
-        said = refusal(call, option, value, capsys)
-        assert f"argument {option}: got {value!r}, expected a whole number from " in said
-    if option != "--workers":
-        assert f"argument {option}: got '0'" in refusal(call, option, "0", capsys)
+@pytest.mark.parametrize(("call", "key"), [(call, key) for call, each in WHOLE.items() for key in each])
+def test_numbers_that_cannot_be_are_refused(call, key, capsys):
+    for value in ("-1", "x", "1.5", "nan", "9" * 30, "9" * 5000, *(["0"] if key != "workers" else [])):
+        said = refusal(call, key, value, capsys)
+        assert re.search(rf"{key}: got '{value[:50]}.* \(str\); expected an integer >= [01]", said)
 
 
 @pytest.mark.parametrize("call", SHARES)
 def test_shares_that_cannot_be_are_refused(call, capsys):
     for value in ("nan", "inf", "-0.1", "1", "x"):
         said = refusal(call, SHARES[call], value, capsys)
-        assert f"argument {SHARES[call]}: got {value!r}, expected a share: a number from 0 to less than 1" in said
+        assert f"{SHARES[call]}: got '{value}' (str); expected a " in said
 
 
 @pytest.mark.parametrize("call", TEXTS)
 def test_empty_texts_are_refused(call, capsys):
-    for option in TEXTS[call]:
-        said = refusal(call, option, "", capsys)
-        assert f"argument {option}: got '', expected a text that is not empty" in said
+    for key in TEXTS[call]:
+        assert "got '' (str); expected a text that is not empty" in refusal(call, key, "", capsys)
 
 
 def test_every_data_of_an_evaluation_is_a_task(monkeypatch):
     built = mock.Mock(side_effect=KeyboardInterrupt)  # the command ends here
-    monkeypatch.setattr("vqclip.cli.evaluate.parse_source", built)
+    monkeypatch.setattr("vqclip.data._public.parse_source", built)
     assert main(["evaluate", "retrieval", "t", "--data", "a.tar", "b.tar", "json_keys=[x]", "--data", "c.tar"]) == 130
     assert built.call_args.args == (["a.tar", "b.tar"], ["json_keys=[x]"])
 
 
-def test_an_option_that_is_a_key_is_shown_as_one(capsys):
-    assert "; keys of the configuration are written train_limit=..." in refusal(
-        "evaluate zero-shot", "--train-limit", "3", capsys
-    )
+def test_options_and_keys_that_were_meant(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["evaluate", "zero-shot", "t", "--data", "d", "--train-limit", "3"])
+    assert "; keys of the configuration are written train_limit=..." in capsys.readouterr().err
+    assert main(["report", "runs/a", "outputt=x.html"]) == 2
+    assert 'outputt: unknown key; did you mean "output"?' in capsys.readouterr().err
+    assert main(["train", "configs/base.yaml"]) == 2
+    assert "got 'configs/base.yaml'; did you mean \"--config configs/base.yaml\"?" in capsys.readouterr().err
+
+
+def test_options_may_be_written_as_keys_and_with_underscores(monkeypatch):
+    built = mock.Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("vqclip.tokenizer.loading.load_tokenizer", built)
+    monkeypatch.setattr("vqclip.data.prepare.open_images", lambda *_: None)
+    assert main(["search", "build", "tokenizer=a: b", "images=i", "--out=o", "--batch_size=3"]) == 130
+    assert built.call_args.args == ("a: b", "image")
 
 
 def test_data_of_tokenize(monkeypatch, tmp_path):
     built = mock.Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr("vqclip.cli.tokenize.tokenize", built)
+    monkeypatch.setattr("vqclip.tokenize_dataset.job.tokenize", built)
     shards = caption_shards(tmp_path / "s", (1, 1))
     (tmp_path / "a.csv").touch()
     for given, expected in (
@@ -126,13 +130,16 @@ def test_data_of_tokenize(monkeypatch, tmp_path):
     assert main(["tokenize", "--tokenizer", "t", "--out", "o", "--data", str(tmp_path / "none")]) == 1
 
 
-@pytest.mark.parametrize("call", [*CALLS, "train"])
-def test_help_names_the_command_as_it_is_typed(call, capsys):
+@pytest.mark.parametrize("name", [name for name, (path, _) in COMMANDS.items() if path])
+def test_help_names_the_command_as_it_is_typed_and_describes_each_option(name, capsys):
+    command = load_command(name)
+    assert [key for key, field in command.model_fields.items() if not field.description] == []
     with pytest.raises(SystemExit):
-        main([*call.split(), "--help"])
+        main([*name.split(), "--help"])
     shown = capsys.readouterr().out
-    assert shown.startswith(f"usage: vqclip {call} [-h]")
+    assert shown.startswith(f"usage: vqclip {name} [-h]")
     assert "python -m" not in shown
+    assert max(map(len, shown.splitlines())) <= 125
 
 
 def test_no_command_guesses_among_splits(tmp_path):
@@ -157,38 +164,34 @@ def test_no_command_guesses_among_splits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "schema"),
-    [("tokenize", TokenizeOptions), ("data pack", PackOptions), ("reconstruct", ImagesConfig)],
+    ("command", "schema"), [(Tokenize, TokenizeOptions), (Pack, PackOptions), (Reconstruct, ImagesConfig)]
 )
-def test_defaults_are_those_of_the_configuration(command: str, schema: type[Config]) -> None:
+def test_defaults_are_those_of_the_configuration(command: type[Command], schema: type[Config]) -> None:
     """They are stated twice, since the configuration imports torch."""
-    fields = schema.model_fields
-    actions = {each.dest: each for each in make_parser(command, "", "")._actions if each.dest in fields}
-    given = {name: action.default for name, action in actions.items() if not action.required}
-    assert {"batch_size", "workers"} & given.keys()
-    assert given == {name: fields[name].default for name in given}
-    for name, action in actions.items():
-        if action.choices is not None:
-            assert tuple(action.choices) == get_args(fields[name].annotation)
+    shared = {name for name, field in command.model_fields.items() if not field.is_required()} & {*schema.model_fields}
+    assert {"batch_size", "workers"} & shared
+    for name in shared:
+        ours, theirs = command.model_fields[name], schema.model_fields[name]
+        assert ours.default == theirs.default
+        assert get_args(ours.annotation) == get_args(theirs.annotation)
 
 
 def test_limits_are_those_of_the_parts() -> None:
-    defaults = vars(make_parser("data index", "", "").parse_args(["x"]))
-    assert defaults["chunk"] == CHUNK
-    assert context_length(str(MAX_CONTEXT)) == MAX_CONTEXT
-    with pytest.raises(argparse.ArgumentTypeError):
-        context_length(str(MAX_CONTEXT + 1))
-    parser = make_parser("reconstruct", "", "")
-    assert parser.parse_args(["t", "--data", "d", "-o", "o", "--side", str(MAX_SIDE)]).side == MAX_SIDE
-    models = next(each for each in make_parser("clip-benchmark eval", "", "")._actions if each.dest == "model")
-    assert models.choices == MODES
-    assert f"({MAX_PIXELS})" in make_parser("data check", "", "").format_help()
+    assert Index(source="x").chunk == CHUNK
+    (limits,) = ContextLength.__metadata__
+    assert MAX_CONTEXT in (each.le for each in limits.metadata if hasattr(each, "le"))
+    with pytest.raises(ValueError, match="less than or equal to"):
+        Check(source="x", context_length=MAX_CONTEXT + 1)
+    assert Reconstruct(tokenizer="t", data=("d",), output="o", side=MAX_SIDE).side == MAX_SIDE
+    assert get_args(get_args(Eval.model_fields["model"].annotation)[0]) == MODES
+    assert str(MAX_PIXELS) in str(Check.model_fields["max_pixels"].description)
 
 
 def test_help_names_keys_that_exist() -> None:
-    rows = re.findall(r"^(all|zero-shot|linear-probe|knn) +(.*)$", inspect.getdoc(_evaluate_task), re.MULTILINE)
+    schemas = {"all": KnnConfig, "knn": KnnConfig, "linear-probe": LinearProbeConfig, "zero-shot": ZeroShotConfig}
+    rows = re.findall(r"^(all|zero-shot|linear-probe|knn) +(.*)$", inspect.getdoc(EvaluateTask), re.MULTILINE)
     for task, listed in rows:
         names = re.sub(r"\(.*?\)", "", listed).split(", ")
-        assert {name.strip() for name in names} <= _SCHEMAS[task.replace("all", "knn")].model_fields.keys()
+        assert {name.strip() for name in names} <= schemas[task].model_fields.keys()
     keys = re.findall(r"(\w+)=", SOURCE_KEYS)
     assert {"kind", "captions"} == {*keys} & CsvConfig.model_fields.keys() == {*keys}

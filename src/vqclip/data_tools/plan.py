@@ -1,31 +1,25 @@
-"""``vqclip data plan``: say what the data of a run need before it starts; by formulas, no sample is read.
+"""Say what the data of a run need before it starts; by formulas, no sample is read.
 
-Whether they fit the cache, whether an index is needed, and bytes and requests of an epoch, under either order. Their
-size comes from the index of SOURCE (vqclip data index), or from --samples, --shards and --bytes. With --config,
-sources, window and cache are those of a training configuration, and key=value changes it.
+Whether they fit the cache, whether an index is needed, and bytes and requests of an epoch, under either order.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from vqclip.cli.data import parse_tars
 from vqclip.data import SourceConfigBase
 from vqclip.data.order import WindowedOrder
-from vqclip.data.remote import RemoteConfig, RemoteShard, is_gzip
-from vqclip.data.tars.make import CHUNK, MOST_WITH_MEMBERS
-from vqclip.data.tars.open import choose_chunk, find_index, known_counts
+from vqclip.data.remote import RemoteShard, is_gzip
+from vqclip.data.tars.make import MOST_WITH_MEMBERS
+from vqclip.data.tars.open import find_index, known_counts
 from vqclip.data.tars.store import survey
 from vqclip.data.windows import Windows
-from vqclip.errors import ConfigError, DataError, name_section
+from vqclip.errors import ConfigError, DataError
 from vqclip.io.files import format_bytes
-from vqclip.runlog.console import print_output
 
-__all__ = ["DataCounts", "count_source", "make_plan", "run"]
+__all__ = ["DataCounts", "count_source", "format_plan", "make_plan"]
 
 _CHUNK_BYTES, _SHARD_BYTES, _MEMBER_BYTES, _TABLE_BYTES = 24, 96, 50, 80
 """Bytes in the index of a chunk, of a shard, and of a sample if it has their members; of a sample in the cache beside
@@ -45,31 +39,6 @@ class DataCounts(NamedTuple):
     weight: float = 1.0
     at_urls: bool = True
     is_indexed: bool = True
-
-
-def run(options: argparse.Namespace) -> None:
-    """Print the plan."""
-    order, sources = None, list[SourceConfigBase]()
-    numbers = [options.samples, options.shards, options.bytes]
-    if options.config:
-        from vqclip.train.tasks.kinds import load_task_config  # imports the training code
-
-        data = load_task_config(options.config, options.given).data
-        order, sources = data.order if isinstance(data.order, WindowedOrder) else None, [*data.sources]
-    elif options.given:
-        sources = [parse_tars(options.given[0], options.given[1:])]
-    if any(numbers) and (None in numbers or (options.given and not options.config)):
-        raise ConfigError("got some of --samples, --shards and --bytes; expected all of them, without SOURCE")
-    if not sources and not any(numbers):
-        raise ConfigError("got no SOURCE; expected one, or --config, or all of --samples, --shards and --bytes")
-    chunk = CHUNK if order is None else choose_chunk(order.chunk)
-    counts = [DataCounts(*numbers)._replace(chunk=chunk)] if any(numbers) else []
-    for number, source in enumerate(() if any(numbers) else sources):
-        with name_section(f"data.sources[{number}]" if options.config else "SOURCE"):
-            counts.append(count_source(source, chunk))
-    limits = [each.remote.cache_gib for each in sources if hasattr(each, "remote")]
-    plan = make_plan(counts, order, options.machines, min(limits, default=RemoteConfig().cache_gib))
-    print_output(json.dumps(plan, indent=1) if options.json else _format(plan))
 
 
 def count_source(source: SourceConfigBase, chunk: int) -> DataCounts:
@@ -176,7 +145,8 @@ def make_plan(
     return {**sums, **limits, "full": full, "windowed": windowed, "advice": advice}
 
 
-def _format(plan: dict[str, Any]) -> str:
+def format_plan(plan: dict[str, Any]) -> str:
+    """Return a plan as a table, with the advice below."""
     size, both = format_bytes, (plan["full"], plan["windowed"])
     limit = f"of {size(plan['cache_limit'])} (remote.cache_gib={plan['cache_gib']:g})"
     rows = {
