@@ -37,8 +37,7 @@ from tqdm import tqdm
 from vqclip.data import Batch
 from vqclip.process.memory import keep_freed_memory
 from vqclip.train import TrainConfig
-from vqclip.train.checkpointer import Checkpointer
-from vqclip.train.run_state import RetentionPolicy
+from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
 from vqclip.train.step import TrainStep
 from vqclip.train.tasks.contrastive import ContrastiveTask
 
@@ -101,7 +100,7 @@ def saved_bytes(step: TrainStep, run: Path) -> tuple[int, int]:
     checkpointer = Checkpointer(run / "checkpoints", {}, step, RetentionPolicy(1), in_background=False)
     checkpointer.frozen.write()
     checkpointer.save(1, {"replaced": {}, "caption_lengths": {}})
-    return folder_bytes(checkpointer.path(1)), folder_bytes(checkpointer.frozen.folder)
+    return folder_bytes(checkpointer.path(1)), folder_bytes(checkpointer.frozen.path.parent)
 
 
 def folder_bytes(folder: Path) -> int:

@@ -26,8 +26,7 @@ from tqdm import tqdm
 from vqclip.config import load_config
 from vqclip.process.memory import keep_freed_memory
 from vqclip.train import TrainConfig
-from vqclip.train.checkpointer import Checkpointer
-from vqclip.train.run_state import RetentionPolicy
+from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
 from vqclip.train.step import TrainStep
 from vqclip.train.tasks.contrastive import ContrastiveTask
 

@@ -31,9 +31,8 @@ import torch
 from vqclip import dist
 from vqclip.data import Batch
 from vqclip.train import main as training
-from vqclip.train.checkpointer import Checkpointer
+from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
 from vqclip.train.plan import plan_step
-from vqclip.train.run_state import RetentionPolicy
 from vqclip.train.tasks.kinds import load_task_config
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1048576"}

@@ -132,7 +132,7 @@ def fake_cuda() -> Iterator[FakeGpu]:
         "torch.cuda.is_bf16_supported": lambda: True,
         "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,  # by autocast and the gradient scaler
         # Streams and events. The stream of copies is patched where it is cached.
-        "vqclip.train.rank_batch._copy_stream": lambda _: None,
+        "vqclip.train.tasks.base._copy_stream": lambda _: None,
         "torch.cuda.current_stream": lambda _: SimpleNamespace(wait_stream=lambda _: None),
         "torch.cuda.stream": lambda _: nullcontext(),
         "torch.cuda.Event": lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None),

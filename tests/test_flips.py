@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import vqclip
+from tests.checkpoint.making import save_checkpoint
 from tests.models import FSQ, VQ, tiny_model
 from vqclip import checkpoint
 from vqclip.errors import CheckpointError
@@ -33,8 +34,7 @@ def a_checkpoint(folder: Path) -> tuple[Path, list[Callable[[Path], object]]]:
     (out.image.embedding.sum() + out.text.embedding.sum()).backward()
     optimizer.step()
     state = {"identity": {"run.seed": 0}, "replaced": {"damaged image": 3}}
-    packed = checkpoint.pack_optimizer(optimizer)
-    path = checkpoint.save(folder, 7, write_model=model.save_pretrained, optimizer=packed, state=state, keep_last=1)
+    path = save_checkpoint(folder, 7, optimizer, model.save_pretrained, state)
     return path, [checkpoint.load]
 
 

@@ -16,17 +16,16 @@ import torch
 
 import vqclip
 from tests.models import BUSY_VQ, FSQ, tiny_model
-from vqclip.checkpoint import manifest
+from vqclip.checkpoint import folders
 from vqclip.errors import CheckpointError
 from vqclip.io.atomic import digest_file
 from vqclip.io.json_files import add_checksum
 from vqclip.losses import ContrastiveLoss
 from vqclip.model import CLIP
-from vqclip.train.checkpointer import Checkpointer
+from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
 from vqclip.train.guards import GuardConfig
 from vqclip.train.optim import OptimConfig
 from vqclip.train.resume import resume
-from vqclip.train.run_state import RetentionPolicy
 from vqclip.train.step import ComputeConfig, TrainStep
 from vqclip.train.tasks.contrastive import ContrastiveTask
 
@@ -66,7 +65,7 @@ def resealed(folder: Path) -> None:
     config = json.loads((folder / "model/config.json").read_text())
     config["weights"] = digest_file(folder / "model/model.safetensors").model_dump()
     (folder / "model/config.json").write_bytes(add_checksum({k: v for k, v in config.items() if k != "sha256"}))
-    manifest.write_manifest(folder, int(folder.name.removeprefix("step-")))
+    folders.write_manifest(folder, int(folder.name.removeprefix("step-")))
 
 
 def places(tree: Any) -> Iterator[tuple[Any, Any]]:

@@ -23,10 +23,10 @@ import pytest
 import torch
 
 import vqclip
+from tests.checkpoint.making import save_checkpoint
 from tests.data import hostile
 from tests.data.making import caption_members, class_folder, encode, pixels, write_tar
 from tests.models import tiny_model
-from vqclip import checkpoint
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.atomic import digest_file
 from vqclip.io.json_files import add_checksum
@@ -211,10 +211,7 @@ def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
     ]
 
     optimizer = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
-    packed = checkpoint.pack_optimizer(optimizer)
-    saved = checkpoint.save(
-        root / "checkpoints", 1, write_model=lambda folder: None, optimizer=packed, state={}, keep_last=1
-    )
+    saved = save_checkpoint(root / "checkpoints", 1, optimizer)
     (saved / "model" / "optimizer.pt").write_bytes(evil)
 
     hub = root / "hub"

@@ -55,6 +55,11 @@ def run_tree(folder: Path, shards: Path, quantizer: dict[str, Any] = FSQ, **chan
     return tree
 
 
+def retrieval(shards: Path) -> list[dict[str, Any]]:
+    """The configuration of one evaluation by retrieval, named ``pairs``."""
+    return [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
+
+
 def run(tree: dict[str, Any], cache: str) -> dict[str, Any]:
     """Train in this process (a rank, or alone) and tell what happened."""
     os.environ["VQCLIP_CACHE"] = cache

@@ -12,10 +12,11 @@ from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL
 from tests.training import run_tree
 from vqclip import checkpoint
-from vqclip.checkpoint import Staging, Writer
+from vqclip.checkpoint import Staging
 from vqclip.errors import CheckpointError, NonFiniteError
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
+from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.step import TrainStep
 
 EVERY = 3
@@ -59,7 +60,7 @@ def files(folder):
 def held_back(monkeypatch, steps_run):
     """Let no checkpoint be written before somebody waits for it; tells how many steps had been run by then."""
     asked = threading.Event()
-    save, wait = checkpoint.save, Writer.wait
+    save, wait = checkpoint.save, Checkpointer.wait
     found = {}
 
     def late(folder, step, **rest):
@@ -69,12 +70,12 @@ def held_back(monkeypatch, steps_run):
         return save(folder, step, **rest)
 
     def waiting(self):
-        if self._running is not None:
+        if self._writing is not None:
             asked.set()
         return wait(self)
 
     monkeypatch.setattr(checkpoint, "save", late)
-    monkeypatch.setattr(Writer, "wait", waiting)
+    monkeypatch.setattr(Checkpointer, "wait", waiting)
     return found
 
 
@@ -100,15 +101,15 @@ def test_a_failed_write_ends_the_run_at_the_next_step(config, monkeypatch, steps
         raise CheckpointError("disk full")
 
     monkeypatch.setattr(checkpoint, "save", full)
-    check = Writer.raise_if_failed
+    check = Checkpointer.raise_if_failed
 
     def patient(self):
         if failed.wait(0):
-            while not self._running.done():
+            while not self._writing[1].done():
                 pass
         check(self)
 
-    monkeypatch.setattr(Writer, "raise_if_failed", patient)
+    monkeypatch.setattr(Checkpointer, "raise_if_failed", patient)
     settings = config("full", train__steps=40)
     with pytest.raises(CheckpointError, match="disk full"):
         train(settings)
@@ -143,16 +144,16 @@ def test_no_thread_outlives_a_run(config):
 def test_staged_tensors_are_copies_in_the_same_memory(dtype):
     staging = Staging()
     tensor = torch.arange(12).reshape(3, 4).to(dtype).T
-    first = staging.copy({"a": tensor, "scalar": tensor[0, 0]})
+    first = staging.copy([("a", tensor), ("scalar", tensor[0, 0])])
     memory, kept = first["a"].data_ptr(), tensor.clone()
     tensor.zero_()
     assert first["a"].equal(kept)
     assert first["a"].dtype == dtype
     assert first["a"].is_contiguous()
-    second = staging.copy({"a": tensor, "scalar": tensor[0, 0]})
+    second = staging.copy([("a", tensor), ("scalar", tensor[0, 0])])
     assert second["a"].data_ptr() == memory
     assert second["a"].equal(tensor)
-    assert staging.copy({"a": tensor[:2]})["a"].shape == (2, 3)
+    assert staging.copy([("a", tensor[:2])])["a"].shape == (2, 3)
 
 
 def test_tied_tensors_are_stored_apart(tmp_path):

@@ -15,10 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tests.checkpoint.making import restore, save_checkpoint
 from vqclip import checkpoint
 from vqclip.checkpoint import folders
 from vqclip.errors import CheckpointError
 
+ROOT = Path(__file__).parents[2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 STATE = {"lr": 0.1 + 0.2, "tiny": 5e-324, "big": 2**80, "text": "π\n", "none": None, "levels": [8, 5.0], "scaler": {}}
 
@@ -53,18 +55,11 @@ def writer(model: nn.Module) -> Callable[[Path], None]:
 def save(folder: Path, number: int, keep_last: int = 3, state: dict | None = None, seed: int = 0) -> Path:
     model, optimizer = make(seed=seed)
     step(model, optimizer, number)
-    return checkpoint.save(
-        folder,
-        number,
-        write_model=writer(model),
-        optimizer=checkpoint.pack_optimizer(optimizer),
-        state=STATE if state is None else state,
-        keep_last=keep_last,
-    )
+    return save_checkpoint(folder, number, optimizer, writer(model), STATE if state is None else state, keep_last)
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return checkpoint.pack_optimizer(optimizer).tensors
+    return {name: tensor.clone() for name, tensor in checkpoint.optimizer_tensors(optimizer).items()}
 
 
 def names(folder: Path) -> list[str]:
@@ -102,24 +97,16 @@ def test_resume_equals_going_on(tmp_path, device, options, memory_format):
     model.to(memory_format=memory_format)
     for number in range(3):
         step(model, optimizer, number)
-    path = checkpoint.save(
-        tmp_path,
-        3,
-        write_model=writer(model),
-        optimizer=checkpoint.pack_optimizer(optimizer),
-        state={"step": 3},
-        keep_last=1,
-    )
-    saved = {key: value.clone() for key, value in snapshot(optimizer).items()}
+    path = save_checkpoint(tmp_path, 3, optimizer, writer(model))
+    saved = snapshot(optimizer)
     for number in range(3, 6):
         step(model, optimizer, number)
 
     other, resumed = make(device, seed=1, **options)
     other.to(memory_format=memory_format)
     step(other, resumed, 99)  # stale state that must go
-    loaded = checkpoint.load(path)
-    other.load_state_dict(load_file(loaded.model_folder / "model.safetensors"))
-    loaded.restore_optimizer(resumed)
+    other.load_state_dict(load_file(path / "model" / "model.safetensors"))
+    restore(path, resumed)
     for key, value in snapshot(resumed).items():
         assert torch.equal(value, saved[key]), key
         assert value.dtype == saved[key].dtype
@@ -137,17 +124,7 @@ def test_resume_equals_going_on(tmp_path, device, options, memory_format):
         assert torch.equal(value, snapshot(resumed)[key])
 
 
-def test_packed_state_does_not_follow_the_optimizer():
-    model, optimizer = make()
-    step(model, optimizer, 0)
-    packed = checkpoint.pack_optimizer(optimizer)
-    before = {key: value.clone() for key, value in packed.tensors.items()}
-    step(model, optimizer, 1)
-    assert all(torch.equal(before[key], value) for key, value in packed.tensors.items())
-    assert packed.groups[0]["options"]["lr"] == 1e-2
-
-
-def test_unused_parameters_have_no_state():
+def test_unused_parameters_have_no_state(tmp_path):
     used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([used, unused], lr=0.3)
     used.grad = torch.ones(3)
@@ -155,41 +132,34 @@ def test_unused_parameters_have_no_state():
     twins = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
     resumed = torch.optim.AdamW(twins, lr=0.5)
     resumed.state[twins[1]] = {"exp_avg": torch.ones(2)}  # stale: the checkpoint has none of it
-    checkpoint.restore_optimizer(resumed, checkpoint.pack_optimizer(optimizer))
+    restore(save_checkpoint(tmp_path, 1, optimizer), resumed)
     assert resumed.param_groups[0]["lr"] == 0.3
     assert torch.equal(resumed.state[twins[0]]["exp_avg"], optimizer.state[used]["exp_avg"])
     assert twins[1] not in resumed.state
 
 
-def test_mismatches_are_refused_by_name_and_change_nothing():
-    model, optimizer = make()
+def test_another_optimizer_is_refused_by_name_and_changes_nothing(tmp_path):
+    model, optimizer = make(foreach=True)
     step(model, optimizer, 0)
-    packed = checkpoint.pack_optimizer(optimizer)
+    path = save_checkpoint(tmp_path, 1, optimizer)
     other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(5, 2), nn.Linear(2, 2))
     named = [(name, p) for name, p in other.named_parameters() if name != "0.bias"]
     resumed = torch.optim.AdamW([{"params": named[:1]}, {"params": named[1:]}])
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.restore_optimizer(resumed, packed)
+        restore(path, resumed)
     message = str(caught.value)
     assert "groups[1].parameters.3.weight: absent in the checkpoint, 'float32 [2, 2]' now" in message
     assert "parameters.0.bias: 'float32 [4]' in the checkpoint, absent now" in message
     assert "groups[1].parameters.2.weight: absent in the checkpoint, 'float32 [2, 5]' now" in message
     assert "groups[0].options.weight_decay: 0.2 in the checkpoint, 0.01 now" in message
     assert not resumed.state
-
-
-def test_changed_options():
-    model, optimizer = make(foreach=True)
-    step(model, optimizer, 0)
-    packed = checkpoint.pack_optimizer(optimizer)
-    _, resumed = make(foreach=False, eps=1e-3)
     with pytest.raises(CheckpointError, match=r"groups\[0\]\.options\.eps: 1e-08 in the checkpoint, 0\.001 now"):
-        checkpoint.restore_optimizer(resumed, packed)
-    _, resumed = make(foreach=False)
-    checkpoint.restore_optimizer(resumed, packed)
-    assert resumed.param_groups[0]["foreach"] is False
+        restore(path, make(foreach=False, eps=1e-3)[1])
     with pytest.raises(CheckpointError, match="class: 'AdamW' in the checkpoint, 'SGD' now"):
-        checkpoint.restore_optimizer(torch.optim.SGD(model.parameters()), packed)
+        restore(path, torch.optim.SGD(model.parameters()))
+    _, resumed = make(foreach=False)
+    restore(path, resumed)
+    assert resumed.param_groups[0]["foreach"] is False
 
 
 def test_keep_last_removes_the_oldest(tmp_path):
@@ -254,7 +224,7 @@ def test_foreign_files_links_and_renamed_folders_are_refused(tmp_path):
 
 
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(folders.manifest.VERSIONS, "version", 3)
+    monkeypatch.setitem(folders.VERSIONS, "version", 3)
     path = save(tmp_path, 1)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="version is 3, this vqclip reads 2; use the vqclip that wrote it"):
@@ -264,7 +234,7 @@ def test_a_newer_format_is_refused(tmp_path, monkeypatch):
 FAILING = ["pathlib.Path.write_bytes", "pathlib.Path.rename", "os.fsync"]
 
 
-@pytest.mark.parametrize("call", [*FAILING, "vqclip.checkpoint.optimizer.save_tensors"])
+@pytest.mark.parametrize("call", [*FAILING, "tests.checkpoint.making.save_tensors"])
 @pytest.mark.parametrize("number", [1, 2], ids=["same step", "new step"])
 def test_failed_write_leaves_the_last_good_one(tmp_path, monkeypatch, call, number):
     save(tmp_path, 1)
@@ -311,9 +281,7 @@ def test_error_in_write_model_leaves_nothing_behind(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(
-            tmp_path, 1, write_model=broken, optimizer=checkpoint.pack_optimizer(optimizer), state={}, keep_last=1
-        )
+        save_checkpoint(tmp_path, 1, optimizer, broken)
     assert names(tmp_path) == []
 
 
@@ -323,6 +291,7 @@ SAVER = """
     from pathlib import Path
     import torch
     from safetensors.torch import save_file
+    from tests.checkpoint.making import restore, save_checkpoint
     from vqclip import checkpoint
 
     folder, draw = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
@@ -335,8 +304,7 @@ SAVER = """
             moments = {"exp_avg": value, "exp_avg_sq": value.clone()}
             optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
             model = lambda aside: save_file({"w": value}, aside / "model.safetensors")
-            packed = checkpoint.pack_optimizer(optimizer)
-            checkpoint.save(folder, step, write_model=model, optimizer=packed, state={"at": step}, keep_last=1)
+            save_checkpoint(folder, step, optimizer, model, {"at": step})
             step += draw.random() < 0.5  # often the same step again
 
     last = 0
@@ -353,7 +321,7 @@ SAVER = """
             continue
         loaded = checkpoint.load(path)
         assert loaded.step == loaded.state["at"] >= last, (loaded.step, last)
-        loaded.restore_optimizer(optimizer)
+        restore(path, optimizer)
         assert (optimizer.state[parameter]["exp_avg"] == loaded.step).all()
         last = loaded.step
     assert last > 5, last
@@ -367,7 +335,7 @@ def test_killed_while_saving(tmp_path):
     script = textwrap.dedent(SAVER)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", script, str(folder), "0"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "survived\n"
     assert len(names(folder)) <= 4, names(folder)
@@ -383,27 +351,23 @@ def test_full_disk_for_real(tmp_path):
         import resource, signal, sys
         from pathlib import Path
         import torch
-        from vqclip import checkpoint
+        from tests.checkpoint.making import save_checkpoint
         from vqclip.errors import CheckpointError
 
         parameter = torch.nn.Parameter(torch.zeros(100_000))
         optimizer = torch.optim.AdamW([("w", parameter)])
-        def save(step):
-            packed = checkpoint.pack_optimizer(optimizer)
-            checkpoint.save(Path(sys.argv[1]), step, write_model=lambda aside: None, optimizer=packed, state={},
-                            keep_last=1)
-        save(1)
+        save_checkpoint(Path(sys.argv[1]), 1, optimizer)
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
         try:
-            save(2)
+            save_checkpoint(Path(sys.argv[1]), 2, optimizer)
         except CheckpointError as error:
             print(error)
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "step-00000002: the checkpoint could not be written" in done.stdout
     assert names(tmp_path) == ["step-00000001"]

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoint.making import save_checkpoint
 from tests.commands import command
 from tests.evaluation.made import caption_shards, class_shards, image_folder, tiny_clip
-from vqclip import checkpoint
 from vqclip.pixels import ConvolutionalPixelsConfig, PixelsConfig, attach
 
 main = command("evaluate")
@@ -29,14 +29,7 @@ def run_folder(tmp_path_factory):
     for step, seed in ((5, 1), (10, 2)):
         model = tiny_clip(seed=seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        checkpoint.save(
-            folder / "checkpoints",
-            step,
-            write_model=model.save_pretrained,
-            optimizer=checkpoint.pack_optimizer(optimizer),
-            state={},
-            keep_last=2,
-        )
+        save_checkpoint(folder / "checkpoints", step, optimizer, model.save_pretrained, keep_last=2)
     return folder
 
 

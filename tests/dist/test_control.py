@@ -1,6 +1,8 @@
-"""Flags, seeds and JSON between ranks."""
+"""Flags, seeds and JSON between ranks; their machines; their background threads."""
 
 from __future__ import annotations
+
+import threading
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.distributed as c10d
 
 from tests.ranks import RankError
 from vqclip import dist
-from vqclip.errors import DistributedError
+from vqclip.errors import CheckpointError, DistributedError
 
 
 def flags():
@@ -75,3 +77,59 @@ def test_one_process():
     assert dist.gather_json(3) == [3]
     assert dist.shared_seed() != dist.shared_seed()
     dist.barrier()
+
+
+def on_nodes(groups: list[str | None]) -> tuple[int, ...]:
+    with pytest.MonkeyPatch.context() as patch:
+        if group := groups[dist.rank()]:
+            patch.setenv("GROUP_RANK", group)
+        else:
+            patch.delenv("GROUP_RANK", raising=False)
+        return dist.nodes()
+
+
+def test_nodes_are_those_of_torchrun_or_machines(ranks) -> None:
+    assert dist.nodes() == (0,)
+    assert ranks(3, on_nodes, [None, None, None]) == [(0, 0, 0)] * 3
+    assert ranks(3, on_nodes, ["7", "0", "7"]) == [(0, 1, 0)] * 3
+
+
+def work_beside_the_training(failing):
+    """Return what the background thread met, while the main one sums other tensors."""
+    group, found = dist.BackgroundGroup(60.0), []
+
+    def background():
+        for number in range(20):
+            try:
+                with group.raise_on_all_ranks("counting"):
+                    if (dist.rank(), number) == (1, failing):
+                        raise OSError("no space")
+            except (OSError, CheckpointError) as error:
+                found.append((number, str(error)))
+
+    thread = threading.Thread(target=background)
+    thread.start()
+    sums = [float(dist.reduce_(torch.tensor(float(number)))) for number in range(20)]
+    thread.join()
+    group.close()
+    return found, sums
+
+
+def test_a_failure_is_raised_on_all_ranks_beside_other_collectives(ranks):
+    one, other = ranks(2, work_beside_the_training, 7)
+    assert one[0] == [(7, "counting failed on rank 1, whose message says why")]
+    assert other[0] == [(7, "no space")]
+    assert one[1] == other[1] == [2.0 * number for number in range(20)]
+
+
+def leave_rank_zero_waiting():
+    group = dist.BackgroundGroup(5.0)
+    if dist.is_main():
+        with group.raise_on_all_ranks("waiting for nobody"):
+            pass
+    group.close()
+
+
+def test_a_rank_that_does_not_come_is_an_error(ranks):
+    with pytest.raises(RankError, match="waiting for nobody failed on rank 0"):
+        ranks(2, leave_rank_zero_waiting, timeout=30.0)

@@ -69,34 +69,6 @@ def test_buckets_have_the_size_that_is_asked_for(ranks):
     torch.testing.assert_close(got, expected)
 
 
-def forward_on_rank_zero_alone():
-    tower = dist.wrap_ddp(build()).train()
-    if dist.is_main():
-        tower(torch.ones(2, 3, dtype=torch.float64))
-        with torch.no_grad():
-            tower(torch.ones(2, 3, dtype=torch.float64))
-    return type(tower).__name__
-
-
-def test_a_forward_on_one_rank_waits_for_nobody(ranks):
-    assert ranks(2, forward_on_rank_zero_alone, timeout=30.0) == ["DistributedDataParallel"] * 2
-
-
-def wrap_locked_tower():
-    tower = build().requires_grad_(False)
-    return dist.wrap_ddp(tower) is tower
-
-
-def test_nothing_to_train_is_not_wrapped(ranks):
-    assert all(ranks(2, wrap_locked_tower))
-
-
-def test_one_process_is_not_wrapped():
-    tower = build()
-    assert dist.wrap_ddp(tower) is tower
-    assert dist.unwrap_ddp(tower) is tower
-
-
 class OutOfOrder(nn.Module):
     """Its gradients do not arrive in the reverse order of its parameters."""
 
@@ -128,37 +100,48 @@ def test_the_first_step_sums_like_all_others(ranks, world_size):
         assert all(torch.equal(first, other) for other in others)
 
 
-def forward_on_rank_zero_alone_after_a_step():
-    tower = dist.wrap_ddp(OutOfOrder())
-    tower(torch.ones(2, 7)).sum().backward()
-    if dist.is_main():
-        tower(torch.ones(2, 7))
-    return True
+def forward_on_rank_zero_alone():
+    """Before and after the first step."""
+    for module, x in ((build(), torch.ones(2, 3, dtype=torch.float64)), (OutOfOrder(), torch.ones(2, 7))):
+        tower = dist.wrap_ddp(module).train()
+        for _ in range(2):
+            if dist.is_main():
+                tower(x)
+                with torch.no_grad():
+                    tower(x)
+            out = tower(x)
+            (out if isinstance(module, OutOfOrder) else out[0] * out[1]).sum().backward()
+    return type(tower).__name__
 
 
-def test_a_forward_on_one_rank_waits_for_nobody_after_the_first_step_either(ranks):
-    assert all(ranks(2, forward_on_rank_zero_alone_after_a_step, timeout=20.0))
+def test_a_forward_on_one_rank_waits_for_nobody(ranks):
+    assert ranks(2, forward_on_rank_zero_alone, timeout=30.0) == ["DistributedDataParallel"] * 2
 
 
-def hooks_after_wrapping_again():
+def test_nothing_to_train_and_one_process_are_not_wrapped(ranks):
+    assert all(ranks(2, wrap_locked_tower))
+    tower = build()
+    assert dist.wrap_ddp(tower) is tower
+    assert dist.unwrap_ddp(tower) is tower
+
+
+def wrap_locked_tower():
+    tower = build().requires_grad_(False)
+    return dist.wrap_ddp(tower) is tower
+
+
+def wrap_again():
+    """Return the number of hooks that are left by wrappers that were released, and of gradients."""
     module = build()
     for _ in range(3):
         wrapped = dist.wrap_ddp(module)
         dist.release_ddp(wrapped)
-    return sum(len(each._backward_hooks or ()) for each in module.parameters())
+    hooks = sum(len(each._backward_hooks or ()) for each in module.parameters())
+    return hooks, sum(each.grad is not None for each in module.parameters())
 
 
-def test_a_wrapper_that_is_released_leaves_no_hook(ranks):
-    assert ranks(2, hooks_after_wrapping_again) == [0, 0]
-
-
-def unused_gradients():
-    tower = dist.wrap_ddp(build())
-    return [name for name, p in tower.named_parameters() if p.grad is not None]
-
-
-def test_wrapping_leaves_no_gradient(ranks):
-    assert ranks(2, unused_gradients) == [[], []]
+def test_wrapping_leaves_no_hook_and_no_gradient(ranks):
+    assert ranks(2, wrap_again) == [(0, 0), (0, 0)]
 
 
 def in_parts(x, sizes):
@@ -166,7 +149,7 @@ def in_parts(x, sizes):
     tower = dist.wrap_ddp(build())
     mine = x.split(list(sizes))[dist.rank()]
     for number, part in enumerate(mine.tensor_split(3)):
-        with contextlib.nullcontext() if number == 2 else dist.no_sync(tower):
+        with contextlib.nullcontext() if number == 2 else dist.Replicas(tower).no_sync(tower):
             features, scale = tower(part)
             (dist.world_size() * scale * features.square().sum()).backward()
     return {name: p.grad for name, p in dist.unwrap_ddp(tower).named_parameters() if p.grad is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from tests.ranks import RankError
 from vqclip import dist
+from vqclip.dist._state import private_store
 from vqclip.dist._torch_versions import GUARDS_PROCESS_GROUP
 from vqclip.errors import ConfigError, DistributedError
 
@@ -52,23 +54,15 @@ def test_state_is_read_when_called(ranks, compiled):
         assert local_rank == rank
 
 
-def test_init_in_one_process_does_nothing(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
+def test_an_environment_that_names_no_job_or_a_wrong_one(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     dist.init("cpu", 1.0)
     assert not c10d.is_initialized()
     assert (dist.rank(), dist.world_size(), dist.is_main(), dist.is_distributed()) == (0, 1, True, False)
-
-
-def test_half_an_environment_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
     with pytest.raises(DistributedError, match=r"not WORLD_SIZE, MASTER_ADDR, MASTER_PORT.*torchrun"):
         dist.init("cpu", 1.0)
-
-
-def test_too_few_gpus_are_named(monkeypatch):
     for name, value in {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 3, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -185,3 +179,41 @@ def test_a_device_is_one_that_can_be_used():
     for name in ("cuda:99", "nonsense", "meta:x", {"a": 0}):
         with pytest.raises(ConfigError, match=r"run\.device: got .*, which cannot be used \(.*; expected cpu, cuda"):
             dist.choose_device(name, "run.device")
+
+
+def meet(store, delays, timeout_s=20.0):
+    """What each rank finds under "address" once it has written its own rank there, if it is rank 0."""
+    found = [None] * len(delays)
+
+    def rank(number):
+        time.sleep(delays[number])
+        own = private_store(store, number, len(delays), timeout_s)
+        if number == 0:
+            time.sleep(0.2)  # the others are there before
+            own.set("address", f"life {life}")
+        found[number] = own.get("address").decode()
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(delays))]
+    life = meet.life = getattr(meet, "life", 0) + 1
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found, f"life {life}"
+
+
+@pytest.mark.parametrize("delays", [(0, 0, 0), (0.3, 0, 0.1), (0, 0.3, 0)], ids=str)
+def test_each_life_finds_its_own_and_not_what_the_last_one_left(delays):
+    store = c10d.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    for _ in range(3):
+        found, expected = meet(store, delays)
+        assert found == [expected] * 3
+
+
+def test_who_waits_for_a_rank_0_that_never_comes_is_told():
+    store = c10d.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    meet(store, (0, 0))
+    with pytest.raises(c10d.DistError, match="not all ranks arrived within 0.3 s"):
+        private_store(store, 1, 2, 0.3)

@@ -18,11 +18,11 @@ from typing import Any
 import vqclip.train.main as training
 from tests.commands import command
 from vqclip import dist
-from vqclip.checkpoint import store
 from vqclip.data import prepare
 from vqclip.data.batch_maker import BatchMaker
 from vqclip.evaluation.encode import Encoder
 from vqclip.tokenizer import Tokenizer
+from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.main import torch  # which is not imported before vqclip, as in the command itself
 from vqclip.train.step import TrainStep
 
@@ -145,7 +145,7 @@ def inject(fault: dict[str, Any]) -> None:
     before(Encoder, "__call__", in_evaluation)
     before(Tokenizer, "with_continuous", in_batch)
     before(prepare, "prepare_shard", in_shard)
-    before(store, "write_optimizer", in_save)
+    before(Checkpointer, "_write_tensors", in_save)
 
 
 if __name__ == "__main__":

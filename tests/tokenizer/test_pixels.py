@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import vqclip
+from tests.checkpoint.making import save_checkpoint
 from tests.models import FSQ, RESIDUAL_FSQ, tiny_model
 from tests.pixels.test_decoder import BATCH_TOLERANCE, CONFIGS
-from vqclip import checkpoint, dist
+from vqclip import dist
 from vqclip.errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, VqclipError
 from vqclip.model import CLIP
 from vqclip.pixels import attach
@@ -188,15 +189,8 @@ def test_a_tokenizer_without_a_decoder_says_so(folders):
 
 def test_a_checkpoint_is_exported_with_its_decoder(folders, tmp_path):
     model, _, folder = folders
-    optimizer = checkpoint.pack_optimizer(torch.optim.SGD(model.named_parameters()))
-    checkpoint.save(
-        tmp_path / "run" / "checkpoints",
-        7,
-        write_model=model.save_pretrained,
-        optimizer=optimizer,
-        state={},
-        keep_last=1,
-    )
+    optimizer = torch.optim.SGD(model.named_parameters())
+    save_checkpoint(tmp_path / "run" / "checkpoints", 7, optimizer, model.save_pretrained)
     exported = export_checkpoint(tmp_path / "run", None)
     for name in ("model.safetensors", "pixels.safetensors", "config.json"):
         assert (exported / name).read_bytes() == (folder / name).read_bytes()

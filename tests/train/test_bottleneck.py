@@ -8,21 +8,15 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from tests.data.making import caption_shards
 from tests.models import BUSY_VQ, FSQ, LFQ, RESIDUAL_FSQ, tiny_model
 from tests.training import all_equal, differences, metrics, run, run_tree, weights
 from vqclip.config import load_config
 from vqclip.errors import ConfigError
 from vqclip.train import TrainConfig
-from vqclip.train.bottleneck import BottleneckConfig
 from vqclip.train.compilation import compile_model
+from vqclip.train.config import BottleneckConfig
 
 SCHEDULE = BottleneckConfig(open_steps=2, close_steps=3)
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
 def built(quantizer):
@@ -108,7 +102,6 @@ def test_a_compiled_model_has_one_graph_for_all_shares():
 
 def test_after_the_ramp_a_run_is_one_without_it(tmp_path, shards, monkeypatch):
     """From equal states: a schedule of no steps changes no bit of a run, and a real one changes its beginning."""
-    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
     settings = {"none": None, "no steps": (0, 0), "some": (2, 3)}
     for name, steps in settings.items():
         section = steps and {"open_steps": steps[0], "close_steps": steps[1]}

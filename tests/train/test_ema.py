@@ -13,11 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import vqclip
-from tests.data.making import caption_shards
 from tests.models import BUSY_VQ, FSQ, VQ
-from tests.train.test_guards import POISONED, train_poisoned
-from tests.train.test_main import overflowing
-from tests.training import all_equal, metrics, run, run_tree, weights
+from tests.training import all_equal, metrics, retrieval, run, run_tree, weights
 from vqclip import checkpoint
 from vqclip.cli.main import main
 from vqclip.errors import CheckpointError, ConfigError
@@ -25,27 +22,12 @@ from vqclip.model import CLIP
 from vqclip.runlog.best import read_best
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
-from vqclip.train.ema import Ema, EmaConfig
-from vqclip.train.loading import load_model
-from vqclip.train.step import TrainStep
+from vqclip.train.ema import Ema, EmaConfig, replace_weights
+from vqclip.train.export import load_model
 
 LEARNED_VQ = VQ | {"learning": "gradient"}
 STEPS = 8
 APPLIED, SKIPPED = torch.tensor(False), torch.tensor(True)
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
-
-
-def retrieval(shards):
-    return [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
 
 
 def tree_with_ema(folder, shards, quantizer=FSQ, ema=None, **changes):
@@ -81,7 +63,7 @@ class Walk(nn.Module):
 def test_the_average_is_the_formula(dtype, every, warmup):
     model = Walk(dtype)
     config = EmaConfig(decay=0.75, warmup=warmup, every=every)
-    ema, expected = Ema(config, model), None
+    ema, expected = Ema(config, dict(model.named_parameters())), None
     for step in range(40):
         model.move(step)
         ema.update(step, APPLIED)
@@ -96,7 +78,7 @@ def test_the_average_is_the_formula(dtype, every, warmup):
 
 def test_an_average_begins_when_its_weight_is_trained():
     model = Walk()
-    ema = Ema(EmaConfig(decay=0.5, warmup=False), model)
+    ema = Ema(EmaConfig(decay=0.5, warmup=False), dict(model.named_parameters()))
     for step in range(3):
         model.late.requires_grad_(step == 2)
         model.move(step)
@@ -110,7 +92,7 @@ def test_an_average_begins_when_its_weight_is_trained():
 
 def test_a_skipped_step_changes_no_average_and_begins_none():
     model = Walk()
-    ema = Ema(EmaConfig(decay=0.5, warmup=False), model)
+    ema = Ema(EmaConfig(decay=0.5, warmup=False), dict(model.named_parameters()))
     ema.update(0, SKIPPED)
     ema.settle(skipped=True)
     assert ema.averages == {}
@@ -125,18 +107,18 @@ def test_a_skipped_step_changes_no_average_and_begins_none():
 
 def test_weights_change_places_with_averages_and_come_back():
     model = Walk()
-    ema = Ema(EmaConfig(decay=0.5), model)
-    with ema.applied():  # before the first update
+    ema = Ema(EmaConfig(decay=0.5), dict(model.named_parameters()))
+    with replace_weights(model, ema.averages):  # before the first update
         assert model.first.tolist() == [0, 0]
     for step in range(2):
         model.move(step)
         ema.update(step, APPLIED)
     before, place = model.first.clone(), model.first.data_ptr()
-    with ema.applied():
+    with replace_weights(model, ema.averages):
         assert model.first.data_ptr() == ema.averages["first"].data_ptr()  # no copy
         assert not torch.equal(model.first, before)
         assert model.first.requires_grad
-    with pytest.raises(ZeroDivisionError), ema.applied():
+    with pytest.raises(ZeroDivisionError), replace_weights(model, ema.averages):
         raise ZeroDivisionError
     assert torch.equal(model.first, before)
     assert model.first.data_ptr() == place
@@ -225,35 +207,11 @@ def test_learned_codebooks_are_averaged_and_others_used_as_they_are(tmp_path, sh
         assert torch.equal(exported[key], current[key]) == (name == "moving")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_step_that_is_not_applied_leaves_the_averages_alone(tmp_path, shards, precision, monkeypatch):
-    tree = tree_with_ema(tmp_path, shards, train__precision=precision)
-    tree["train"]["steps"] = 16
-    updated: list[int] = []
-    update = Ema.update
-
-    def recording(self, step, skip):
-        updated.extend([] if skip else [step])
-        update(self, step, skip)
-
-    monkeypatch.setattr(Ema, "update", recording)
-    if precision == "fp16":
-        with mock.patch.object(TrainStep, "__call__", overflowing({13})):
-            train(TrainConfig.model_validate(tree))
-        assert 13 not in updated
-        assert 12 in updated
-        assert len(updated) == 16 - metrics(tmp_path)[-1]["fp16/skipped_steps"]
-    else:
-        tree["guards"] = {"on_nonfinite": "skip"}
-        train_poisoned(tree, os.environ["VQCLIP_CACHE"])
-        assert updated == [step for step in range(16) if step != POISONED]
-
-
 def test_what_is_no_average_is_refused(tmp_path, shards):
     tree = tree_with_ema(tmp_path, shards, train__precision="fp32")
     run(tree, os.environ["VQCLIP_CACHE"])
     model = CLIP.from_pretrained(tmp_path / "tiny" / "checkpoints" / f"step-{STEPS:08d}" / "model")
-    ema = Ema(EmaConfig(), model)
+    ema = Ema(EmaConfig(), dict(model.named_parameters()))
     good = {f"ema/{name}": tensor for name, tensor in averages(tmp_path).items()}
     ema.load(good)
     bad = good["ema/image.project_out.0.bias"]
@@ -280,7 +238,7 @@ def test_averages_that_are_not_finite_are_not_saved(tmp_path, shards, monkeypatc
     monkeypatch.setattr(Ema, "update", spoiled)
     tree = tree_with_ema(tmp_path, shards, train__checkpoint_every=2)
     with pytest.raises(vqclip.errors.NonFiniteError, match="after step 6: NaN or infinity in ema/logit_scale"):
-        train(TrainConfig.model_validate(tree))
+        train(tree)
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "tiny" / "checkpoints")] == [
         "step-00000002",
         "step-00000004",

@@ -20,8 +20,8 @@ from vqclip.quantizers import VQ
 from vqclip.train.callbacks.report import _metrics
 from vqclip.train.guards import Guards
 from vqclip.train.main import build_step, build_task
+from vqclip.train.parallel import Parallel
 from vqclip.train.speed import SpeedMeter
-from vqclip.train.step import TrainStep
 from vqclip.train.tasks import pixels
 from vqclip.train.tasks.kinds import load_task_config
 
@@ -149,7 +149,7 @@ def to_host(tensor):
 
 
 PLANTED = {
-    "step": (TrainStep, "_clip", lambda clip: lambda self: to_host(clip(self))),
+    "step": (Parallel, "clip", lambda clip: lambda self, limit: to_host(clip(self, limit))),
     "quantizer": (VQ, "_replace_dead", lambda replace: lambda self, *drawn: replace(self, *map(to_host, drawn))),
     "guards": (Guards, "judge_numbers", lambda judge: lambda self, numbers: judge(self, to_host(numbers))),
 }

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import vqclip
-from tests.data.making import caption_shards
 from tests.models import FSQ
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
 from vqclip.checkpoint import load
@@ -24,7 +23,6 @@ from vqclip.io.json_files import add_checksum, read_json
 from vqclip.model import CLIP
 from vqclip.tokenizer.stored import fingerprint, frozen_file
 from vqclip.train import TrainConfig
-from vqclip.train.export import export_checkpoint
 from vqclip.train.frozen_weights import FrozenWeights
 from vqclip.train.main import build_step, build_task
 from vqclip.train.step import TrainStep
@@ -32,11 +30,6 @@ from vqclip.train.tasks.contrastive import towers_draw
 
 STEPS = 6
 LORA = {"lora": {"rank": 2, "alpha": 8}}
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
 def tree(folder, shards, image="all", text="all", **changes):
@@ -162,18 +155,6 @@ def assert_same(one, other):
     assert all_equal(*exported)
 
 
-def test_two_ranks_continue_bit_for_bit_across_the_step_of_unfreezing(ranks, tmp_path, shards):
-    once, often = tmp_path / "once", tmp_path / "often"
-    cache, towers = str(tmp_path / "cache"), ({"from_step": 3}, {"last": 1})
-    ranks(2, run, tree(once, shards, *towers), cache, init=False)
-    shutil.copytree(once / "tiny", often / "tiny")
-    for path in (often / "tiny" / "checkpoints").iterdir():
-        if path.name > "step-00000003":
-            shutil.rmtree(path)
-    ranks(2, run, tree(often, shards, *towers), cache, init=False)
-    assert_same(once, often)
-
-
 @pytest.mark.parametrize(
     ("image", "text"),
     [({"from_step": 3}, LORA), pytest.param({"last": 1}, {"from_step": 2}, marks=pytest.mark.slow)],
@@ -224,7 +205,7 @@ def wrapped_parameters(config):
     found = []
     for number in (0, 2, 3):
         step.move_to_step(number)
-        found.append((id(step.parallel), len(step.parallel._build_params_for_reducer()[0])))
+        found.append((id(step.parallel.network), len(step.parallel.network._build_params_for_reducer()[0])))
     ours = [each.requires_grad for each in step.model.parameters()]
     return [count for _, count in found], found[0][0] == found[1][0], sum(ours)
 
@@ -413,33 +394,6 @@ def test_a_damaged_file_is_refused(copy, damage, message):
     assert load(checkpoint(folder)).step == STEPS  # nothing was set aside or removed
 
 
-def test_a_checkpoint_beside_another_frozen_file_is_refused(copy, frozen, tmp_path, shards):
-    folder, config = copy
-    other = tmp_path / "other"
-    run(tree(other, shards, "none", LORA, run__seed=5, train__steps=4), str(tmp_path / "cache"))
-    shutil.rmtree(folder / "tiny" / "frozen")
-    shutil.copytree(other / "tiny" / "frozen", folder / "tiny" / "frozen")
-    with pytest.raises(CheckpointError, match=r"frozen/model.safetensors: SHA-256"):
-        run(config, str(folder / "cache"))
-    with pytest.raises(CheckpointError, match=r"frozen/model.safetensors: SHA-256"):
-        CLIP.from_pretrained(checkpoint(folder) / "model")
-
-
 def test_a_step_of_unfreezing_after_the_run_is_refused(tmp_path, shards):
     with pytest.raises(ValueError, match=r"model.text.tower.train.from_step: got 6, but the run has 6 steps"):
         TrainConfig.model_validate(tree(tmp_path, shards, text={"from_step": STEPS}))
-
-
-def test_averages_of_adapters_are_merged_in_exports(tmp_path, shards):
-    """The export of the run, made from the model in memory, and that of its checkpoint."""
-    config = tree(tmp_path, shards, "none", LORA, train__ema={"decay": 0.5})
-    run(config, str(tmp_path / "cache"))
-    exports = {}
-    for kind in ("averaged", "current"):
-        exported = export_checkpoint(tmp_path / "tiny", None, tmp_path / kind, kind)
-        exports[kind] = load_file(exported / "model.safetensors")
-    in_run = load_file(tmp_path / "tiny" / "tokenizer" / "model.safetensors")
-    assert all_equal(in_run, exports["averaged"])
-    changed = {name for name in in_run if not torch.equal(in_run[name], exports["current"][name])}
-    assert any(name.startswith("text.tower.") for name in changed)
-    assert not any(name.startswith("image.tower.") for name in changed)

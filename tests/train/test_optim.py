@@ -9,8 +9,11 @@ import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
+from tests.checkpoint.making import restore, save_checkpoint
+from tests.training import all_equal
 from vqclip import checkpoint
 from vqclip.config import load_config
+from vqclip.dist import Replicas
 from vqclip.errors import ConfigError
 from vqclip.train.optim import OptimConfig, Schedule, clip_gradients, parameter_groups, set_lr
 
@@ -213,11 +216,6 @@ def test_overrides_that_change_nothing_are_refused(overrides, message):
         OptimConfig(overrides=overrides).build(model)
 
 
-def test_an_override_sets_something():
-    with pytest.raises(ConfigError, match="got neither lr_ratio nor weight_decay"):
-        load_config(OptimConfig, overrides=["overrides=[{pattern: '*'}]"])
-
-
 def test_build():
     optimizer = OptimConfig(betas=(0.8, 0.9), eps=1e-7).build(Model())
     assert optimizer.defaults["fused"] is True
@@ -239,6 +237,11 @@ def test_bad_values_are_refused():
         load_config(OptimConfig, overrides=["lr=-1e-4", "betas=[0.9, 1.0]", "warmup=3", "implementation=fast"])
     assert len(str(caught.value).splitlines()) == 4
     assert load_config(OptimConfig, overrides=["lr=1e-4", "clip_grad_norm=null"]).lr == 1e-4
+    with pytest.raises(ConfigError, match="got neither lr_ratio nor weight_decay"):
+        load_config(OptimConfig, overrides=["overrides=[{pattern: '*'}]"])
+    for key in ("lr", "image_lr_ratio", "text_lr_ratio", "weight_decay"):  # they would overflow weights
+        with pytest.raises(ValueError, match="less than or equal to 1000"):
+            OptimConfig(**{key: 1e39})
 
 
 def test_schedule():
@@ -264,7 +267,8 @@ def test_clip_gradients(limit):
             parameter.grad = torch.randn_like(parameter)
             gradients.append(parameter.grad.clone())
     expected = torch.cat([gradient.flatten() for gradient in gradients]).norm()
-    norm = clip_gradients(model.parameters(), limit)
+    held = [each for each in model.parameters() if each.grad is not None]
+    norm = clip_gradients(held, limit, Replicas(model))
     assert norm.ndim == 0
     torch.testing.assert_close(norm, expected)
     scale = min(1.0, limit / (expected + 1e-6)) if limit else 1.0
@@ -277,8 +281,7 @@ def test_clipping_shows_what_is_not_finite():
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     model.bias.grad[0] = math.nan
-    assert clip_gradients(model.parameters(), 1.0).isnan()
-    assert clip_gradients([], 1.0) == 0
+    assert clip_gradients(list(model.parameters()), 1.0, Replicas(model)).isnan()
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for_loop"])
@@ -295,37 +298,22 @@ def test_resume_in_the_middle_of_the_schedule_changes_no_bit(tmp_path, implement
             logits = model.image(images) @ model.text(texts).T * model.logit_scale + model.logit_bias
             optimizer.zero_grad()
             (logits.square().mean() + model.query.sum()).backward()
-            clip_gradients(model.parameters(), 1.0)
+            clip_gradients(list(model.parameters()), 1.0, Replicas(model))
             optimizer.step()
 
     model = Model().to(dtype)
     optimizer = config.build(model)
     train(model, optimizer, range(4))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    path = checkpoint.save(
-        tmp_path,
-        4,
-        write_model=lambda folder: None,
-        optimizer=checkpoint.pack_optimizer(optimizer),
-        state={},
-        keep_last=1,
-    )
+    path = save_checkpoint(tmp_path, 4, optimizer)
     train(model, optimizer, range(4, 8))
 
     resumed = Model().to(dtype)
     resumed.load_state_dict(weights)
     again = config.build(resumed)
-    checkpoint.load(path).restore_optimizer(again)
+    restore(path, again)
     train(resumed, again, range(4, 8))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[name]), name
-    expected, got = checkpoint.pack_optimizer(optimizer), checkpoint.pack_optimizer(again)
-    assert expected.groups == got.groups
-    assert expected.tensors.keys() == got.tensors.keys()
-    assert all(torch.equal(tensor, got.tensors[key]) for key, tensor in expected.tensors.items())
-
-
-@pytest.mark.parametrize("key", ["lr", "image_lr_ratio", "text_lr_ratio", "weight_decay"])
-def test_rates_that_overflow_weights_are_refused(key):
-    with pytest.raises(ValueError, match="less than or equal to 1000"):
-        OptimConfig(**{key: 1e39})
+    assert checkpoint.optimizer_layout(optimizer) == checkpoint.optimizer_layout(again)
+    assert all_equal(checkpoint.optimizer_tensors(optimizer), checkpoint.optimizer_tensors(again))

@@ -24,7 +24,7 @@ from vqclip.pixels.metrics import MAX_PSNR
 from vqclip.quantizers import Stats
 from vqclip.tokenizer.stored import fingerprint
 from vqclip.train import run as train
-from vqclip.train.loading import load_model
+from vqclip.train.export import load_model
 from vqclip.train.pixel_sums import error_metrics
 from vqclip.train.step import TrainStep
 from vqclip.train.tasks.kinds import load_task_config

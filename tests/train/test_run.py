@@ -8,6 +8,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -15,8 +17,7 @@ import pytest
 import torch
 
 from tests.commands import command
-from tests.data.making import caption_shards
-from tests.training import all_equal, metrics, run_tree, weights
+from tests.training import all_equal, metrics, retrieval, run_tree, weights
 from vqclip import dist, load_tokenizer
 from vqclip.errors import ConfigError
 from vqclip.process.signals import STOP_SIGNALS
@@ -26,26 +27,12 @@ from vqclip.train import run as train
 main = command("train")
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def interruptible():
     """A shell's background job ignores SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-def pairs(shards):
-    return [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
 
 
 class Stop(Callback):
@@ -62,7 +49,7 @@ class Stop(Callback):
 
 
 def test_a_file_with_overrides_data_and_the_command_give_the_same_bits(tmp_path, shards, capsys):
-    changes = {"optim__warmup_steps": 1, "evaluation": pairs(shards)}
+    changes = {"optim__warmup_steps": 1, "evaluation": retrieval(shards)}
     tree = run_tree(tmp_path / "data", shards, train__steps=3, **changes)
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(run_tree(tmp_path / "command", shards, train__steps=9, **changes)))
@@ -101,7 +88,7 @@ def test_a_callback_stops_a_run(tmp_path, shards, checkpoint, hook):
 
 
 def test_a_stop_after_the_last_step_leaves_out_the_evaluation(tmp_path, shards):
-    tree = run_tree(tmp_path, shards, train__steps=2, optim__warmup_steps=0, evaluation=pairs(shards))
+    tree = run_tree(tmp_path, shards, train__steps=2, optim__warmup_steps=0, evaluation=retrieval(shards))
     assert train(tree, [Stop(2)]).stopped == "not worth it"
     assert not any("eval/" in name for line in metrics(tmp_path) for name in line)
     assert train(tree).results
@@ -296,3 +283,54 @@ def test_the_log_file_does_not_depend_on_the_level_of_the_program(tmp_path, shar
     assert "data: " in log
     assert log.count(" I vqclip.train.callbacks.builtin: data: ") == 1
     assert not [record for record in caplog.records if record.levelno < logging.WARNING]
+
+
+def losses(folder):
+    return [line["loss/total"] for line in metrics(folder) if "loss/total" in line]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sweep_runs_in_one_process_and_in_any_thread(tmp_path, shards, workers):
+    """The second run has the bits of the first; a thread has no signal handlers, and needs none."""
+    summaries = {}
+
+    def run(name):
+        changes = {"train__steps": 4, "data__workers": workers, "evaluation": retrieval(shards)}
+        tree = run_tree(tmp_path / name, shards, **changes)
+        summaries[name] = train(tree)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    before = set(threading.enumerate())
+    run("first")
+    run("second")
+    thread = threading.Thread(target=run, args=("thread",))
+    thread.start()
+    thread.join()
+    assert {name: each.step for name, each in summaries.items()} == {"first": 4, "second": 4, "thread": 4}
+    assert all(each.results[0].figures == summaries["first"].results[0].figures for each in summaries.values())
+    assert losses(tmp_path / "first") == losses(tmp_path / "second") == losses(tmp_path / "thread")
+    assert handlers == {number: signal.getsignal(number) for number in handlers}
+    assert not [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
+
+
+TWICE = """
+import json, sys
+from vqclip.train import TrainConfig, run
+
+for tree in json.load(open(sys.argv[1])):
+    assert run(TrainConfig.model_validate(tree)).step == 4
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_of_torchrun_run_twice(tmp_path, shards):
+    trees = [run_tree(tmp_path / name, shards, train__steps=4) for name in ("first", "second")]
+    (tmp_path / "trees.json").write_text(json.dumps(trees))
+    (tmp_path / "twice.py").write_text(TWICE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, tmp_path / "twice.py", tmp_path / "trees.json"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "first") == losses(tmp_path / "second")
+    assert len(losses(tmp_path / "first")) == 4

@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, tiny_model
 from tests.ranks import for_each
-from tests.training import all_equal, largest_difference, metrics, run, run_compiled, run_tree, weights
+from tests.training import all_equal, largest_difference, metrics, retrieval, run, run_compiled, run_tree, weights
 from vqclip import dist
 from vqclip.errors import ConfigError
 from vqclip.train import Callback, main
@@ -20,11 +19,6 @@ from vqclip.train import run as train
 from vqclip.train.tasks.kinds import load_task_config
 
 STEPS = 8
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
 def tree(folder, shards, quantizer=FSQ, parallel="fsdp", **changes):
@@ -154,7 +148,7 @@ def run_on_two_machines(settings, cache):
 @pytest.mark.slow
 def test_the_best_step_is_read_back_and_exported(ranks, tmp_path, shards):
     """By rows on 2 ranks, and by one process; with moving averages."""
-    pairs = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
+    pairs = retrieval(shards)
     settings = {"train__keep_best": "eval/pairs/codes_only/i2t_r1", "train__evaluate_every": 2, "evaluation": pairs}
     settings |= {"train__steps": 6, "train__checkpoint_every": 2, "train__export": "best"}
     settings |= {"optim__lr": 1e-6}  # so that the first evaluation stays the best
@@ -196,8 +190,8 @@ def evaluate_on_rank_zero_alone(settings):
         found.append(
             held == (sum(before[name].numel() for name in before if name.startswith("image.tower.")) * dist.is_main())
         )
-    left = sum(each.numel() for each in step.sharding.whole.model.image.tower.parameters())
-    mine = sum(step.sharding.shards.parameters[name].numel() for name in before if name.startswith("image.tower."))
+    left = sum(each.numel() for each in step.parallel._whole.model.image.tower.parameters())
+    mine = sum(step.parallel.weights.parameters[name].numel() for name in before if name.startswith("image.tower."))
     return mine, left, all(found)
 
 

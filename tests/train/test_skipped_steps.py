@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, tiny_model
 from tests.ranks import for_each
 from tests.train.test_pixels import ADVERSARIAL, DETAIL, pixel_tree
@@ -29,11 +29,6 @@ BAD = {0, 4, 5, 6, 9}
 """First step, two in a row, the one before a checkpoint, the first one after a resume, the last one."""
 NO_METRICS = mock.patch("vqclip.train.callbacks.report._metrics", return_value=({}, 0.0))
 EMPTY = StepResult({}, torch.zeros(()), 0.0, {}, {}, torch.tensor(True))
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
 def tree(folder, shards, quantizer, **changes):
@@ -171,27 +166,35 @@ def test_a_spike_leaves_the_bits_of_a_run_without_it(tmp_path, shards):
     assert (event["step"], event["event"], event["applied"]) == (13, "spike", False)
 
 
-@pytest.mark.parametrize("bad", [3, STEPS - 1])
-def test_a_run_that_must_end_has_the_weights_from_before_the_bad_step(tmp_path, shards, monkeypatch, bad):
-    """Also after the next step, in which the host reads the verdict; with the samples of the bad step on record."""
-    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+def train_to_a_bad_step(settings, cache, bad, kind):
+    """Train until a bad step of the last rank ends the run; return the error, the steps begun, and the bad samples."""
+    os.environ["VQCLIP_CACHE"] = cache
     call, states, samples = TrainStep.__call__, [], []
 
     def harmed(self, batch, number):
         states.append({name: each.clone() for name, each in self.model.state_dict().items()})
-        samples.append(sorted(batch.sample_ids.tolist()))
-        hook = poison(self.model.text, "loss" if number == bad else "")
+        samples.append(batch.sample_ids.tolist())
+        hook = poison(self.model.text, kind if number == bad else "")
         try:
             return call(self, batch, number)
         finally:
             hook.remove()
             states.append(self.model.state_dict())
 
-    monkeypatch.setattr(TrainStep, "__call__", harmed)
-    with pytest.raises(NonFiniteError, match=rf"step {bad}: total = nan.*the step was not applied.*There is no checkp"):
-        train(load_task_config(tree(tmp_path, shards, BUSY_VQ, guards={}, train__checkpoint_every=1000)))
-    assert len(samples) == min(bad + 2, STEPS)
+    with mock.patch.object(TrainStep, "__call__", harmed), pytest.raises(NonFiniteError) as error:
+        train(load_task_config(settings))
     before, after = states[2 * bad], states[-1]
     assert all(torch.equal(before[name], after[name]) for name in before)
+    return str(error.value), len(samples), samples[bad]
+
+
+@pytest.mark.parametrize(("bad", "kind", "number"), [(3, "loss", "total"), (STEPS - 1, "gradient", "gradient norm")])
+def test_a_run_that_must_end_has_the_weights_from_before_the_bad_step(ranks, tmp_path, shards, bad, kind, number):
+    """Also after the next step, in which the host reads the verdict; on all ranks, with the samples on record."""
+    settings = tree(tmp_path, shards, BUSY_VQ, guards={}, train__checkpoint_every=1000)
+    found = ranks(2, train_to_a_bad_step, settings, str(tmp_path / "cache"), bad, kind, init=False)
+    for error, begun, _ in found:
+        assert re.match(rf"step {bad}: {number} = (nan|inf).*the step was not applied.*There is no checkpoint", error)
+        assert begun == min(bad + 2, STEPS)
     (event,) = read_metrics(tmp_path / "tiny" / "events.jsonl")
-    assert (event["step"], sorted(event["sample_ids"])) == (bad + 1, samples[bad])
+    assert (event["step"], sorted(event["sample_ids"])) == (bad + 1, sorted(found[0][2] + found[1][2]))

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch.nn.functional as F
 
-from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL, FSQ
 from tests.ranks import for_each
 from tests.training import TIMES, all_equal, metrics, run, run_tree, weights
@@ -19,10 +18,9 @@ from vqclip.train.step import TrainStep
 from vqclip.train.tasks.contrastive import ContrastiveTask
 
 
-def test_a_run_reports_the_flops_of_its_model(tmp_path, monkeypatch):
+def test_a_run_reports_the_flops_of_its_model(tmp_path, shards, monkeypatch):
     """Twice the multiplications of matrix products, times three; here those of linear layers and of the patches."""
-    shards, products = caption_shards(tmp_path / "shards", counts=(17, 13)), []
-    linear, run_task = F.linear, ContrastiveTask.run
+    linear, run_task, products = F.linear, ContrastiveTask.run, []
 
     def counting(self, network, local, step):
         if network is not self.student or products:
@@ -50,8 +48,7 @@ def test_a_run_reports_the_flops_of_its_model(tmp_path, monkeypatch):
         assert line["exchange_wait"] == 0
 
 
-def test_counting_changes_no_bit(tmp_path, monkeypatch):
-    shards = caption_shards(tmp_path / "shards", counts=(17, 13))
+def test_counting_changes_no_bit(tmp_path, shards, monkeypatch):
     for name in ("with", "without"):
         if name == "without":
             monkeypatch.setattr(SpeedMeter, "count", lambda self, step, batch: setattr(self, "_flops", 1.0))
@@ -76,8 +73,7 @@ def train_beside_a_late_rank(tree, cache):
         run(tree, cache)
 
 
-def test_a_run_reports_the_time_in_which_it_waits_for_others(tmp_path, ranks):
-    shards = caption_shards(tmp_path / "shards", counts=(17, 13))
+def test_a_run_reports_the_time_in_which_it_waits_for_others(tmp_path, shards, ranks):
     common = {"train__steps": 5, "train__precision": "fp32"}
     cases = {"ddp": {}, "microbatches": {"train__micro_batches": 2}}
     cases |= {"fsdp": {"train__parallel": "fsdp"}} if TIMES_SHARDS else {}

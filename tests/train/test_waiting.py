@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.counting import counting
-from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ
 from tests.ranks import for_each
 from tests.training import run_tree
@@ -83,8 +82,7 @@ def stated_exchanges(parallel):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_waits_for_nothing_and_a_report_reads_the_device_once(tmp_path, ranks, world_size):
-    shards = caption_shards(tmp_path / "shards", counts=(17, 13))
+def test_a_step_waits_for_nothing_and_a_report_reads_the_device_once(tmp_path, shards, ranks, world_size):
     common = {"train__steps": LATER + 4, "train__precision": "fp32", "train__report_every": LATER + 2}
     trees = [
         (run_tree(tmp_path / name, shards, quantizer, **common | changes), str(tmp_path / "cache"))

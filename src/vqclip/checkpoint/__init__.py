@@ -3,7 +3,7 @@
 After `vqclip.io`, which writes the files; before `vqclip.train`, which decides what a checkpoint contains.
 
     checkpoints/step-00001000/
-      model/                   what ``write_model`` writes, such as a tokenizer folder
+      model/                   tensors of the model, and what ``write_model`` writes; such as a tokenizer folder
       optimizer.json           parameter groups: names, shapes, dtypes, options
       optimizer.safetensors    every tensor of the optimizer's state, named ``<parameter>/<key>``
       state.json               the caller's JSON-able state
@@ -14,7 +14,6 @@ One process writes, if it likes in a background thread, or several their parts o
 number may read.
 """
 
-from vqclip.checkpoint.background import Staging, Writer
 from vqclip.checkpoint.folders import (
     checkpoint_name,
     checkpoints,
@@ -29,28 +28,27 @@ from vqclip.checkpoint.folders import (
 from vqclip.checkpoint.optimizer import (
     OPTIMIZER_FILE,
     OptimizerState,
+    optimizer_layout,
     optimizer_tensors,
-    pack_optimizer,
-    place_state,
+    read_optimizer,
     restore_optimizer,
 )
-from vqclip.checkpoint.store import MODEL_FILE, STATE_FILE, Checkpoint, load, save
+from vqclip.checkpoint.store import MODEL, STATE_FILE, Checkpoint, Staging, load, save
 
 __all__ = [
-    "MODEL_FILE",
+    "MODEL",
     "OPTIMIZER_FILE",
     "STATE_FILE",
     "Checkpoint",
     "OptimizerState",
     "Staging",
-    "Writer",
     "checkpoint_name",
     "checkpoints",
     "latest",
     "load",
+    "optimizer_layout",
     "optimizer_tensors",
-    "pack_optimizer",
-    "place_state",
+    "read_optimizer",
     "restore_optimizer",
     "save",
     "set_aside_newer",

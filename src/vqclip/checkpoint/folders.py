@@ -1,24 +1,43 @@
-"""Checkpoint folders on disk: written atomically, listed, verified, removed."""
+"""Checkpoint folders on disk: written atomically, listed, verified, removed.
+
+The manifest of a folder has the size and SHA-256 of each file in it, which detect any flipped byte.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from vqclip.checkpoint import manifest
 from vqclip.errors import CheckpointError, OtherRunError
-from vqclip.io.atomic import REPLACED, TEMPORARY, replace_folder, restore_folder
+from vqclip.io.atomic import (
+    REPLACED,
+    TEMPORARY,
+    FileDigest,
+    digest_file,
+    replace_folder,
+    restore_folder,
+    verify_file,
+)
 from vqclip.io.files import sync_folder
+from vqclip.io.json_files import Strict, add_checksum, read_checked
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MANIFEST = "manifest.json"
+VERSIONS = {"format": "vqclip-checkpoint", "version": 2}
 _STEP = re.compile(rf"(?:{re.escape(REPLACED)})?step-(\d{{8,}})")
+
+
+class _Manifest(Strict):
+    step: int
+    files: dict[str, FileDigest]
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -54,16 +73,44 @@ def step_of(path: Path) -> int:
     return int(match.group(1))
 
 
+def write_manifest(folder: Path, step: int) -> None:
+    """Write the size and hash of every file in ``folder`` to its ``manifest.json``."""
+    files = {name: digest_file(path).model_dump() for name, path in _files(folder).items()}
+    body = {**VERSIONS, "step": step, "files": files}
+    (folder / MANIFEST).write_bytes(add_checksum(body))
+
+
 def verify(path: Path) -> Path:
     """Read the whole checkpoint ``path``, compare it with its manifest, and return the path.
 
     Raises:
-        CheckpointError: a file is missing, added or damaged; the message names it.
+        CheckpointError: a file is missing, added, of another size, or differs in a bit; the message names it.
     """
-    step = manifest.verify(path)
-    if step != step_of(path):
-        raise CheckpointError(f"{path}: the manifest is of step {step}: the folder was renamed")
+    manifest = read_checked(
+        path / MANIFEST, _Manifest, VERSIONS, "use the vqclip that wrote it", ": not a complete checkpoint"
+    )
+    expected, found = manifest.files, _files(path)
+    missing, added = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or added:
+        raise CheckpointError(f"{path}: missing files: {missing or 'none'}; files not in {MANIFEST}: {added or 'none'}")
+    for name, digest in expected.items():
+        verify_file(found[name], digest, MANIFEST)
+    if manifest.step != step_of(path):
+        raise CheckpointError(f"{path}: the manifest is of step {manifest.step}: the folder was renamed")
     return path
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Return every file under ``folder`` but the manifest, by relative name; refuse links, sockets and the like."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*")):
+        mode = path.lstat().st_mode
+        if stat.S_ISDIR(mode) or path == folder / MANIFEST:
+            continue
+        if not stat.S_ISREG(mode):
+            raise CheckpointError(f"{path}: neither a plain file nor a folder; a checkpoint contains nothing else")
+        found[path.relative_to(folder).as_posix()] = path
+    return found
 
 
 def latest(folder: Path) -> Path | None:
@@ -142,7 +189,7 @@ def write_folder(folder: Path, step: int, fill: Callable[[Path], None]) -> Path:
 
     def fill_and_describe(aside: Path) -> None:
         fill(aside)
-        manifest.write_manifest(aside, step)
+        write_manifest(aside, step)
 
     try:
         _make_folder(folder)

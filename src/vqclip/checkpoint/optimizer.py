@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,27 +14,30 @@ from pydantic import JsonValue
 from torch import Tensor
 from torch.optim import Optimizer
 
-from vqclip.checkpoint.background import Staging
-from vqclip.errors import CheckpointError, NonFiniteError
-from vqclip.io.json_files import Strict, describe_differences, read_plain, write_plain
+from vqclip.errors import CheckpointError
+from vqclip.io.json_files import Strict, describe_differences, read_plain
 from vqclip.io.tensors import (
     first_names,
     nonfinite_names,
     open_tensors,
     read_shapes,
-    save_tensors,
     shape_differences,
     tensor_differences,
 )
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 """File of the optimizer's tensors in a checkpoint."""
-_LAYOUT = "optimizer.json"
+LAYOUT_FILE = "optimizer.json"
+"""File of its parameter groups."""
 # How a step is computed, and the rate that the schedule sets before every step: not compared.
 _FREE = frozenset({"params", "param_names", "lr", "fused", "foreach", "capturable", "differentiable"})
 _SLOTS = ("step", "exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter: a number of steps, and two tensors like the parameter."""
 _SHOWN = 20
+
+Shapes = Mapping[str, Sequence[int]]
+"""Name → shape of a whole parameter, where the optimizer has this rank's rows of it."""
+NO_SHAPES: Shapes = MappingProxyType({})
 
 
 class _Parameter(Strict):
@@ -55,7 +59,7 @@ class _Layout(Strict):
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """Copy of an optimizer's state, independent of the optimizer.
+    """State of an optimizer as a checkpoint has it.
 
     A parameter has the name it was given to the optimizer with (``AdamW(model.named_parameters())``), or without
     names its number, counted over all groups.
@@ -65,19 +69,36 @@ class OptimizerState:
     """Class name of the optimizer."""
     groups: list[dict[str, Any]]
     """For each parameter group ``options`` and ``parameters``: name to shape and dtype; JSON values."""
-    tensors: dict[str, Tensor]
-    """``<parameter>/<key>`` → contiguous tensor on the CPU."""
+    tensors: Mapping[str, Tensor]
+    """``<parameter>/<key>`` → tensor."""
 
 
-def pack_optimizer(optimizer: Optimizer, staging: Staging | None = None) -> OptimizerState:
-    """Copy the state of ``optimizer`` to the CPU.
+def optimizer_layout(optimizer: Optimizer, shapes: Shapes = NO_SHAPES) -> dict[str, Any]:
+    """Return ``kind`` and ``groups`` of `OptimizerState`: all of it but the tensors.
 
     Args:
-        optimizer: an AdamW; its state is copied exactly.
-        staging: memory to copy to, which the result uses until the next copy. Default: new memory.
+        optimizer: an AdamW.
+        shapes: of parameters in shards.
     """
-    tensors = (staging or Staging()).copy(optimizer_tensors(optimizer))
-    return OptimizerState(type(optimizer).__name__, _layout(optimizer), tensors)
+    groups = [
+        {
+            "options": {
+                key: list(value) if isinstance(value, tuple) else value
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            },
+            "parameters": {
+                name: {
+                    "shape": list(shapes.get(name, each.shape)),
+                    "dtype": str(each.dtype).removeprefix("torch."),
+                    "scalars": {},
+                }
+                for name, each in named.items()
+            },
+        }
+        for group, named in _named_groups(optimizer)
+    ]
+    return {"kind": type(optimizer).__name__, "groups": groups}
 
 
 def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
@@ -90,84 +111,77 @@ def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
     }
 
 
-def write_optimizer(state: OptimizerState, folder: Path, has_tensors: bool = True) -> None:
-    """Write ``state`` into ``folder`` as ``optimizer.json`` and, if it has the tensors, ``optimizer.safetensors``.
-
-    Raises:
-        NonFiniteError: a tensor contains NaN or infinity; nothing is written.
-    """
-    if bad := nonfinite_names(state.tensors):
-        raise NonFiniteError(f"{folder}: optimizer state with NaN or infinity is not written: {first_names(bad)}")
-    if has_tensors:
-        save_tensors(state.tensors, folder / OPTIMIZER_FILE)
-    write_plain(folder / _LAYOUT, {"kind": state.kind, "groups": state.groups})
-
-
-def read_optimizer(folder: Path, optimizer: Optimizer | None = None) -> OptimizerState:
-    """Read the files of ``write_optimizer``.
+def read_optimizer(folder: Path, optimizer: Optimizer | None = None, shapes: Shapes = NO_SHAPES) -> OptimizerState:
+    """Read the state of an optimizer; its tensors are mapped from the file.
 
     Args:
         folder: of the checkpoint.
-        optimizer: the running optimizer; its sizes are compared before memory is allocated.
+        optimizer: the running optimizer, with which all is compared: sizes before memory is allocated.
+        shapes: of its parameters in shards.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or its tensors do not fit or contain NaN or infinity.
+        CheckpointError: a file is missing or damaged, or its tensors do not fit or contain NaN or infinity; or it is
+            the state of another kind of optimizer, or parameters or options differ. The message names them.
     """
-    layout, path = read_plain(folder / _LAYOUT, _Layout), folder / OPTIMIZER_FILE
+    layout, path = read_plain(folder / LAYOUT_FILE, _Layout), folder / OPTIMIZER_FILE
+    groups = [group.model_dump() for group in layout.groups]
+    if optimizer is not None:
+        _require_same_layout(folder, {"kind": layout.kind, "groups": groups}, optimizer_layout(optimizer, shapes))
     with open_tensors(path) as file:
-        shapes = read_shapes(file)
-        expected = {} if optimizer is None else _expected_tensors(optimizer, shapes)
+        stored = read_shapes(file)
+        expected = {} if optimizer is None else _expected_tensors(optimizer, stored, shapes)
         if optimizer is not None:
             wanted = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-            _require_none(path, shape_differences(wanted, shapes))
-        tensors = {name: file.get_tensor(name) for name in shapes}
+            _require_none(path, shape_differences(wanted, stored))
+        tensors = {name: file.get_tensor(name) for name in stored}
     if optimizer is not None:
         _require_none(path, tensor_differences(expected, tensors))
     if bad := nonfinite_names(tensors):
         raise CheckpointError(f"{path}: these tensors contain NaN or infinity: {first_names(bad)}")
-    return OptimizerState(layout.kind, [group.model_dump() for group in layout.groups], tensors)
+    return OptimizerState(layout.kind, groups, tensors)
 
 
 def restore_optimizer(optimizer: Optimizer, state: OptimizerState) -> None:
-    """Load ``state`` into ``optimizer``; nothing changes unless everything fits.
+    """Load the result of `read_optimizer` into the optimizer that it was compared with, bit for bit.
 
-    Tensors keep their dtype bit for bit (``Optimizer.load_state_dict`` casts them to the parameter's) and go to the
-    device that the running optimizer needs them on, in the memory layout of the parameter. The learning rate is taken
-    from ``state``; ``fused``, ``foreach`` and the like stay as they are in ``optimizer``.
+    Tensors keep their dtype (``Optimizer.load_state_dict`` casts them to the parameter's) and go to the device that
+    the running optimizer needs them on, in the memory layout of the parameter. The learning rate is taken from
+    ``state``; ``fused``, ``foreach`` and the like stay as they are in ``optimizer``.
 
     Args:
         optimizer: over the same named parameters, in the same groups.
-        state: result of ``pack_optimizer``, whose tensors `read_optimizer` has compared with ``optimizer``.
-
-    Raises:
-        CheckpointError: another kind of optimizer, or parameters or options that differ; the message names them.
+        state: with this rank's rows of the tensors of parameters in shards.
     """
-    rates = checked_rates(optimizer, state)
     optimizer.state.clear()
-    for (group, named), rate in zip(_named_groups(optimizer), rates, strict=True):
-        group["lr"] = rate
+    for (group, named), saved in zip(_named_groups(optimizer), state.groups, strict=True):
+        group["lr"] = saved["options"]["lr"]
         for name, parameter in named.items():
-            found = {key: tensor for key in _SLOTS if (tensor := state.tensors.get(f"{name}/{key}")) is not None}
-            if found:  # torch keeps the number of steps on the CPU, but for a fused kernel
+            slots = {key: f"{name}/{key}" for key in _SLOTS if f"{name}/{key}" in state.tensors}
+            if slots:
                 optimizer.state[parameter] = {
-                    key: place_state(tensor, parameter, group, key) for key, tensor in found.items()
+                    key: _place(state.tensors[stored], parameter, group, key) for key, stored in slots.items()
                 }
 
 
-def checked_rates(optimizer: Optimizer, state: OptimizerState) -> list[float]:
-    """Return the learning rate of each group in ``state``, after comparing it with a running optimizer.
+def _place(tensor: Tensor, parameter: Tensor, group: Mapping[str, Any], key: str) -> Tensor:
+    """Return a copy of a tensor of AdamW's state, on the device and in the memory layout that the optimizer needs.
 
-    Raises:
-        CheckpointError: as for `restore_optimizer`.
+    Fused kernels iterate over memory: a moment needs the strides of its parameter, as torch made it. torch keeps the
+    number of steps on the CPU, but for a fused kernel.
     """
-    saved = {"kind": state.kind, "groups": state.groups}
-    running = {"kind": type(optimizer).__name__, "groups": _layout(optimizer)}
+    device = "cpu" if key == "step" and not group["fused"] else parameter.device
+    if tensor.shape != parameter.shape:
+        return tensor.to(device, copy=True)
+    return torch.empty_like(parameter, dtype=tensor.dtype, device=device, requires_grad=False).copy_(tensor)
+
+
+def _require_same_layout(folder: Path, saved: dict[str, Any], running: dict[str, Any]) -> None:
+    """Compare the kind, the parameters and the options of two optimizers; raise CheckpointError."""
     differences = describe_differences(_comparable(saved, running), _comparable(running, saved), "in the checkpoint")
-    _require_none("the checkpoint", [line.strip() for line in differences.values()])
-    rates = [group["options"].get("lr") for group in state.groups]
+    _require_none(folder, [line.strip() for line in differences.values()])
+    rates = [group["options"].get("lr") for group in saved["groups"]]
     if any(type(rate) not in (int, float) or not abs(rate) < math.inf for rate in rates):
-        raise CheckpointError(f"the learning rates in the checkpoint are {rates!r:.80}; expected numbers")
-    return rates
+        raise CheckpointError(f"{folder}: the learning rates are {rates!r:.80}; expected numbers")
 
 
 def _named_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
@@ -177,24 +191,6 @@ def _named_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], dict[s
         names = group.get("param_names") or map(str, range(count, count + len(group["params"])))
         count += len(group["params"])
         yield group, dict(zip(names, group["params"], strict=True))
-
-
-def _layout(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the ``groups`` of `OptimizerState`."""
-    return [
-        {
-            "options": {
-                key: list(value) if isinstance(value, tuple) else value
-                for key, value in group.items()
-                if key not in ("params", "param_names")
-            },
-            "parameters": {
-                name: {"shape": list(each.shape), "dtype": str(each.dtype).removeprefix("torch."), "scalars": {}}
-                for name, each in named.items()
-            },
-        }
-        for group, named in _named_groups(optimizer)
-    ]
 
 
 def _comparable(layout: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -210,33 +206,16 @@ def _comparable(layout: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]
     return {"class": layout["kind"], "groups": groups}
 
 
-def _expected_tensors(optimizer: Optimizer, stored: Collection[str]) -> dict[str, Tensor]:
+def _expected_tensors(optimizer: Optimizer, stored: Collection[str], shapes: Shapes) -> dict[str, Tensor]:
     """Return outlines of the state of those parameters of which a part is stored."""
     updated = {name.rpartition("/")[0] for name in stored}
     found: dict[str, Tensor] = {}
     for _, named in _named_groups(optimizer):
         for name in named.keys() & updated:
-            like = torch.empty_like(named[name], device="meta")
+            like = torch.empty(shapes.get(name, named[name].shape), dtype=named[name].dtype, device="meta")
             outlines = (torch.empty((), dtype=torch.float32, device="meta"), like, like)
             found |= {f"{name}/{key}": outline for key, outline in zip(_SLOTS, outlines, strict=True)}
     return found
-
-
-def place_state(tensor: Tensor, parameter: Tensor, group: Mapping[str, Any], key: str) -> Tensor:
-    """Return a copy of a tensor of AdamW's state, on the device and in the memory layout that the optimizer needs.
-
-    Fused kernels iterate over memory: a moment needs the strides of its parameter, as torch made it.
-
-    Args:
-        tensor: the state, or of weights in shards this rank's rows.
-        parameter: of the running optimizer.
-        group: its group there.
-        key: of the state, such as ``exp_avg``.
-    """
-    device = "cpu" if key == "step" and not group["fused"] else parameter.device
-    if tensor.shape != parameter.shape:
-        return tensor.to(device, copy=True)
-    return torch.empty_like(parameter, dtype=tensor.dtype, device=device, requires_grad=False).copy_(tensor)
 
 
 def _require_none(what: Path | str, problems: list[str]) -> None:

@@ -1,33 +1,26 @@
-"""Saving and loading one checkpoint."""
+"""Saving and loading one checkpoint; copies in host memory to save."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import JsonValue
 from torch import Tensor
-from torch.optim import Optimizer
 
 from vqclip.checkpoint.folders import remove_old, step_of, verify, write_folder
-from vqclip.checkpoint.optimizer import (
-    OptimizerState,
-    checked_rates,
-    read_optimizer,
-    restore_optimizer,
-    write_optimizer,
-)
+from vqclip.checkpoint.optimizer import LAYOUT_FILE
 from vqclip.errors import CheckpointError
 from vqclip.io.json_files import Strict, read_plain, write_plain
-from vqclip.io.tensors import open_tensors, read_shapes, save_tensors
+from vqclip.io.tensors import open_tensors, read_shapes
 
-_MODEL = "model"
+MODEL = "model"
+"""Folder of the model in a checkpoint."""
 _STATE = "state.json"
-MODEL_FILE = f"{_MODEL}/model.safetensors"
-"""File of the model's tensors in a checkpoint."""
 STATE_FILE = "state.safetensors"
 """File of the tensors of the caller's state in a checkpoint."""
 
@@ -51,7 +44,7 @@ class Checkpoint:
     @property
     def model_folder(self) -> Path:
         """Folder that ``write_model`` has written."""
-        return self.path / _MODEL
+        return self.path / MODEL
 
     def tensors(self, most: int, prefix: str = "") -> dict[str, Tensor]:
         """Read the tensors of the caller's state, if it has any.
@@ -73,39 +66,15 @@ class Checkpoint:
                 raise CheckpointError(f"{path}: contains {total} numbers; expected at most {most} for this model")
             return {name: file.get_tensor(name) for name in shapes}
 
-    def restore_optimizer(self, optimizer: Optimizer) -> OptimizerState:
-        """Load the saved state into ``optimizer`` and return it; see `vqclip.checkpoint.restore_optimizer`.
-
-        Raises:
-            CheckpointError: the state does not fit; the message has the checkpoint and the differences.
-        """
-        state = self.optimizer_for(optimizer)
-        restore_optimizer(optimizer, state)
-        return state
-
-    def optimizer_for(self, optimizer: Optimizer) -> OptimizerState:
-        """Return the saved state of ``optimizer``, mapped from its file and compared with it.
-
-        Raises:
-            CheckpointError: as for `restore_optimizer`.
-        """
-        state = read_optimizer(self.path, optimizer)
-        try:
-            checked_rates(optimizer, state)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: {error}") from error
-        return state
-
 
 def save(
     folder: Path,
     step: int,
     *,
+    write_tensors: Callable[[Path], object],
     write_model: Callable[[Path], object],
-    optimizer: OptimizerState,
+    optimizer: Mapping[str, Any],
     state: Mapping[str, Any],
-    tensors: Mapping[str, Tensor] | None = None,
-    write_tensors: Callable[[Path], object] | None = None,
     keep_last: int,
     keep: Callable[[int], bool] = lambda step: False,
 ) -> Path:
@@ -117,13 +86,11 @@ def save(
     Args:
         folder: of the checkpoints of one run; made if necessary. One process at a time may write to it.
         step: optimizer steps done.
-        write_model: called with an empty folder for the model, e.g. ``model.save_pretrained``.
-        optimizer: result of `pack_optimizer`.
+        write_tensors: called with the unfinished checkpoint's folder (`unfinished_path`), to write the files of all
+            tensors: `OPTIMIZER_FILE`, those of the model, and `STATE_FILE` if the state has any.
+        write_model: called next with the folder of the model in it, to write its other files.
+        optimizer: result of `optimizer_layout`.
         state: JSON values, such as data position, fingerprints, gradient scaler, configuration.
-        tensors: of the state, contiguous and on the CPU.
-        write_tensors: called first with the unfinished checkpoint's folder (`unfinished_path`), to write the files of
-            all tensors: `MODEL_FILE`, `OPTIMIZER_FILE` and, if the state has any, `STATE_FILE`. ``write_model`` then
-            writes none, and ``optimizer`` and ``tensors`` have none.
         keep_last: number of checkpoints to keep, this one included; at least 1.
         keep: whether to keep an older checkpoint, by its step.
 
@@ -137,14 +104,11 @@ def save(
     assert keep_last >= 1, keep_last
 
     def fill(aside: Path) -> None:
-        (aside / _MODEL).mkdir()
-        if write_tensors is not None:
-            write_tensors(aside)
-        write_model(aside / _MODEL)
-        write_optimizer(optimizer, aside, has_tensors=write_tensors is None)
+        (aside / MODEL).mkdir()
+        write_tensors(aside)
+        write_model(aside / MODEL)
+        write_plain(aside / LAYOUT_FILE, dict(optimizer))
         write_plain(aside / _STATE, {"step": step, "state": dict(state)})
-        if tensors:
-            save_tensors(dict(tensors), aside / STATE_FILE)
 
     path = write_folder(Path(folder), step, fill)
     remove_old(Path(folder), path, keep_last, keep)
@@ -166,3 +130,36 @@ def load(path: Path) -> Checkpoint:
     if content.step != step_of(path):
         raise CheckpointError(f"{path / _STATE}: of step {content.step}: the folder was renamed")
     return Checkpoint(path, content.step, dict(content.state))
+
+
+class Staging:
+    """Staging buffers in host memory, reused by the next copy because new memory costs more than the copy.
+
+    The idea is that of torch's asynchronous distributed checkpoints.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def copy(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Return contiguous copies on the CPU, bit for bit; the next call overwrites them.
+
+        Waits for the device, once.
+
+        Args:
+            tensors: by name; may be made one after the other.
+        """
+        held: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            held[name] = self._buffer(name, tensor)
+            held[name].copy_(tensor.detach(), non_blocking=True)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self._held = held
+        return dict(held)
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        held = self._held.get(name)
+        if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
+            return held
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -81,7 +81,7 @@ class _Evaluation(Command, words=("models",)):
         """Evaluate one model with all of its ids, and print and write what succeeded if a task fails."""
         from vqclip import dist
         from vqclip.evaluation import format_results, try_all, write_csv, write_json
-        from vqclip.train.loading import load_model
+        from vqclip.train.export import load_model
 
         model, place, weights = load_model(self.models[0], self.weights, images_alone=True)
         outcome = try_all(model.to(device), tasks, precision=self.precision, codes_folder=self.codes)
@@ -102,7 +102,7 @@ class _Evaluation(Command, words=("models",)):
         from vqclip.evaluation import DetailsConfig, Prefixes, evaluate
         from vqclip.io.atomic import write_text
         from vqclip.report.frontier import format_points, measure, points_csv, points_page
-        from vqclip.train.loading import load_model
+        from vqclip.train.export import load_model
 
         groups: dict[str, dict[str, list[Result]]] = {}
         intervals = DetailsConfig(hits=0, misses=0, code_maps=0, gallery_codes=0, bits_images=0)
@@ -162,7 +162,7 @@ class Evaluate(_Evaluation, reads="changes to the file, such as evaluation[0].li
         from vqclip.config import Config, load_config
         from vqclip.data import mask_credentials
         from vqclip.evaluation import Evaluations
-        from vqclip.train.loading import require_local
+        from vqclip.train.export import require_local
 
         class File(Config, extra="ignore"):  # a configuration of training has other sections
             evaluation: Evaluations

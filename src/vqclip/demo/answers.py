@@ -24,7 +24,7 @@ from vqclip.search.scan import CodeSearch, Hit, find_hits, open_indexed
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
 from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder
 from vqclip.tokenizer.loading import load_tokenizer
-from vqclip.train.loading import load_model
+from vqclip.train.export import load_model
 
 __all__ = ["Answers", "Coded"]
 

@@ -34,7 +34,6 @@ If another rank dies, or a wait exceeds the timeout given to `init`, the collect
 name. In the backward of `all_gather` torch raises an error of its own: wrap `loss.backward()` in `named_errors`. (NCCL checks its timeout in a separate thread, which ends the process with NCCL's message instead.)
 """
 
-from vqclip.dist._background import BackgroundGroup
 from vqclip.dist._collectives import (
     all_gather,
     broadcast_,
@@ -46,31 +45,35 @@ from vqclip.dist._collectives import (
     start_ring_shift,
 )
 from vqclip.dist._control import (
+    BackgroundGroup,
     any_rank,
-    any_rank_each,
     barrier,
     broadcast_json,
     differing_ranks,
     gather_json,
+    nodes,
     raise_on_all_ranks,
     run_on_main,
     shared_seed,
     start_any_rank,
 )
-from vqclip.dist._ddp import no_sync, release_ddp, unwrap_ddp, wrap_ddp
+from vqclip.dist._ddp import Replicas, release_ddp, unwrap_ddp, wrap_ddp
 from vqclip.dist._fsdp import Roots, Shards, local_rows, sharded_parameters
-from vqclip.dist._history import Collective, exchange_timer, recent_collectives
-from vqclip.dist._launcher import launcher_has_died, signal_at_parent_death, stop_with_launcher
-from vqclip.dist._nodes import nodes
 from vqclip.dist._state import (
+    Collective,
     choose_device,
+    exchange_timer,
     init,
     is_distributed,
     is_main,
+    launcher_has_died,
     local_rank,
     named_errors,
     rank,
+    recent_collectives,
     shutdown,
+    signal_at_parent_death,
+    stop_with_launcher,
     world_size,
 )
 from vqclip.dist._torch_versions import is_torch_compiling
@@ -78,11 +81,11 @@ from vqclip.dist._torch_versions import is_torch_compiling
 __all__ = [
     "BackgroundGroup",
     "Collective",
+    "Replicas",
     "Roots",
     "Shards",
     "all_gather",
     "any_rank",
-    "any_rank_each",
     "barrier",
     "broadcast_",
     "broadcast_json",
@@ -99,7 +102,6 @@ __all__ = [
     "local_rank",
     "local_rows",
     "named_errors",
-    "no_sync",
     "nodes",
     "raise_on_all_ranks",
     "rank",

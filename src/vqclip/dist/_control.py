@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
+import socket
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,34 +18,31 @@ from torch import Tensor
 
 from vqclip import errors
 from vqclip.dist._collectives import all_gather, reduce_
-from vqclip.dist._history import exchange_timer
 from vqclip.dist._state import (
     control_device,
+    exchange_timer,
     is_distributed,
     is_main,
+    lost_peer,
     named_errors,
     rank,
     run_collective,
     world_size,
 )
-from vqclip.errors import DistributedError, StopRequested
+from vqclip.errors import CheckpointError, DistributedError, StopRequested
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def any_rank(flag: bool | Tensor) -> bool:
     """Return True if `flag` is true on at least one rank, for example to stop all ranks at the same step."""
-    return any_rank_each([flag])[0]
-
-
-def any_rank_each(flags: Sequence[bool | Tensor]) -> list[bool]:
-    """Return `any_rank` of several flags, in one collective."""
-    mine = [bool(flag) for flag in flags]
     if not is_distributed():
-        return mine
-    return [bool(each) for each in reduce_(torch.tensor(mine, device=control_device()).int(), "max").tolist()]
+        return bool(flag)
+    return bool(reduce_(torch.tensor(int(bool(flag)), device=control_device()), "max"))
 
 
 def start_any_rank(read_flags: Callable[[], Sequence[bool]]) -> Callable[[], Sequence[bool]]:
-    """Begin `any_rank_each` and return a function that ends it, so that no rank waits for the others in between.
+    """Begin `any_rank` of several flags and return a function that ends it, so that no rank waits for the others in between.
 
     Both are collectives, and other ones may come between them.
 
@@ -174,6 +175,68 @@ def differing_ranks(value: Any) -> list[str]:
     """Return the ranks, as text, whose JSON value differs from that of rank 0; the same list on every rank."""
     found = gather_json(value)
     return [str(number) for number, each in enumerate(found) if each != found[0]]
+
+
+def nodes() -> tuple[int, ...]:
+    """Return the node of every rank, numbered from 0 in the order of their first ranks. A collective.
+
+    Ranks of one torchrun are one node, also where several of them run on one machine; without torchrun, the ranks of
+    one machine.
+    """
+    found = gather_json(_node())
+    return tuple(list(dict.fromkeys(found)).index(each) for each in found)
+
+
+def _node() -> str:
+    boot = _BOOT.read_text().strip() if _BOOT.exists() else ""  # machines may have equal names, as "localhost"
+    return os.environ.get("GROUP_RANK") or f"{socket.gethostname()} {boot}"
+
+
+class BackgroundGroup:
+    """Connections of one background thread of each rank to those of the others. A collective.
+
+    They are not those of the training, so the two may be used at once. `close` ends them.
+
+    Args:
+        timeout_s: longest wait for another rank, in seconds.
+    """
+
+    def __init__(self, timeout_s: float):
+        with named_errors("connecting background threads"):
+            group = c10d.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        assert isinstance(group, c10d.ProcessGroup)
+        self._group = group
+
+    @contextlib.contextmanager
+    def raise_on_all_ranks(self, what: str) -> Iterator[None]:
+        """Wait for the thread of every rank at the end of the block; raise on all ranks if one failed in it.
+
+        Args:
+            what: the work of the block, as text for the message.
+
+        Raises:
+            CheckpointError: on the other ranks, if one failed; that one raises its own error.
+            DistributedError: a rank died, or did not come within the timeout.
+        """
+        failure = None
+        try:
+            yield
+        except Exception as error:  # of any kind, because the other ranks wait for the result
+            failure = error
+        flags = torch.zeros(world_size(), dtype=torch.int32)
+        flags[rank()] = failure is not None
+        try:
+            c10d.all_reduce(flags, group=self._group)
+        except RuntimeError as error:
+            raise lost_peer(what, error) from (failure or error)
+        if failure is not None:
+            raise failure
+        if failed := flags.nonzero().flatten().tolist():
+            raise CheckpointError(f"{what} failed on rank {', '.join(map(str, failed))}, whose message says why")
+
+    def close(self) -> None:
+        """End the connections."""
+        c10d.destroy_process_group(self._group)
 
 
 # A value that cannot be encoded is sent as an error, so that all ranks raise and none waits.

@@ -1,10 +1,10 @@
-"""DistributedDataParallel without buffer synchronisation and with a fixed order of summation."""
+"""Weights that every rank has: DistributedDataParallel without buffer synchronisation, summing in a fixed order."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,78 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from vqclip.dist._history import exchange_timer
-from vqclip.dist._state import is_distributed, named_errors
+from vqclip.dist._state import exchange_timer, is_distributed, is_main, named_errors
 from vqclip.dist._torch_versions import NO_BUFFER_SYNC
+from vqclip.io.parts import Part
+
+
+class Replicas:
+    """Weights of a model in one process, or the same ones on every rank. `Shards` has the same methods.
+
+    Args:
+        model: on its device, not wrapped.
+
+    Attributes:
+        parameters: name → tensor that this rank trains: a parameter, or its rows of one in shards.
+        shapes: name → shape of the whole parameter, for those in shards.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    shapes: Mapping[str, Sequence[int]]
+
+    def __init__(self, model: nn.Module):
+        self.parameters, self.shapes = dict(model.named_parameters()), {}
+
+    def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return the tensors in `parameters` that stand for parameters of the model."""
+        return list(parameters)
+
+    def wrap(self, module: nn.Module, bucket_mb: float | None) -> nn.Module:
+        """Return a module around ``module`` whose backward averages gradients; see `wrap_ddp`."""
+        return wrap_ddp(module, bucket_mb)
+
+    def gathering(self) -> contextlib.AbstractContextManager[None]:
+        """Name the errors of a forward that gathers weights."""
+        return contextlib.nullcontext()
+
+    def no_sync(self, module: nn.Module) -> contextlib.AbstractContextManager[object]:
+        """Accumulate gradients of a wrapped module in the block without averaging them over ranks.
+
+        The first backward after the block averages the accumulated gradients.
+        """
+        return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
+
+    def collect_gradients(self) -> None:
+        """Move the gradients to `parameters`, after the last backward of a step. A collective of shards."""
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the () norm of the whole gradient of some of `parameters`, equal on every rank."""
+        return nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+
+    def gather(self, name: str, rows: Tensor) -> Tensor:
+        """Return a whole tensor from every rank's rows, such as a parameter, a moment or an average.
+
+        A collective for those in shards.
+
+        Args:
+            name: of the parameter that has the shape of the tensor.
+            rows: this rank's rows; another shape than that of the parameter is returned as it is.
+        """
+        return rows
+
+    def part(self, name: str, rows: Tensor) -> Part:
+        """Return this rank's part of a tensor in a file that all ranks write: its rows, or a whole tensor of rank 0.
+
+        Args:
+            name: of the parameter that has the shape of the tensor.
+            rows: as of `gather`.
+        """
+        return Part(tuple(rows.shape), rows.dtype, rows if is_main() else None)
+
+    def rows(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's rows of a whole tensor; a view."""
+        return whole
+
 
 def wrap_ddp(module: nn.Module, bucket_mb: float | None = None) -> nn.Module:
     """Average the gradients of `module` over ranks in every backward, always summed in the same order.
@@ -39,19 +108,14 @@ def wrap_ddp(module: nn.Module, bucket_mb: float | None = None) -> nn.Module:
         return module
     with named_errors("wrapping the model in DDP"):
         wrapped = DistributedDataParallel(
-            module, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, **NO_BUFFER_SYNC,  # type: ignore[arg-type]
+            module,
+            bucket_cap_mb=bucket_mb,
+            gradient_as_bucket_view=True,
+            **NO_BUFFER_SYNC,  # type: ignore[arg-type]
         )
         _fix_bucket_layout(wrapped)
     wrapped.hook_of_waits = _time_waits(module)  # type: ignore[assignment]
     return wrapped
-
-
-def no_sync(module: nn.Module) -> contextlib.AbstractContextManager[object]:
-    """Accumulate gradients of `module` in the block without averaging them over ranks.
-
-    The first backward after the block averages the accumulated gradients. No effect on a module that is not wrapped.
-    """
-    return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
 
 
 def unwrap_ddp(module: nn.Module) -> nn.Module:

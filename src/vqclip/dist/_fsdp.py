@@ -1,6 +1,6 @@
 """Weights in shards (FSDP2): each rank stores a part of the rows of every weight, of its gradient and of its moments.
 
-    model = Shards(model, units, hybrid=False)
+    shards = Shards(model, units, hybrid=False)
     out = module(x)                   # FSDP gathers the weights of one unit at a time
     loss.backward()                   # ... and reduces their gradients to the ranks that store them
     shards.collect_gradients()        # plain tensors for everything that follows: clipping, optimizer, averages
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from vqclip.dist._collectives import broadcast_
 from vqclip.dist._control import gather_json
-from vqclip.dist._history import exchange_timer
-from vqclip.dist._state import is_main, run_collective, world_size
+from vqclip.dist._ddp import Replicas
+from vqclip.dist._state import exchange_timer, named_errors, run_collective, world_size
 from vqclip.dist._torch_versions import ALL_GATHER, REDUCE_SCATTER, TIMES_SHARDS
 from vqclip.errors import ConfigError
 from vqclip.io.parts import Part
@@ -36,7 +36,7 @@ Roots = Sequence[tuple[nn.Module, Sequence[nn.Module]]]
 """Modules that are called as a whole, each with the modules in it whose weights are gathered one at a time."""
 
 
-class Shards:
+class Shards(Replicas):
     """Parameters of a model in shards over ranks. A collective.
 
     Gradients are averaged over all ranks, as in DDP. The parameters that `sharded_parameters` leaves out stay whole.
@@ -45,9 +45,6 @@ class Shards:
         model: on its device; it starts with rank 0's values, and is changed in place.
         roots: parts of the model to shard. Every rank calls them equally often, and only through ``__call__``.
         hybrid: keep a copy of the shards on every machine instead of one copy over all ranks.
-
-    Attributes:
-        parameters: name → this rank's rows of a parameter in shards, or a whole parameter; plain tensors.
 
     Raises:
         ConfigError: ``hybrid`` on one machine, or on machines with different numbers of processes.
@@ -81,17 +78,22 @@ class Shards:
             id(each): nn.Parameter(each.to_local().detach(), each.requires_grad) for each in self._sharded.values()
         }
         self.parameters = {name: self._local.get(id(each), each) for name, each in model.named_parameters()}
-
-    def __contains__(self, name: str) -> bool:
-        """Return whether a parameter is in shards."""
-        return name in self._sharded
+        self.shapes = {name: tuple(each.shape) for name, each in self._sharded.items()}
 
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the tensors in `parameters` that stand for parameters of the model."""
         return [self._local.get(id(each), each) for each in parameters]
 
+    def wrap(self, module: nn.Module, bucket_mb: float | None) -> nn.Module:
+        """Return ``module``, whose parameters gather themselves."""
+        return module
+
+    def gathering(self) -> AbstractContextManager[None]:
+        """Name the errors of a forward that gathers weights."""
+        return named_errors("gathering the weights")
+
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
         """Accumulate gradients in the block without reducing them; they are whole until the next backward."""
         self._set_sync(False)
         try:
@@ -112,7 +114,7 @@ class Shards:
                 each.grad = None
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for name, whole in self.parameters.items():
-            if name not in self and whole.requires_grad:
+            if name not in self.shapes and whole.requires_grad:
                 whole.grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
                 by_dtype.setdefault(whole.dtype, []).append(whole.grad)
         for gradients in by_dtype.values():
@@ -129,41 +131,36 @@ class Shards:
         return (total[0] + squares[1].to(total.device)).sqrt().to(held[0].dtype)
 
     def gather(self, name: str, rows: Tensor) -> Tensor:
-        """Return a whole tensor from every rank's rows, such as a parameter, a moment or an average. A collective.
-
-        Args:
-            name: of the parameter that has the shape of the tensor.
-            rows: this rank's rows; another shape than that of the parameter is returned as it is.
-        """
-        if name not in self or rows.shape != self._sharded[name].to_local().shape:
+        """Return a whole tensor from every rank's rows. A collective."""
+        if not self._are_rows(name, rows):
             return rows
-        shape = self._sharded[name].shape
-        each = math.ceil(shape[0] / self._size)
-        padded = rows.detach().new_zeros(each, *shape[1:])
+        shape = self.shapes[name]
+        padded = rows.detach().new_zeros(self._most_rows(name), *shape[1:])
         padded[: len(rows)] = rows.detach()
-        found = padded.new_empty(each * self._size, *shape[1:])
+        found = padded.new_empty(len(padded) * self._size, *shape[1:])
         run_collective("all_gather (shards)", getattr(c10d, ALL_GATHER), found, padded, group=self._group)
         return found[: shape[0]]
 
     def part(self, name: str, rows: Tensor) -> Part:
-        """Return this rank's part of a tensor in a file that all ranks write: its rows, or a whole tensor of rank 0.
-
-        Args:
-            name: of the parameter that has the shape of the tensor.
-            rows: as of `gather`.
-        """
-        if name not in self or rows.shape != self._sharded[name].to_local().shape:
-            return Part(tuple(rows.shape), rows.dtype, rows if is_main() else None)
-        shape = tuple(self._sharded[name].shape)
-        first = math.ceil(shape[0] / self._size) * self._rank
-        return Part(shape, rows.dtype, rows if self._is_first_copy else None, first)
+        """Return this rank's part of a tensor in a file that all ranks write: its rows, or a whole tensor of rank 0."""
+        if not self._are_rows(name, rows):
+            return super().part(name, rows)
+        first = self._most_rows(name) * self._rank
+        return Part(tuple(self.shapes[name]), rows.dtype, rows if self._is_first_copy else None, first)
 
     def rows(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's rows of a whole tensor; a view."""
-        if name not in self or whole.shape != self._sharded[name].shape:
+        if whole.shape != self.shapes.get(name):
             return whole
-        each = math.ceil(len(whole) / self._size)
-        return whole[each * self._rank : each * (self._rank + 1)]
+        most = self._most_rows(name)
+        return whole[most * self._rank : most * (self._rank + 1)]
+
+    def _are_rows(self, name: str, tensor: Tensor) -> bool:
+        """Return whether a tensor has the shape of this rank's rows of a parameter in shards."""
+        return name in self.shapes and tensor.shape == self._local[id(self._sharded[name])].shape
+
+    def _most_rows(self, name: str) -> int:
+        return math.ceil(self.shapes[name][0] / self._size)
 
 
 class _TimedExchange:

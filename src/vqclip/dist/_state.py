@@ -1,21 +1,28 @@
-"""Rank and world size, joining and leaving the job, and errors that name the collective."""
+"""Rank and world size, joining and leaving the job; collectives that are recorded, timed and named in errors."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import itertools
+import json
 import logging
 import os
+import secrets
+import signal
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as c10d
+from torch import Tensor
 
-from vqclip.dist import _history
-from vqclip.dist._launcher import stop_with_launcher
-from vqclip.dist._rendezvous import private_store
+import vqclip
 from vqclip.dist._torch_versions import GUARDS_PROCESS_GROUP
 from vqclip.errors import ConfigError, DistributedError
 
@@ -25,6 +32,9 @@ logger = logging.getLogger(__name__)
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 """Variables in which other launchers put the number of their tasks."""
+_LEADER = "vqclip/leader"
+_POLL_S = (0.02, 0.5)
+"""Seconds between two polls of the store: initial and longest."""
 
 
 def is_distributed() -> bool:
@@ -156,6 +166,151 @@ def shutdown() -> None:
         c10d.destroy_process_group()
 
 
+def private_store(store: c10d.Store, rank: int, world_size: int, timeout_s: float) -> c10d.Store:
+    """Return a part of the store that only the ranks of this start use.
+
+    Ranks exchange their addresses through a store that torchrun serves. With `--max-restarts`, torchrun restarts the
+    ranks but keeps the store, so that new ranks may read the addresses of dead ones
+    (https://github.com/pytorch/pytorch/issues/135712). Each start therefore uses a new key prefix.
+
+    Rank 0 publishes a random name. Every other rank stores its own random name under it, and rank 0 answers with all
+    of them. An answer without a rank's own name comes from an earlier start and is ignored.
+
+    Args:
+        store: The store that all ranks share; may contain anything.
+        rank: The rank of this process.
+        world_size: The number of ranks of the job.
+        timeout_s: The longest wait for the other ranks, in seconds.
+
+    Raises:
+        torch.distributed.DistError: Not all ranks arrived within `timeout_s`.
+    """
+    name = secrets.token_hex(8)
+    if rank == 0:
+        store.set(_LEADER, name)
+        names = [store.get(f"vqclip/{name}/{other}").decode() for other in range(1, world_size)]
+        store.set(f"vqclip/{name}/all", json.dumps(names))
+        return c10d.PrefixStore(f"vqclip/{name}", store)
+    end, (pause, longest) = time.monotonic() + timeout_s, _POLL_S
+    while time.monotonic() < end:
+        leader = store.get(_LEADER).decode()
+        store.set(f"vqclip/{leader}/{rank}", name)
+        answer = f"vqclip/{leader}/all"
+        if store.check([answer]) and name in json.loads(store.get(answer)):
+            return c10d.PrefixStore(f"vqclip/{leader}", store)
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    raise c10d.DistStoreError(f"not all ranks arrived within {timeout_s:g} s")
+
+
+def signal_at_parent_death(number: signal.Signals) -> None:
+    """Ask the kernel to send this process a signal when its parent dies. Linux only."""
+    if sys.platform == "linux":
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, number, 0, 0, 0)
+
+
+def stop_with_launcher() -> None:
+    """Under torchrun: request SIGTERM for the death of torchrun, after which nothing else would end this process."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal_at_parent_death(signal.SIGTERM)
+        if launcher_has_died():  # it died before the line above
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def launcher_has_died() -> bool:
+    """Return True if torchrun started this process and has died."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != vqclip._PARENT_PID
+
+
+@dataclass(slots=True)
+class Collective:
+    """A collective that this process has started."""
+
+    number: int
+    """Counts from 1. Equal on all ranks, which call the same collectives in the same order."""
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    """Shapes of its tensors; empty for DDP, whose tensors are not known."""
+    started: float
+    """Time in seconds of `time.monotonic`."""
+    finished: float | None = None
+    """Time at which the call returned (with NCCL, before the work is done); None: not yet, or it failed."""
+
+    def end(self) -> None:
+        """Record that the call returned."""
+        self.finished = time.monotonic()
+
+
+_recent: deque[Collective] = deque(maxlen=32)
+_numbers = itertools.count(1)
+
+
+def _begin(name: str, arguments: Sequence[Any] = ()) -> Collective:
+    """Record that a collective starts, with the shapes of the tensors among its arguments."""
+    shapes = tuple(tuple(each.shape) for each in arguments if isinstance(each, Tensor))
+    entry = Collective(next(_numbers), name, shapes, time.monotonic())
+    _recent.append(entry)
+    return entry
+
+
+def recent_collectives() -> list[Collective]:
+    """Return the last 32 collectives of this process, oldest first, without those in compiled code."""
+    return list(_recent)
+
+
+class ExchangeTimer:
+    """Stopwatch for collectives: it counts the time in which this process is in one, while it runs.
+
+    For tensors on a GPU that is the time of the stream that waits for the collective, of others the time of the host.
+    """
+
+    def __init__(self) -> None:
+        self._runs = False
+        self._seconds = 0.0
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._runs = True
+
+    def stop(self) -> None:
+        """Count no more until the next `start`."""
+        self._runs = False
+
+    def lap(self) -> float:
+        """Return the seconds counted since the last lap, those of a GPU as far as it has done its work."""
+        while self._pending and self._pending[0][1].query():
+            first, last = self._pending.popleft()
+            self._seconds += first.elapsed_time(last) / 1e3
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def begin(self, arguments: Sequence[Any]) -> Callable[[], None]:
+        """Note that a collective of the tensors among its arguments begins; return a function that notes its end."""
+        if not self._runs:
+            return lambda: None
+        if any(isinstance(each, Tensor) and each.is_cuda for each in arguments):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+
+            def end() -> None:
+                last.record()
+                self._pending.append((first, last))
+
+            return end
+        since = time.perf_counter()
+
+        def end_on_host() -> None:
+            self._seconds += time.perf_counter() - since
+
+        return end_on_host
+
+
+exchange_timer = ExchangeTimer()
+"""Timer of this process."""
+
+
 @contextlib.contextmanager
 def named_errors(what: str) -> Iterator[None]:
     """Raise torch's errors about lost ranks and timeouts in the block as a `DistributedError` that names `what`.
@@ -166,7 +321,7 @@ def named_errors(what: str) -> Iterator[None]:
     Raises:
         DistributedError: The block failed because of another rank.
     """
-    entry = _history.begin(what)
+    entry = _begin(what)
     try:
         yield
         entry.end()
@@ -184,7 +339,7 @@ def run_collective(name: str, collective: Callable[..., Any], *args: Any, **kwar
     if torch.compiler.is_compiling():
         collective(*args, **kwargs)
         return
-    entry, end = _history.begin(name, args), _history.exchange_timer.begin(args)
+    entry, end = _begin(name, args), exchange_timer.begin(args)
     try:
         collective(*args, **kwargs)
         entry.end()

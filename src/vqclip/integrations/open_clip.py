@@ -24,7 +24,7 @@ from vqclip.nn.precision import autocast, full_precision
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.image import Preprocess
 from vqclip.train.ema import Weights
-from vqclip.train.loading import load_model
+from vqclip.train.export import load_model
 
 if TYPE_CHECKING:
     from vqclip.towers.vocabulary import Vocabulary

@@ -96,8 +96,10 @@ def write_tokenizer_files(
         assert bool(decoder) == ("pixels" in config)
         _write_tensors(folder / WEIGHTS_FILE, {name: tensor for name, tensor in state.items() if name not in decoder})
         if decoder:
-            digest = _write_tensors(folder / PIXELS_FILE, decoder)
-            config = config | {"pixels": config["pixels"] | {"weights": digest.model_dump()}}
+            _write_tensors(folder / PIXELS_FILE, decoder)
+    if "pixels" in config:
+        digest = digest_file(folder / PIXELS_FILE)
+        config = config | {"pixels": config["pixels"] | {"weights": digest.model_dump()}}
     for name, content in files.items():
         assert name in EXTRA_FILES, name
         (folder / name).write_bytes(content)

@@ -8,8 +8,7 @@ After the model, its data, its losses and `vqclip.runlog`; before `vqclip.cli`.
 """
 
 from vqclip.train.callbacks import Callback, Training
-from vqclip.train.main import run
-from vqclip.train.result import RunResult
+from vqclip.train.main import RunResult, run
 from vqclip.train.summary import RunSummary
 from vqclip.train.tasks.contrastive_config import TrainConfig
 

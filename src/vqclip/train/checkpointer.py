@@ -1,44 +1,124 @@
-"""Saving a run: what a checkpoint contains, when it is refused, and which ones stay."""
+"""Saving a run: what a checkpoint contains, when it is refused, and which ones stay.
+
+    every rank      copy what it writes to host memory: its rows of weights in shards, and rank 0 all else
+    every rank      rank 0 makes the files -> all write their rows -> all compare them with the disk
+    rank 0          writes the rest, hashes the files, writes the manifest last, renames the folder
+
+A checkpoint does not depend on the number of ranks or on whether they had shards. All but the copy happens in the
+background. Where the ranks do not see one run folder, rank 0 copies whole tensors, and writes alone. Nothing of a save
+counts before its manifest: a rank that dies leaves a folder that the next save removes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
 import json
 import logging
+import secrets
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from pydantic import Field, JsonValue
 from torch import Tensor
 
 from vqclip import checkpoint, dist
+from vqclip.checkpoint import MODEL, OPTIMIZER_FILE, STATE_FILE
 from vqclip.errors import CheckpointError, DistributedError, NonFiniteError
+from vqclip.io import parts
+from vqclip.io.atomic import TEMPORARY
+from vqclip.io.json_files import Strict
+from vqclip.io.parts import Part
 from vqclip.io.tensors import checksums, first_names, nonfinite_names
+from vqclip.pixels.decoder import PIXELS_FILE
+from vqclip.tokenizer.folder import PIXELS_PREFIX, WEIGHTS_FILE
 from vqclip.tokenizer.stored import FROZEN_FOLDER
 from vqclip.train.ema import AVERAGE
 from vqclip.train.frozen_weights import FrozenWeights
-from vqclip.train.run_state import RetentionPolicy
 from vqclip.train.run_store import RunMirror
-from vqclip.train.shard_files import ShardCopy, ShardFiles, is_shared
 from vqclip.train.step import TrainStep
 
 logger = logging.getLogger(__name__)
 
 DISCRIMINATORS = "discriminators/"
 """Beginning of the names of discriminators among the tensors of a checkpoint."""
+MODEL_FILE = f"{MODEL}/{WEIGHTS_FILE}"
+"""File of the model's tensors in a checkpoint."""
 
 
-class _Copied(NamedTuple):
-    """Tensors of a checkpoint in host memory, on rank 0; without any if every rank writes its own."""
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """Retention policy for checkpoints."""
 
-    model: dict[str, Tensor] | None
-    optimizer: checkpoint.OptimizerState
-    beside: dict[str, Tensor]
-    shards: ShardCopy | None = None
+    newest: int
+    """Number of recent checkpoints to keep."""
+    every: int | None = None
+    """Also keep the checkpoints after every ``every`` steps; None for no others."""
+
+    def keeps(self, step: int, best: int | None) -> bool:
+        """Return whether the checkpoint of ``step`` stays when it is no longer among the newest."""
+        return step == best or (self.every is not None and step % self.every == 0)
+
+
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class _Best(Strict):
+    step: _Count
+    figure: str
+    value: float
+
+
+class RunState(Strict):
+    """``state.json`` of a checkpoint.
+
+    The sample order, the augmentation and the random numbers of the towers are functions of (seed, step): the step is
+    the whole data position, and there is no generator state to save.
+    """
+
+    identity: dict[str, JsonValue]
+    scaler: dict[str, float | int]
+    guards: dict[str, JsonValue]
+    replaced: dict[str, _Count]
+    caption_lengths: dict[Annotated[str, Field(pattern=r"^[0-9]{1,4}$")], _Count]
+    best: _Best | None
+
+
+class _Copy(NamedTuple):
+    """What this rank writes to a checkpoint, in host memory."""
+
+    suffix: str
+    """Of the files until all is written; random where several ranks write, so that a rank left over from a killed job
+    does not find the files of another one."""
+    files: dict[str, dict[str, Part]]
+    """File in the checkpoint's folder → name of each tensor → this rank's part."""
+
+
+def parameter_of(name: str) -> str:
+    """Return the parameter that a tensor of a checkpoint belongs to: itself, a moment ``a/exp_avg``, or ``ema/a``."""
+    return name.removeprefix(AVERAGE).partition("/")[0]
+
+
+def is_shared(folder: Path) -> bool:
+    """Return whether all ranks see the folder of rank 0 under the path that each of them was given. A collective."""
+    name = dist.broadcast_json(f"{TEMPORARY}shared-{secrets.token_hex(8)}")
+
+    def create() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+    dist.run_on_main(create)
+    lacking = dist.any_rank(not (folder / name).exists())
+    dist.run_on_main((folder / name).unlink)
+    return not lacking
 
 
 class Checkpointer:
@@ -77,11 +157,13 @@ class Checkpointer:
         self.frozen = FrozenWeights(folder.parent / FROZEN_FOLDER, step.model, step.task.towers)
         self.written: int | None = None
         """Steps of the newest checkpoint that this run has written completely, or resumed from."""
-        self._model, self._optimizer, self._writer = checkpoint.Staging(), checkpoint.Staging(), checkpoint.Writer()
-        self._state = checkpoint.Staging()
-        self._writing: int | None = None
-        self.is_shared, self._timeout_s = step.sharding is not None and is_shared(folder.parent), timeout_s
-        self._shard_files: ShardFiles | None = None
+        self._staging = checkpoint.Staging()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: tuple[int, Future[None]] | None = None
+        """Steps of the checkpoint that is being written, and the job that does it."""
+        self.is_shared = bool(step.parallel.weights.shapes) and is_shared(folder.parent)
+        self._timeout_s = timeout_s
+        self._group: dist.BackgroundGroup | None = None
 
     def save(self, done: int, counts: Mapping[str, Mapping[str, int]], best: Mapping[str, Any] | None = None) -> None:
         """Check the state after ``done`` steps on all ranks, and save it. A collective.
@@ -103,70 +185,90 @@ class Checkpointer:
         self.require_equal(done)
         step = self.step
         self.wait()
-        copied = self._copy()
+        write_tensors = functools.partial(self._write_tensors, self._copy())
         if not dist.is_main():
-            if copied.shards is not None:
-                path = checkpoint.unfinished_path(self.folder, done)
-                self._write(functools.partial(self._write_shards, copied.shards, path), done)
+            if self.is_shared:
+                self._write(functools.partial(write_tensors, checkpoint.unfinished_path(self.folder, done)), done)
             return
+        state = {"identity": self.identity, "scaler": step.scaler.state_dict(), "guards": step.guards.state_dict()}
         save = functools.partial(
             self._save,
             self.folder,
             done,
-            write_model=functools.partial(step.task.write_model, state=copied.model, extra=self.frozen.section()),
-            optimizer=copied.optimizer,
-            state=copy.deepcopy(
-                {
-                    "identity": self.identity,
-                    "scaler": step.scaler.state_dict(),
-                    "guards": step.guards.state_dict(),
-                    "best": best,
-                    **counts,
-                }
-            ),
-            tensors=copied.beside,
-            write_tensors=None if copied.shards is None else functools.partial(self._write_shards, copied.shards),
+            write_tensors=write_tensors,
+            write_model=functools.partial(step.task.write_model, extra=self.frozen.section()),
+            optimizer=checkpoint.optimizer_layout(step.optimizer, step.parallel.weights.shapes),
+            state=copy.deepcopy(state | {"best": best, **counts}),
             keep_last=self.retention.newest,
             keep=functools.partial(self.retention.keeps, best=best["step"] if best else None),
         )
         self._write(save, done)
 
     def _write(self, work: Callable[[], object], done: int) -> None:
-        self._writer.write(work)
-        self._writing = done
+        """Start to write in the background. The work uses nothing that the training changes."""
+
+        def write() -> None:
+            begun = time.perf_counter()
+            work()
+            logger.debug("checkpoint written in %.2f s", time.perf_counter() - begun)
+
+        self._writing = done, self._thread.submit(write)
         if not self.in_background:
             self.wait()
 
-    def _write_shards(self, copied: ShardCopy, folder: Path) -> None:
-        assert self._shard_files is not None
-        self._shard_files.write(copied, folder)
+    def _copy(self) -> _Copy:
+        """Copy what this rank writes to host memory. A collective."""
+        weights, files = self.step.parallel.weights, self._files()
+        files[STATE_FILE] |= self.step.guards.tensors()
+        if decoder := {name: each for name, each in files[MODEL_FILE].items() if name.startswith(PIXELS_PREFIX)}:
+            files[f"{MODEL}/{PIXELS_FILE}"] = decoder
+            files[MODEL_FILE] = {name: each for name, each in files[MODEL_FILE].items() if name not in decoder}
+        found: dict[str, dict[str, Part]] = {
+            file: {} for file, tensors in files.items() if tensors or file != STATE_FILE
+        }
 
-    def _copy(self) -> _Copied:
-        """Copy the tensors of a checkpoint to host memory. A collective.
+        def own_rows() -> Iterator[tuple[str, Tensor]]:
+            for file, every in found.items():
+                for name, tensor in files[file].items():
+                    if self.is_shared:
+                        part = weights.part(parameter_of(name), tensor)
+                    else:
+                        whole = weights.gather(parameter_of(name), tensor)
+                        part = Part(tuple(whole.shape), whole.dtype, whole if dist.is_main() else None)
+                    every[name] = part._replace(rows=None)
+                    if part.rows is not None:
+                        yield f"{file} {name}", part.rows
 
-        Each rank copies what it writes, and rank 0 everything if it alone sees the folder.
+        copies = self._staging.copy(own_rows())
+        for file, every in found.items():
+            for name, part in every.items():
+                every[name] = part._replace(rows=copies.get(f"{file} {name}"))
+        return _Copy(f".{dist.broadcast_json(secrets.token_hex(8))}" if self.is_shared else "", found)
+
+    def _write_tensors(self, copied: _Copy, folder: Path) -> None:
+        """Write the files of tensors, in a background thread of every rank that writes.
+
+        Args:
+            copied: result of `_copy`.
+            folder: unfinished folder of the checkpoint, which rank 0 has made.
+
+        Raises:
+            CheckpointError: on every rank, if one could not write or does not find what it has written.
+            DistributedError: a rank died.
         """
-        step, sharding = self.step, self.step.sharding
-        windows, beside, model = step.guards.tensors(), self._beside_the_model(), self._model_tensors()
-        if sharding is not None and self._shard_files is not None:
-            moments, beside = checkpoint.optimizer_tensors(step.optimizer), windows | beside
-            files = {
-                checkpoint.MODEL_FILE: {name: (name, each) for name, each in model.items()},
-                checkpoint.OPTIMIZER_FILE: {name: (name.partition("/")[0], each) for name, each in moments.items()},
-                checkpoint.STATE_FILE: {name: (name.removeprefix(AVERAGE), each) for name, each in beside.items()},
-            }
-            layout = checkpoint.pack_optimizer(sharding.optimizer)
-            return _Copied(
-                None, layout, {}, self._shard_files.copy({file: each for file, each in files.items() if each})
-            )
-        if sharding is not None:
-            beside = {f"{AVERAGE}{name}": each for name, each in sharding.gather(_averages(step)).items()}
-            copied = sharding.gather(model), sharding.gather_optimizer(step.optimizer)
-            return _Copied(*copied, self._state.copy(windows) | beside)
-        if not dist.is_main():
-            return _Copied({}, checkpoint.OptimizerState("", [], {}), {})
-        optimizer = checkpoint.pack_optimizer(step.optimizer, self._optimizer)
-        return _Copied(self._model.copy(model), optimizer, self._state.copy(windows | beside))
+        paths = {folder / f"{file}{copied.suffix}": each for file, each in copied.files.items()}
+        what = f"{folder}: writing this rank's part of the checkpoint"
+        for work in (parts.create, parts.write, *([parts.require_equal] if self._group else [])):
+            with self._group.raise_on_all_ranks(what) if self._group else contextlib.nullcontext():
+                try:
+                    for path, each in paths.items():
+                        if dist.is_main() or work is not parts.create:
+                            work(path, each)
+                except OSError as error:
+                    raise CheckpointError(f"{what}: {error}; older checkpoints are untouched") from error
+        if copied.suffix and dist.is_main():
+            for path in paths:
+                path.rename(path.with_suffix(""))
 
     def _save(self, folder: Path, done: int, *, keep_last: int, keep: Callable[[int], bool], **content: Any) -> None:
         # The copy of a run at a URL keeps the newest one there too: without it, this one would not be uploaded later.
@@ -181,7 +283,8 @@ class Checkpointer:
         Raises:
             CheckpointError: on rank 0, when a checkpoint could not be written.
         """
-        self._writer.raise_if_failed()
+        if self._writing is not None and self._writing[1].done():
+            self.wait()
 
     def wait(self) -> None:
         """Wait until what was saved is on the disk, or this rank's part of it.
@@ -189,35 +292,42 @@ class Checkpointer:
         Raises:
             CheckpointError: when it cannot be written.
         """
-        self._writer.wait()
-        if self._writing is not None:
-            self._writing, self.written = None, self._writing
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing[1].result()
+            self.written = writing[0]
 
-    def _model_tensors(self, constants: bool = False) -> dict[str, Tensor]:
-        """Return the tensors of the model, with or without those that never change in the run; rows of shards."""
-        state = self.step.model.state_dict()
-        return {
-            name: dist.local_rows(tensor)
-            for name, tensor in state.items()
-            if constants or name not in self.frozen.names
-        }
-
-    def tensors(self, constants: bool = False) -> dict[str, Tensor]:
-        """Return every tensor to check before a save: of the model, the optimizer and what is saved beside them.
+    def _files(self, constants: bool = False) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of each file of a checkpoint but those of the guards; of shards, this rank's rows.
 
         Args:
             constants: return those that the run stores once, too.
         """
-        state = {f"model.{name}": tensor for name, tensor in self._model_tensors(constants).items()}
-        found = checkpoint.optimizer_tensors(self.step.optimizer)
-        return state | {f"optimizer.{name}": tensor for name, tensor in found.items()} | self._beside_the_model()
+        step, others = self.step, self.step.task.discriminators
+        model = {
+            name: dist.local_rows(tensor)
+            for name, tensor in step.model.state_dict().items()
+            if constants or name not in self.frozen.names
+        }
+        state = {} if step.ema is None else step.ema.tensors()
+        if others is not None:
+            state |= {f"{DISCRIMINATORS}{name}": tensor for name, tensor in others.state_dict().items()}
+        return {MODEL_FILE: model, OPTIMIZER_FILE: checkpoint.optimizer_tensors(step.optimizer), STATE_FILE: state}
 
-    def _beside_the_model(self) -> dict[str, Tensor]:
-        """Return the moving averages and the discriminators."""
-        averages = {} if self.step.ema is None else self.step.ema.tensors()
-        others = self.step.task.discriminators
-        state = {} if others is None else others.state_dict()
-        return averages | {f"{DISCRIMINATORS}{name}": tensor for name, tensor in state.items()}
+    def tensors(self, constants: bool = False, in_shards: bool = True) -> dict[str, Tensor]:
+        """Return the tensors to check before a save, by names that say what they are.
+
+        Args:
+            constants: return those that the run stores once, too.
+            in_shards: return those of which every rank has other rows.
+        """
+        shapes, files = self.step.parallel.weights.shapes, self._files(constants)
+        return {
+            f"{kind}{name}": tensor
+            for kind, tensors in zip(("model.", "optimizer.", ""), files.values(), strict=True)
+            for name, tensor in tensors.items()
+            if in_shards or parameter_of(name) not in shapes
+        }
 
     def require_finite(self, done: int) -> None:
         """Check weights, codebooks and optimizer state on all ranks. A collective.
@@ -249,7 +359,7 @@ class Checkpointer:
         """
         if not dist.is_distributed():
             return
-        mine = checksums(self._equal_tensors(constants))
+        mine = checksums(self.tensors(constants, in_shards=False))
         prints = dist.gather_json(hashlib.sha256(repr(mine).encode()).hexdigest())
         if len(set(prints)) == 1:
             return
@@ -265,17 +375,6 @@ class Checkpointer:
             f"{first_names(names)}, so the ranks no longer train one model; memory may be damaged on either. "
             f"This state is not saved. {self.newest()}. The same command continues from there"
         )
-
-    def _equal_tensors(self, constants: bool) -> dict[str, Tensor]:
-        """Return the tensors that are equal on all ranks: all but those in shards."""
-        sharding, every = self.step.sharding, self.tensors(constants)
-        if sharding is None:
-            return every
-        kinds = ("model.", "optimizer.", AVERAGE)
-        bare = {
-            name: next((name.removeprefix(kind) for kind in kinds if name.startswith(kind)), name) for name in every
-        }
-        return {name: each for name, each in every.items() if bare[name].partition("/")[0] not in sharding.shards}
 
     def newest(self) -> str:
         """Name the newest checkpoint that this run has written or resumed from, on every rank. A collective."""
@@ -293,18 +392,23 @@ class Checkpointer:
         return f"{path} is the newest checkpoint; its tensors were finite when this run wrote or read it"
 
     def __enter__(self) -> Checkpointer:
-        if self.is_shared and self.step.sharding is not None:
-            self._shard_files = ShardFiles(self.step.sharding.shards, self._timeout_s)
+        if self.is_shared:
+            self._group = dist.BackgroundGroup(self._timeout_s)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self._writer.close(failed=error is not None)
+            self.wait()
+        except Exception:
+            if error is None:
+                raise
+            logger.exception("the last checkpoint could not be written")
         finally:
-            if self._shard_files is not None:
-                self._shard_files.close()
+            self._thread.shutdown()
+            if self._group is not None:
+                self._group.close()
 
     def find(self) -> list[Path]:
         """Return the checkpoints of the run, oldest first, on rank 0; `fetch` them before they are read."""
@@ -327,7 +431,3 @@ class Checkpointer:
 
 def _on(rank: int) -> str:
     return f" on rank {rank}" if dist.is_distributed() else ""
-
-
-def _averages(step: TrainStep[Any]) -> dict[str, Tensor]:
-    return {} if step.ema is None else step.ema.averages

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -12,15 +13,16 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 from typing_extensions import Self
 
-from vqclip.config import Config, to_yaml
+from vqclip.config import Config, Modality, to_yaml
 from vqclip.data import DataConfig, mask_credentials
 from vqclip.data.remote import TransferConfig
 from vqclip.data.remote.folder import require_writable
 from vqclip.evaluation import DetailsConfig, Evaluations, scalar_names
 from vqclip.io.files import cache_folder
+from vqclip.model import CLIP
 from vqclip.runlog.metrics import EVALUATION
 from vqclip.runlog.trackers import RunFacts, TensorBoardConfig, Trackers, hyperparameters
-from vqclip.train.bottleneck import BottleneckConfig
+from vqclip.tokenizer import Tokenizer
 from vqclip.train.ema import EmaConfig
 from vqclip.train.feature_jobs import FeatureMaker
 from vqclip.train.guards import GuardConfig
@@ -28,7 +30,7 @@ from vqclip.train.optim import OptimConfig
 from vqclip.train.step import ComputeConfig
 from vqclip.train.tasks.base import Task
 
-__all__ = ["RunConfig", "ScheduleConfig", "TaskConfig"]
+__all__ = ["BottleneckConfig", "RunConfig", "ScheduleConfig", "TaskConfig"]
 
 
 class RunConfig(Config):
@@ -81,6 +83,58 @@ class RunConfig(Config):
         if self.url is None:
             return Path(self.folder, self.name)
         return cache_folder() / "runs" / hashlib.sha256(self.folder.encode()).hexdigest()[:16] / self.name
+
+
+class BottleneckConfig(Config):
+    """Steps in which the embedding sees continuous vectors before it sees codes; evaluations always use the codes.
+
+        share(step) = 0                                  the first open_steps steps: the quantizer is bypassed
+                      rises linearly                     the next close_steps steps
+                      1                                  afterwards: the codes alone, bit for bit as without the setting
+
+    The embedding sees ``continuous + share · (quantized - continuous)``. The share is a function of the step alone, so
+    a checkpoint contains nothing of it. The quantizers run in every step: their losses and their updates are those of a
+    run without the setting, so that codebooks follow the features before the embedding depends on them.
+    """
+
+    open_steps: Annotated[int, Field(ge=0)]
+    """Steps at the beginning in which the embedding sees continuous vectors."""
+    close_steps: Annotated[int, Field(ge=0)]
+    """Steps after them in which it sees a mix of continuous and quantized vectors, with a linearly rising share of the
+    latter; 0: the codes at once."""
+    modalities: Annotated[tuple[Modality, ...], Field(min_length=1)] = ("image", "text")
+    """Tokenizers that begin with continuous vectors."""
+
+    @model_validator(mode="after")
+    def _names_each_modality_once(self) -> BottleneckConfig:
+        if len(set(self.modalities)) != len(self.modalities):
+            raise ValueError(f"got modalities {', '.join(self.modalities)}; expected each one once")
+        return self
+
+    @property
+    def steps(self) -> int:
+        """Number of steps before the first one that sees codes alone."""
+        return self.open_steps + self.close_steps
+
+    def share(self, step: int) -> float:
+        """Return the share of the quantized vectors in step number ``step`` (from 0), from 0 to 1."""
+        return min(1.0, max(0.0, (step + 1 - self.open_steps) / (self.close_steps + 1)))
+
+    @contextmanager
+    def at(self, step: int, model: CLIP) -> Iterator[None]:
+        """Mix the vectors of ``model`` in training mode as in step number ``step`` (from 0) within the block."""
+        share = self.share(step)
+        if share == 1:  # the modules of a run without the setting, and the same bits
+            yield
+            return
+        tokenizers: list[Tokenizer] = [getattr(model, name) for name in self.modalities]
+        try:
+            for tokenizer in tokenizers:  # a tensor, so that a compiled model is compiled once for all shares
+                tokenizer.code_share = torch.full((), share, device=tokenizer.device)
+            yield
+        finally:
+            for tokenizer in tokenizers:
+                tokenizer.code_share = None
 
 
 class ScheduleConfig(ComputeConfig):

@@ -34,7 +34,7 @@ from vqclip.seeds import derive_seed
 from vqclip.tokenizer import TextTokenizer, Tokenizer
 from vqclip.towers import ImageTower, TextTower
 from vqclip.train.feature_jobs import FeatureMaker, tower_origin, vocabulary_origin
-from vqclip.train.rank_batch import RankBatch
+from vqclip.train.tasks.base import RankBatch
 from vqclip.train.teachers import (
     EmbeddingTeacher,
     FolderTeacher,

@@ -20,7 +20,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from vqclip import dist
 from vqclip.checkpoint import Checkpoint
 from vqclip.config import Config
 from vqclip.errors import CheckpointError
@@ -59,15 +58,14 @@ class Ema:
 
     Args:
         config: decay and interval.
-        model: bare model, before DDP or `torch.compile` add to the names.
-        shards: of the model, if it has any; the averages are then of this rank's rows.
+        parameters: of the bare model by name; of those in shards, this rank's rows.
 
     Attributes:
         averages: parameter name → average in float32, or in float64 for a float64 parameter.
     """
 
-    def __init__(self, config: EmaConfig, model: nn.Module, shards: dist.Shards | None = None):
-        self.config, self.model, self.shards = config, model, shards
+    def __init__(self, config: EmaConfig, parameters: Mapping[str, nn.Parameter]):
+        self.config, self._parameters = config, parameters
         self.averages: dict[str, Tensor] = {}
         self._begun: tuple[str, ...] = ()
         """Averages that began in the last update, until the host knows whether its step was skipped."""
@@ -84,7 +82,7 @@ class Ema:
         self._begun = ()
         if (step + 1) % self.config.every:
             return
-        parameters = self._parameters()
+        parameters = self._parameters
         shares = {
             dtype: torch.where(skip, 0.0, 1 - self.config.decay_at(step)).to(dtype)
             for dtype in {average.dtype for average in self.averages.values()}
@@ -103,22 +101,6 @@ class Ema:
             del self.averages[name]
         self._begun = ()
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Give the model the averages within the block, and its own weights, bit for bit, after it.
-
-        Tensors change places: nothing is copied unless a weight has another dtype than its average.
-        """
-        parameters, held = self._parameters(), dict[str, Tensor]()
-        try:
-            for name, average in self.averages.items():
-                held[name] = parameters[name].data
-                parameters[name].data = average.to(held[name].dtype)
-            yield
-        finally:
-            for name, data in held.items():
-                parameters[name].data = data
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the averages, named as in a checkpoint."""
         return {f"{AVERAGE}{name}": average for name, average in self.averages.items()}
@@ -132,15 +114,27 @@ class Ema:
         Raises:
             CheckpointError: they do not fit the model, or contain NaN or infinity.
         """
-        parameters = self._parameters()
         self.averages = {
-            name: torch.empty_like(parameters[name], dtype=average.dtype, requires_grad=False).copy_(average)
-            for name, average in checked_averages(parameters, tensors).items()
+            name: torch.empty_like(self._parameters[name], dtype=average.dtype, requires_grad=False).copy_(average)
+            for name, average in checked_averages(self._parameters, tensors).items()
         }
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by name; of shards, this rank's rows."""
-        return dict(self.model.named_parameters()) if self.shards is None else self.shards.parameters
+
+@contextmanager
+def replace_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give ``model`` other weights within the block, such as their averages, and its own, bit for bit, after it.
+
+    Tensors change places: nothing is copied unless a weight has another dtype.
+    """
+    parameters, held = dict(model.named_parameters()), dict[str, Tensor]()
+    try:
+        for name, tensor in tensors.items():
+            held[name] = parameters[name].data
+            parameters[name].data = tensor.to(held[name].dtype)
+        yield
+    finally:
+        for name, data in held.items():
+            parameters[name].data = data
 
 
 def read_averages(saved: Checkpoint, model: nn.Module) -> dict[str, Tensor]:

@@ -16,8 +16,7 @@ from vqclip.errors import ConfigError
 from vqclip.runlog.bar import ProgressBar
 from vqclip.train.config import TaskConfig
 from vqclip.train.feature_cache import computing_alone, feature_jobs, store_features, wait_until_visible
-from vqclip.train.main import build_data, build_task
-from vqclip.train.process_state import preserve_torch_state
+from vqclip.train.main import build_data, build_task, preserve_torch_state
 
 __all__ = ["fill_features", "fill_features_on_ray"]
 

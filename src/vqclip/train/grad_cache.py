@@ -15,15 +15,40 @@ https://arxiv.org/abs/2101.06983 (embeddings only).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from vqclip.train.tasks.output import TaskOutput
+from vqclip import dist
+from vqclip.errors import ReplayError
+from vqclip.quantizers import Stats
+from vqclip.train.tasks.base import TaskOutput
+
+__all__ = ["backward_from_cached_grads", "join_outputs", "mean_drift", "require_replay"]
+
+
+def join_outputs(parts: Sequence[TaskOutput], shared: Mapping[str, Tensor]) -> TaskOutput:
+    """Join the outputs of microbatches; each tensor but the shared ones is a leaf that collects its gradient.
+
+    Args:
+        parts: outputs without a graph; at least one.
+        shared: with a graph, so that it enters the loss once.
+    """
+    rows = {name: torch.cat([part.rows[name].detach() for part in parts]).requires_grad_() for name in parts[0].rows}
+    stats: dict[str, Stats] = {}
+    for name in parts[0].stats:
+        joined = functools.reduce(operator.add, [part.stats[name].detach() for part in parts])
+        sums = {key: total.clone() for key, total in joined.sums.items()}
+        for total in sums.values():
+            total.requires_grad_(total.is_floating_point())
+        stats[name] = dataclasses.replace(joined, sums=sums)
+    return TaskOutput(rows, stats, shared)
 
 
 def backward_from_cached_grads(out: TaskOutput, cached: TaskOutput, rows: slice) -> None:
@@ -55,6 +80,35 @@ def mean_drift(out: TaskOutput, cached: TaskOutput, rows: slice) -> float:
     distances = [(again.detach() - first.detach()).flatten(1).norm(dim=1) for again, first in pairs]
     found = torch.cat(distances) if distances else torch.empty(0)
     return float(found.mean()) if len(found) else 0.0
+
+
+def require_replay(
+    model: nn.Module, drifts: Sequence[float], run: Callable[[int], object], half: bool, step: int
+) -> None:
+    """Check, on every rank, that the second pass repeats the first. A collective.
+
+    Args:
+        model: whose modules are compared.
+        drifts: result of `mean_drift` for each microbatch.
+        run: runs the model on a microbatch, every time from the same state of torch's generators.
+        half: whether the model runs in half precision.
+        step: number of the step, for the message.
+
+    Raises:
+        ReplayError: on every rank, if it does not on one; names the first module with other outputs.
+    """
+    worst = max(range(len(drifts)), key=drifts.__getitem__)
+    moved = drifts[worst] > (3e-2 if half else 1e-3)  # a code may flip where kernels round differently
+    drifting = first_drifting_module(model, lambda: run(worst), 1e-2 if half else 1e-4)
+    named = "none" if drifting is None else f"model.{drifting}"
+    found = f"embeddings moved by {drifts[worst]:.2g} on average, the first module with other outputs: {named}"
+    reports = dist.gather_json(found if moved or drifting is not None else None)
+    if guilty := [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None]:
+        raise ReplayError(
+            f"train.micro_batches: the second pass of step {step} does not repeat the first, so the gradient would "
+            f"be wrong. On {guilty[0]}. A module may draw random numbers from torch's generators alone and must "
+            "not change its state in forward; replace it, or set train.micro_batches to 1"
+        )
 
 
 def first_drifting_module(model: nn.Module, forward: Callable[[], object], tolerance: float) -> str | None:

@@ -1,7 +1,7 @@
 """Checks of every step: NaN and infinity, loss spikes; and the state of the run's health.
 
     skip = guards.judge(losses, gradient norm, ...)   () bool on the device: the step must change nothing
-    update(skip)                                      weights, moments, codebooks, averages; `vqclip.train.skipping`
+    update(skip)                                      weights, moments, codebooks, averages; `vqclip.train.step`
     ... the next step, up to its update ...
     guards.settle()                                   record the event of the step before, or end the run
 

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
 from vqclip import dist
 from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import NonFiniteError, StopRequested, VqclipError
 from vqclip.runlog.bar import ProgressBar
 from vqclip.train.callbacks import Callback, Training
-from vqclip.train.step import StepResult
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+
+class Consensus:
+    """Agreement of all ranks to stop after the same step, if one has got a signal, a request or too many bad samples.
+
+    Of several processes, it is the step after the one in which the flag was set, so that none waits for the others. The
+    methods are collectives, and other ones may come between them.
+    """
+
+    def __init__(self, training: Training):
+        self._training = training
+        self.ask()
+
+    def ask(self) -> None:
+        """Begin to exchange the flags of this rank."""
+        training = self._training
+        self._end = dist.start_any_rank(lambda: [*training.requests, training.data.has_too_many_bad])
+
+    def apply(self) -> None:
+        """Set the flags of the training to those that one rank at least had when all were asked."""
+        training = self._training
+        training.stopping, training.discarding, training.met_too_many_bad = self._end()
 
 
 def train(training: Training, callbacks: Sequence[Callback]) -> None:
@@ -43,26 +61,27 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
             ProgressBar(settings.steps, training.done, writes, training.config.run.name) as bar,
         ):
             training.bar = bar
-            flags = dist.start_any_rank(lambda: _flags(training))
+            consensus = Consensus(training)
             for batch in training.clock.time_waits(batches):
                 training.batch = batch
                 _call(callbacks, "on_step_start", training)
-                training.result = _run_step(training)
+                with _recorded(training):
+                    training.result = training.step(batch, batch.step)
                 training.done += 1
                 training.clock.count(settings.batch_size)
                 bar.advance()
-                # One rank's signal, request or bad samples stop all ranks after the same step. Of several processes, it
-                # is the step after the one in which the flag was set, so that none waits for the others.
-                training.stopping, training.discarding, training.met_too_many_bad = flags()
+                consensus.apply()
                 if training.needs_verdict:
-                    _run_or_record(training, training.step.settle)
+                    with _recorded(training):
+                        training.step.settle()
                 _call(callbacks, "on_step_end", training)
-                flags = dist.start_any_rank(lambda: _flags(training))
+                consensus.ask()
                 if training.stopping:
                     break
-            newest = flags()
-            if not training.stopping:
-                training.stopping, training.discarding, _ = newest
+            stopping, discarding = training.stopping, training.discarding
+            consensus.apply()
+            if stopping:
+                training.stopping, training.discarding = stopping, discarding
             _call(callbacks, "on_train_end", training)
     except StopRequested:
         raise
@@ -71,18 +90,11 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
         raise
 
 
-def _flags(training: Training) -> list[bool]:
-    return [*training.requests, training.data.has_too_many_bad]
-
-
-def _run_step(training: Training) -> StepResult:
-    return _run_or_record(training, lambda: training.step(training.batch, training.batch.step))
-
-
-def _run_or_record(training: Training, work: Callable[[], T]) -> T:
-    """Run a step, or read its verdict; a step that ends the run is on record, and raised with a checkpoint."""
+@contextlib.contextmanager
+def _recorded(training: Training) -> Iterator[None]:
+    """Record a step that ends the run in the block, and name the newest checkpoint in the error."""
     try:
-        return work()
+        yield
     except NonFiniteError as error:
         judged, checkpointer = training.step.guards.batch, training.checkpointer
         batch = training.batch if judged is None else judged

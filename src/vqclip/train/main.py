@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from vqclip import dist
 from vqclip.config import to_yaml
 from vqclip.data import TrainData, mask_credentials
 from vqclip.errors import CheckpointError, ConfigError, DataError, StopRequested
-from vqclip.evaluation import EvaluationOutcome, prepare, try_all
+from vqclip.evaluation import EvaluationOutcome, Result, prepare, try_all
 from vqclip.io.atomic import remove_leftovers, write_text
 from vqclip.process import progress
 from vqclip.process.lock import RunLock
@@ -30,16 +32,13 @@ from vqclip.runlog.records import Records, remove_stopped, write_stopped
 from vqclip.seeds import derive_seed
 from vqclip.train.callbacks import Callback, Training, evaluate, in_order, require_success
 from vqclip.train.callbacks.builtin import store_details, write_page
-from vqclip.train.checkpointer import Checkpointer
+from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
 from vqclip.train.config import ScheduleConfig, TaskConfig
 from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.train.feature_cache import store_features
 from vqclip.train.job_checks import compare_machines, require_space
 from vqclip.train.loop import train
-from vqclip.train.process_state import exclusive_run, preserve_torch_state
-from vqclip.train.result import RunResult, WatchTraining
 from vqclip.train.resume import Resumed, load_model, resume
-from vqclip.train.run_state import RetentionPolicy
 from vqclip.train.run_store import RunMirror
 from vqclip.train.step import TrainStep
 from vqclip.train.summary import RunSummary, caption_summary, render, summarise
@@ -47,6 +46,60 @@ from vqclip.train.tasks.base import Task
 from vqclip.train.tasks.kinds import load_task_config
 
 logger = logging.getLogger(__name__)
+
+_lock = threading.Lock()
+_folder: Path | None = None
+"""Folder of the run in progress."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Outcome of `vqclip.train.run`, the same on every rank; ``print(result)`` shows the summary.
+
+    result = run("configs/base.yaml", overrides=["run.name=mine"])
+    result.metrics["loss/total"], result.results, result.tokenizer
+    """
+
+    config: TaskConfig
+    """Configuration of the run."""
+    step: int
+    """Steps done; for a finished run those of the exported model."""
+    metrics: dict[str, float]
+    """Newest value of every metric that was recorded since `run` was called, by its name in ``metrics.jsonl``."""
+    stopped: str | None
+    """Signal, or reason given to `Training.request_stop`, that stopped the run before its end; None: it is finished."""
+    summary: RunSummary | None
+    """Sizes, speed and further figures of a finished run; None for a stopped one."""
+    late_signal: str | None = None
+    """Signal that a finished run received when nothing was left to stop, on any rank; None: there was none. A program
+    that trains several runs stops after this one."""
+
+    @property
+    def finished(self) -> bool:
+        """True if the run has reached its end, its evaluation and its export."""
+        return self.summary is not None
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run on this machine."""
+        return self.config.run.path
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Folder for `vqclip.load_tokenizer`; None for a stopped run."""
+        return None if self.summary is None else Path(self.summary.tokenizer)
+
+    @property
+    def results(self) -> list[Result]:
+        """Evaluations of the exported model; empty for a stopped run."""
+        return [] if self.summary is None else self.summary.results
+
+    def __str__(self) -> str:
+        if self.summary is not None:
+            place = "" if self.config.run.url is None else f"\n  stored at   {self.config.run.url}   (vqclip copy-run)"
+            return f"{render(self.summary)}{place}"
+        steps, how = self.config.train.steps, "run it again to resume from its newest checkpoint"
+        return f"stopped after step {self.step} of {steps} ({self.stopped}); {how}"
 
 
 def run(
@@ -91,7 +144,7 @@ def run(
     with exclusive_run(config.run.path), preserve_torch_state(device):
         if owns_process and device.type == "cpu":
             keep_freed_memory()
-        joined, watch = dist.init(device, config.run.timeout_s), WatchTraining()
+        joined, started = dist.init(device, config.run.timeout_s), list[Training]()
         with (
             LogFile(config.run.path, mask_credentials, dist.rank()) as log,
             StopSignals(notice=dist.is_main()) as stop,
@@ -100,11 +153,12 @@ def run(
             try:
                 with RunLock(config.run.path) as lock, _mirror(config) as mirror:
                     try:
-                        every = [*in_order(callbacks), watch]
-                        summary = _run(config, device, lock, mirror, log, stop, every, owns_process)
-                        return RunResult(config, summary.step, watch.metrics, None, summary, _stop_reason(stop))
+                        every = in_order(callbacks)
+                        summary = _run(config, device, lock, mirror, log, stop, every, owns_process, started)
+                        metrics = dict(started[0].metrics)
+                        return RunResult(config, summary.step, metrics, None, summary, _stop_reason(stop))
                     except StopRequested:
-                        return _report_stop(config, mirror, stop, watch)
+                        return _report_stop(config, mirror, stop, started)
             finally:
                 if joined:
                     dist.shutdown()  # before the handlers are removed: a scheduler may send its signal more than once
@@ -119,7 +173,9 @@ def _run(
     stop: StopSignals,
     callbacks: Sequence[Callback],
     owns_process: bool,
+    started: list[Training],
 ) -> RunSummary:
+    """Train, evaluate and export; the training is put into ``started`` before its first step."""
     _claim_folder(config, lock, mirror, log)
 
     task = build_task(config, device)
@@ -143,6 +199,7 @@ def _run(
         _open_records(config, data, resumed) as records,
     ):
         training = Training(config, data, step, lock, checkpointer, records, stop, watchdog, resumed.step)
+        started.append(training)
         train(training, callbacks)
         if training.stopping:
             raise StopRequested
@@ -333,12 +390,15 @@ def _stop_reason(stop: StopSignals) -> str | None:
     return next((each for each in dist.gather_json(stop.reason) if each is not None), None)
 
 
-def _report_stop(config: TaskConfig, mirror: RunMirror | None, stop: StopSignals, watch: WatchTraining) -> RunResult:
+def _report_stop(
+    config: TaskConfig, mirror: RunMirror | None, stop: StopSignals, started: Sequence[Training]
+) -> RunResult:
     """Tell people and schedulers that the run can be resumed."""
     reason = _stop_reason(stop) or "requested"
     saved = dist.run_on_main(lambda: write_stopped(config.run.path, config.train.steps, reason))
     _upload_files(mirror)
-    result = RunResult(config, saved if watch.done is None else watch.done, watch.metrics, reason, None)
+    done, metrics = (started[0].done, dict(started[0].metrics)) if started else (saved, {})
+    result = RunResult(config, done, metrics, reason, None)
     if dist.is_main():
         if dist.launcher_has_died():
             logger.warning("torchrun is gone")
@@ -356,3 +416,45 @@ def _require_same_data(config: TaskConfig, fingerprint: dict[str, Any]) -> None:
                 "the same files, byte for byte, on every machine. Update them; for files at URLs, delete `shards` and "
                 "`index` in the cache folder (VQCLIP_CACHE) of each machine"
             )
+
+
+@contextlib.contextmanager
+def exclusive_run(folder: Path) -> Iterator[None]:
+    """Refuse a second run in this process while the block runs: both would draw from torch's global generator.
+
+    Raises:
+        ConfigError: a run is in progress, in another thread or around this one.
+    """
+    global _folder
+    if not _lock.acquire(blocking=False):
+        raise ConfigError(
+            f"run.name: {folder} cannot train while this process trains {_folder}; wait for its end, or start another "
+            "process: runs share torch's random generator, the log and the process group"
+        )
+    try:
+        _folder = folder
+        yield
+    finally:
+        _lock.release()
+
+
+@contextlib.contextmanager
+def preserve_torch_state(device: torch.device) -> Iterator[None]:
+    """Check that torch has its own defaults, without which a run would have other bits; restore the random state.
+
+    Args:
+        device: of the run; the random state of other GPUs is not used.
+
+    Raises:
+        ConfigError: the caller has changed a default.
+    """
+    found = {
+        "torch.get_default_dtype()": (torch.get_default_dtype(), torch.float32),
+        "torch.get_default_device()": (torch.get_default_device(), torch.device("cpu")),
+        "torch.is_grad_enabled()": (torch.is_grad_enabled(), True),
+        f"torch.is_autocast_enabled({device.type!r})": (torch.is_autocast_enabled(device.type), False),
+    }
+    if wrong := [f"{name}: got {got}, expected {want}" for name, (got, want) in found.items() if got != want]:
+        raise ConfigError(f"{'; '.join(wrong)}: a run needs torch's own defaults; call it outside of such a block")
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        yield

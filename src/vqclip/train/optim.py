@@ -1,30 +1,35 @@
-"""AdamW, its parameter groups, the learning-rate schedule and gradient clipping."""
+"""AdamW, its parameter groups, the learning-rate schedule and gradient clipping.
+
+    learning rate = schedule · image_lr_ratio or text_lr_ratio · layer_decay^(L - l) · lr_ratio of the override
+
+The layers of a tower are l = 0 (before the blocks), 1 to L - 1 (its blocks) and L (after them): `vqclip.towers.blocks`.
+So the last block has one factor of the decay, the layer before the blocks has L, and everything from the tower's output
+to the embedding has none. This is the convention of BEiT (Bao et al. 2021, https://arxiv.org/abs/2106.08254) and MAE.
+timm's is the same, but it counts the norm after the blocks to the last block.
+"""
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from vqclip import dist
 from vqclip.config import Config
+from vqclip.config.messages import did_you_mean
 from vqclip.errors import ConfigError
-from vqclip.train.rates import (
-    Decay,
-    LayerDecayConfig,
-    OverrideConfig,
-    layer_factors,
-    match_overrides,
-    require_decayed,
-)
+from vqclip.io.tensors import first_names
+from vqclip.towers.blocks import layers
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +41,38 @@ _UNDECAYED_NAME = re.compile(
     r"(.*_)?(bias|scale|gamma|embed|embedding|tokens?|latent|query|queries|positions?|bias_table)"
 )
 _UNDECAYED_MODULES = (nn.Embedding, nn.EmbeddingBag)
+_SHOWN = 3
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Decay = Annotated[float, Field(gt=0, le=1)]
+
+
+class LayerDecayConfig(Config):
+    """Layer-wise decay of the learning rate for each tower."""
+
+    image: Decay | None = None
+    """Factor for each layer of the image tower between a parameter and the output; null: no decay."""
+    text: Decay | None = None
+    """Factor for each layer of the text tower between a parameter and the output; null: no decay."""
+
+
+class OverrideConfig(Config):
+    """Learning rate and weight decay of the parameters whose names match a pattern."""
+
+    pattern: str = Field(min_length=1)
+    """Pattern of whole parameter names, such as `image.tower.*` or `*.project_in.?.weight`: `*` is any text, dots
+    included, `?` one character, `[ab]` one of several. `train.log` and the error for a wrong pattern show names."""
+    lr_ratio: float | None = Field(None, gt=0, le=1000)
+    """Factor on the learning rate, times those of `image_lr_ratio`, `text_lr_ratio` and `layer_decay`."""
+    weight_decay: float | None = Field(None, ge=0, le=1000)
+    """Replaces `optim.weight_decay` for the matching matrices and convolutions; parameters without weight decay, such
+    as biases, norms and embeddings, keep none."""
+
+    @model_validator(mode="after")
+    def _sets_something(self) -> OverrideConfig:
+        if self.lr_ratio is None and self.weight_decay is None:
+            raise ValueError("got neither lr_ratio nor weight_decay; expected at least one")
+        return self
 
 
 class OptimConfig(Config):
@@ -86,7 +121,7 @@ class OptimConfig(Config):
             raise ConfigError("no parameter of the model requires a gradient: nothing to train")
         if discriminators is not None:
             named = nn.ModuleDict({"discriminators": discriminators})
-            groups += parameter_groups(named, self.weight_decay, _own_ratios(named))
+            groups += parameter_groups(named, self.weight_decay, _ratios_of_modules(named))
         chosen = self._implementation({parameter.device.type for group in groups for _, parameter in group["params"]})
         flags = {"fused": chosen == "fused", "foreach": chosen == "foreach"}
         several = "\n  " if len(groups) > 4 else " "
@@ -204,14 +239,86 @@ def parameter_groups(
     return list(groups.values())
 
 
-def _own_ratios(model: nn.Module) -> dict[str, float]:
-    """Return the factors on the learning rate that modules have as their `lr_ratio`, by parameter name."""
-    return {
-        f"{path}.{name}": float(module.lr_ratio)
-        for path, module in model.named_modules()
-        if hasattr(module, "lr_ratio")
-        for name, _ in module.named_parameters()
-    }
+def layer_factors(model: nn.Module, decay: float | LayerDecayConfig) -> dict[str, float]:
+    """Return the factor of layer-wise decay for each parameter of the towers, by its name in ``model``.
+
+    Args:
+        model: with towers ``image.tower`` and ``text.tower``.
+        decay: of both towers, or of each.
+
+    Raises:
+        ConfigError: there is no tower that trains and has a decay.
+    """
+    chosen = {name: decay if isinstance(decay, float) else getattr(decay, name) for name in ("image", "text")}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    factors: dict[str, float] = {}
+    for modality, value in chosen.items():
+        if value is None:
+            continue
+        prefix = f"{modality}.tower."
+        if any(name.startswith(prefix) for name in trained):
+            factors |= _tower_factors(model.get_submodule(prefix[:-1]), value, prefix)
+        elif not isinstance(decay, float):
+            raise ConfigError(f"optim.layer_decay.{modality}: got {value:g}, but no parameter of that tower trains")
+    if not factors:
+        raise ConfigError("optim.layer_decay: got a decay, but no parameter of a tower trains; expected null")
+    return factors
+
+
+def _tower_factors(tower: nn.Module, decay: float, prefix: str) -> dict[str, float]:
+    grouped = layers(tower)
+    last = len(grouped) - 1
+    return {f"{prefix}{name}": decay ** (last - number) for number, names in enumerate(grouped) for name in names}
+
+
+def match_overrides(model: nn.Module, overrides: Sequence[OverrideConfig]) -> dict[str, OverrideConfig]:
+    """Return the first override whose pattern matches, for each parameter that has one, by its name in ``model``.
+
+    Raises:
+        ConfigError: a pattern matches no parameter that trains, now or from a later step on, or only parameters that
+            an earlier pattern matches too.
+    """
+    parameters = dict(model.named_parameters())
+    found: dict[str, OverrideConfig] = {}
+    for number, override in enumerate(overrides):
+        matching = [name for name in parameters if fnmatch.fnmatchcase(name, override.pattern)]
+        trained = [name for name in matching if parameters[name].requires_grad]
+        new = [name for name in trained if name not in found]
+        if not new:
+            problem = _describe_mismatch(override.pattern, list(parameters), matching, trained)
+            raise ConfigError(f"optim.overrides[{number}].pattern: got {override.pattern!r}, which matches {problem}")
+        found |= dict.fromkeys(new, override)
+    return found
+
+
+def _describe_mismatch(pattern: str, names: Sequence[str], matching: Sequence[str], trained: Sequence[str]) -> str:
+    if trained:
+        earlier = first_names(trained, _SHOWN)
+        return f"only parameters of an earlier override ({earlier}); the first match counts: reorder them"
+    if matching:
+        return f"only frozen parameters ({first_names(matching, _SHOWN)}); expected parameters that train"
+    sections = dict.fromkeys(f"{name[:end]}.*" for name in names for end, each in enumerate(name) if each == ".")
+    close = difflib.get_close_matches(pattern, [*sections, *names], n=_SHOWN)
+    return f"no parameter; expected names such as {first_names(names, _SHOWN)}{did_you_mean(close)}"
+
+
+def require_decayed(overrides: Sequence[OverrideConfig], decays: Mapping[str, OverrideConfig]) -> None:
+    """Check that each override with a weight decay has a parameter with weight decay.
+
+    Args:
+        overrides: all of them.
+        decays: name of a parameter with weight decay → its override.
+
+    Raises:
+        ConfigError: an override sets a weight decay for biases, norms or embeddings alone.
+    """
+    used = {id(override) for override in decays.values()}
+    for number, override in enumerate(overrides):
+        if override.weight_decay and id(override) not in used:
+            raise ConfigError(
+                f"optim.overrides[{number}].weight_decay: got {override.weight_decay:g} for {override.pattern!r}, "
+                "which matches only parameters without weight decay (biases, norms, embeddings, scalars); expected null"
+            )
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
@@ -224,28 +331,22 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
             group["lr"] = value
 
 
-def clip_gradients(
-    parameters: Iterable[nn.Parameter], limit: float | None, shards: dist.Shards | None = None
-) -> Tensor:
+def clip_gradients(parameters: Sequence[nn.Parameter], limit: float | None, weights: dist.Replicas) -> Tensor:
     """Scale the gradients down to a total norm of `limit`, in place, without waiting for the device.
 
     If a gradient is not finite, neither is the result, and all gradients are useless: check it before the update.
 
     Args:
-        parameters: those without a gradient are ignored.
+        parameters: with gradients.
         limit: largest norm; None only measures it.
-        shards: if this rank stores only a part of them; the call is then a collective.
+        weights: of the model; if they are in shards, the call is a collective.
 
     Returns:
         The norm before clipping, a scalar on the gradients' device.
     """
-    held = [parameter for parameter in parameters if parameter.grad is not None]
-    if shards is None:
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in held if parameter.grad is not None])
-    else:
-        norm = shards.norm(held)
+    norm = weights.norm(parameters)
     if limit is not None:
-        nn.utils.clip_grads_with_norm_(held, limit, norm)
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm
 
 

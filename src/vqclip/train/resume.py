@@ -1,15 +1,14 @@
 """Resuming a run: find the newest usable checkpoint, check that it belongs to this run, restore it on all ranks.
 
-rank 0                                                every rank
-newest checkpoint -> verify -> compare identity
-                  -> load into model and optimizer -> receive them from rank 0 -> compare the bits of all ranks
-                  or, with weights in shards       -> read its rows, or receive them
+rank 0        newest checkpoint -> verify -> compare with the run; if it is damaged, the one before it
+every rank    its rows of every tensor: read from the files, or received from rank 0
+              compare the bits of all ranks
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,22 +16,17 @@ import torch
 from torch import Tensor
 
 from vqclip import checkpoint, dist
-from vqclip.checkpoint import OptimizerState
+from vqclip.checkpoint import OPTIMIZER_FILE, STATE_FILE, OptimizerState
 from vqclip.errors import CheckpointError, ConfigError, OtherRunError
 from vqclip.io.json_files import describe_differences, flatten, validate
 from vqclip.io.tensors import first_names, map_tensors, nonfinite_names
 from vqclip.quantizers.usage import MAX_COUNTED_CODES
-from vqclip.tokenizer.folder import load_weights, read_weights
-from vqclip.train.checkpointer import DISCRIMINATORS, Checkpointer
+from vqclip.tokenizer.folder import read_weights
+from vqclip.train.checkpointer import DISCRIMINATORS, MODEL_FILE, Checkpointer, RunState, parameter_of
 from vqclip.train.ema import AVERAGE, checked_averages, read_averages
-from vqclip.train.run_state import RunState
-from vqclip.train.sharding import Stored
-from vqclip.train.step import TrainStep, broadcast_module
+from vqclip.train.step import TrainStep
 
 logger = logging.getLogger(__name__)
-
-_Outlines = Mapping[str, Sequence[Any]]
-"""Shape and dtype of tensors by name."""
 
 
 class Resumed(NamedTuple):
@@ -49,7 +43,8 @@ class Resumed(NamedTuple):
 def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
     """Restore the newest usable checkpoint, if there is one. A collective.
 
-    Rank 0 alone reads it and sends it to the other ranks, which need no access to its disk.
+    Rank 0 alone verifies it. It sends the tensors to the other ranks, which need no access to its disk; with weights in
+    shards and a folder that all see, every rank reads its rows.
 
     Args:
         checkpointer: of the run; model, optimizer, scaler and guards of its step are restored.
@@ -62,146 +57,160 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
         CheckpointError: checkpoints exist but none is usable, or the newest belongs to another run.
         ConfigError: ``allow`` contains an unknown name.
     """
-    step, read = checkpointer.step, dict[str, Tensor]()
+    step, files = checkpointer.step, dict[str, Mapping[str, Tensor]]()
 
-    def restore() -> dict[str, Any] | None:
+    def find() -> dict[str, Any] | None:
         paths = checkpointer.find()
         found = checkpoint.use_latest(
-            checkpointer.folder, lambda path: _restore(checkpointer.fetch(path), checkpointer, allow), paths
+            checkpointer.folder, lambda path: _verify(checkpointer.fetch(path), checkpointer, allow), paths
         )
         if found is None:
             checkpointer.frozen.write()
             return None
-        saved, state, optimizer, tensors = found
-        read.update(tensors)
-        checkpointer.set_aside_newer(saved.step)
-        if state.best is not None and (best := checkpointer.path(state.best.step)) in paths:
-            checkpointer.fetch(best)
-        return {
-            "path": str(saved.path),
-            "step": saved.step,
-            "state": state.model_dump(),
-            "optimizer": [optimizer.kind, optimizer.groups, _outline(optimizer.tensors)],
-            "averages": _outline(_averages(tensors)),
-        }
+        facts, tensors = found
+        files.update(tensors)
+        checkpointer.set_aside_newer(facts["step"])
+        best = facts["state"]["best"]
+        if best is not None and (path := checkpointer.path(best["step"])) in paths:
+            checkpointer.fetch(path)
+        return facts
 
-    restored = dist.run_on_main(restore)
-    if restored is None:
+    found = dist.run_on_main(find)
+    if found is None:
         checkpointer.require_equal(0, constants=True)
         return Resumed(0, {}, None)
-    done, state = restored["step"], RunState.model_validate(restored["state"])
-    if step.sharding is None:
-        broadcast_module(step.model)
-        _broadcast_optimizer(step, *restored["optimizer"])
-        tensors = _broadcast(read)
-        if not dist.is_main():
-            _restore_state(step, state, tensors)
-    else:
-        tensors = _broadcast({name: each for name, each in read.items() if not name.startswith(AVERAGE)})
-        if not dist.is_main():
-            _restore_state(step, state, tensors)
-        path = checkpointer.folder / Path(restored["path"]).name
-        _, groups, outline = restored["optimizer"]
-        _load_shards(checkpointer, path, restored["averages"], (groups, outline))
+    done, state = found["step"], RunState.model_validate(found["state"])
+    rows = _rows_of_rank(checkpointer, Path(found["path"]).name, files)
+    _restore_state(step, state, rows[STATE_FILE])
+    _load_weights(checkpointer, rows)
+    kind, groups = found["optimizer"]
+    checkpoint.restore_optimizer(step.optimizer, OptimizerState(kind, groups, rows[OPTIMIZER_FILE]))
     if done:
         step.move_to_step(done - 1)  # as after the step that the checkpoint was saved after
     checkpointer.written = done
     checkpointer.require_equal(done, constants=True)
-    logger.info("resumed from step %d: %s", done, restored["path"])
+    logger.info("resumed from step %d: %s", done, found["path"])
     counts = {"replaced": dict(state.replaced), "caption_lengths": dict(state.caption_lengths)}
     return Resumed(done, counts, state.best.model_dump() if state.best else None)
 
 
 def load_model(checkpointer: Checkpointer, done: int) -> None:
-    """Load the weights of the checkpoint after ``done`` steps, and their averages; rank 0 reads it. A collective.
+    """Load the weights of the checkpoint after ``done`` steps, and their averages; rank 0 verifies it. A collective.
 
     Raises:
         CheckpointError: on every rank, if it is missing or damaged.
     """
-    step, read = checkpointer.step, dict[str, Tensor]()
+    step, files = checkpointer.step, dict[str, Mapping[str, Tensor]]()
 
-    def load() -> _Outlines:
+    def verify() -> None:
         saved = checkpoint.load(checkpointer.path(done))
-        if step.ema is not None:
-            read.update(read_averages(saved, step.model))
-        if step.sharding is not None:
-            read_weights(saved.model_folder, _stored_tensors(checkpointer))
-            return _outline(read)
-        load_weights(saved.model_folder, step.model, checkpointer.frozen.names)
-        if step.ema is not None:
-            step.ema.load(read)
-        return {}
+        files[STATE_FILE] = {} if step.ema is None else read_averages(saved, step.model)
+        files[MODEL_FILE] = read_weights(saved.model_folder, _stored_tensors(checkpointer))
 
-    averages = dist.run_on_main(load)
-    if step.sharding is not None:
-        _load_shards(checkpointer, checkpointer.path(done), averages)
-        return
-    broadcast_module(step.model)
-    tensors = _broadcast(read)
-    if step.ema is not None and not dist.is_main():
-        step.ema.load(tensors)
+    dist.run_on_main(verify)
+    _load_weights(checkpointer, _rows_of_rank(checkpointer, checkpointer.path(done).name, files))
 
 
-def _load_shards(
-    checkpointer: Checkpointer, path: Path, averages: _Outlines, optimizer: tuple[list[Any], _Outlines] | None = None
-) -> None:
-    """Load this rank's rows of a checkpoint that rank 0 has verified. A collective.
-
-    Args:
-        checkpointer: of the run.
-        path: of the checkpoint; only rank 0 need have it unless the run's folder is shared.
-        averages: those in the checkpoint.
-        optimizer: groups and tensors of the optimizer; None loads none.
-    """
-    step, sharding, everywhere = checkpointer.step, checkpointer.step.sharding, checkpointer.is_shared
-    assert sharding is not None
-
-    def map_file(file: str, outlines: _Outlines) -> Stored:
-        typed = {name: (shape, _dtype(dtype)) for name, (shape, dtype) in outlines.items()}
-        with dist.raise_on_all_ranks():
-            return Stored(map_tensors(path / file) if everywhere or dist.is_main() else {}, typed, everywhere)
-
-    sharding.load_model(map_file(checkpoint.MODEL_FILE, {}), checkpointer.frozen.names)
-    if optimizer is not None:
-        groups, outlines = optimizer
-        sharding.load_optimizer(step.optimizer, groups, map_file(checkpoint.OPTIMIZER_FILE, outlines))
-    if step.ema is not None:
-        step.ema.load(sharding.averages(map_file(checkpoint.STATE_FILE, averages)) if averages else {})
-
-
-def _restore(
+def _verify(
     path: Path, checkpointer: Checkpointer, allow: Sequence[str]
-) -> tuple[checkpoint.Checkpoint, RunState, OptimizerState, dict[str, Tensor]]:
-    """Verify a checkpoint and load it into the running model and optimizer; raises CheckpointError."""
+) -> tuple[dict[str, Any], dict[str, Mapping[str, Tensor]]]:
+    """Read a checkpoint on rank 0, and compare it with the run; raises CheckpointError. The state is restored already.
+
+    Returns:
+        JSON values for the other ranks; file → its tensors, mapped from it.
+    """
     step, saved = checkpointer.step, checkpoint.load(path)
     state = validate(path / "state.json", RunState, saved.state, section="state")
     _require_same(path, state.identity, checkpointer.identity, allow)
     checkpointer.frozen.require_equal(saved.model_folder)
+    weights = read_weights(saved.model_folder, _stored_tensors(checkpointer))
+    optimizer = checkpoint.read_optimizer(path, step.optimizer, step.parallel.weights.shapes)
     tensors = saved.tensors(_most_numbers(step))
-    if step.sharding is None:
-        load_weights(saved.model_folder, step.model, checkpointer.frozen.names)
-        restored = saved.restore_optimizer(step.optimizer)
-    else:
-        read_weights(saved.model_folder, _stored_tensors(checkpointer))
-        restored = saved.optimizer_for(step.sharding.optimizer)
     try:
-        if step.sharding is not None and step.ema is not None:
+        if step.ema is not None:
             checked_averages(dict(step.model.named_parameters()), tensors)
-        small = {name: each for name, each in tensors.items() if step.sharding is None or not name.startswith(AVERAGE)}
-        _restore_state(step, state, small)
+        _restore_state(step, state, tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path / 'state.json'}: cannot be used ({type(error).__name__}: {error})") from error
-    return saved, state, restored, tensors
+    facts = {"path": str(path), "step": saved.step, "state": state.model_dump()}
+    facts["optimizer"] = [optimizer.kind, optimizer.groups]
+    return facts, {MODEL_FILE: weights, OPTIMIZER_FILE: optimizer.tensors, STATE_FILE: tensors}
+
+
+class _Rows(Mapping[str, Tensor]):
+    """This rank's rows of the tensors in a file of a checkpoint. Reading one may be a collective.
+
+    Args:
+        step: whose weights the rows are of.
+        tensors: the whole tensors, mapped from the file; on rank 0 alone, or on every rank.
+        outlines: name → shape and type of every tensor, if rank 0 has to send them.
+    """
+
+    def __init__(
+        self, step: TrainStep[Any], tensors: Mapping[str, Tensor], outlines: Mapping[str, tuple[list[int], str]] | None
+    ):
+        self._step, self._tensors, self._outlines = step, tensors, outlines
+        self._names = dict.fromkeys(tensors if outlines is None else outlines)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._outlines is None:
+            whole = self._tensors[name]
+        else:
+            shape, dtype = self._outlines[name]
+            whole = torch.empty(shape, dtype=getattr(torch, dtype), device=self._step.device)
+            if dist.is_main():
+                whole.copy_(self._tensors[name])
+            dist.broadcast_(whole)
+        return self._step.parallel.weights.rows(parameter_of(name), whole)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+
+def _rows_of_rank(checkpointer: Checkpointer, name: str, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, _Rows]:
+    """Return this rank's rows of the files of a checkpoint. A collective.
+
+    Args:
+        checkpointer: of the run.
+        name: of the checkpoint.
+        files: file → tensors, on rank 0.
+    """
+    outlines = {
+        file: {name: (list(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()}
+        for file, tensors in files.items()
+    }
+    outlines = dist.broadcast_json(outlines)
+    if dist.is_distributed() and not checkpointer.is_shared:
+        return {file: _Rows(checkpointer.step, files.get(file, {}), each) for file, each in outlines.items()}
+    with dist.raise_on_all_ranks():
+        if not dist.is_main():
+            folder = checkpointer.folder / name
+            files = {file: map_tensors(folder / file) if each else {} for file, each in outlines.items()}
+    return {file: _Rows(checkpointer.step, tensors, None) for file, tensors in files.items()}
+
+
+def _load_weights(checkpointer: Checkpointer, rows: Mapping[str, _Rows]) -> None:
+    """Load this rank's rows of the weights and of their averages. A collective."""
+    step, stored = checkpointer.step, rows[MODEL_FILE]
+    with torch.no_grad():
+        for name, tensor in _stored_tensors(checkpointer).items():
+            dist.local_rows(tensor).copy_(stored[name])
+    for quantizer in step.task.quantizers().values():
+        quantizer.load_state_dict(quantizer.state_dict())  # so that hooks derive attributes from it
+    if step.ema is not None:
+        step.ema.load({name: rows[STATE_FILE][name] for name in rows[STATE_FILE] if name.startswith(AVERAGE)})
 
 
 def _stored_tensors(checkpointer: Checkpointer) -> dict[str, Tensor]:
-    """Return the tensors of the model that checkpoints contain, for their shapes."""
+    """Return the tensors of the model that checkpoints contain."""
     state = checkpointer.step.model.state_dict()
     return {name: each for name, each in state.items() if name not in checkpointer.frozen.names}
-
-
-def _averages(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: each for name, each in tensors.items() if name.startswith(AVERAGE)}
 
 
 def _restore_state(step: TrainStep[Any], state: RunState, tensors: Mapping[str, Tensor]) -> None:
@@ -209,17 +218,15 @@ def _restore_state(step: TrainStep[Any], state: RunState, tensors: Mapping[str, 
     if {name: type(value) for name, value in state.scaler.items()} != {n: type(v) for n, v in running.items()}:
         raise ValueError(f"scaler: got {sorted(state.scaler)}, expected numbers for {sorted(running)}")
     step.scaler.load_state_dict(dict(state.scaler))
-    windows = {name: tensor for name, tensor in tensors.items() if not name.startswith((AVERAGE, DISCRIMINATORS))}
+    windows = {name: tensors[name] for name in tensors if not name.startswith((AVERAGE, DISCRIMINATORS))}
     step.guards.load_state_dict(state.guards, windows)
     if step.task.discriminators is not None:
-        found = {name: each for name, each in tensors.items() if name.startswith(DISCRIMINATORS)}
+        found = {name: tensors[name] for name in tensors if name.startswith(DISCRIMINATORS)}
         if bad := nonfinite_names(found):
             raise ValueError(f"these tensors contain NaN or infinity: {first_names(bad)}")
         step.task.discriminators.load_state_dict(
             {name.removeprefix(DISCRIMINATORS): tensor for name, tensor in found.items()}
         )
-    if step.ema is not None:  # otherwise run.resume_allow has dropped them
-        step.ema.load(tensors)
 
 
 def _most_numbers(step: TrainStep[Any]) -> int:
@@ -231,34 +238,6 @@ def _most_numbers(step: TrainStep[Any]) -> int:
     windows = 2**24 + 2 * sum(1 + size for size in sizes if size <= MAX_COUNTED_CODES)
     modules = (step.model, step.task.discriminators)
     return windows + sum(each.numel() for module in modules if module is not None for each in module.parameters())
-
-
-def _broadcast_optimizer(step: TrainStep[Any], kind: str, groups: list[dict[str, Any]], outline: _Outlines) -> None:
-    """Copy rank 0's optimizer state to every rank, tensor by tensor and in place. A collective."""
-    if not dist.is_main():  # tensors of one number each, until the state has its own memory
-        tensors = {name: torch.zeros((), dtype=_dtype(dtype)).expand(shape) for name, (shape, dtype) in outline.items()}
-        checkpoint.restore_optimizer(step.optimizer, OptimizerState(kind, groups, tensors))
-    for tensor in checkpoint.optimizer_tensors(step.optimizer).values():
-        dist.broadcast_(tensor)
-
-
-def _outline(tensors: Mapping[str, Tensor]) -> _Outlines:
-    return {name: (list(each.shape), str(each.dtype)) for name, each in tensors.items()}
-
-
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name.removeprefix("torch."))
-    return found
-
-
-def _broadcast(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return rank 0's tensors on every rank. A collective."""
-    outline = dist.broadcast_json(_outline(tensors))
-    if not dist.is_main():
-        tensors = {name: torch.empty(shape, dtype=_dtype(dtype)) for name, (shape, dtype) in outline.items()}
-    for tensor in tensors.values():
-        dist.broadcast_(tensor)
-    return tensors
 
 
 def _require_same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], allow: Sequence[str]) -> None:

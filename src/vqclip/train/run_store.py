@@ -16,8 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from vqclip import checkpoint
-from vqclip.checkpoint.folders import find_old
-from vqclip.checkpoint.manifest import MANIFEST
+from vqclip.checkpoint.folders import MANIFEST, find_old
 from vqclip.data.remote import TransferConfig
 from vqclip.data.remote.folder import RemoteFolder, require_writable
 from vqclip.errors import CheckpointError, ConfigError, StorageError

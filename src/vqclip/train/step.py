@@ -1,17 +1,18 @@
 """One training step.
 
-    out    = forward(batch)                 the task's rows and sums; no collective
+    out    = forward(samples)               the task's rows and sums; no collective
     sums   = reduce(out)                    sums over all ranks, from one exchange
     losses = losses(out, sums)              terms of the task's loss, over the global batch
-    backward(losses["total"])               DDP averages the gradients over ranks
-    clip()                                  limit the gradient norm
+    backward(losses["total"])               the gradients are averaged over ranks
+    norm   = clip()                         limit the gradient norm
     settle()                                read the verdict on the step before; it may end the run
-    skip = judge(losses, gradient norm)     on the device: true if a number is not finite
+    skip   = judge(losses, norm)            on the device: true if a number is not finite
     update(sums, skip)                      optimizer step; codebooks follow their statistics; moving averages
 
 The host queues all of it on the device and waits for nothing; see `vqclip.train.guards`.
 
-What is computed is the business of a task (`vqclip.train.tasks`), such as contrastive training.
+What is computed is the business of a task (`vqclip.train.tasks`), such as contrastive training; how several processes
+share it that of `vqclip.train.parallel`.
 
 With `train.micro_batches`, forward and backward run in microbatches; see `vqclip.train.grad_cache`.
 """
@@ -19,7 +20,7 @@ With `train.micro_batches`, forward and backward run in microbatches; see `vqcli
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Literal
@@ -27,26 +28,24 @@ from typing import Generic, Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import Self
 
 from vqclip import dist
 from vqclip.config import Config
 from vqclip.data import Batch
-from vqclip.errors import ReplayError
 from vqclip.losses import weighted_total
 from vqclip.nn.precision import AUTOCAST_DTYPES, Precision, autocast
 from vqclip.quantizers import Stats
 from vqclip.seeds import derive_seed
 from vqclip.towers.blocks import Recomputed, recompute_blocks
-from vqclip.train.compilation import CompiledRegions, compile_model
+from vqclip.train.compilation import CompiledRegions
 from vqclip.train.ema import Ema, EmaConfig
-from vqclip.train.grad_cache import backward_from_cached_grads, first_drifting_module, mean_drift
+from vqclip.train.grad_cache import backward_from_cached_grads, join_outputs, mean_drift, require_replay
 from vqclip.train.guards import GuardConfig, Guards
-from vqclip.train.optim import Schedule, clip_gradients, set_lr
-from vqclip.train.sharding import Sharding
-from vqclip.train.skipping import restored_if, step_optimizer
-from vqclip.train.tasks.base import SamplesT, Task
-from vqclip.train.tasks.output import TaskOutput, join_outputs
+from vqclip.train.optim import Schedule, set_lr
+from vqclip.train.parallel import Parallel
+from vqclip.train.tasks.base import SamplesT, Task, TaskOutput
 
 
 class ComputeConfig(Config):
@@ -135,7 +134,7 @@ class TrainStep(Generic[SamplesT]):
     def __init__(
         self,
         task: Task[SamplesT],
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         schedule: Schedule,
         compute: ComputeConfig,
         clip_norm: float | None,
@@ -149,19 +148,14 @@ class TrainStep(Generic[SamplesT]):
         task.move_to_step(0)
         self.device = task.device
         self.precision, self.clip_norm, self.seed = compute.precision, clip_norm, seed
-        self.compiled, self.bucket_mb = compute.compile is True, compute.bucket_mb
+        self.micro_batches, self.compiled = compute.micro_batches, compute.compile is True
         regional = compute.compile == "regional"
         self.regions = CompiledRegions(training, task.quantizers().values()) if regional else None
-        self.sharding = self._shard(compute.parallel)
-        """Weights in shards; None in one process, and where every process has all weights."""
-        self.parallel = self._wrap()
+        self.parallel = Parallel(task, optimizer, compute.parallel, self.compiled, compute.bucket_mb)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
         task.configure(seed, compute.precision)
         self.guards = guards or GuardConfig(spikes=None).build()
-        self.ema = (
-            None if ema is None else Ema(ema, task.model, None if self.sharding is None else self.sharding.shards)
-        )
-        self.micro_batches = compute.micro_batches
+        self.ema = None if ema is None else Ema(ema, self.parallel.weights.parameters)
         self._replay_checked = False
         """Whether the second pass over the microbatches was compared with the first."""
 
@@ -183,14 +177,16 @@ class TrainStep(Generic[SamplesT]):
         set_lr(self.optimizer, lr)
         self.optimizer.zero_grad(set_to_none=True)
         self.move_to_step(step)
-        local = self.task.local(batch)
+        samples = self.task.local(batch)
+        parts = self._microbatches(samples)
 
         with self._compiled_regions():
-            out = self._forward(local, step)
-            sums = self.task.reduce(out, local)
-            losses = self._losses(out, sums, local, step)
-            self._backward(losses["total"], out, local, step)
-        grad_norm = self._clip()
+            out = self._forward(parts, step)
+            sums = self.task.reduce(out, samples)
+            losses = self._losses(out, sums, parts, step)
+            self._backward(losses["total"], out, parts, step)
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = self.parallel.clip(self.clip_norm)
         self.settle()
         skip = self.guards.judge(losses, grad_norm, batch, self.scaler)
         sums = {name: each.detach() for name, each in sums.items()}
@@ -211,55 +207,76 @@ class TrainStep(Generic[SamplesT]):
     def move_to_step(self, step: int) -> None:
         """Change which parts train, as in step number ``step``; a collective where this changes anything."""
         if self.task.move_to_step(step):
-            dist.release_ddp(self.parallel)
-            self.parallel = self._wrap()
+            self.parallel.wrap_again()
 
     def changes_at(self, step: int) -> bool:
         """Return whether the computation changes with step number ``step``, so that it is compiled again."""
         return step > 0 and step in self.task.changing_steps
 
-    def _shard(self, parallel: str) -> Sharding | None:
-        """Put the weights into shards, unless one process or every process has all of them."""
-        if parallel == "ddp":
-            return None
-        self.task.require_shardable(f"train.parallel: got {parallel!r}")
-        return Sharding(self.task, self.optimizer, parallel == "hsdp") if dist.is_distributed() else None
-
-    def _wrap(self) -> nn.Module:
-        """Return the model as it trains: compiled, and with gradients averaged over ranks."""
-        if self.sharding is not None:
-            return self.task.student
-        student = compile_model(self.task.student) if self.compiled else self.task.student
-        return dist.wrap_ddp(student, self.bucket_mb)
-
-    def _forward(self, local: SamplesT, step: int) -> TaskOutput:
-        """Return the outputs of this rank's samples; with microbatches, cached ones without a graph."""
+    def _microbatches(self, samples: SamplesT) -> list[SamplesT]:
+        """Return the samples of each microbatch."""
         if self.micro_batches == 1:
-            return self._run_model(local, step, 0)
-        return join_outputs(self._first_pass(local, step), self.task.shared())
+            return [samples]
+        bounds = [len(samples) * number // self.micro_batches for number in range(self.micro_batches + 1)]
+        return [samples.part(rows) for rows in itertools.starmap(slice, itertools.pairwise(bounds))]
 
-    def _losses(self, out: TaskOutput, sums: dict[str, Stats], local: SamplesT, step: int) -> dict[str, Tensor]:
+    def _forward(self, parts: Sequence[SamplesT], step: int) -> TaskOutput:
+        """Return the outputs of this rank's samples; with microbatches, cached ones without a graph."""
+        if len(parts) == 1:
+            return self._run_model(parts[0], step, 0)
+        with torch.no_grad():
+            cached = [self._run_model(part, step, number) for number, part in enumerate(parts)]
+        return join_outputs(cached, self.task.shared())
+
+    def _losses(
+        self, out: TaskOutput, sums: dict[str, Stats], parts: Sequence[SamplesT], step: int
+    ) -> dict[str, Tensor]:
         """Return the unweighted terms by name, and their weighted ``total``."""
-        terms, weights = self.task.losses(out, sums, [part for _, part in self._microbatches(local)], step)
+        terms, weights = self.task.losses(out, sums, parts, step)
         return {"total": weighted_total(terms, weights), **terms}
 
-    def _backward(self, total: Tensor, out: TaskOutput, local: SamplesT, step: int) -> None:
+    def _backward(self, total: Tensor, out: TaskOutput, parts: Sequence[SamplesT], step: int) -> None:
         """Compute the gradient of the weights; with microbatches, by a second pass over them."""
         with dist.named_errors("averaging the gradients"):
             self.scaler.scale(total).backward()
-        if self.micro_batches > 1:
-            self._second_pass(out, local, step)
-        if self.sharding is not None:
-            self.sharding.shards.collect_gradients()
+        if len(parts) > 1:
+            self._second_pass(out, parts, step)
+        self.parallel.weights.collect_gradients()
 
-    def _clip(self) -> Tensor:
-        """Limit the norm of the gradient of each group of parameters; return the norm of the whole one before."""
-        self.scaler.unscale_(self.optimizer)
-        shards = None if self.sharding is None else self.sharding.shards
-        apart = [group if shards is None else shards.local(group) for group in self.task.clipped_apart()]
-        groups = [[each for each in group if each.grad is not None] for group in apart]
-        norms = [clip_gradients(group, self.clip_norm, shards) for group in groups if group]
-        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    def _second_pass(self, cached: TaskOutput, parts: Sequence[SamplesT], step: int) -> None:
+        """Run every microbatch with a graph, and continue the backward of the cached outputs in it."""
+        drifts, begin = [], 0
+        for number, part in enumerate(parts):
+            rows = slice(begin, begin + len(part))
+            with nullcontext() if number == len(parts) - 1 else self.parallel.no_sync():
+                out = self._run_model(part, step, number)
+                with dist.named_errors("averaging the gradients"):
+                    backward_from_cached_grads(out, cached, rows)
+            if not self._replay_checked:
+                drifts.append(mean_drift(out, cached, rows))
+            begin = rows.stop
+        if not self._replay_checked:
+            # Codes hide small differences in what comes before them, so the modules are always compared.
+            with self._compiled_regions(False):
+                require_replay(
+                    self.model,
+                    drifts,
+                    lambda number: self._run_model(parts[number], step, number, self.task.student),
+                    self.precision in AUTOCAST_DTYPES,
+                    step,
+                )
+            self._replay_checked = True
+
+    def _run_model(self, samples: SamplesT, step: int, part: int, model: nn.Module | None = None) -> TaskOutput:
+        """Run the model, by default as it trains, on samples of this rank; equal arguments draw equal numbers."""
+        torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank(), part))
+        if self.compiled:
+            self.task.mark_dynamic(samples)
+        with autocast(self.device, self.precision), self.parallel.weights.gathering():
+            return self.task.run(model or self.parallel.network, samples, step)
+
+    def _compiled_regions(self, compiled: bool = True) -> AbstractContextManager[None]:
+        return nullcontext() if self.regions is None else self.regions.applied(compiled)
 
     def _update(self, sums: dict[str, Stats], skip: Tensor, step: int) -> None:
         """Update weights, codebooks and moving averages, unless ``skip``, () bool on the device, is True."""
@@ -273,8 +290,7 @@ class TrainStep(Generic[SamplesT]):
         if self.ema is not None:
             self.ema.update(step, skip)
 
-    @contextmanager
-    def whole_task(self, averaged: bool = True, for_export: bool = False) -> Iterator[Task[SamplesT]]:
+    def whole_task(self, averaged: bool = True, for_export: bool = False) -> AbstractContextManager[Task[SamplesT]]:
         """Return the task to evaluate and to export; weights in shards are gathered once. A collective then.
 
         Within the block no forward is a collective.
@@ -283,13 +299,8 @@ class TrainStep(Generic[SamplesT]):
             averaged: use the moving averages of the weights, if there are any (`train.ema`).
             for_export: gather weights in shards to the host memory of rank 0 alone; then no forward can run.
         """
-        averages = self.ema if averaged else None
-        if self.sharding is not None:
-            with self.sharding.filled({} if averages is None else averages.averages, for_export) as whole:
-                yield whole
-            return
-        with nullcontext() if averages is None else averages.applied():
-            yield self.task
+        averages = {} if self.ema is None or not averaged else self.ema.averages
+        return self.parallel.whole_task(averages, for_export)
 
     def broadcast_local_codebooks(self) -> None:
         """Copy rank 0's unsynchronised codebooks to all ranks: a checkpoint and an evaluation have one codebook.
@@ -300,68 +311,36 @@ class TrainStep(Generic[SamplesT]):
             if quantizer.rank_local:
                 broadcast_module(quantizer)
 
-    def _run_model(self, local: SamplesT, step: int, part: int, model: nn.Module | None = None) -> TaskOutput:
-        """Run the model, by default as it trains, on samples of this rank; equal arguments draw equal numbers."""
-        torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank(), part))
-        if self.compiled:
-            self.task.mark_dynamic(local)
-        with autocast(self.device, self.precision), self._named_errors():
-            return self.task.run(model or self.parallel, local, step)
 
-    def _compiled_regions(self, compiled: bool = True) -> AbstractContextManager[None]:
-        return nullcontext() if self.regions is None else self.regions.applied(compiled)
+def step_optimizer(optimizer: Optimizer, skip: Tensor) -> None:
+    """Run a step of the optimizer that changes neither weights nor moments nor counters where ``skip`` is True.
 
-    def _microbatches(self, local: SamplesT) -> list[tuple[slice, SamplesT]]:
-        """Return the rows and the samples of each microbatch."""
-        bounds = [len(local) * number // self.micro_batches for number in range(self.micro_batches + 1)]
-        return [(rows, local.part(rows)) for rows in itertools.starmap(slice, itertools.pairwise(bounds))]
+    Args:
+        optimizer: AdamW. The fused kernel takes ``skip`` as a tensor; for another one the host waits for it.
+        skip: () bool on the device.
+    """
+    if not all(group["fused"] for group in optimizer.param_groups):
+        if not skip:
+            optimizer.step()
+        return
+    optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
 
-    def _first_pass(self, local: SamplesT, step: int) -> list[TaskOutput]:
-        with torch.no_grad():
-            return [self._run_model(part, step, number) for number, (_, part) in enumerate(self._microbatches(local))]
 
-    def _second_pass(self, cached: TaskOutput, local: SamplesT, step: int) -> None:
-        """Run every microbatch with a graph, and continue the backward of the cached outputs in it."""
-        parts, drifts = self._microbatches(local), []
-        for number, (rows, part) in enumerate(parts):
-            is_last = number == len(parts) - 1
-            with nullcontext() if is_last else self._no_sync():
-                out = self._run_model(part, step, number)
-                with dist.named_errors("averaging the gradients"):
-                    backward_from_cached_grads(out, cached, rows)
-            if not self._replay_checked:
-                drifts.append(mean_drift(out, cached, rows))
-        if not self._replay_checked:
-            self._require_replay(drifts, [part for _, part in parts], step)
+@contextmanager
+def restored_if(skip: Tensor, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Undo what the block changes in tensors, in place, where ``skip``, () bool on the device, is True.
 
-    def _named_errors(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.sharding is None else dist.named_errors("gathering the weights")
-
-    def _no_sync(self) -> AbstractContextManager[object]:
-        return dist.no_sync(self.parallel) if self.sharding is None else self.sharding.shards.no_sync()
-
-    def _require_replay(self, drifts: list[float], parts: list[SamplesT], step: int) -> None:
-        """Check once, on every rank, that the second pass repeats the first."""
-        half = self.precision in AUTOCAST_DTYPES
-        worst = max(range(len(parts)), key=drifts.__getitem__)
-        moved = drifts[worst] > (3e-2 if half else 1e-3)  # a code may flip where kernels round differently
-        # Codes hide small differences in what comes before them, so the modules are always compared.
-        with self._compiled_regions(False):
-            drifting = first_drifting_module(
-                self.model,
-                lambda: self._run_model(parts[worst], step, worst, self.task.student),
-                1e-2 if half else 1e-4,
-            )
-        named = "none" if drifting is None else f"model.{drifting}"
-        found = f"embeddings moved by {drifts[worst]:.2g} on average, the first module with other outputs: {named}"
-        reports = dist.gather_json(found if moved or drifting is not None else None)
-        if guilty := [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None]:
-            raise ReplayError(
-                f"train.micro_batches: the second pass of step {step} does not repeat the first, so the gradient would "
-                f"be wrong. On {guilty[0]}. A module may draw random numbers from torch's generators alone and must "
-                "not change its state in forward; replace it, or set train.micro_batches to 1"
-            )
-        self._replay_checked = True
+    Afterwards every bit is as before, and the host does not wait.
+    """
+    before = [tensor.detach().clone() for tensor in tensors]
+    yield
+    with torch.no_grad():
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(torch.where(skip, old, tensor))
 
 
 def broadcast_module(module: nn.Module) -> None:

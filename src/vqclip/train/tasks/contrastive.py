@@ -23,13 +23,11 @@ from vqclip.seeds import derive_seed
 from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.saving import write_tokenizer_files
 from vqclip.towers import ImageTower, TextTower
-from vqclip.train.bottleneck import BottleneckConfig
+from vqclip.train.config import BottleneckConfig
 from vqclip.train.distillation import Distillation
 from vqclip.train.pixel_sums import error_metrics
-from vqclip.train.rank_batch import RankBatch, make_rank_batch
 from vqclip.train.reconstruction import ReconstructingCLIP
-from vqclip.train.tasks.base import Task
-from vqclip.train.tasks.output import TaskOutput
+from vqclip.train.tasks.base import RankBatch, Task, TaskOutput, make_rank_batch
 
 __all__ = ["ContrastiveTask", "towers_draw"]
 
@@ -232,9 +230,9 @@ class ContrastiveTask(Task[RankBatch]):
         """Both towers."""
         return {"image": self.model.image.tower, "text": self.model.text.tower}
 
-    def write_model(self, folder: Path, state: dict[str, Tensor] | None, extra: Mapping[str, Any]) -> None:
-        """Write a tokenizer folder."""
-        write_tokenizer_files(folder, self.model.section() | dict(extra), state, self.model.files())
+    def write_model(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        """Make a tokenizer folder."""
+        write_tokenizer_files(folder, self.model.section() | dict(extra), None, self.model.files())
 
     def export(self, folder: Path) -> None:
         """Write both tokenizers and the temperature."""

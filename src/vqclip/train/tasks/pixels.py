@@ -41,15 +41,12 @@ from vqclip.pixels.losses.distances import L1Config
 from vqclip.quantizers import Order, Quantizer, Stats, sync
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import ImageTokenizer, Tokenizer
-from vqclip.tokenizer.saving import write_weights
 from vqclip.tokenizer.stored import fingerprint
 from vqclip.towers.frozen import run_in_chunks
 from vqclip.train.config import TaskConfig
 from vqclip.train.feature_jobs import FeatureMaker
 from vqclip.train.pixel_sums import error_metrics, sums_of_decoded
-from vqclip.train.rank_batch import copy_images
-from vqclip.train.tasks.base import Task
-from vqclip.train.tasks.output import TaskOutput
+from vqclip.train.tasks.base import Task, TaskOutput, copy_images
 
 __all__ = ["PixelTask", "PixelTrainConfig"]
 
@@ -221,10 +218,8 @@ class PixelTask(Task[PixelBatch]):
         """Nothing of a caption."""
         return _ignore_captions
 
-    def write_model(self, folder: Path, state: dict[str, Tensor] | None, extra: Mapping[str, Any]) -> None:
-        """Write the decoder, and what it belongs to."""
-        assert state is not None, "never in shards"
-        write_weights(folder, state)
+    def write_model(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        """Write what the decoder belongs to."""
         described = _Described(tokenizer=self.digest, pixels=self.decoder.config)
         write_plain(folder / _DESCRIPTION, described.model_dump(mode="json"))
 

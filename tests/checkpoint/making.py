@@ -1,0 +1,38 @@
+"""Checkpoints of any optimizer, without a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from vqclip import checkpoint
+from vqclip.io.tensors import save_tensors
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    optimizer: Optimizer,
+    write_model: Callable[[Path], object] = lambda folder: None,
+    state: Mapping[str, Any] | None = None,
+    keep_last: int = 1,
+) -> Path:
+    """Save the state of an optimizer as it is now, with what ``write_model`` writes."""
+    tensors = checkpoint.Staging().copy(checkpoint.optimizer_tensors(optimizer).items())
+    return checkpoint.save(
+        folder,
+        step,
+        write_tensors=lambda aside: save_tensors(tensors, aside / checkpoint.OPTIMIZER_FILE),
+        write_model=write_model,
+        optimizer=checkpoint.optimizer_layout(optimizer),
+        state=state or {},
+        keep_last=keep_last,
+    )
+
+
+def restore(path: Path, optimizer: Optimizer) -> None:
+    """Verify a checkpoint, and load its state into an optimizer."""
+    checkpoint.restore_optimizer(optimizer, checkpoint.read_optimizer(checkpoint.load(path).path, optimizer))
