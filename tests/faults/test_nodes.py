@@ -28,6 +28,7 @@ from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL
 from tests.training import run_tree
 from vqclip import checkpoint
+from vqclip.data.remote import transfer
 from vqclip.runlog.metrics import read_metrics
 from vqclip.train.run_store import copy_run
 
@@ -52,7 +53,7 @@ def bucket(monkeypatch) -> Iterator[Any]:
     settings = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
     for name, value in (settings | {"AWS_DEFAULT_REGION": "us-east-1", "no_proxy": "*"}).items():
         monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()  # those of an earlier test know only its server
+    transfer._file_system.cache_clear()  # that of an earlier test knows only its server
     files = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
     files.makedirs("nodes", exist_ok=True)
     try:
