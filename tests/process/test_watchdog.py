@@ -19,7 +19,8 @@ def ended(monkeypatch):
     monkeypatch.setattr("vqclip.process.watchdog.os._exit", statuses.append)
     monkeypatch.setattr("vqclip.process.watchdog._GRACE_S", 5.0)
     monkeypatch.setattr("vqclip.process.watchdog._CHECK_S", 0.05)
-    monkeypatch.setattr(Watchdog, "_dump_and_exit_after", lambda self, seconds: None)  # it would end pytest
+    dump_later = "vqclip.process.watchdog.faulthandler.dump_traceback_later"
+    monkeypatch.setattr(dump_later, lambda seconds, **options: None)  # it would end pytest
     return statuses
 
 

@@ -10,8 +10,7 @@ from vqclip.errors import ConfigError
 from vqclip.evaluation.details import Bits, BitsPoint, Details
 from vqclip.report import write_comparison, write_report
 from vqclip.report.comparison import ComparedRun, bits_charts
-from vqclip.report.evaluations import Task
-from vqclip.report.run_files import read_run
+from vqclip.report.run_files import Task, read_run
 
 main = command("report")
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.report.making import make_run, write_lines
-from vqclip.report.evaluations import newest_tasks
-from vqclip.report.run_files import read_run
+from vqclip.evaluation import Result
+from vqclip.report.run_files import newest_tasks, read_run
 from vqclip.report.verdict import Verdict, judge
 
 
@@ -119,6 +119,6 @@ def test_a_run_that_a_loss_that_is_not_finite_has_stopped(tmp_path):
 def test_figures_of_a_finished_run_at_chance(tmp_path):
     folder = make_run(tmp_path / "run")
     rates = {mode: {"top1": 0.11} for mode in ("continuous", "quantized", "codes_only")}
-    result = {"name": "set", "figures": rates, "chance": {"top1": 0.1}, "samples": 100}
-    (folder / "summary.json").write_text(json.dumps({"results": [result]}))
+    result = Result("set", "zero_shot", rates, {"top1": 0.1}, 100, 10, 10, {})
+    (folder / "summary.json").write_text(json.dumps({"results": [result.to_json()]}))
     assert verdict_on(folder).headline == "No better than chance"

@@ -5,7 +5,7 @@ import io
 from tqdm import tqdm
 
 from vqclip.runlog.bar import ProgressBar
-from vqclip.runlog.codebooks import codebook_names, least_used
+from vqclip.runlog.health import codebook_names, least_used
 
 FIGURES = {"loss/total": 12.3456, "images_per_second": 12345.6, "data_wait": 0.27, "image/usage": 0.4}
 FIGURES |= {"image/usage_if_uniform": 0.9, "image/tokens": 64.0, "image/perplexity": 30.0}

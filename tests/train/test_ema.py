@@ -19,7 +19,7 @@ from vqclip import checkpoint
 from vqclip.cli.main import main
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.model import CLIP
-from vqclip.runlog.best import read_best
+from vqclip.runlog.records import read_best
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
 from vqclip.train.ema import Ema, EmaConfig, replace_weights

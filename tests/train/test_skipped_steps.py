@@ -27,7 +27,7 @@ from vqclip.train.tasks.kinds import load_task_config
 STEPS, STOP = 10, 6
 BAD = {0, 4, 5, 6, 9}
 """First step, two in a row, the one before a checkpoint, the first one after a resume, the last one."""
-NO_METRICS = mock.patch("vqclip.train.callbacks.report._metrics", return_value=({}, 0.0))
+NO_METRICS = mock.patch("vqclip.train.callbacks.builtin._read_metrics", return_value=({}, 0.0))
 EMPTY = StepResult({}, torch.zeros(()), 0.0, {}, {}, torch.tensor(True))
 
 

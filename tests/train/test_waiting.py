@@ -91,7 +91,7 @@ def test_a_step_waits_for_nothing_and_a_report_reads_the_device_once(tmp_path, s
     for found in ranks(world_size, for_each, count_waits, trees, init=False):
         for name, (reads, reads_of_report, calls, calls_of_report) in zip(CASES, found, strict=True):
             assert reads == {}
-            assert reads_of_report == {"train/callbacks/report.py:_read": 1}
+            assert reads_of_report == {"train/callbacks/builtin.py:_read_metrics": 1}
             stated = Counter(stated_exchanges(name)) if world_size > 1 else Counter()
             assert len(stated) in (0, 7)
             more = Counter(REPORT) if world_size > 1 else Counter()

@@ -127,7 +127,7 @@ class ExportTokenizer(Command, words=("run_",)):
 
     def run(self) -> None:
         """Write the folder."""
-        from vqclip.runlog.best import read_best
+        from vqclip.runlog.records import read_best
         from vqclip.train.export import export_checkpoint
 
         if self.best and self.step is not None:

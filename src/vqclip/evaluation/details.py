@@ -1,16 +1,26 @@
 """Details of an evaluation, for a report: intervals, hits and misses, classes, code maps, accuracy against bits.
 
+`Details` is what is stored; `ImageReader` reads the images in it again, and makes thumbnails of what the model sees.
+
 Shapes: N tokens of an image, C codebooks, K classes.
 """
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
 from typing import Annotated, Literal
 
+import torchvision.transforms.v2.functional as F
+from PIL import Image
 from pydantic import ConfigDict, Field
+from torch import Tensor
 
 from vqclip.config import Config
-from vqclip.data import mask_credentials
+from vqclip.data import Source, mask_credentials
+from vqclip.data.decode import MAX_PIXELS
+from vqclip.data.samples import read_decoded
+from vqclip.errors import DataError
 from vqclip.io.json_files import Strict
 
 MAX_TEXT = 300
@@ -268,7 +278,7 @@ class Details(Part):
     examples: Annotated[tuple[Examples, ...], Field(max_length=2)] = ()
     """Hits and misses, both directions of retrieval; empty for other tasks and without codes."""
     classes: Annotated[tuple[ClassAccuracy, ...], Field(max_length=MAX_CLASSES)] = ()
-    """Classes that have images; of more than `MAX_CLASSES` those with the lowest codes-only accuracy."""
+    """Classes that have images, those with the lowest codes-only accuracy first; at most `MAX_CLASSES`."""
     confusion: Confusion | None = None
     """None without classes or without codes."""
     codes: Codes | None = None
@@ -283,3 +293,65 @@ def clip_text(text: str) -> str:
     """Return a text without credentials, of at most `MAX_TEXT` characters that JSON can hold; it may be hostile."""
     text = mask_credentials(text.encode("utf-8", "replace").decode("utf-8"))
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+
+
+class ImageReader:
+    """Reader of single images of a set, each read once.
+
+    Args:
+        source: the set.
+        transform: ``(3, H, W)`` uint8 → ``(3, S, S)`` uint8, the transform of evaluation.
+        side: largest side of a thumbnail, in pixels.
+    """
+
+    def __init__(self, source: Source, transform: Callable[[Tensor], Tensor], side: int):
+        self._source, self._transform, self.side = source, transform, side
+        self._pixels: dict[int, Tensor | None] = {}
+        self._thumbnails: dict[int, bytes | None] = {}
+
+    def pixels(self, index: int) -> Tensor | None:
+        """Return what the model sees of an image, ``(3, S, S)`` uint8; None if it cannot be read again."""
+        if index not in self._pixels:
+            try:
+                self._pixels[index] = self._transform(read_decoded(self._source, index, MAX_PIXELS)[1])
+            except DataError:  # the evaluation has read it; a report without one thumbnail is still a report
+                self._pixels[index] = None
+        return self._pixels[index]
+
+    def describe(self, index: int, text: str) -> ShownImage:
+        """Return an image with its name, its caption or class ``text``, and a thumbnail."""
+        if index not in self._thumbnails:
+            pixels = self.pixels(index)
+            self._thumbnails[index] = None if pixels is None else thumbnail(pixels, self.side)
+        name, text = clip_text(self._source.name(index)), clip_text(text)
+        return ShownImage(index=index, name=name, thumbnail=self._thumbnails[index], text=text)
+
+
+def thumbnail(pixels: Tensor, side: int) -> bytes | None:
+    """Return ``(3, H, W)`` uint8 as a JPEG of at most ``side`` pixels; None if that is too large a file."""
+    longest = max(pixels.shape[1:])
+    if longest > side:
+        size = [max(1, round(edge * side / longest)) for edge in pixels.shape[1:]]
+        pixels = F.resize(pixels, size, antialias=True)
+    return _encode(pixels, "JPEG", quality=85)
+
+
+def patch(pixels: Tensor, side: int) -> bytes | None:
+    """Return ``(3, H, W)`` uint8 as a PNG of at most ``side`` pixels; None if that is too large a file."""
+    return _encode(_shrink_square(pixels, side), "PNG", compress_level=1)
+
+
+def exact_thumbnail(pixels: Tensor, side: int) -> bytes | None:
+    """Return ``(3, S, S)`` uint8 of at most ``side`` pixels as a PNG, or as a JPEG where that is too large a file."""
+    pixels = _shrink_square(pixels, side)
+    return _encode(pixels, "PNG", optimize=True) or _encode(pixels, "JPEG", quality=92)
+
+
+def _shrink_square(pixels: Tensor, side: int) -> Tensor:
+    return F.resize(pixels, [side, side], antialias=True) if max(pixels.shape[1:]) > side else pixels
+
+
+def _encode(pixels: Tensor, kind: str, **options: int) -> bytes | None:
+    file = io.BytesIO()
+    Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(file, kind, **options)
+    return file.getvalue() if file.tell() <= MAX_THUMBNAIL_BYTES else None

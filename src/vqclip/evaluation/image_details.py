@@ -1,50 +1,57 @@
-"""Details that every task on images has: code maps, patches that share a code, accuracy against bits, reconstructions.
+"""Making of details: hits and misses, classes, code maps, patches that share a code, accuracy against bits.
 
-Shapes: n images of the set, m some of them, N tokens, C codebooks, E embedding width.
+Shapes: n images of the set, m some of them, Q queries, M candidates, N tokens, C codebooks, K classes, E embedding
+width.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from vqclip.errors import StopRequested
 from vqclip.evaluation.details import (
+    MAX_CLASSES,
     MAX_CODEBOOKS,
+    MAX_CONFUSED,
     Bits,
     BitsPoint,
     Candidate,
+    ClassAccuracy,
     Codebook,
     CodeMap,
     Codes,
+    Confused,
+    Confusion,
     Details,
     DetailsConfig,
     Example,
     Examples,
     Gallery,
+    ImageReader,
     Interval,
+    Mode,
     Reconstruction,
     ShownImage,
     clip_text,
+    patch,
 )
 from vqclip.evaluation.encode import Encoded, Encoder, load_ids
-from vqclip.evaluation.examples import Direction, choose_examples
 from vqclip.evaluation.images import EncodedImages
 from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.ranking import SAME, Ranks
 from vqclip.evaluation.reconstructions import pixel_transform, prefix_bits, prefix_label, show_reconstructions
-from vqclip.evaluation.thumbnails import ImageReader, patch
 from vqclip.quantizers import Quantizer
 from vqclip.tokenizer import ImageTokenizer
 
 logger = logging.getLogger(__name__)
 
 _BATCH = 256
-
+Direction = Literal["image_to_text", "text_to_image", "image_to_class"]
 FiguresOf = Callable[[list[int], Mapping[str, Tensor]], Mapping[str, tuple[dict[str, float], dict[str, Interval]]]]
 """m rows and labels with embeddings ``(m, E)`` of these rows → labels with figures and intervals."""
 
@@ -295,23 +302,16 @@ def token_grid(tokenizer: ImageTokenizer) -> tuple[int, int] | None:
     return (side, side) if tokenizer.reduce is None and side * side == tokenizer.num_tokens else None
 
 
-class SharedCode(NamedTuple):
-    """A code of one codebook, and where it occurs."""
-
-    code: int
-    images: int
-    """Number of images that contain it."""
-    places: list[tuple[int, int]]
-    """Place of an image among those that were looked at, and of the first token with the code in it."""
-
-
-def shared_codes(ids: Tensor, some: int, patches: int) -> list[SharedCode]:
+def shared_codes(ids: Tensor, some: int, patches: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
     """Return the codes of one codebook that occur in the most images, at least two; of equal ones the most used.
 
     Args:
         ids: ``(m, N)`` int64, -1 where absent.
         some: number of codes.
         patches: number of places of each.
+
+    Returns:
+        Each code, the number of images that contain it, and its places: row of ``ids``, and its first token with it.
     """
     codes, which = ids.unique(return_inverse=True)
     contains = torch.zeros(len(ids), len(codes), dtype=torch.bool).scatter_(1, which, True)
@@ -323,7 +323,7 @@ def shared_codes(ids: Tensor, some: int, patches: int) -> list[SharedCode]:
         rows = contains[:, code].nonzero()[:patches, 0]
         tokens = (which[rows] == code).to(torch.uint8).argmax(dim=1)  # the first of several
         places = list(zip(rows.tolist(), tokens.tolist(), strict=True))
-        found.append(SharedCode(int(codes[code]), int(images[code]), places))
+        found.append((int(codes[code]), int(images[code]), places))
     return found
 
 
@@ -336,3 +336,81 @@ def _cut(pixels: Tensor, grid: tuple[int, int], token: int) -> Tensor:
         row * height // rows : max(row * height // rows + 1, (row + 1) * height // rows),
         column * width // columns : max(column * width // columns + 1, (column + 1) * width // columns),
     ]
+
+
+def choose_examples(ranks: Ranks, config: DetailsConfig, direction: Direction) -> tuple[list[int], list[int]]:
+    """Return the rows of hits and of misses; see `Examples`. Equal ones are in the order of the set.
+
+    Args:
+        ranks: places of the right candidates, with `Ranks.best_wrong`.
+        config: numbers of hits and misses.
+        direction: misses of classes are sorted by confidence, the others by rank.
+    """
+    # Rounded, so that the last bits of a score, which differ between numbers of ranks, do not decide.
+    lead = ((ranks.best.double() - ranks.best_wrong.double()).clamp(-2, 2) / SAME).round()
+    by_lead = lead.argsort(stable=True, descending=True)
+    hits = by_lead[(lead > 1)[by_lead] & (ranks.above == 0)[by_lead]]
+    order = lead.argsort(stable=True)
+    if direction != "image_to_class":
+        order = order[ranks.place[order].argsort(stable=True, descending=True)]
+    misses = order[ranks.place[order] > 1]
+    return hits[: config.hits].tolist(), misses[: config.misses].tolist()
+
+
+def class_accuracies(names: Sequence[str], labels: Tensor, hits: Mapping[Mode, Tensor]) -> tuple[ClassAccuracy, ...]:
+    """Return the accuracy of each class that has images, lowest first; of too many classes, of the first ones.
+
+    Args:
+        names: of the K classes.
+        labels: ``(n,)`` int64.
+        hits: mode → ``(n,)`` in [0, 1]; the last mode decides which accuracies are lowest.
+    """
+    present, which, counts = labels.unique(return_inverse=True, return_counts=True)
+    rates = {
+        mode: (torch.zeros(len(counts), dtype=torch.float64).index_add_(0, which, each) / counts).clamp(0, 1)
+        for mode, each in hits.items()
+    }
+    lowest = list(rates.values())[-1].argsort(stable=True)[:MAX_CLASSES]
+    return tuple(
+        ClassAccuracy(
+            name=clip_text(names[int(present[row])]),
+            images=int(counts[row]),
+            accuracy={mode: float(each[row]) for mode, each in rates.items()},
+        )
+        for row in lowest.tolist()
+    )
+
+
+def confusion(names: Sequence[str], labels: Tensor, predicted: Tensor) -> Confusion:
+    """Return the confusion matrix of labels ``(n,)`` int64 and predicted classes ``(n,)`` int64."""
+    count, shown = len(names), [clip_text(name) for name in names]
+    pairs, images = (labels * count + predicted).unique(return_counts=True)
+    right, wrong = pairs // count, pairs % count
+    order = torch.where(right == wrong, -1, images).argsort(stable=True, descending=True)
+    largest = [place for place in order[:MAX_CONFUSED].tolist() if right[place] != wrong[place]]
+    chosen = list(range(count)) if count <= MAX_CONFUSED else _of_largest(right, wrong, order.tolist())
+    place_of = {label: place for place, label in enumerate(chosen)}
+    counts = [[0] * len(chosen) for _ in chosen]
+    for a, b, number in zip(right.tolist(), wrong.tolist(), images.tolist(), strict=True):
+        if a in place_of and b in place_of:
+            counts[place_of[a]][place_of[b]] = number
+    return Confusion(
+        classes=tuple(shown[label] for label in chosen),
+        counts=tuple(map(tuple, counts)),
+        complete=len(chosen) == count,
+        largest=tuple(
+            Confused(right=shown[right[place]], predicted=shown[wrong[place]], images=int(images[place]))
+            for place in largest
+        ),
+    )
+
+
+def _of_largest(right: Tensor, wrong: Tensor, order: Sequence[int]) -> list[int]:
+    """Return the classes of the largest confusions, at most `MAX_CONFUSED`, ascending."""
+    chosen: set[int] = set()
+    for place in order:
+        both = {int(right[place]), int(wrong[place])}
+        if len(both) == 1 or len(chosen | both) > MAX_CONFUSED:
+            break
+        chosen |= both
+    return sorted(chosen)

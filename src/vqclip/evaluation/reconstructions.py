@@ -19,8 +19,14 @@ from vqclip.data import EvalBatch, EvalSet, RawSample, Source
 from vqclip.data.draws import hash_integers, permute
 from vqclip.data.transforms import EvalTransform
 from vqclip.errors import ConfigError, DataError
-from vqclip.evaluation.details import DIFFERENCE_GAIN, DecodedImage, Reconstruction, ShownImage
-from vqclip.evaluation.thumbnails import ImageReader, exact_thumbnail
+from vqclip.evaluation.details import (
+    DIFFERENCE_GAIN,
+    DecodedImage,
+    ImageReader,
+    Reconstruction,
+    ShownImage,
+    exact_thumbnail,
+)
 from vqclip.pixels.metrics import compare_images, mean_figures, to_uint8
 from vqclip.pixels.metrics.codecs import best_within, compress
 from vqclip.quantizers import Prefix

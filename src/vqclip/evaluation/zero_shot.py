@@ -21,8 +21,7 @@ from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, ClassFolder, read_
 from vqclip.errors import DataError
 from vqclip.evaluation.details import Details, Interval
 from vqclip.evaluation.encode import MODES, Encoded, Encoder, Mode
-from vqclip.evaluation.examples import class_accuracies, confusion
-from vqclip.evaluation.image_details import ImageDetails, make_details
+from vqclip.evaluation.image_details import ImageDetails, class_accuracies, confusion, make_details
 from vqclip.evaluation.images import EncodedImages, ImagesConfig, LabelledData, encode_labelled
 from vqclip.evaluation.intervals import class_intervals
 from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, Classified, Ranks, class_figures, rank

@@ -160,9 +160,9 @@ class Watchdog:
             left = position.since + position.limit - time.monotonic()
             if self._ends_process:
                 if left <= 0:
-                    self._end()
-                    return
-                self._dump_and_exit_after(left + _GRACE_S)
+                    return self._end()
+                # A thread in C, which needs no lock of the interpreter, writes the stacks if this one cannot run.
+                faulthandler.dump_traceback_later(left + _GRACE_S, exit=True, file=self._file)
             elif left <= 0 and position is not warned:
                 warned, where = position, self._describe_hang()
                 with contextlib.suppress(OSError):
@@ -170,13 +170,9 @@ class Watchdog:
                 logger.warning("%s; stacks: %s; the process continues: interrupt the run to end it", where, self._path)
             self._closing.wait(min(left, _CHECK_S) if left > 0 else _CHECK_S)
 
-    def _dump_and_exit_after(self, seconds: float) -> None:
-        """Have a thread in C, which needs no lock of the interpreter, write the stacks and end the process later."""
-        faulthandler.dump_traceback_later(seconds, exit=True, file=self._file)
-
     def _end(self) -> None:
-        """Report and end the process, even if the disk hangs."""
-        self._dump_and_exit_after(4 * _GRACE_S)
+        """Report, and end the process, even if the disk hangs."""
+        faulthandler.dump_traceback_later(4 * _GRACE_S, exit=True, file=self._file)
         where = self._describe_hang()
         _print_to_stderr(f"rank {self._rank}: {where}")
         for work, patience in ((lambda: self._write(where), _GRACE_S), (self._report_all_ranks, 2 * _GRACE_S)):
@@ -191,28 +187,31 @@ class Watchdog:
         return f"no progress for {limit:g} s ({name}): {self._describe_position()}"
 
     def _describe_position(self) -> str:
-        position, recent = self._position, dist.recent_collectives()
+        position, recent, now = self._position, dist.recent_collectives(), time.monotonic()
         text = f"{position.done} steps done, {position.doing}"
         if not recent:
             return text
         last = recent[-1]
         named = f"collective #{last.number} ({last.name})"
         if last.finished is None:
-            return f"{text}; in {named} for {time.monotonic() - last.started:.1f} s"
-        return f"{text}; in no collective, {named} ended {time.monotonic() - last.finished:.1f} s ago"
+            return f"{text}; in {named} for {now - last.started:.1f} s"
+        return f"{text}; in no collective, {named} ended {now - last.finished:.1f} s ago"
 
     def _write(self, where: str, trace: str = "") -> None:
         """Append the position, the last collectives, and the stacks of this process and of its data workers."""
         recent, now = dist.recent_collectives(), time.monotonic()
-        number = recent[-1].number if recent else 0
         lines = [
-            f"=== {self._token} rank {self._rank} at collective #{number}: {where}",
+            f"=== {self._token} rank {self._rank} at collective #{recent[-1].number if recent else 0}: {where}",
             f"process {os.getpid()} on {socket.gethostname()}, {datetime.now(timezone.utc).isoformat()}",
             "last collectives:",
-            *(f"  {_describe_collective(each, now)}" for each in recent),
-            f"{trace}stacks:\n",
         ]
-        os.write(self._file, "\n".join(lines).encode(errors="backslashreplace"))
+        for each in recent:
+            ended = "not finished"
+            if each.finished is not None:
+                ended = f"finished after {1e3 * (each.finished - each.started):.1f} ms"
+            shapes = " ".join(map(str, each.shapes))
+            lines.append(f"  #{each.number} {each.name} {shapes} started {now - each.started:.3f} s ago, {ended}")
+        os.write(self._file, "\n".join([*lines, f"{trace}stacks:\n"]).encode(errors="backslashreplace"))
         faulthandler.dump_traceback(self._file, all_threads=True)
         for worker in multiprocessing.active_children():
             os.write(self._file, f"\nchild process {worker.pid} ({worker.name}):\n".encode())
@@ -223,41 +222,25 @@ class Watchdog:
 
     def _report_all_ranks(self) -> None:
         """Wait until all ranks have written, or had time to; the lowest rank that has prints a summary."""
-        end, found = time.monotonic() + _GRACE_S + _CHECK_S, self._read_positions()
-        while len(found) < self._world_size and time.monotonic() < end:
+        end, ranks = time.monotonic() + _GRACE_S + _CHECK_S, range(self._world_size)
+        while len(found := self._read_positions()) < self._world_size and time.monotonic() < end:
             time.sleep(0.1)
-            found = self._read_positions()
-        if self._rank == min(found, default=self._rank):
-            _print_to_stderr(f"the job hangs and ends with status {STATUS}:\n{self._summary(found)}")
+        if self._rank != min(found, default=self._rank):
+            return
+        silent = "has written nothing itself: it is dead, cannot write here, or its interpreter is stuck"
+        lines = [f"  rank {rank}: {found[rank][1] if rank in found else silent}" for rank in ranks]
+        newest = max((number for number, _ in found.values()), default=0)
+        late = [str(rank) for rank in ranks if rank not in found or found[rank][0] < newest]
+        if late and self._world_size > 1:
+            lines.append(f"  the other ranks wait for {'ranks' if len(late) > 1 else 'rank'} {', '.join(late)}")
+        lines.append(f"  stacks and collectives: {self._folder}/rank-*.txt")
+        _print_to_stderr("\n".join([f"the job hangs and ends with status {STATUS}:", *lines]))
 
     def _read_positions(self) -> dict[int, tuple[int, str]]:
         """Return rank → number of its last collective, and its position."""
-        found = {}
-        for path in self._folder.glob("rank-*.txt"):
-            for token, rank, number, where in _REPORT.findall(path.read_text(errors="replace")):
-                if token == self._token:
-                    found[int(rank)] = int(number), where
-        return found
-
-    def _summary(self, found: dict[int, tuple[int, str]]) -> str:
-        silent = "has written nothing itself: it is dead, cannot write here, or its interpreter is stuck"
-        lines = [f"  rank {rank}: {found[rank][1] if rank in found else silent}" for rank in range(self._world_size)]
-        newest = max((number for number, _ in found.values()), default=0)
-        late = [rank for rank in range(self._world_size) if rank not in found or found[rank][0] < newest]
-        if late and self._world_size > 1:
-            lines.append(
-                f"  the other ranks wait for {'ranks' if len(late) > 1 else 'rank'} {', '.join(map(str, late))}"
-            )
-        return "\n".join([*lines, f"  stacks and collectives: {self._folder}/rank-*.txt"])
-
-
-def _describe_collective(collective: dist.Collective, now: float) -> str:
-    if collective.finished is None:
-        state = "not finished"
-    else:
-        state = f"finished after {1e3 * (collective.finished - collective.started):.1f} ms"
-    shapes = " ".join(str(shape) for shape in collective.shapes)
-    return f"#{collective.number} {collective.name} {shapes} started {now - collective.started:.3f} s ago, {state}"
+        texts = [path.read_text(errors="replace") for path in self._folder.glob("rank-*.txt")]
+        headers = [header for text in texts for header in _REPORT.findall(text)]
+        return {int(rank): (int(number), where) for token, rank, number, where in headers if token == self._token}
 
 
 def _print_to_stderr(text: str) -> None:

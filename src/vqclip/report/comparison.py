@@ -8,11 +8,10 @@ from typing import Any
 
 from vqclip.errors import ConfigError
 from vqclip.evaluation.tables import figure_title
-from vqclip.report.charts import PERCENT, Chart, Curve, line_chart
-from vqclip.report.evaluations import FigureRow, Task, newest_tasks
 from vqclip.report.model_words import describe_state
+from vqclip.report.plot import PERCENT, Chart, Curve, line_chart
 from vqclip.report.run_charts import bits_curve, bits_note
-from vqclip.report.run_files import RunFiles
+from vqclip.report.run_files import RunFiles, Task, newest_tasks
 from vqclip.report.verdict import Verdict, judge
 
 MAX_RUNS = 8
@@ -48,15 +47,6 @@ class ComparedRun:
     state: str
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A setting that differs between the runs."""
-
-    path: str
-    values: list[str]
-    """Values as text, one for each run."""
-
-
 def compare(runs: Sequence[RunFiles]) -> list[ComparedRun]:
     """Judge every run.
 
@@ -65,19 +55,17 @@ def compare(runs: Sequence[RunFiles]) -> list[ComparedRun]:
     """
     if len(runs) > MAX_RUNS:
         raise ConfigError(f"got {len(runs)} runs; a page compares at most {MAX_RUNS}")
-    labels = _labels(runs)
-    compared = []
-    for run, label in zip(runs, labels, strict=True):
+    names, compared = [run.name for run in runs], []
+    for run in runs:
         step, tasks = newest_tasks(run)
-        verdict = judge(run, tasks)
-        compared.append(
-            ComparedRun(run, label, step, {task.name: task for task in tasks}, verdict, describe_state(run))
-        )
+        label = run.name if names.count(run.name) == 1 else f"{run.name} ({run.folder})"
+        by_name = {task.name: task for task in tasks}
+        compared.append(ComparedRun(run, label, step, by_name, judge(run, tasks), describe_state(run)))
     return compared
 
 
-def differences(runs: Sequence[RunFiles]) -> list[Difference]:
-    """Return the settings that are not equal in all runs, in the order of their first appearance."""
+def differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
+    """Return the settings that are not equal in all runs, in the order of their first appearance: path and values."""
     flat = [dict(_flatten(run.config)) for run in runs]
     paths = [path for path in dict.fromkeys(path for each in flat for path in each) if not path.startswith(IGNORED)]
     kinds = [path for path in paths if path.endswith(".kind") and len({str(each.get(path)) for each in flat}) > 1]
@@ -87,7 +75,7 @@ def differences(runs: Sequence[RunFiles]) -> list[Difference]:
     for path in paths:
         values = [str(each[path])[:200] if path in each else "–" for each in flat]
         if len(set(values)) > 1:
-            found.append(Difference(path, values))
+            found.append((path, values))
     return found
 
 
@@ -124,7 +112,7 @@ def bits_charts(runs: Sequence[ComparedRun]) -> list[Chart]:
     for name in list(dict.fromkeys(name for run in runs for name in run.tasks))[:12]:
         tasks = {run.label: run.tasks[name] for run in runs if name in run.tasks}
         first = next(iter(tasks.values())).rows[:1]
-        curves = [_bits_curve(run.label, tasks.get(run.label), row) for run in runs for row in first]
+        curves = [_bits_curve(run.label, tasks.get(run.label), row.figure) for run in runs for row in first]
         if len({bits for curve in curves for bits in curve.x}) < 2:
             continue
         title = f"{name}: {first[0].title} against bits"
@@ -136,21 +124,14 @@ def bits_charts(runs: Sequence[ComparedRun]) -> list[Chart]:
     return charts
 
 
-def _bits_curve(label: str, task: Task | None, first: FigureRow) -> Curve:
+def _bits_curve(label: str, task: Task | None, figure: str) -> Curve:
     """Return the rate of a task by bits: of each prefix of its codes, or of all codes alone."""
-    details = None if task is None else task.details
-    if details is not None and details.bits is not None and (curve := bits_curve(label, details.bits, first.figure)).x:
-        return curve
-    row = None if task is None else next((each for each in task.rows if each.figure == first.figure), None)
-    if task is None or row is None or task.bits is None:
-        return Curve(label, [], [])
-    return Curve(label, [task.bits], [row.used[0]])
-
-
-def _labels(runs: Sequence[RunFiles]) -> list[str]:
-    """Return names that differ: of equal names the folder is added."""
-    names = [run.name for run in runs]
-    return [name if names.count(name) == 1 else f"{name} ({run.folder})" for name, run in zip(names, runs, strict=True)]
+    if task is not None and task.details is not None and task.details.bits is not None:
+        curve = bits_curve(label, task.details.bits, figure)
+        if curve.x:
+            return curve
+    rates = [] if task is None else [row.used[0] for row in task.rows if row.figure == figure]
+    return Curve(label, [task.bits], rates) if task is not None and task.bits is not None and rates else Curve(label)
 
 
 def _flatten(tree: Any, path: str = "") -> list[tuple[str, Any]]:

@@ -18,8 +18,8 @@ from statistics import fmean
 from vqclip.evaluation import PrefixResult, Result, main_figures
 from vqclip.evaluation.intervals import wilson
 from vqclip.evaluation.tables import figure_title, percent, table
-from vqclip.report.charts import COLOURS, PERCENT, Curve, line_chart
 from vqclip.report.page import render
+from vqclip.report.plot import COLOURS, PERCENT, Curve, line_chart
 
 __all__ = ["Point", "format_points", "measure", "points_csv", "points_page"]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tqdm import tqdm
+
 from vqclip.data import mask_credentials
 from vqclip.report.run_files import RunFiles, list_at, number_at, text_at, value_at
 
@@ -77,13 +79,16 @@ def _describe_source(source: Any) -> str:
 def describe_progress(run: RunFiles) -> str:
     """Return steps, processes, speed and state."""
     parts = [f"step {run.done:,}{f' of {run.steps:,}' if run.steps else ''}"]
-    processes = number_at(run.summary, "processes") or _count_logs(run)
+    # Each process but the first has a log file of its own.
+    logs = sum(1 for _, _ in zip(run.folder.glob("train.rank*.log"), range(100_000), strict=False))
+    processes = number_at(run.summary, "processes") or 1 + logs
     parts.append(f"{processes:,.0f} process{'es' if processes != 1 else ''}")
     speeds = [each for each in run.curves.get("images_per_second")[1] if math.isfinite(each) and each > 0]
     speed = number_at(run.summary, "speed.images_per_second") or (sum(speeds) / len(speeds) if speeds else None)
     if speed:
         parts.append(f"{speed:,.0f} images/s")
-        parts.append(f"about {duration(run.done * run.batch_size / speed)} of training")
+        seconds = min(run.done * run.batch_size / speed, 1e12)
+        parts.append(f"about {tqdm.format_interval(seconds)} of training")
     return " · ".join(parts)
 
 
@@ -96,19 +101,3 @@ def describe_state(run: RunFiles) -> str:
     if run.is_finished:
         return "finished"
     return "not finished: still running, or ended by an error (see train.log)"
-
-
-def duration(seconds: float) -> str:
-    """Return a time in two units: ``1 h 20 min``."""
-    if not seconds < 1e12:
-        return "an unknown time"
-    seconds = round(seconds)
-    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if seconds >= size:
-            return f"{seconds // size:,} {unit} {seconds % size // part} {smaller}"
-    return f"{seconds} s"
-
-
-def _count_logs(run: RunFiles) -> int:
-    """Return the number of processes: each one but the first has a log file of its own."""
-    return 1 + sum(1 for _, _ in zip(run.folder.glob("train.rank*.log"), range(100_000), strict=False))

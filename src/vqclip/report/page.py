@@ -18,14 +18,12 @@ from vqclip.evaluation.reconstructions import Reconstructions
 from vqclip.evaluation.tables import figure_title
 from vqclip.io.atomic import write_text
 from vqclip.report import comparison, run_charts
-from vqclip.report.charts import Curve, line_chart
-from vqclip.report.evaluations import MAX_FIGURES, newest_tasks
 from vqclip.report.images import image_uri, thumbnail_uri
 from vqclip.report.model_words import describe_data, describe_model, describe_progress, describe_state
-from vqclip.report.plot import compact, plain
-from vqclip.report.run_files import RunFiles, number_at, read_run
-from vqclip.report.verdict import judge, newest_codebooks
-from vqclip.runlog.codebooks import MODALITIES, Codebook
+from vqclip.report.plot import Curve, compact, line_chart, plain
+from vqclip.report.run_files import MAX_FIGURES, RunFiles, newest_tasks, number_at, read_run
+from vqclip.report.verdict import judge
+from vqclip.runlog.health import MODALITIES
 
 if TYPE_CHECKING:
     from vqclip.search.scan import Hit
@@ -47,19 +45,13 @@ def write_report(folder: Path | str, output: Path | str | None = None) -> Path:
         ConfigError: it is not the folder of a run; or its ``report.html`` is a link, a folder or a pipe.
         OSError: the page cannot be written.
     """
-    text = render_run(read_run(Path(folder)))
-    path = _require_own_page(Path(folder) / REPORT_FILE) if output is None else Path(output)
-    write_text(path, text)
-    return path
-
-
-def _require_own_page(path: Path) -> Path:
-    """Return the path of the page in a run's folder, which a stranger may have made a link to another file."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise ConfigError(
+    text, path = render_run(read_run(Path(folder))), Path(folder) / REPORT_FILE if output is None else Path(output)
+    if output is None and (path.is_symlink() or (path.exists() and not path.is_file())):
+        raise ConfigError(  # a stranger may have made it a link to another file
             f"{path}: is a link, a folder or a pipe; expected an ordinary file or none: remove it, or name another "
             "file (vqclip report --output FILE)"
         )
+    write_text(path, text)
     return path
 
 
@@ -75,7 +67,6 @@ def write_comparison(folders: Sequence[Path | str], output: Path | str) -> Path:
         OSError: the page cannot be written.
     """
     runs = comparison.compare([read_run(Path(folder)) for folder in folders])
-    charts, bits = comparison.comparison_charts(runs), comparison.bits_charts(runs)
     command = shlex.join(["vqclip", "report", *map(str, folders), "--output", str(output)])
     text = render(
         "comparison.html",
@@ -83,8 +74,8 @@ def write_comparison(folders: Sequence[Path | str], output: Path | str) -> Path:
         differences=comparison.differences([run.files for run in runs]),
         most=comparison.MAX_DIFFERENCES,
         figures=comparison.figures(runs),
-        charts=charts,
-        bits=bits,
+        charts=comparison.comparison_charts(runs),
+        bits=comparison.bits_charts(runs),
         command=command,
     )
     write_text(Path(output), text)
@@ -98,11 +89,25 @@ def render_run(run: RunFiles) -> str:
     charts = {
         "figures": [(task, run_charts.figure_chart(task)) for task in tasks],
         "pixels": [(task, run_charts.pixel_chart(task)) for task in tasks if task.pixels],
-        "training": run_charts.training_charts(run),
-        "evaluations": run_charts.evaluation_charts(run),
-        "codebooks": run_charts.codebook_charts(run),
+        "training": run_charts.training_charts(run.curves),
+        "evaluations": run_charts.evaluation_charts(run.curves),
+        "codebooks": run_charts.codebook_charts(run.curves, verdict.codebooks),
     }
     coded = [(task, task.details.codes) for task in tasks if task.details is not None and task.details.codes]
+    codebooks = {
+        modality: [(each, run.curves.latest.get(f"{each.name}/bits_used")) for each in found[: run_charts.MAX_ROWS]]
+        for modality in MODALITIES
+        if (found := [each for each in verdict.codebooks if each.modality == modality])
+    }
+    processes = int(number_at(run.summary, "processes") or 1)
+    start = "vqclip train" if processes == 1 else f"torchrun --standalone --nproc-per-node {processes} -m vqclip.train"
+    folder, config = shlex.quote(str(run.folder)), shlex.quote(str(run.folder / "config.yaml"))
+    commands = {
+        "the same run under another name": f"{start} --config {config} {shlex.quote(f'run.name={run.name}-again')}",
+        "resume it where it was stopped": f"{start} --config {config}",
+        "evaluate it once more": f"vqclip evaluate {folder}",
+        "write this page once more": f"vqclip report {folder}",
+    }
     return render(
         "run.html",
         run=run,
@@ -112,8 +117,8 @@ def render_run(run: RunFiles) -> str:
         evaluated=step,
         tasks=tasks,
         coded=coded[0] if coded else None,  # one set of images shows enough
-        codebooks=_codebook_rows(run),
-        commands=_commands(run),
+        codebooks=codebooks,
+        commands=commands,
     )
 
 
@@ -182,11 +187,10 @@ def _environment() -> Environment:
         "code_maps": run_charts.code_maps,
         "confusion_chart": run_charts.confusion_chart,
         "galleries": run_charts.galleries,
-        "worst_classes": run_charts.worst_classes,
     }
     templates.filters |= {
         "image": image_uri,
-        "percent": _percent,
+        "percent": lambda rate: "–" if rate is None else f"{100 * rate:.1f}",
         "compact": compact,
         "commas": "{:,.0f}".format,
         "plain": plain,
@@ -198,32 +202,3 @@ def _environment() -> Environment:
 def _finalize(value: Any) -> Any:
     """Make invisible characters of a text visible, and cut a long one; numbers and markup of our own stay."""
     return value if value is None or isinstance(value, (Markup, Undefined, int, float)) else plain(value)
-
-
-def _percent(rate: float | None) -> str:
-    return "–" if rate is None else f"{100 * rate:.1f}"
-
-
-def _codebook_rows(run: RunFiles) -> dict[str, list[tuple[Codebook, float | None]]]:
-    """Return the last values of each codebook and the bits that it uses, by modality."""
-    latest = run.curves.latest
-    rows = {}
-    for modality in MODALITIES:
-        found = newest_codebooks(run, modality)[: run_charts.MAX_ROWS]
-        if found:
-            rows[modality] = [(each, latest.get(f"{each.name}/bits_used")) for each in found]
-    return rows
-
-
-def _commands(run: RunFiles) -> list[tuple[str, str]]:
-    """Return what the commands do, and the commands that repeat, resume and evaluate the run."""
-    processes = int(number_at(run.summary, "processes") or 1)
-    start = "vqclip train" if processes == 1 else f"torchrun --standalone --nproc-per-node {processes} -m vqclip.train"
-    folder = shlex.quote(str(run.folder))
-    config = shlex.quote(str(run.folder / "config.yaml"))
-    return [
-        ("the same run under another name", f"{start} --config {config} {shlex.quote(f'run.name={run.name}-again')}"),
-        ("resume it where it was stopped", f"{start} --config {config}"),
-        ("evaluate it once more", f"vqclip evaluate {folder}"),
-        ("write this page once more", f"vqclip report {folder}"),
-    ]

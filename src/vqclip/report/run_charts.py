@@ -11,17 +11,14 @@ import numpy as np
 from markupsafe import Markup
 
 from vqclip.evaluation import MODES
-from vqclip.evaluation.details import Bits, ClassAccuracy, Codes, Confusion, Gallery, ShownImage
+from vqclip.evaluation.details import Bits, Codes, Confusion, Gallery, ShownImage
 from vqclip.evaluation.pixel_methods import CODES
 from vqclip.evaluation.tables import figure_title
-from vqclip.report.charts import PERCENT, Chart, Curve, heat_map, line_chart
-from vqclip.report.evaluations import MAX_FIGURES, Task
 from vqclip.report.images import draw_map, find_grid, png_uri
-from vqclip.report.plot import Plot, ticks
-from vqclip.report.run_files import RunFiles
-from vqclip.report.verdict import newest_codebooks
-from vqclip.runlog.codebooks import MODALITIES, modality_of
-from vqclip.runlog.curves import Curves
+from vqclip.report.plot import PERCENT, Chart, Curve, Plot, heat_map, line_chart, ticks
+from vqclip.report.run_files import MAX_FIGURES, Task, split_names
+from vqclip.runlog.health import MODALITIES, Codebook
+from vqclip.runlog.metrics import Curves
 
 MODE_TITLES = {"continuous": "continuous", "quantized": "quantized", "codes_only": "codes only"}
 MAX_CURVES = 8
@@ -39,9 +36,8 @@ _UNITS = {"psnr": "dB", "psnr_of_mse": "dB", "ssim": "SSIM"}
 """Units of figures other than rates."""
 
 
-def training_charts(run: RunFiles) -> list[Chart]:
+def training_charts(curves: Curves) -> list[Chart]:
     """Return loss terms, learning rate, gradient norm, throughput and waiting for data."""
-    curves = run.curves
     terms = [name for name in curves.names() if name.startswith("loss/")]
     losses = [name for name in terms if name != "loss/total"] or terms
     if len(losses) > 1 and "loss/total" in terms:
@@ -60,9 +56,8 @@ def training_charts(run: RunFiles) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def codebook_charts(run: RunFiles) -> list[Chart]:
+def codebook_charts(curves: Curves, codebooks: Sequence[Codebook]) -> list[Chart]:
     """Return usage, perplexity and bits used: of each modality, and of each codebook."""
-    curves = run.curves
     charts = [
         _lines("Codes in use", curves, [f"{each}/usage" for each in MODALITIES], unit=PERCENT, floor=0.0),
         _lines("Perplexity", curves, [f"{each}/perplexity" for each in MODALITIES], unit="codes", floor=0.0),
@@ -70,7 +65,7 @@ def codebook_charts(run: RunFiles) -> list[Chart]:
         _lines("Mean cosine of embeddings", curves, [f"{each}/embedding_cosine" for each in MODALITIES], floor=0.0),
     ]
     for modality in MODALITIES:
-        found = newest_codebooks(run, modality)[:MAX_ROWS]
+        found = [each for each in codebooks if each.modality == modality][:MAX_ROWS]
         if len(found) < 2:
             continue
         bits = max(1e-9, math.log2(found[0].codes))
@@ -89,14 +84,12 @@ def codebook_charts(run: RunFiles) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def evaluation_charts(run: RunFiles) -> list[Chart]:
+def evaluation_charts(curves: Curves) -> list[Chart]:
     """Return a figure for each task: its rates over steps, codes only where there are codes."""
     found: dict[tuple[str, str], dict[str, list[tuple[int, float]]]] = {}
-    for step, values in run.curves.evaluations.items():
-        for key, rate in values.items():
-            name, mode, figure = ["", "", *key.rsplit("/", 2)][-3:]
-            if mode in MODES:
-                found.setdefault((name, mode), {}).setdefault(figure, []).append((step, rate))
+    for step, values in curves.evaluations.items():
+        for (name, mode, figure), rate in split_names(values).items():
+            found.setdefault((name, mode), {}).setdefault(figure, []).append((step, rate))
     charts = []
     for name in list(dict.fromkeys(name for name, _ in found))[:12]:
         mode = "codes_only" if (name, "codes_only") in found else "quantized"
@@ -209,14 +202,8 @@ def confusion_chart(confusion: Confusion) -> Chart | None:
     return Chart(title, plot.svg(title), scale=("0 % of a class", "100 %"))
 
 
-def worst_classes(classes: Sequence[ClassAccuracy]) -> list[ClassAccuracy]:
-    """Return all classes, those with the lowest accuracy first."""
-    modes = ("codes_only", "quantized", "continuous")
-    return sorted(classes, key=lambda each: next((each.accuracy[mode] for mode in modes if mode in each.accuracy), 0.0))
-
-
 def _lines(title: str, curves: Curves, names: list[str], **options: Any) -> Chart | None:
     """Draw metrics over steps, those of loss terms and of codebooks without their common prefix or suffix."""
-    labels = {name: name.rpartition("/")[0] if modality_of(name) in MODALITIES else name for name in names}
+    labels = {name: name.rpartition("/")[0] if name.partition("/")[0] in MODALITIES else name for name in names}
     found = [Curve(labels[name].removeprefix("loss/"), *curves.get(name)) for name in names]
     return line_chart(title, [curve for curve in found if curve.x], **options)

@@ -10,8 +10,8 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from vqclip.runlog.codebooks import least_used
 from vqclip.runlog.console import log_to_file
+from vqclip.runlog.health import least_used
 
 logger = logging.getLogger(__name__)
 

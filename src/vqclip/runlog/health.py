@@ -1,10 +1,12 @@
-"""Health of a run: signs that it no longer learns, that codebooks have collapsed, or that it diverges.
+"""Health of a run, judged from its metrics: a dead model, collapsed codebooks, divergence.
 
-    health = Health(collapse, divergence)
-    for each report:  health.add(step, figures, loss, chance, ...)    new warnings, in words
-    health.summary()                                                  verdict, codebooks, warnings
+    health = Health(collapse, divergence, loss, chance, codes, warmup_steps)
+    for step, figures in rows:  health.add(step, figures)     new warnings, in words
+    health.findings()                                         what is wrong after the last row
+    health.summary()                                          the same for summary.json, with all warnings
 
-A run adds the metrics of each report, and its checkpoints hold the state. Its page adds those in ``metrics.jsonl``.
+The rows are those of ``metrics.jsonl``. A run adds each report; when it resumes, it first adds the rows in the file.
+Its page adds the rows in the file, too. So the run and its page say the same, and checkpoints hold no state of it.
 
 The run warns of a sign when it has lasted, and again only after it was absent for long:
 
@@ -21,47 +23,120 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
-from typing_extensions import Self
+from pydantic import Field
 
 from vqclip.config import Config
-from vqclip.io.json_files import Strict
 from vqclip.io.tensors import first_names
-from vqclip.runlog.codebooks import MODALITIES, Codebook, modality_of, read_codebooks
 
+MODALITIES = ("image", "text")
 HEALTHY = "no sign of collapse"
 """Verdict on a run without signs."""
-MAX_WARNINGS = 1000
-"""Warnings that a run keeps; older ones are in its log."""
 RECENT = 5
 """Reports whose median counts as the present loss or gradient norm, so that a single spike is no divergence."""
 USUAL = 100
 """Reports before those, whose median is the usual gradient norm; at least a tenth of them is needed."""
+_MAX_WARNINGS = 1000
+"""Warnings that a summary has; older ones are in the log."""
 _PAUSES = 3
 """Absence of a sign, in multiples of `CollapseConfig.steps`, after which it is new again; divergence never is."""
-
-RESTART = (
+_RESTART = (
     "Such weights rarely recover: start again with a lower optim.lr (a tenth) or a longer optim.warmup_steps, or "
     "resume from an earlier checkpoint"
 )
-"""Advice for a run that no longer learns."""
-REMEDY = (
+_LOWER_RATE = (
     "Stop it and start again with a lower optim.lr (a tenth) or a longer optim.warmup_steps, or resume it from a "
     "checkpoint of before, with a lower optim.lr and run.resume_allow=[optim]"
 )
-"""Advice for a run that diverges."""
+
+Kind = Literal["dead", "collapsed", "diverged"]
+"""Kind of sign, by what is wrong with the run."""
+Level = Literal["bad", "warn", "note", "good"]
+LEVELS: tuple[Level, ...] = ("bad", "warn", "note", "good")
+"""From worst to best."""
 
 
-def suggest_remedies(modality: str) -> str:
-    """Return advice for collapsed codebooks of a modality."""
-    return (
-        f"What may help: model.{modality}.normalize: layer before the quantizer, a lower optim.lr or a longer "
-        "optim.warmup_steps; for vq dead_below > 0; for lfq and bsq a larger weight of codebook_entropy_gap or a "
-        "higher entropy_temperature; several smaller codebooks (kind: product)"
-    )
+@dataclass(frozen=True)
+class Codebook:
+    """Usage of a codebook over a window of tokens, from the metrics of a step."""
+
+    name: str
+    """Name as in the metrics: ``image``; ``image/3`` of several; ``image/0/3`` of several of a stage."""
+    codes: int
+    """K; 0 if unknown."""
+    tokens: float
+    usage_if_uniform: float
+    """Share of the codes that as many tokens would use if all codes were equally likely."""
+    usage: float
+    """Share of the codes in use."""
+    perplexity: float
+
+    @property
+    def modality(self) -> str:
+        """``image`` or ``text``."""
+        return self.name.partition("/")[0]
+
+    @property
+    def number(self) -> str:
+        """Number among the codebooks of its modality, such as ``3`` or ``0/3``; empty for the only one."""
+        return self.name.partition("/")[2]
+
+    @property
+    def used(self) -> float:
+        """Number of codes in use."""
+        return self.usage * self.codes
+
+    @property
+    def possible(self) -> float:
+        """Number of codes that evenly used ones would show."""
+        return self.usage_if_uniform * self.codes
+
+    @property
+    def share(self) -> float:
+        """Codes in use, as a fraction of those that evenly used ones would show; 0..1."""
+        return min(self.usage / max(self.usage_if_uniform, 1e-12), 1.0)
+
+
+def codebook_names(figures: Mapping[str, float], modality: str) -> list[str]:
+    """Return the names of a modality's codebooks in the metrics of a step.
+
+    A stage that has codebooks of its own is left out: its metrics are their means.
+    """
+    prefix = f"{modality}/"
+    names = [name.removesuffix("/usage") for name in figures if name.startswith(prefix) and name.endswith("/usage")]
+    stages = {name.rpartition("/")[0] for name in names}
+    return [name for name in names if name not in stages]
+
+
+def read_codebooks(modality: str, figures: Mapping[str, float], codes: int = 0) -> list[Codebook]:
+    """Return the codebooks of a modality whose metrics are complete and possible.
+
+    Args:
+        modality: ``image`` or ``text``.
+        figures: metrics of a step.
+        codes: K of each codebook; 0 if unknown.
+    """
+    found = []
+    tokens = figures.get(f"{modality}/tokens", -1.0)
+    for name in codebook_names(figures, modality):
+        above = name
+        while above and f"{above}/usage_if_uniform" not in figures:
+            above = above.rpartition("/")[0]
+        possible, perplexity = figures.get(f"{above}/usage_if_uniform", -1.0), figures.get(f"{name}/perplexity", -1.0)
+        numbers = tokens, possible, figures[f"{name}/usage"], perplexity
+        if all(0 <= number < 2**53 for number in numbers):
+            found.append(Codebook(name, codes, *numbers))
+    return found
+
+
+def least_used(figures: Mapping[str, float]) -> Codebook | None:
+    """Return the codebook that uses the smallest share of the codes it could; None if there is none."""
+    every = [each for modality in MODALITIES for each in read_codebooks(modality, figures)]
+    return min(every, key=lambda each: each.share, default=None)
 
 
 class CollapseConfig(Config):
@@ -97,252 +172,224 @@ class DivergenceConfig(Config):
     """Steps for which the loss is too high before the warning; an exploding gradient is reported at once."""
 
 
-Kind = Literal["dead", "collapsed", "diverged"]
-"""Kind of sign, by what is wrong with the run."""
-_Count = Annotated[int, Field(ge=0, lt=2**53)]
+@dataclass(frozen=True)
+class Finding:
+    """One observation about a run."""
+
+    level: Level
+    title: str
+    """Observation in a few words."""
+    text: str = ""
+    """Observation in figures."""
+    advice: str = ""
+    kind: Kind | None = None
+    """Kind of the signs that it tells of; None for others."""
 
 
-class Sign(Strict):
+@dataclass
+class _Sign:
     """Something that is wrong with a run, or was."""
-
-    model_config = ConfigDict(frozen=False)
 
     kind: Kind
     name: str
     """``loss``, ``gradient``, ``image embeddings``, ...; of a collapsed codebook its name."""
-    since: _Count
-    """First step of the newest reports that all have it."""
-    due: bool
+    text: str
+    """Observation in figures; empty for a codebook."""
+    since: int
+    """First step of the newest rows that all have it."""
+    last: int
+    """Newest row that has it."""
+    due: bool = False
     """Whether it has lasted long enough."""
-    text: Annotated[str, Field(max_length=1000)]
-    """Observation in figures; empty for a codebook, see `Health.describe`."""
-    present: bool = True
-    """Whether the last report has it."""
-    told: _Count | None = None
-    """Last step at which it was due; None if it never was."""
-
-
-class _Warning(Strict):
-    step: _Count
-    text: Annotated[str, Field(max_length=10_000)]
-
-
-class _State(Strict):
-    """Everything that decides what comes next; in checkpoints."""
-
-    model_config = ConfigDict(frozen=False)
-
-    last: _Count = 0
-    """Step of the last report; 0 before the first."""
-    signs: list[Sign] = []
-    """Signs of the last report, and those that were ever due; during a run, `Health` holds them by name."""
-    warnings: Annotated[list[_Warning], Field(max_length=MAX_WARNINGS)] = []
-    codebooks: list[Codebook] = []
-    """Codebooks of the last report."""
-    losses: Annotated[list[float], Field(max_length=RECENT)] = []
-    norms: Annotated[list[float], Field(max_length=RECENT + USUAL)] = []
-    lowest: float | None = None
-    """Lowest median of the losses; None before the first."""
-    lowest_at: _Count = 0
-
-    @model_validator(mode="after")
-    def _collapsed_codebooks_are_known(self) -> Self:
-        lost = {sign.name for sign in self.signs if sign.kind == "collapsed" and sign.present}
-        if unknown := lost - {each.name for each in self.codebooks}:
-            raise ValueError(f"signs: {min(unknown)!r} is not among the codebooks")
-        return self
+    told: bool = False
+    """Whether the run has warned of it."""
 
 
 class Health:
-    """Health of a run, judged from its reports, one after the other.
+    """Health of a run, judged from its rows, one after the other.
 
     Args:
         collapse: thresholds of dead runs and collapsed codebooks; None: they are not looked for.
         divergence: thresholds of runs that diverge; None: they are not looked for.
+        loss: metric by which progress is judged: the contrastive loss, or the error of decoded images.
+        chance: its value for a model that knows nothing, or the metric that has it; NaN if unknown.
+        codes: K of each codebook, by modality; codebooks of others are not judged.
+        warmup_steps: first steps, in which the loss may be at chance or rise.
+
+    Attributes:
+        codebooks: codebooks of the last row.
+        warnings: ``step`` and ``text`` of the newest warnings.
     """
 
-    def __init__(self, collapse: CollapseConfig | None, divergence: DivergenceConfig | None):
-        self._collapse, self._divergence = collapse, divergence
-        self._state = _State()
-        self._signs: dict[tuple[Kind, str], Sign] = {}
-
-    def add(
+    def __init__(
         self,
-        step: int,
-        figures: Mapping[str, float],
-        loss: float,
-        chance: float,
+        collapse: CollapseConfig | None,
+        divergence: DivergenceConfig | None,
+        loss: str,
+        chance: float | str,
         codes: Mapping[str, int],
-        warming_up: bool,
-    ) -> list[str]:
-        """Judge a report, and return the new warnings.
+        warmup_steps: int = 0,
+    ):
+        self._collapse, self._divergence = collapse, divergence
+        self._loss, self._chance, self._codes, self._warmup_steps = loss, chance, codes, warmup_steps
+        self.codebooks: list[Codebook] = []
+        self.warnings: deque[dict[str, Any]] = deque(maxlen=_MAX_WARNINGS)
+        self._step = self._before = 0
+        """Steps of the last row and of the one before; 0 without one."""
+        self._signs: dict[tuple[Kind, str], _Sign] = {}
+        self._losses: deque[float] = deque(maxlen=RECENT)
+        self._norms: deque[float] = deque(maxlen=RECENT + USUAL)
+        self._lowest, self._lowest_at = math.inf, 0
+        """Lowest median of the losses, and its step."""
 
-        Args:
-            step: steps done.
-            figures: metrics of the report.
-            loss: the contrastive loss, or the error of decoded images; NaN if unknown.
-            chance: loss of a model that knows nothing.
-            codes: number of codes of a codebook, by modality.
-            warming_up: whether the learning rate warms up, when the loss may be at chance, or rise.
-        """
-        state, found = self._state, list[Sign]()
+    def add(self, step: int, figures: Mapping[str, float]) -> list[str]:
+        """Judge a row, and return the new warnings."""
+        self._before, self._step = self._step, step
+        loss, chance = figures.get(self._loss, math.nan), self._chance
+        chance = figures.get(chance, math.nan) if isinstance(chance, str) else chance
+        is_warm, found = step > self._warmup_steps, list[_Sign]()
         if self._collapse is not None:
-            found += self._dead(self._collapse, step, figures, math.nan if warming_up else loss, chance)
-            state.codebooks = [each for name, count in codes.items() for each in read_codebooks(name, figures, count)]
-            wait = 0 if step - state.last >= self._collapse.steps else self._collapse.steps  # 0: reports are rare
-            lost = [each.name for each in state.codebooks if self._collapse.has_collapsed(each)]
-            found += [self._sign("collapsed", name, step, wait) for name in lost]
+            found += self._find_dead(self._collapse, figures, loss if is_warm else math.nan, chance)
+            self.codebooks = [each for name, k in self._codes.items() for each in read_codebooks(name, figures, k)]
+            steps = self._collapse.steps
+            wait = 0 if step - self._before >= steps else steps  # 0: reports are rare
+            lost = [each.name for each in self.codebooks if self._collapse.has_collapsed(each)]
+            found += [self._sign("collapsed", name, wait) for name in lost]
         is_open = figures.get("bottleneck/share", 1.0) < 1  # codes replace the continuous vectors step by step
-        if self._divergence is not None and not warming_up and not is_open:
-            found += self._rise(self._divergence, step, loss, chance)
-            found += self._explosion(self._divergence, step, figures.get("grad_norm", math.nan))
+        if self._divergence is not None and is_warm and not is_open:
+            found += self._find_rise(self._divergence, loss, chance)
+            found += self._find_explosion(self._divergence, figures.get("grad_norm", math.nan))
+        self._signs |= {(sign.kind, sign.name): sign for sign in found}
 
-        new = [sign for sign in found if sign.due and self._is_new(sign, step)]
-        for sign in found:
-            sign.told = step if sign.due else sign.told
-        over = [each for each in self._signs.values() if each.told is not None]
-        self._signs = {(each.kind, each.name): each.model_copy(update={"present": False}) for each in over}
-        self._signs |= {(each.kind, each.name): each for each in found}
-        state.last = step
-
-        messages = [f"{sign.text}. {RESTART}" for sign in new if sign.kind == "dead"]
-        for modality in {modality_of(sign.name): None for sign in new if sign.kind == "collapsed"}:
-            messages.append(f"{self.describe(modality, due=True)}. {suggest_remedies(modality)}")
-        messages += [f"{sign.text}. {REMEDY}" for sign in new if sign.kind == "diverged"]
-        state.warnings = [*state.warnings, *(_Warning(step=step, text=each) for each in messages)][-MAX_WARNINGS:]
+        new = [sign for sign in found if sign.due and not sign.told]
+        for sign in new:
+            sign.told = True
+        messages = [f"{finding.text}. {finding.advice}" for finding in self._describe(new)]
+        self.warnings += [{"step": step, "text": each} for each in messages]
         return messages
 
-    @property
-    def signs(self) -> list[Sign]:
-        """Signs of the last report that are due.
+    def findings(self) -> list[Finding]:
+        """Return what is wrong after the last row.
 
-        A codebook that has collapsed in the last report counts at once: the next report may never come.
+        A codebook that has collapsed in the last row counts at once: the next row may never come.
         """
-        at_once = self._collapse is not None and self._state.last >= self._collapse.steps
-        present = (each for each in self._signs.values() if each.present)
-        return [each for each in present if each.due or (each.kind == "collapsed" and at_once)]
-
-    @property
-    def codebooks(self) -> list[Codebook]:
-        """Codebooks of the last report."""
-        return self._state.codebooks
-
-    def describe(self, modality: str, due: bool = False) -> str:
-        """Describe the collapsed codebooks of a modality, of which there must be one; ``due``: those that are due."""
-        every = [each for each in self._state.codebooks if each.modality == modality]
-        since = {sign.name: sign.since for sign in self.signs if sign.kind == "collapsed" and (sign.due or not due)}
-        lost = [each for each in every if each.name in since]
-        first, few = lost[0], len(lost) == 1
-        numbers = first_names([each.number for each in lost], shown=20)
-        named = f"codebook{'' if few else 's'} {numbers} of {len(every)}" if first.number else "the codebook"
-        return (
-            f"{modality}: {named} {'has' if few else 'have'} collapsed since step "
-            f"{min(since[each.name] for each in lost)} or before: {_span([each.used for each in lost])} of "
-            f"{first.codes:,} codes in use over {first.tokens:,.0f} tokens, where evenly used codes would be "
-            f"{first.possible:,.0f}; perplexity {_span([each.perplexity for each in lost])}"
-        )
+        at_once = self._collapse is not None and self._step >= self._collapse.steps
+        present = [sign for sign in self._signs.values() if sign.last == self._step]
+        return self._describe([sign for sign in present if sign.due or (sign.kind == "collapsed" and at_once)])
 
     def summary(self) -> dict[str, Any]:
-        """Return the verdict on the run after the last report, as JSON values; empty if nothing is looked for.
+        """Return the verdict after the last row, as JSON values; empty if nothing is looked for.
 
         ``verdict`` is a line of text, ``codebooks`` their usage over the window, ``warnings`` those of the whole run.
         """
         if self._collapse is None and self._divergence is None:
             return {}
-        texts = [sign.text for sign in self.signs if sign.kind == "dead"]
-        word = "DEAD" if texts else "COLLAPSED"
-        lost = {modality_of(sign.name): None for sign in self.signs if sign.kind == "collapsed"}
-        texts += [self.describe(modality) for modality in lost]
-        verdicts = [f"{word}: {'; '.join(texts)}"] if texts else []
-        diverged = [sign.text for sign in self._signs.values() if sign.kind == "diverged" and sign.told is not None]
-        verdicts += [f"DIVERGED: {'; '.join(diverged)}"] if diverged else []
-        state = self.state_dict()
-        return {"verdict": "; ".join(verdicts) or HEALTHY, **{each: state[each] for each in ("codebooks", "warnings")}}
+        verdict = "; ".join(f"{str(finding.kind).upper()}: {finding.text}" for finding in self.findings())
+        codebooks = [asdict(each) for each in self.codebooks]
+        return {"verdict": verdict or HEALTHY, "codebooks": codebooks, "warnings": list(self.warnings)}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
-        state = self._state.model_copy(update={"signs": list(self._signs.values())}).model_dump()
-        return {**state, "codebooks": [each._asdict() for each in self._state.codebooks]}
+    def _sign(self, kind: Kind, name: str, wait: int, text: str = "") -> _Sign:
+        """Return a sign of this row, which is due when it has lasted ``wait`` steps, and then stays so."""
+        sign, former = _Sign(kind, name, text, self._step, self._step), self._signs.get((kind, name))
+        if former is not None:
+            lasts = former.last == self._before
+            if lasts:
+                sign.since, sign.due = former.since, former.due
+            pause = math.inf if kind == "diverged" or self._collapse is None else _PAUSES * self._collapse.steps
+            sign.told = former.told and (lasts or self._step - former.last < pause)
+        sign.due |= self._step - sign.since >= wait
+        return sign
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`.
-
-        Raises:
-            ValueError: it is not valid.
-        """
-        loaded = _State.model_validate(state)
-        self._state = loaded.model_copy(update={"signs": []})
-        self._signs = {(each.kind, each.name): each for each in loaded.signs}
-
-    def _sign(self, kind: Kind, name: str, step: int, wait: int, text: str = "") -> Sign:
-        """Return a sign of this report, which is due when it has lasted ``wait`` steps, and then stays so."""
-        former = self._signs.get((kind, name))
-        lasts = former is not None and former.present
-        since = former.since if former is not None and lasts else step
-        due = step - since >= wait or (former is not None and lasts and former.due)
-        told = None if former is None else former.told
-        return Sign(kind=kind, name=name, since=since, due=due, text=text[:1000], told=told)
-
-    def _is_new(self, sign: Sign, step: int) -> bool:
-        """Return whether a sign that is due is to be told: it was not due before, or it was absent for long."""
-        if sign.told is None or sign.kind == "diverged" or self._collapse is None:
-            return sign.told is None
-        former = self._signs[sign.kind, sign.name]
-        return not (former.present and former.due) and step - sign.told >= _PAUSES * self._collapse.steps
-
-    def _dead(
-        self, config: CollapseConfig, step: int, figures: Mapping[str, float], loss: float, chance: float
-    ) -> list[Sign]:
+    def _find_dead(
+        self, config: CollapseConfig, figures: Mapping[str, float], loss: float, chance: float
+    ) -> Iterator[_Sign]:
         """Find signs of a model that no longer learns."""
-        found = []
         if figures.get("grad_norm", math.inf) < 1e-12:
-            text = "the gradient is 0, so the model no longer learns"
-            found.append(self._sign("dead", "gradient", step, 0, text))
+            yield self._sign("dead", "gradient", 0, "the gradient is 0, so the model no longer learns")
         for modality in MODALITIES:
             if figures.get(f"{modality}/embedding_cosine", 0.0) > 1 - 1e-5:
                 text = f"all {modality} embeddings of a batch are equal"
-                found.append(self._sign("dead", f"{modality} embeddings", step, 0, text))
+                yield self._sign("dead", f"{modality} embeddings", 0, text)
         if abs(loss - chance) <= 1e-3 * chance:
-            covers_start = not self._state.last and step >= config.steps  # a first report this late
+            covers_start = not self._before and self._step >= config.steps  # a first report this late
             text = f"the loss is {loss:.4f}, that of a model that knows nothing ({chance:.4f})"
-            found.append(self._sign("dead", "loss", step, 0 if covers_start else config.steps, text))
-        return found
+            yield self._sign("dead", "loss", 0 if covers_start else config.steps, text)
 
-    def _rise(self, config: DivergenceConfig, step: int, loss: float, chance: float) -> list[Sign]:
+    def _find_rise(self, config: DivergenceConfig, loss: float, chance: float) -> list[_Sign]:
         """Find a loss that has been too high for long. Losses that are not finite are left out; guards report those."""
-        state = self._state
-        state.losses = [*state.losses, *([loss] if math.isfinite(loss) else [])][-RECENT:]
-        if len(state.losses) < RECENT:
+        self._losses += [loss] if math.isfinite(loss) else []
+        if len(self._losses) < RECENT:
             return []
-        now = statistics.median(state.losses)
-        if state.lowest is None or now < state.lowest:
-            state.lowest, state.lowest_at = now, step
-        gained = chance - state.lowest
+        now = statistics.median(self._losses)
+        if now < self._lowest:
+            self._lowest, self._lowest_at = now, self._step
+        gained = chance - self._lowest
         has_learned = gained > 0.2 * chance  # what is lost of less may be noise
-        is_lost = has_learned and now > state.lowest + config.lost * gained
-        if not is_lost and now <= 1.05 * chance:
+        is_lost = has_learned and now > self._lowest + config.lost * gained
+        if not (is_lost or now > 1.05 * chance):
             return []
-        former = self._signs.get(("diverged", "loss"))
-        since = former.since if former is not None and former.present else step
-        best = f"{state.lowest:.3f} at step {state.lowest_at}" if has_learned else f"never below {state.lowest:.3f}"
-        text = (
-            f"the run diverges: the loss has been too high since step {since} and is "
+        sign = self._sign("diverged", "loss", config.steps)
+        best = f"{self._lowest:.3f} at step {self._lowest_at}" if has_learned else f"never below {self._lowest:.3f}"
+        sign.text = (
+            f"the run diverges: the loss has been too high since step {sign.since} and is "
             f"{now:.3f} now; it was {best}, and a model that knows nothing has {chance:.3f}"
         )
-        return [self._sign("diverged", "loss", step, config.steps, text)]
+        return [sign]
 
-    def _explosion(self, config: DivergenceConfig, step: int, norm: float) -> list[Sign]:
+    def _find_explosion(self, config: DivergenceConfig, norm: float) -> list[_Sign]:
         """Find gradients that have become far larger than usual."""
-        state = self._state
-        state.norms = [*state.norms, *([norm] if math.isfinite(norm) else [])][-RECENT - USUAL :]
-        before, recent = state.norms[:-RECENT], state.norms[-RECENT:]
+        self._norms += [norm] if math.isfinite(norm) else []
+        norms = list(self._norms)
+        before, recent = norms[:-RECENT], norms[-RECENT:]
         if len(before) < USUAL // 10:
             return []
         usual, now = statistics.median(before), statistics.median(recent)
         if now <= config.gradient * max(usual, 1e-12):
             return []
         text = f"the run diverges: the gradient norm is {now:.3g}, where {usual:.3g} was usual"
-        return [self._sign("diverged", "gradient", step, 0, text)]
+        return [self._sign("diverged", "gradient", 0, text)]
+
+    def _describe(self, signs: Sequence[_Sign]) -> list[Finding]:
+        """Return the findings of signs: one for all of a dead model, one for each modality, one for each divergence."""
+        found = []
+        if dead := [sign for sign in signs if sign.kind == "dead"]:
+            title = f"Dead since step {min(sign.since for sign in dead):,}: the model no longer learns"
+            found.append(Finding("bad", title, "; ".join(sign.text for sign in dead), _RESTART, "dead"))
+        since = {sign.name: sign.since for sign in signs if sign.kind == "collapsed"}
+        for modality in self._codes:
+            every = [each for each in self.codebooks if each.modality == modality]
+            if lost := [each for each in every if each.name in since]:
+                found.append(_describe_collapse(modality, lost, len(every), min(since[each.name] for each in lost)))
+        for sign in signs:
+            if sign.kind == "diverged":
+                title = "Diverged: the loss is too high" if sign.name == "loss" else "Diverged: the gradient explodes"
+                found.append(Finding("bad", title, sign.text, _LOWER_RATE, "diverged"))
+        return found
+
+
+def _describe_collapse(modality: str, lost: Sequence[Codebook], every: int, since: int) -> Finding:
+    """Describe the collapsed ones of the codebooks of a modality."""
+    first, few = lost[0], len(lost) == 1
+    which = f"{len(lost)} of {every} {modality} codebooks"
+    which = which if every > 1 else f"the {modality} codebook has few codes left"
+    numbers = first_names([each.number for each in lost], shown=20)
+    named = f"codebook{'' if few else 's'} {numbers} of {every}" if first.number else "the codebook"
+    used, perplexity = ([getattr(each, name) for each in lost] for name in ("used", "perplexity"))
+    text = (
+        f"{modality}: {named} {'has' if few else 'have'} collapsed since step {since} or before: {_span(used)} of "
+        f"{first.codes:,} codes in use over {first.tokens:,.0f} tokens, where evenly used codes would be "
+        f"{first.possible:,.0f}; perplexity {_span(perplexity)}"
+    )
+    return Finding("bad", f"Collapsed since step {since:,}: {which}", text, suggest_remedies(modality), "collapsed")
+
+
+def suggest_remedies(modality: str) -> str:
+    """Return advice for codebooks of a modality that use few codes."""
+    return (
+        f"What may help: model.{modality}.normalize: layer before the quantizer, a lower optim.lr or a longer "
+        "optim.warmup_steps; for vq dead_below > 0; for lfq and bsq a larger weight of codebook_entropy_gap or a "
+        "higher entropy_temperature; several smaller codebooks (kind: product)"
+    )
 
 
 def _span(numbers: Sequence[float]) -> str:

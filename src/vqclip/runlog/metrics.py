@@ -1,4 +1,8 @@
-"""Metrics of a run in ``metrics.jsonl``, and other JSON Lines files about its steps."""
+"""Metrics of a run in ``metrics.jsonl``, and other JSON Lines files about its steps.
+
+`MetricsLog` writes them. `read_metrics` yields every line; `read_curves` reads them by step in bounded time and memory,
+however long the file is.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ import logging
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -17,12 +23,26 @@ from typing_extensions import Self
 
 from vqclip.data import mask_credentials
 from vqclip.errors import DataError
-from vqclip.io.files import name_file_in_errors
+from vqclip.io.files import name_file_in_errors, open_regular
 
 logger = logging.getLogger(__name__)
 
 EVALUATION = "eval/"
 """Prefix of the metrics of evaluations."""
+POINTS = 300
+"""Lines that `read_curves` reads of a long file, evenly spread over it."""
+LAST_LINES = 120
+"""Lines at its end that are read of it: as many as `vqclip.runlog.health` looks back."""
+SMALL_BYTES = 2 << 20
+"""Size up to which every line is read."""
+MAX_LINE = 1 << 18
+"""Longer lines count as damaged in `read_lines`."""
+MAX_NAMES = 3000
+"""Metrics of a line of `read_curves`; one with more counts as damaged."""
+MAX_SCAN = 1 << 30
+"""Bytes at the end of the file that are searched for these lines: about a second."""
+MAX_EVALUATIONS = 300
+"""Evaluations that are read: the newest."""
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 Value = float | int | bool | str | Tensor | None
@@ -120,53 +140,11 @@ class MetricsLog(JsonLines):
         """
         plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
         if step == self._start_step == self._last_step:
-            known, missing = self.recorded, object()
-            plain = {name: value for name, value in plain.items() if known.get(name, missing) != to_json_value(value)}
+            known = {name: to_json_value(value) for name, value in self.recorded.items()}
+            plain = {name: v for name, v in plain.items() if name not in known or known[name] != to_json_value(v)}
             if not plain:
                 return {}
         return super().write(step, plain)
-
-
-def read_metrics(path: Path, *, skip_damaged: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a ``metrics.jsonl``, with numbers that are not finite as floats.
-
-    Args:
-        path: the file.
-        skip_damaged: leave out lines that are not a JSON object with a step, each with a warning.
-
-    Raises:
-        DataError: a line is not a JSON object with a step; the message has its number.
-    """
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            entry = parse_line(line)
-            if entry is None:
-                told = f"{path}:{number}: not a line of metrics: {line[:80]!r}"
-                if not skip_damaged:
-                    raise DataError(told)
-                logger.warning("%s; it is left out", told)
-                continue
-            yield {name: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for name, v in entry.items()}
-
-
-def to_json_value(value: Any) -> Any:
-    """Return the value as the file has it."""
-    if isinstance(value, str):
-        return mask_credentials(value)
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return the object on a line; None for a broken line (cut short, or without a step)."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return entry if isinstance(entry, dict) and type(entry.get("step")) is int else None
 
 
 def _drop_after(path: Path, step: int) -> dict[str, Any]:
@@ -197,3 +175,157 @@ def _drop_after(path: Path, step: int) -> dict[str, Any]:
             os.truncate(file.fileno(), kept)
             os.fsync(file.fileno())
     return recorded
+
+
+def to_json_value(value: Any) -> Any:
+    """Return the value as the file has it."""
+    if isinstance(value, str):
+        return mask_credentials(value)
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the object on a line, with numbers that are not finite as floats; None for a broken line.
+
+    A line is broken if it was cut short, or has no step.
+    """
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(entry, dict) or type(entry.get("step")) is not int:
+        return None
+    return {name: _NOT_FINITE.get(each, each) if isinstance(each, str) else each for name, each in entry.items()}
+
+
+def read_metrics(path: Path, *, skip_damaged: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a ``metrics.jsonl``, with numbers that are not finite as floats.
+
+    Args:
+        path: the file.
+        skip_damaged: leave out lines that are not a JSON object with a step, each with a warning.
+
+    Raises:
+        DataError: a line is not a JSON object with a step; the message has its number.
+    """
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            told = f"{path}:{number}: not a line of metrics: {line[:80]!r}"
+            if (entry := parse_line(line)) is not None:
+                yield entry
+            elif skip_damaged:
+                logger.warning("%s; it is left out", told)
+            else:
+                raise DataError(told)
+
+
+@dataclass
+class Curves:
+    """Metrics by step, in the order of the steps."""
+
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Step → metrics of the training. Values may be NaN or infinite."""
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Step → metrics of an evaluation, without their prefix."""
+    damaged: int = 0
+    """Lines that could not be read."""
+    thinned: bool = False
+    """Whether only some lines of a long file were read."""
+
+    @property
+    def last_step(self) -> int:
+        """Newest step with any metric; 0 without one."""
+        return max([0, *list(self.steps)[-1:], *list(self.evaluations)[-1:]])
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """Newest metrics of the training; empty without any."""
+        return next(reversed(self.steps.values()), {})
+
+    def get(self, name: str) -> tuple[list[int], list[float]]:
+        """Return steps and values of one metric of the training."""
+        found = [(step, values[name]) for step, values in self.steps.items() if name in values]
+        return [step for step, _ in found], [value for _, value in found]
+
+    def names(self) -> list[str]:
+        """Return the metrics of the training in the order of their appearance."""
+        return list(dict.fromkeys(name for values in self.steps.values() for name in values))
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Add a line; one of an earlier step means that the run was resumed, so former later steps are dropped."""
+        step = entry["step"]
+        for known in (self.steps, self.evaluations):
+            while known and next(reversed(known)) > step:
+                known.popitem()
+        values = {name: number for name, value in entry.items() if (number := _number(value)) is not None}
+        values.pop("step", None)
+        evaluated = {name: value for name, value in values.items() if name.startswith(EVALUATION)}
+        trained = {name: value for name, value in values.items() if name not in evaluated}
+        if evaluated:
+            rates = {name.removeprefix(EVALUATION): value for name, value in evaluated.items()}
+            self.evaluations.setdefault(step, {}).update(rates)
+        if trained:
+            self.steps.setdefault(step, {}).update(trained)
+
+
+def read_curves(path: Path) -> Curves:
+    """Read a ``metrics.jsonl``, also while it is written; damaged and cut lines are counted and left out.
+
+    Of a file of more than `SMALL_BYTES` only `POINTS` lines, the last ones, and the evaluations are read.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file.
+    """
+    curves = Curves()
+    with open_regular(path) as file:
+        size = file.seek(0, 2)
+        curves.thinned = size > SMALL_BYTES
+        lines = read_lines(file, max(0, size - MAX_SCAN), size)
+        if size > MAX_SCAN:
+            next(lines)  # it begins before this part of the file
+        for line in _choose(lines, min(size, MAX_SCAN)) if curves.thinned else lines:
+            entry = parse_line(line)
+            if entry is None or not 0 <= entry["step"] < 2**53 or len(entry) > MAX_NAMES:
+                curves.damaged += bool(line.strip()) and (line.endswith(b"\n") or len(line) > MAX_LINE)
+            else:
+                curves.add(entry)
+    return curves
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def read_lines(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
+    """Yield the lines in a part of a file; of a long one its beginning, without an end of line."""
+    file.seek(start)
+    while (position := file.tell()) < end:
+        line = file.readline(min(MAX_LINE + 1, end - position))
+        yield line
+        while line and len(line) > MAX_LINE and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE + 1)
+
+
+def _choose(lines: Iterable[bytes], size: int) -> list[bytes]:
+    """Return some lines of a long file of ``size`` bytes, the newest evaluations, and the last lines, in order."""
+    spread, position, due = dict[int, bytes](), 0, 0.0
+    evaluations, last = (deque[tuple[int, bytes]](maxlen=most) for most in (MAX_EVALUATIONS, LAST_LINES))
+    mark = f'"{EVALUATION}'.encode()
+    for line in lines:
+        if position >= due:
+            spread[position], due = line, position + size / POINTS
+        if mark in line:
+            evaluations.append((position, line))
+        last.append((position, line))
+        position += len(line)
+    chosen = spread | dict(evaluations) | dict(last)
+    return [chosen[position] for position in sorted(chosen)]

@@ -1,34 +1,34 @@
-"""Files that a run writes while it trains."""
+"""Files that a run writes while it trains: metrics, bad samples, events, the best step, and why it was stopped."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import signal
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from PIL.Image import Image
-
 from vqclip import dist
-from vqclip.checkpoint import checkpoints
+from vqclip.checkpoint import checkpoint_name, checkpoints
 from vqclip.checkpoint.folders import step_of
 from vqclip.data import Batch, TrainData
-from vqclip.evaluation import Result, format_line
+from vqclip.errors import CheckpointError
+from vqclip.evaluation import Result, format_line, main_figures
 from vqclip.io.atomic import write_text
-from vqclip.runlog.best import Best, Ranking
-from vqclip.runlog.curves import read_curves
-from vqclip.runlog.metrics import EVALUATION, JsonLines, MetricsLog
+from vqclip.runlog.health import Health
+from vqclip.runlog.metrics import EVALUATION, Curves, JsonLines, MetricsLog, read_curves
 from vqclip.runlog.trackers import Feed, RunFacts, TrackerConfigBase
 from vqclip.towers import CaptionLengths
 
 logger = logging.getLogger(__name__)
 
+_BEST_FILE = "best.json"
 MOST_LINES = 10_000
 """Maximum number of lines of ``bad_samples.jsonl``; a sample that cannot be read returns in every epoch."""
 
@@ -43,6 +43,7 @@ class Records:
         start_step: steps done.
         data: samples of this rank.
         bad_before: counts of the steps done, as `BadSamples.counts_to_save` returns them.
+        health: judge of the reports, without any; rank 0 adds those in ``metrics.jsonl``, and each further one.
         keep_best: metric by which a step is best; None for none.
         best: best step so far, as stored in a checkpoint.
         trackers: trackers of the run.
@@ -58,6 +59,7 @@ class Records:
         start_step: int,
         data: TrainData,
         bad_before: Mapping[str, Mapping[str, int]],
+        health: Health,
         keep_best: str | None,
         best: Mapping[str, Any] | None = None,
         trackers: Sequence[TrackerConfigBase] = (),
@@ -72,8 +74,14 @@ class Records:
 
         self._feed: Feed | None = None
         """None without trackers, and on all ranks but one."""
-        if trackers and facts is not None:
-            dist.run_on_main(lambda: self._open_feed(trackers, facts, start_step))
+
+        def open_feed() -> None:
+            assert self.metrics is not None
+            assert facts is not None
+            self._feed = Feed({each.kind: each.build() for each in trackers}, facts, self.metrics.path, start_step)
+
+        if trackers:
+            dist.run_on_main(open_feed)
         self.latest: dict[str, float] = {}
         """Newest value of every metric that this process has recorded; the same on every rank."""
 
@@ -81,22 +89,21 @@ class Records:
         self.lacks_evaluation: bool = dist.broadcast_json(not any(name.startswith(EVALUATION) for name in known))
         """Whether ``metrics.jsonl`` has no evaluation after ``start_step``; the same on every rank."""
 
-        evaluations = read_curves(self.metrics.path).evaluations if self.metrics and self.metrics.path.exists() else {}
-        self._ranking = Ranking(keep_best, evaluations)
+        exists = self.metrics is not None and self.metrics.path.exists()
+        curves = read_curves(self.metrics.path) if self.metrics and exists else Curves()
+        self.health = health
+        for step, figures in curves.steps.items():
+            health.add(step, figures)
+        self._ranking = Ranking(keep_best, curves.evaluations)
         self._best: Best | None = None
         if keep_best is not None:
             self._best = Best(keep_best, best, folder if writes else None)
             self._best.update(start_step, known)  # the evaluation after a save is in no checkpoint yet
 
-    def _open_feed(self, trackers: Sequence[TrackerConfigBase], facts: RunFacts, start_step: int) -> None:
-        assert self.metrics is not None
-        built = {each.kind: each.build() for each in trackers}
-        self._feed = Feed(built, facts, self.metrics.path, start_step)
-
     @property
     def best(self) -> dict[str, Any] | None:
         """``step``, ``figure`` and ``value`` of the best step, for rank 0; None without one."""
-        return None if self._best is None else self._best.to_json()
+        return None if self._best is None else self._best.found
 
     def record(self, done: int, figures: Mapping[str, float]) -> None:
         """Record metrics after ``done`` steps; on every rank."""
@@ -105,6 +112,14 @@ class Records:
             written = self.metrics.write(done, figures)
             if self._feed and written:
                 self._feed.write(done, written)
+
+    def record_report(self, done: int, figures: Mapping[str, float]) -> None:
+        """Record the metrics of the training after ``done`` steps, and warn if the run goes wrong; on every rank."""
+        self.record(done, figures)
+        for warning in self.health.add(done, figures) if self.metrics else ():
+            logger.warning("step %d: %s", done, warning)
+            if self._feed:
+                self._feed.text(done, "warning", warning)
 
     def record_evaluation(self, done: int, figures: Mapping[str, float]) -> None:
         """Record the metrics of an evaluation after ``done`` steps, if there are any; on every rank."""
@@ -135,18 +150,6 @@ class Records:
         event = {"event": kind, "reason": reason, "applied": applied, "sample_ids": [each for _, each in placed]}
         self._events.write(batch.step + 1, event)
         self._events.flush()
-
-    def add_images(self, done: int, draw: Callable[[], Mapping[str, Image]]) -> None:
-        """Send images of the evaluation after ``done`` steps to the trackers; they are drawn only if there are any."""
-        if self._feed:
-            self._feed.images(done, draw)
-
-    def warn(self, done: int, warning: str) -> None:
-        """Tell the log and the trackers a warning about the run after ``done`` steps; on every rank."""
-        if self.metrics:
-            logger.warning("step %d: %s", done, warning)
-        if self._feed:
-            self._feed.text(done, "warning", warning)
 
     def flush(self, done: int) -> None:
         """Wait until all lines are on the disk; a checkpoint needs the lines of its ``done`` steps."""
@@ -232,6 +235,94 @@ class BadSamples:
         """Return the total and the number of each kind, as metrics."""
         kinds = {f"data/replaced/{kind.replace(' ', '_')}": float(n) for kind, n in sorted(self.counts.items())}
         return {"data/replaced": float(self.counts.total()), **kinds}
+
+
+class Best:
+    """Best step of a run by one metric, larger is better; written to ``best.json``.
+
+    Args:
+        metric: name in ``metrics.jsonl``, such as ``eval/unseen images/codes_only/top1``.
+        known: `found` of a checkpoint; ignored if it is of another metric, or if its own checkpoint is gone.
+        folder: of the run; None on all ranks but one.
+
+    Attributes:
+        found: ``step``, ``figure`` and ``value`` of the best evaluation; None before the first one.
+    """
+
+    def __init__(self, metric: str, known: Mapping[str, Any] | None, folder: Path | None):
+        self._metric, self._folder = metric, folder
+        is_valid = known and known["figure"] == metric and (folder is None or _checkpoint(folder, known).is_dir())
+        self.found: dict[str, Any] | None = dict(known) if known and is_valid else None
+        self._write()
+
+    def update(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Compare an evaluation after ``step`` steps; the first of equal ones stays best, NaN never is."""
+        value = float(figures.get(self._metric, math.nan))
+        if value > (-math.inf if self.found is None else self.found["value"]):
+            self.found = {"step": step, "figure": self._metric, "value": value}
+            self._write()
+
+    def _write(self) -> None:
+        if self._folder is None:
+            return
+        path = self._folder / _BEST_FILE
+        if self.found is None:
+            path.unlink(missing_ok=True)
+        else:
+            checkpoint = _checkpoint(self._folder, self.found).relative_to(self._folder).as_posix()
+            write_text(path, json.dumps(self.found | {"checkpoint": checkpoint}, indent=2) + "\n")
+
+
+def _checkpoint(folder: Path, best: Mapping[str, Any]) -> Path:
+    return folder / "checkpoints" / checkpoint_name(best["step"])
+
+
+class Ranking:
+    """Place of each evaluation among those before it, in words; by the mean of its main figures.
+
+    Args:
+        metric: metric that decides alone for its task, such as that of ``train.keep_best``.
+        before: step → metrics of the evaluations so far, without their prefix.
+    """
+
+    def __init__(self, metric: str | None, before: Mapping[int, Mapping[str, float]]):
+        self._metric = None if metric is None else metric.removeprefix(EVALUATION)
+        self._before = [(step, dict(row)) for step, row in before.items()]
+
+    def place(self, step: int, result: Result) -> str:
+        """Return ``best so far`` or ``best after step 40``, and remember the result; empty for the first one."""
+        mode, figures = main_figures(result)
+        names = [f"{result.name}/{mode}/{figure}" for figure in figures]
+        now = result.scalars()
+        if self._metric in now:
+            names = [self._metric]
+
+        def rank(row: Mapping[str, float]) -> float:
+            return sum(row[name] for name in names)
+
+        earlier = [(rank(row), -at) for at, row in self._before if at < step and row.keys() >= set(names)]
+        self._before.append((step, now))
+        if not earlier:
+            return ""
+        value, at = max(earlier)
+        return "best so far" if rank(now) > value else f"best after step {-at}"
+
+
+def read_best(folder: Path) -> int:
+    """Read the best step of the run in ``folder``.
+
+    Raises:
+        CheckpointError: the run has none.
+    """
+    try:
+        step = json.loads((folder / _BEST_FILE).read_text(encoding="utf-8"))["step"]
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step: got {step!r}, expected an integer")
+        return step
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder / _BEST_FILE}: no such file; runs with train.keep_best write it") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / _BEST_FILE}: cannot be read ({error})") from error
 
 
 def write_stopped(folder: Path, steps: int, reason: str) -> int:

@@ -271,9 +271,7 @@ class Checkpointer:
                 path.rename(path.with_suffix(""))
 
     def _save(self, folder: Path, done: int, *, keep_last: int, keep: Callable[[int], bool], **content: Any) -> None:
-        # The copy of a run at a URL keeps the newest one there too: without it, this one would not be uploaded later.
-        here = keep_last if self.mirror is None else max(2, keep_last)
-        path = checkpoint.save(folder, done, keep_last=here, keep=keep, **content)
+        path = checkpoint.save(folder, done, keep_last=keep_last, keep=keep, **content)
         if self.mirror is not None:
             self.mirror.upload_checkpoint(path, keep_last, keep)
 

@@ -21,7 +21,7 @@ from vqclip.evaluation import DetailsConfig, Evaluations, scalar_names
 from vqclip.io.files import cache_folder
 from vqclip.model import CLIP
 from vqclip.runlog.metrics import EVALUATION
-from vqclip.runlog.trackers import RunFacts, TensorBoardConfig, Trackers, hyperparameters
+from vqclip.runlog.trackers import RunFacts, TensorBoardConfig, Trackers
 from vqclip.tokenizer import Tokenizer
 from vqclip.train.ema import EmaConfig
 from vqclip.train.feature_jobs import FeatureMaker
@@ -286,16 +286,11 @@ class TaskConfig(Config):
 
     def facts(self) -> RunFacts:
         """Return what trackers show of this run, with credentials masked."""
-        codes = self.has_codes()
-        mode = "/codes_only/" if codes else "/quantized/"
-        final = [f"{EVALUATION}{name}" for name in scalar_names(self.evaluation, codes=codes) if mode in name]
         return RunFacts(
             name=self.run.name,
             folder=self.run.path,
             config=mask_credentials(to_jsonable_python(self.model_dump())),
             text=to_yaml(self, mask_credentials),
-            hyperparameters=hyperparameters(self),
-            final=("train/loss/total", *final),
         )
 
     @model_validator(mode="after")

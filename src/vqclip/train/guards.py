@@ -1,4 +1,4 @@
-"""Checks of every step: NaN and infinity, loss spikes; and the state of the run's health.
+"""Checks of every step: NaN and infinity, loss spikes.
 
     skip = guards.judge(losses, gradient norm, ...)   () bool on the device: the step must change nothing
     update(skip)                                      weights, moments, codebooks, averages; `vqclip.train.step`
@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, JsonValue
+from pydantic import Field
 from torch import Tensor
 
 from vqclip.config import Config
 from vqclip.data import Batch
 from vqclip.errors import NonFiniteError
 from vqclip.io.json_files import Strict
-from vqclip.runlog.health import CollapseConfig, DivergenceConfig, Health
+from vqclip.runlog.health import CollapseConfig, DivergenceConfig
 from vqclip.train.code_windows import CodeWindows
 
 _SIGMA = 1.4826
@@ -65,14 +65,17 @@ class GuardConfig(Config):
         return Guards(self)
 
 
-class Event(NamedTuple):
+@dataclass(frozen=True)
+class Event:
     """Report about an unusual step."""
 
     kind: Literal["nonfinite", "spike"]
     reason: str
     """Observed value, and the usual one."""
     skip: bool
-    """Whether to skip the step."""
+    """Whether the step was skipped."""
+    batch: Batch
+    """Its number and samples."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,6 @@ class _Pending:
     """Verdict that the host has not read."""
 
     batch: Batch
-    """Its step and samples."""
     names: list[str]
     numbers: Tensor
     """Judged numbers, facts of `Guards.judge_numbers`, and of fp16 whether the gradient overflowed, and the scales; on
@@ -93,7 +95,6 @@ class _State(Strict):
     skipped: Annotated[int, Field(ge=0, lt=2**53)]
     overflows: Annotated[int, Field(ge=0, lt=2**53)]
     losses: list[float]
-    health: dict[str, JsonValue]
 
 
 class Guards:
@@ -105,18 +106,16 @@ class Guards:
     Attributes:
         skipped: number of skipped steps of the run.
         overflows: steps of the run that were skipped because a gradient overflowed in fp16.
-        events: events since the list was last cleared, with the samples of their steps.
+        events: events since the list was last cleared.
         batch: step and samples of the verdict that ended the run; None before.
-        health: signs of a run that goes wrong; the report adds to it.
-        windows: code counts for its codebooks; None without `GuardConfig.collapse`.
+        windows: code counts for the report; None without `GuardConfig.collapse`.
     """
 
     def __init__(self, config: GuardConfig):
         self.config = config
         self.skipped = self.overflows = 0
-        self.events: list[tuple[Event, Batch]] = []
+        self.events: list[Event] = []
         self.batch: Batch | None = None
-        self.health = Health(config.collapse, config.divergence)
         self.windows = CodeWindows() if config.collapse else None
         self._pending: _Pending | None = None
         window = config.spikes.window if config.spikes else 0
@@ -181,19 +180,37 @@ class Guards:
         """Read the verdict on the newest step, unless it was read before; return whether the step was skipped.
 
         Raises:
-            NonFiniteError: the run must end; on every rank.
+            NonFiniteError: on every rank: a number is not finite and the run must stop, or too many steps were skipped.
         """
         if self._pending is None:
             return False
         pending, self._pending = self._pending, None
-        self.batch, step = pending.batch, pending.batch.step
+        self.batch, step, spikes = pending.batch, pending.batch.step, self.config.spikes
         if pending.arrived is not None:
             pending.arrived.synchronize()
         numbers, count = pending.numbers.tolist(), len(pending.names)
-        values, facts, scaling = numbers[:count], numbers[count : count + 3], numbers[count + 3 :]
-        event = self.report(step, dict(zip(pending.names, values, strict=True)), facts)
+        values = dict(zip(pending.names, numbers[:count], strict=True))
+        median, deviation, is_spike, *scaling = numbers[count:]
+
+        event = None
+        if bad := ", ".join(f"{name} = {value}" for name, value in values.items() if not math.isfinite(value)):
+            event = Event("nonfinite", bad, True, pending.batch)
+        elif spikes is not None and is_spike:
+            usual = f"{median:.4g} ± {deviation:.2g} is usual (the last {spikes.window} steps)"
+            event = Event("spike", f"loss {values['total']:.4g}, where {usual}", spikes.skip, pending.batch)
+        if bad and self.config.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"step {step}: {bad}; the step was not applied. Lower optim.lr, lengthen optim.warmup_steps, or use "
+                "train.precision: bf16 or fp32; guards.on_nonfinite: skip skips such steps"
+            )
         if event is not None:
-            self.events.append((event, pending.batch))
+            self.events.append(event)
+            self.skipped += event.skip
+            if self.skipped > self.config.max_skipped:
+                raise NonFiniteError(
+                    f"step {step}: {event.reason}; it was skipped, as were {self.config.max_skipped} others, the "
+                    "maximum (guards.max_skipped); events.jsonl lists the samples. Lower optim.lr, or inspect the data"
+                )
         overflowed = bool(scaling and scaling[0])
         self.overflows += overflowed
         if scaling and scaling[2] < 1:
@@ -204,46 +221,10 @@ class Guards:
         self.batch = None
         return overflowed or (event is not None and event.skip)
 
-    def report(self, step: int, values: Mapping[str, float], facts: Sequence[float]) -> Event | None:
-        """Return a report on a step if it is unusual, and count skipped ones.
-
-        Args:
-            step: number of the step, from 0.
-            values: numbers of `judge_numbers` by name; ``total`` is the loss.
-            facts: its second result.
-
-        Raises:
-            NonFiniteError: a number is not finite and the run must stop, or too many steps were skipped.
-        """
-        bad = ", ".join(f"{name} = {value}" for name, value in values.items() if not math.isfinite(value))
-        (median, deviation, is_spike), spikes = facts, self.config.spikes
-        if bad:
-            event = Event("nonfinite", bad, skip=True)
-        elif spikes is not None and is_spike:
-            usual = f"{median:.4g} ± {deviation:.2g} is usual (the last {spikes.window} steps)"
-            event = Event("spike", f"loss {values['total']:.4g}, where {usual}", spikes.skip)
-        else:
-            return None
-        if not event.skip:
-            return event
-        if bad and self.config.on_nonfinite == "stop":
-            raise NonFiniteError(
-                f"step {step}: {bad}; the step was not applied. Lower optim.lr, lengthen optim.warmup_steps, or use "
-                "train.precision: bf16 or fp32; guards.on_nonfinite: skip skips such steps"
-            )
-        self.skipped += 1
-        if self.skipped > self.config.max_skipped:
-            raise NonFiniteError(
-                f"step {step}: {event.reason}; it was skipped, as were {self.config.max_skipped} others, the maximum "
-                "(guards.max_skipped); events.jsonl lists the samples. Lower optim.lr, or inspect the data"
-            )
-        return event
-
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON part of the state; `tensors` is the other."""
         losses = [each for each in self._losses.tolist() if math.isfinite(each)]
-        counts = {"skipped": self.skipped, "overflows": self.overflows}
-        return {**counts, "losses": losses, "health": self.health.state_dict()}
+        return {"skipped": self.skipped, "overflows": self.overflows, "losses": losses}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the state. A collective."""
@@ -259,7 +240,6 @@ class Guards:
         self.skipped, self.overflows = saved.skipped, saved.overflows
         window = len(self._losses)
         self._losses = torch.tensor([math.inf] * window + saved.losses, dtype=torch.float64)[len(saved.losses) :]
-        self.health.load_state_dict(saved.health)
         if self.windows:
             self.windows.load(tensors or {})
 

@@ -6,7 +6,6 @@ Reads top to bottom in the order of the data flow: task, samples, step, checkpoi
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from vqclip.process.memory import keep_freed_memory
 from vqclip.process.signals import StopSignals
 from vqclip.process.watchdog import Watchdog
 from vqclip.runlog.console import LogFile, log_to_file
+from vqclip.runlog.health import Health
 from vqclip.runlog.records import Records, remove_stopped, write_stopped
 from vqclip.seeds import derive_seed
 from vqclip.train.callbacks import Callback, Training, evaluate, in_order, require_success
@@ -41,7 +41,7 @@ from vqclip.train.loop import train
 from vqclip.train.resume import Resumed, load_model, resume
 from vqclip.train.run_store import RunMirror
 from vqclip.train.step import TrainStep
-from vqclip.train.summary import RunSummary, caption_summary, render, summarise
+from vqclip.train.summary import RunSummary, render, summarise
 from vqclip.train.tasks.base import Task
 from vqclip.train.tasks.kinds import load_task_config
 
@@ -196,7 +196,7 @@ def _run(
         checkpointer,
         Watchdog(config.run.path / "stacks", *limits, ends_process) as watchdog,
         progress.report_to(watchdog.beat),
-        _open_records(config, data, resumed) as records,
+        _open_records(config, task, data, resumed) as records,
     ):
         training = Training(config, data, step, lock, checkpointer, records, stop, watchdog, resumed.step)
         started.append(training)
@@ -295,10 +295,13 @@ def _build_checkpointer(
     return checkpointer
 
 
-def _open_records(config: TaskConfig, data: TrainData, resumed: Resumed) -> Records:
+def _open_records(config: TaskConfig, task: Task[Any], data: TrainData, resumed: Resumed) -> Records:
+    guards, progress_of = config.guards, task.progress(config.train.batch_size)
+    codes = {name: each.codebook_sizes[0] for name, each in task.quantizers().items() if each.codebook_sizes}
+    health = Health(guards.collapse, guards.divergence, *progress_of, codes, config.optim.warmup_steps)
     keep_best, best = config.train.keep_best, resumed.best
     trackers, facts = config.run.trackers, config.facts()
-    return Records(config.run.path, resumed.step, data, resumed.counts, keep_best, best, trackers, facts)
+    return Records(config.run.path, resumed.step, data, resumed.counts, health, keep_best, best, trackers, facts)
 
 
 def _write_config(config: TaskConfig, mirror: RunMirror | None) -> None:
@@ -355,20 +358,11 @@ def _summarise(
     training: Training, outcome: EvaluationOutcome, exported: int, best: dict[str, Any] | None
 ) -> RunSummary:
     """Write and return the summary; raise the failure of the evaluation, if there was one."""
-    config, task, records, folder = training.config, training.step.task, training.records, training.config.run.path
+    config, folder = training.config, training.config.run.path
     speed, processes = training.clock.overall, dist.world_size()
     if not speed:  # no step was left to train
         speed, processes = recorded_speed(folder) or (speed, processes)
-    paths = {"folder": folder, "checkpoint": training.checkpointer.path(exported), "tokenizer": folder / "tokenizer"}
-    coverage, samples, replaced = training.data.coverage(training.done), len(training.data), records.bad.counts.total()
-    summary = summarise(config.run.name, task, coverage, samples, replaced, speed, processes, outcome.results, paths)
-    summary = dataclasses.replace(
-        summary,
-        step=exported,
-        best=best,
-        captions=caption_summary(records.bad.lengths, task.context_length),
-        health=training.step.guards.health.summary(),
-    )
+    summary = summarise(training, outcome.results, exported, best, speed, processes)
     if dist.is_main() and (outcome.results or outcome.failure is None):  # otherwise keep the former summary
         write_summary(summary, config)
     write_page(config.report, folder, training.done)

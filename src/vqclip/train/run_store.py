@@ -27,13 +27,10 @@ from vqclip.process.lock import LOCK_FILES
 logger = logging.getLogger(__name__)
 
 _CHECKPOINTS = "checkpoints"
-_CONFIG = "config.yaml"
 _LEFT_OUT = (*LOCK_FILES, _CHECKPOINTS, "wandb")
 """Parts of the copy that are not uploaded with the files; wandb uploads its own."""
-_NOTES = ("stopped.json", "best.json")
-"""Files that a resumed run may remove."""
-_MOST = 1 << 20
-"""Bytes of a manifest or configuration."""
+_MAX_MANIFEST = 1 << 20
+"""Bytes of a manifest."""
 _LAST_S = 20.0
 """Longest time for each of the last files of a run that an error has ended."""
 
@@ -50,7 +47,7 @@ class RunMirror:
     """
 
     def __init__(self, url: str, folder: Path, options: TransferConfig):
-        self.url, self._folder = url, folder
+        self._folder = folder
         self._remote = RemoteFolder(url, options, "run.remote")
         self._uploaded: dict[str, Stamp] = {}
         self._known: set[str] = set()
@@ -59,36 +56,40 @@ class RunMirror:
         """True once the copy follows the URL."""
 
     def open(self) -> None:
-        """Make the copy equal to the URL, but for checkpoints, which are fetched when they are needed.
-
-        Checkpoints of the copy that follow the newest one at the URL are uploaded: an interrupted job has not done it.
+        """Make the copy equal to the URL. Checkpoints are fetched when they are needed.
 
         Raises:
             ConfigError: the copy has checkpoints, and the URL has nothing.
             StorageError: the store cannot be read or written.
         """
-        names = self._remote.list()
-        stored, local = complete_checkpoints(self._folder, names), checkpoint.checkpoints(self._folder / _CHECKPOINTS)
-        self._known = {path.name for path in stored}
-        is_same = self._equals(f"{_CHECKPOINTS}/{stored[-1].name}/{MANIFEST}") if stored else self._equals(_CONFIG)
-        if not stored and local and not is_same:
+        names, local = self._remote.list(), checkpoint.checkpoints(self._folder / _CHECKPOINTS)
+        if local and not names:
             raise ConfigError(
                 f"run.folder: {self._folder} has checkpoints of the run, and {self._remote} has none. Remove this "
                 "folder to start over, or copy it there to restore the run"
             )
+        self._remote.require_tree(names)
+        self._known = {path.name for path in self.checkpoints(names)}
+        for path in (*self._folder.iterdir(), *local):
+            if path.name not in (*_LEFT_OUT, *self._known):
+                if path in local:
+                    logger.warning("%s: removed; it is not at %s, from which the run continues", path, self._remote)
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        for name in names:
+            if name.split("/")[0] not in _LEFT_OUT:
+                self._remote.download(name, self._folder / name)
+                self._uploaded[name] = Stamp.of(self._folder / name)
         self.is_open = True
-        if not is_same:
-            self.replace_copy(names)
-            return
-        newest = checkpoint.step_of(stored[-1]) if stored else -1
-        for path in local:
-            if checkpoint.step_of(path) > newest and _is_intact(path):
-                logger.warning("%s: was not uploaded by the job that saved it; it is uploaded now", path)
-                self.upload_checkpoint(path, keep_last=2**62, keep=lambda step: True)
 
-    def checkpoints(self) -> list[Path]:
-        """Return the paths in the copy of all whole checkpoints at the URL, oldest first; they may not be there."""
-        return complete_checkpoints(self._folder, self._remote.list(_CHECKPOINTS))
+    def checkpoints(self, names: Iterable[str] | None = None) -> list[Path]:
+        """Return the paths in the copy of all whole checkpoints at the URL, oldest first; they may not be there.
+
+        Args:
+            names: of the files at the URL, if they are known.
+        """
+        parts = [name.split("/") for name in (self._remote.list(_CHECKPOINTS) if names is None else names)]
+        found = {part[1] for part in parts if len(part) == 3 and part[0] == _CHECKPOINTS and part[2] == MANIFEST}
+        return checkpoint.sort_checkpoints(self._folder / _CHECKPOINTS / name for name in found)
 
     def fetch(self, path: Path) -> Path:
         """Fetch a checkpoint unless the copy has the same one intact, and return its path.
@@ -97,18 +98,22 @@ class RunMirror:
             CheckpointError: this disk has no room for it.
             StorageError: it cannot be fetched.
         """
-        base = f"{_CHECKPOINTS}/{path.name}"
-        if self._equals(f"{base}/{MANIFEST}") and _is_intact(path):
-            return path
+        base, manifest = f"{_CHECKPOINTS}/{path.name}", path / MANIFEST
+        if manifest.is_file() and read_bounded(manifest, _MAX_MANIFEST) == self._remote.read(f"{base}/{MANIFEST}"):
+            try:
+                return checkpoint.verify(path)
+            except CheckpointError as error:
+                logger.warning("%s", error)
         files = self._remote.list(base)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if (free := shutil.disk_usage(path.parent).free) < sum(files.values()):
+        size = sum(files.values())
+        if (free := shutil.disk_usage(path.parent).free) < size:
             raise CheckpointError(
-                f"{self._remote}/{base}: has {format_bytes(sum(files.values()))}, and {format_bytes(free)} are free in "
-                f"{path.parent}; set VQCLIP_CACHE to a folder with more room"
+                f"{self._remote}/{base}: has {format_bytes(size)}, and {format_bytes(free)} are free in {path.parent}; set "
+                "VQCLIP_CACHE to a folder with more room"
             )
-        size = format_bytes(sum(files.values()))
-        logger.info("fetching %s/%s (%s); all ranks wait, within run.timeout_s", self._remote, base, size)
+        told = "fetching %s/%s (%s); all ranks wait, within run.timeout_s"
+        logger.info(told, self._remote, base, format_bytes(size))
 
         def fill(aside: Path) -> None:
             for name in files:
@@ -128,6 +133,7 @@ class RunMirror:
         Raises:
             CheckpointError: it could not be uploaded, or another job writes to the URL.
         """
+        base = f"{_CHECKPOINTS}/{path.name}"
         try:
             if others := {each.name for each in self.checkpoints()} - self._known:
                 raise CheckpointError(
@@ -135,9 +141,12 @@ class RunMirror:
                     "nothing more to it. Stop one of the two"
                 )
             self.upload_files()  # those with the lines of its steps, and with the weights that it refers to
-            self._upload(path)
+            self._remove(path.name)
+            for file in sorted(_files(path), key=lambda name: name == MANIFEST):
+                self._remote.upload(f"{base}/{file}", path / file)
+            self._known.add(path.name)
             names = self._remote.list(_CHECKPOINTS)
-            for old in find_old(complete_checkpoints(self._folder, names), path, keep_last, keep):
+            for old in find_old(self.checkpoints(names), path, keep_last, keep):
                 self._remove(old.name)
             whole = {name.split("/")[1] for name in names if name.endswith(f"/{MANIFEST}")}
             for name in names:
@@ -145,28 +154,30 @@ class RunMirror:
                     self._remote.remove(name)  # a killed job has left it
         except StorageError as error:
             raise CheckpointError(
-                f"{self._remote}/{_CHECKPOINTS}/{path.name}: the checkpoint could not be uploaded ({error}); it is in "
-                f"{path}, and older ones are untouched. The same command on this machine uploads it and continues"
+                f"{self._remote}/{base}: the checkpoint could not be uploaded ({error}); it is in {path}, and older "
+                "ones are untouched. The same command resumes from the newest one at the URL"
             ) from error
 
     def upload_files(self) -> None:
-        """Upload the files of the run that have changed, except its checkpoints, and remove notes that are gone.
+        """Upload the files of the run that have changed, except its checkpoints, and remove those that are gone.
 
         Raises:
             StorageError: one cannot be written.
         """
-        for name in _files(self._folder, _LEFT_OUT):
+        names = _files(self._folder, _LEFT_OUT)
+        for name in names:
+            path = self._folder / name
             try:
-                stamp = Stamp.of(self._folder / name)
+                stamp = Stamp.of(path)
                 if self._uploaded.get(name) != stamp:
-                    self._remote.upload(name, self._folder / name)
+                    self._remote.upload(name, path)
                     self._uploaded[name] = stamp
             except (FileNotFoundError, StorageError):
-                if (self._folder / name).exists():  # otherwise it was removed meanwhile
+                if path.exists():  # otherwise it was removed meanwhile
                     raise
-        for name in _NOTES:
-            if not (self._folder / name).exists():
-                self._remote.remove(name)
+        for name in self._uploaded.keys() - set(names):
+            self._remote.remove(name)
+            del self._uploaded[name]
 
     def remove_newer(self, step: int) -> None:
         """Remove checkpoints newer than ``step`` at the URL: they are damaged, or of steps that the run repeats."""
@@ -186,37 +197,11 @@ class RunMirror:
             with contextlib.suppress(StorageError):
                 self.upload_files()
 
-    def _upload(self, path: Path) -> None:
-        base = f"{_CHECKPOINTS}/{path.name}"
-        if not self._equals(f"{base}/{MANIFEST}"):
-            self._remove(path.name)
-            for file in _files(path):
-                if file != MANIFEST:
-                    self._remote.upload(f"{base}/{file}", path / file)
-            self._remote.upload(f"{base}/{MANIFEST}", path / MANIFEST)
-        self._known.add(path.name)
-
     def _remove(self, name: str) -> None:
         """Remove a checkpoint at the URL: the manifest first, so that no part of it counts as one."""
         base = f"{_CHECKPOINTS}/{name}"
         for each in (f"{base}/{MANIFEST}", *self._remote.list(base)):
             self._remote.remove(each)
-
-    def replace_copy(self, names: Iterable[str]) -> None:
-        """Remove the copy, and fetch the files at the URL, except checkpoints."""
-        self._remote.require_tree(names)
-        for path in self._folder.iterdir():
-            if path.name not in LOCK_FILES:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        for name in names:
-            if name.split("/")[0] not in _LEFT_OUT:
-                self._remote.download(name, self._folder / name)
-                self._uploaded[name] = Stamp.of(self._folder / name)
-
-    def _equals(self, name: str) -> bool:
-        """Return whether a small file is the same at the URL and in the copy."""
-        path = self._folder / name
-        return path.is_file() and self._remote.read(name) == read_bounded(path, _MOST)
 
 
 def copy_run(url: str, folder: Path) -> Path:
@@ -238,15 +223,16 @@ def copy_run(url: str, folder: Path) -> Path:
         raise ConfigError(f"{url}: expected a URL of a run, such as s3://bucket/runs/base")
     if folder.exists():
         raise ConfigError(f"{folder}: exists; expected a new folder")
-    remote = RemoteFolder(url, TransferConfig(total_s=600.0))
+    options = TransferConfig(total_s=600.0)
+    remote = RemoteFolder(url, options)
     names = remote.list()
-    if _CONFIG not in names:
-        below = f"there are files, but no {_CONFIG}" if names else "nothing is below this name"
+    if "config.yaml" not in names:
+        below = "there are files, but no config.yaml" if names else "nothing is below this name"
         raise CheckpointError(f"{remote}: no run there: {below}. Are the names of bucket, folder and run right?")
 
     def fill(aside: Path) -> None:
-        mirror = RunMirror(url, aside, remote.options)
-        mirror.replace_copy(names)
+        mirror = RunMirror(url, aside, options)
+        mirror.open()
         checkpoint.use_latest(
             aside / _CHECKPOINTS, lambda path: checkpoint.verify(mirror.fetch(path)), mirror.checkpoints()
         )
@@ -260,30 +246,13 @@ def copy_run(url: str, folder: Path) -> Path:
     return folder
 
 
-def complete_checkpoints(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Return the paths in a copy of all checkpoints whose manifests are among the files at the URL, oldest first."""
-    parts = [name.split("/") for name in names]
-    found = {part[1] for part in parts if len(part) == 3 and part[0] == _CHECKPOINTS and part[2] == MANIFEST}
-    return checkpoint.sort_checkpoints(folder / _CHECKPOINTS / name for name in found)
-
-
-def _is_intact(path: Path) -> bool:
-    try:
-        checkpoint.verify(path)
-    except CheckpointError as error:
-        logger.warning("%s", error)
-        return False
-    return True
-
-
 def _files(folder: Path, left_out: tuple[str, ...] = ()) -> list[str]:
     """Return the relative names of all plain files below a folder that are not being written."""
-    found = []
-    for path in sorted(folder.iterdir()):
-        if path.name in left_out or path.name.startswith((TEMPORARY, REPLACED)) or path.is_symlink():
-            continue
-        if path.is_dir():
-            found += [f"{path.name}/{name}" for name in _files(path)]
-        elif path.is_file():
-            found.append(path.name)
-    return found
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    names = [path.relative_to(folder) for path in found]
+    unfinished = (TEMPORARY, REPLACED)
+    return [
+        name.as_posix()
+        for name in names
+        if name.parts[0] not in left_out and not any(part.startswith(unfinished) for part in name.parts)
+    ]

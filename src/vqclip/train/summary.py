@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vqclip
+from vqclip import dist
 from vqclip.config import to_yaml
 from vqclip.data import mask_credentials
 from vqclip.errors import printable
 from vqclip.evaluation import Result, format_figure, format_results
 from vqclip.report import REPORT_FILE
+from vqclip.runlog.health import HEALTHY
 from vqclip.tokenizer.hub import card
 from vqclip.towers import CaptionLengths
-from vqclip.train.tasks.base import Task
 
 if TYPE_CHECKING:
+    from vqclip.train.callbacks import Training
     from vqclip.train.config import TaskConfig
 
 _LOCAL = re.compile(r"(?:^|[{,])(?:/|~|file:)", re.IGNORECASE)
@@ -56,7 +58,8 @@ class RunSummary:
     step: int = 0
     """Steps after which the model was evaluated and exported."""
     captions: dict[str, Any] | None = None
-    """Captions shown, captions cut, and the lengths that contain 95 and 99 % of them; see `caption_summary`."""
+    """``shown``, ``cut``, ``context_length``, the lengths ``holds_95`` and ``holds_99`` that contain 95 and 99 % of the
+    captions, and ``told`` in words; None without texts."""
     best: dict[str, Any] | None = None
     """``step``, ``figure`` and ``value`` of the best evaluation; None without `train.keep_best`."""
     health: dict[str, Any] = field(default_factory=dict)
@@ -69,23 +72,30 @@ class RunSummary:
 
 
 def summarise(
-    name: str,
-    task: Task[Any],
-    coverage: str,
-    samples: int,
-    replaced: int,
+    training: Training,
+    results: list[Result],
+    exported: int,
+    best: dict[str, Any] | None,
     speed: Mapping[str, float],
     processes: int,
-    results: list[Result],
-    paths: Mapping[str, Path],
 ) -> RunSummary:
-    """Make a summary; ``paths`` has folder, checkpoint and tokenizer."""
+    """Return the summary of a training at its end. A collective.
+
+    Args:
+        training: the training.
+        results: evaluations of the exported model.
+        exported: its step.
+        best: the best step, as `Records.best` returns it.
+        speed: see `RunSummary.speed`.
+        processes: number of ranks that reached it.
+    """
+    task, records, folder = training.step.task, training.records, training.config.run.path
     parts, tokenizers = task.trained_parts, task.tokenizers
     return RunSummary(
-        name=name,
-        coverage=coverage,
-        samples=samples,
-        replaced=replaced,
+        name=training.config.run.name,
+        coverage=training.data.coverage(training.done),
+        samples=len(training.data),
+        replaced=records.bad.counts.total(),
         parameters={key: sum(p.numel() for p in part.parameters() if p.requires_grad) for key, part in parts.items()},
         tokens={key: part.num_tokens for key, part in tokenizers.items()},
         codebook_sizes={key: list(part.codebook_sizes) for key, part in tokenizers.items()},
@@ -93,14 +103,17 @@ def summarise(
         speed=dict(speed),
         processes=processes,
         results=results,
-        folder=str(paths["folder"]),
-        checkpoint=str(paths["checkpoint"]),
-        tokenizer=str(paths["tokenizer"]),
+        folder=str(folder),
+        checkpoint=str(training.checkpointer.path(exported)),
+        tokenizer=str(folder / "tokenizer"),
+        step=exported,
+        captions=_summarise_captions(records.bad.lengths, task.context_length),
+        best=best,
+        health=dist.broadcast_json(records.health.summary()),  # rank 0 has judged the reports
     )
 
 
-def caption_summary(lengths: CaptionLengths, context_length: int | None) -> dict[str, Any] | None:
-    """The captions of a run: ``shown``, ``cut``, ``context_length``, ``holds_95``, ``holds_99``; ``told`` in words."""
+def _summarise_captions(lengths: CaptionLengths, context_length: int | None) -> dict[str, Any] | None:
     if context_length is None:
         return None
     return {
@@ -126,18 +139,19 @@ def render(summary: RunSummary) -> str:
     page = Path(summary.folder) / REPORT_FILE
     if page.is_file():
         lines.append(f"  report      {page}   (figures, curves and codes; open it in a browser)")
-    verdict = summary.health.get("verdict", "")
-    if verdict.startswith(("DEAD", "COLLAPSED", "DIVERGED")):
-        lines += ["", f"This run is {verdict}"]
+    if summary.health.get("verdict", HEALTHY) != HEALTHY:
+        lines += ["", f"This run is {summary.health['verdict']}"]
     return "\n".join(lines)
 
 
 def describe(summary: RunSummary) -> str:
     """Return data, sizes, speed and metrics as text, without a path of this machine."""
+    replaced = f"; {summary.replaced:,} times a bad one was replaced" if summary.replaced else ""
+    weights = ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in summary.parameters.items())
     lines = [
-        f"  data        {_data(summary)}",
+        f"  data        {summary.coverage}{replaced}",
         *([f"  captions    {summary.captions['told']}"] if summary.captions and summary.captions["told"] else []),
-        f"  model       {_sizes(summary.parameters)} trained weights",
+        f"  model       {weights} trained weights",
         f"  tokens      {_tokens(summary)}",
         f"  speed       {_describe_speed(summary)}",
         *([f"  health      {summary.health['verdict']}"] if summary.health else []),
@@ -149,14 +163,6 @@ def describe(summary: RunSummary) -> str:
     if summary.results:
         lines += ["", format_results(summary.results)]
     return "\n".join(lines)
-
-
-def _data(summary: RunSummary) -> str:
-    return summary.coverage + (f"; {summary.replaced:,} times a bad one was replaced" if summary.replaced else "")
-
-
-def _sizes(parameters: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in parameters.items())
 
 
 def _tokens(summary: RunSummary) -> str:

@@ -18,7 +18,7 @@ def expected(run: Path) -> dict[int, dict[str, float]]:
     rows: dict[int, dict[str, Any]] = {}
     for line in read_metrics(run / "metrics.jsonl"):
         rows.setdefault(line["step"], {}).update(line)
-    return {step: view(row).scalars for step, row in rows.items()}
+    return {step: view(row)[0] for step, row in rows.items()}
 
 
 def rounded(rows: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:

@@ -7,7 +7,6 @@ import logging
 import shutil
 
 import pytest
-from PIL import Image
 
 from tests.runlog.trackers import reading
 from vqclip.errors import ConfigError
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 
 
 def facts(folder):
-    return RunFacts("run", folder, {"optim": {"lr": 0.1}}, "optim: {lr: 0.1}\n", {"optim.lr": 0.1}, ("train/lr",))
+    return RunFacts("run", folder, {"optim": {"lr": 0.1}}, "optim: {lr: 0.1}\n")
 
 
 class Memory(Tracker):
@@ -36,9 +35,6 @@ class Memory(Tracker):
 
     def log(self, step, scalars, histograms):
         self.disk.append((step, dict(scalars)))
-
-    def images(self, step, images):
-        self.calls.append((step, *images))
 
     def text(self, step, name, text):
         self.calls.append((step, name, text))
@@ -119,14 +115,10 @@ def test_an_unfinished_run_leaves_its_last_step_open_for_trackers_that_only_appe
         trackers = {str(keeps): Memory(disk, keeps) for keeps, disk in disks.items()}
         feed = Feed(trackers, facts(tmp_path), log.path, 0)
         feed.write(1, log.write(1, {"lr": 1.0}))
-        feed.images(1, lambda: {"map": Image.new("RGB", (1, 1))})
         feed.close(finished=False)
         feed.close(finished=False)
         assert disks == {False: [(1, {"train/lr": 1.0})], True: []}
-        assert {kind: each.calls for kind, each in trackers.items()} == {
-            "False": [(1, "map"), "close"],
-            "True": ["close"],
-        }
+        assert {kind: each.calls for kind, each in trackers.items()} == {"False": ["close"], "True": ["close"]}
         feed = Feed({"True": Memory(disks[True], True)}, facts(tmp_path), log.path, 1)
         feed.write(1, log.write(1, {"eval/a": 0.5}))
         feed.close(finished=True)

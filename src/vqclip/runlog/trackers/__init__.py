@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator
 
-from vqclip.runlog.trackers.base import RunFacts, Tracker, TrackerConfigBase
-from vqclip.runlog.trackers.feed import Feed, hyperparameters, view
+from vqclip.runlog.trackers.feed import Feed, RunFacts, Tracker, TrackerConfigBase, view
 from vqclip.runlog.trackers.tensorboard import TensorBoardConfig
 from vqclip.runlog.trackers.wandb import WandbConfig
 
@@ -22,7 +21,6 @@ __all__ = [
     "TrackerConfigBase",
     "Trackers",
     "WandbConfig",
-    "hyperparameters",
     "view",
 ]
 

@@ -1,25 +1,25 @@
-"""Feeding trackers: each step of ``metrics.jsonl`` once, whenever the process was killed.
+"""Trackers, and how they are fed: each step of ``metrics.jsonl`` once, whenever the process was killed.
 
-Trackers show a `view` of it: few scalars in groups, and histograms over codebooks.
+`Tracker` is the contract of one, `Feed` calls them. They show a `view` of the file: few scalars in groups, and
+histograms over codebooks.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from PIL.Image import Image
+from typing import Any, ClassVar
 
 from vqclip.config import Config
 from vqclip.data import mask_credentials
-from vqclip.errors import ConfigError, encodable
-from vqclip.runlog.codebooks import MODALITIES, codebook_names
+from vqclip.errors import ConfigError
+from vqclip.runlog.health import MODALITIES, codebook_names
 from vqclip.runlog.metrics import read_metrics
-from vqclip.runlog.trackers.base import RunFacts, Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,75 @@ _SPEED = (
     "memory_gib",
 )
 _CODEBOOK = re.compile(r"(image|text)/[0-9]+/")
-_SECTIONS = ("model", "loss", "distillation", "optim", "train")
-_ALWAYS = {"kind", "lr", "batch_size", "steps", "precision", "warmup_steps"}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts about a run that a tracker shows; no text in them has credentials."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    """The whole configuration as plain data."""
+    text: str
+    """This configuration as YAML."""
+
+
+class Tracker:
+    """One tracker of a run, on rank 0. `Feed` calls it, and ends it with a warning if a method raises anything."""
+
+    appends_only: bool = False
+    """Whether it never gives up a step that it has, so that nothing can be added to this step later."""
+
+    def start(self, facts: RunFacts, resumed: int) -> int:
+        """Open the tracker.
+
+        Args:
+            facts: the run.
+            resumed: steps done: 0 for a new run, the checkpoint's step on resume.
+
+        Returns:
+            Step up to which it has everything; later steps are sent again from ``metrics.jsonl``, and it must have
+            given up what it had of them.
+        """
+        raise NotImplementedError
+
+    def log(self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
+        """Take all metrics of a step, at once; steps increase. Scalars may be NaN or infinite."""
+        raise NotImplementedError
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Take a text, such as a warning."""
+
+    def flush(self) -> None:
+        """Write everything to the disk that must survive the process, as `start` counts on it."""
+
+    def close(self) -> None:
+        """Write everything and close."""
+
+
+class TrackerConfigBase(Config):
+    """Base of the configurations of trackers."""
+
+    package: ClassVar[str | None] = None
+    """Package, and extra of vqclip, that it needs."""
+    kind: str
+
+    def require(self) -> None:
+        """Check that the package is installed; without importing it.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if self.package is not None and importlib.util.find_spec(self.package) is None:
+            raise ConfigError(
+                f"run.trackers: {self.kind}: the package {self.package} is not installed; expected it, by pip install "
+                f"'vqclip[{self.package}]'; or remove {self.kind} from run.trackers"
+            )
+
+    def build(self) -> Tracker:
+        """Make the tracker, closed."""
+        raise NotImplementedError
 
 
 class Feed:
@@ -66,8 +133,6 @@ class Feed:
         self._trackers, self._resumed = dict(trackers), resumed
         self._row: dict[str, Any] = {}
         """Metrics of the newest step; it may get more."""
-        self._images: dict[str, Image] = {}
-        """Images of that step; sent with its metrics, which a tracker that only appends could not add to them."""
         self._step = -1
         try:
             self._has = {kind: self._start(kind, facts) for kind in trackers}
@@ -109,25 +174,11 @@ class Feed:
             self._call("flush", lambda tracker: tracker.flush())
 
     def _send_row(self, kinds: Iterable[str]) -> None:
-        step, row, images = self._step, self._row, self._images
-        self._row, self._images = {}, {}
-        if images:
-            self._call("images", lambda tracker: tracker.images(step, images), self._lacking(step, kinds))
+        step, row, self._row = self._step, self._row, {}
+        lacking = [kind for kind in kinds if kind in self._trackers and step > self._has[kind]]
         if row:
-            self._call("log", lambda tracker: tracker.log(step, *view(row)), self._lacking(step, kinds))
-
-    def _lacking(self, step: int, kinds: Iterable[str]) -> list[str]:
-        return [kind for kind in kinds if kind in self._trackers and step > self._has[kind]]
-
-    def images(self, step: int, draw: Callable[[], Mapping[str, Image]]) -> None:
-        """Take images of a step; they are drawn only if there are trackers."""
-        try:
-            images = draw() if self._trackers else {}
-        except Exception as error:  # an image must not end a run
-            logger.warning("step %d: no images for trackers: %s: %s", step, type(error).__name__, error)
-            return
-        self.write(step, {})
-        self._images |= images
+            scalars, histograms = view(row)
+            self._call("log", lambda tracker: tracker.log(step, scalars, histograms), lacking)
 
     def text(self, step: int, name: str, text: str) -> None:
         """Send a text, with credentials masked."""
@@ -158,15 +209,8 @@ class Feed:
         )
 
 
-class View(NamedTuple):
-    """Metrics of a step by the names that trackers show."""
-
-    scalars: dict[str, float]
-    histograms: dict[str, list[float]]
-
-
-def view(row: Mapping[str, Any]) -> View:
-    """Return the metrics of a step, from their names in ``metrics.jsonl``.
+def view(row: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return scalars and histograms of a step by the names that trackers show, from its metrics in ``metrics.jsonl``.
 
     The groups are ``train/``, ``image codes/``, ``text codes/``, ``speed/``, ``data/`` and ``eval/``; other names stay.
     What each codebook has alone becomes a histogram; the lowest usage is a scalar, too. Rates of the mode *quantized*
@@ -183,7 +227,7 @@ def view(row: Mapping[str, Any]) -> View:
                 histograms[f"{modality} codes/{figure} by codebook"] = values
             if values and figure == "usage":
                 scalars[f"{modality} codes/usage of the worst codebook"] = min(values)
-    return View(scalars, histograms)
+    return scalars, histograms
 
 
 def _is_shown(name: str, numbers: Mapping[str, float]) -> bool:
@@ -200,24 +244,3 @@ def _display_name(name: str) -> str:
         return f"speed/{name}"
     named = modality in ("loss", "temperature", "fp16", "bottleneck") or name in ("grad_norm", "lr")
     return f"train/{name}" if named else name
-
-
-def hyperparameters(config: Config) -> dict[str, float | int | bool | str]:
-    """Return the settings of a run that are not the defaults, its kinds and the most important others, by key."""
-    found: dict[str, float | int | bool | str] = {"run.seed": config.run.seed}  # type: ignore[attr-defined]
-
-    def visit(value: object, path: str, default: object = None) -> None:
-        if isinstance(value, Config):
-            for name, field in type(value).model_fields.items():
-                visit(getattr(value, name), f"{path}.{name}", None if name in _ALWAYS else field.default)
-        elif isinstance(value, Sequence) and not isinstance(value, str) and any(isinstance(v, Config) for v in value):
-            for number, each in enumerate(value):
-                visit(each, f"{path}[{number}]")
-        elif value not in (None, (), default):
-            plain = value if isinstance(value, (bool, int, float)) else encodable(mask_credentials(str(value)))
-            found[path] = plain if not isinstance(plain, str) else plain[:200]
-
-    for section in _SECTIONS:
-        visit(getattr(config, section, None), section)
-    visit(config.data.sources, "data.sources")  # type: ignore[attr-defined]
-    return found

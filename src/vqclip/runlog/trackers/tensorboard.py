@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from PIL.Image import Image
 
 from vqclip.errors import encodable
-from vqclip.runlog.trackers.base import RunFacts, Tracker, TrackerConfigBase
+from vqclip.runlog.trackers.feed import RunFacts, Tracker, TrackerConfigBase
 
 FOLDER = "tensorboard"
 
@@ -22,8 +21,7 @@ class TensorBoard(Tracker):
     """Writer of ``<run>/tensorboard``.
 
     On resume TensorBoard hides what earlier files say about the checkpoint's step and later ones; those of the
-    checkpoint's step are sent again. Files are flushed before each checkpoint, so nothing before it is missing. Images
-    of the checkpoint's step are lost, if it was evaluated already.
+    checkpoint's step are sent again. Files are flushed before each checkpoint, so nothing before it is missing.
     """
 
     def __init__(self) -> None:
@@ -34,7 +32,6 @@ class TensorBoard(Tracker):
         """Open a new event file; everything before the checkpoint's step is there."""
         # Takes seconds to import.
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
         folder = facts.folder / FOLDER
         if encodable(str(folder)) != str(folder):  # a path that TensorBoard does not take
@@ -43,10 +40,6 @@ class TensorBoard(Tracker):
             folder = Path(f"/dev/fd/{descriptor}/{FOLDER}")
         self._board = SummaryWriter(str(folder), purge_step=resumed)
         self._board.add_text("configuration", textwrap.indent(facts.text, "    "), resumed)  # indented: as it is
-        # Not add_hparams, which writes a run of its own; the figures are those of the scalars with these names.
-        start, settings, self._end = hparams(facts.hyperparameters, dict.fromkeys(facts.final, 0.0))
-        for each in (start, settings):
-            self._board.file_writer.add_summary(each, resumed)
         return resumed - 1
 
     def log(self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Sequence[float]]) -> None:
@@ -55,11 +48,6 @@ class TensorBoard(Tracker):
             self._board.add_scalar(name, value, step)
         for name, values in histograms.items():
             self._board.add_histogram(name, np.asarray(values, dtype=np.float64), step)
-
-    def images(self, step: int, images: Mapping[str, Image]) -> None:
-        """Write images."""
-        for name, image in images.items():
-            self._board.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
 
     def text(self, step: int, name: str, text: str) -> None:
         """Write a text, as it is."""
@@ -72,7 +60,6 @@ class TensorBoard(Tracker):
     def close(self) -> None:
         """Flush and close."""
         if self._board is not None:
-            self._board.file_writer.add_summary(self._end)
             self._board.close()
         self._open.close()
 

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from PIL.Image import Image
 from pydantic import Field
 
 from vqclip.io.atomic import write_text
-from vqclip.runlog.trackers.base import RunFacts, Tracker, TrackerConfigBase
+from vqclip.runlog.trackers.feed import RunFacts, Tracker, TrackerConfigBase
 
 _ID = "wandb.id"
 
@@ -21,8 +20,8 @@ class Wandb(Tracker):
     """A run of Weights & Biases in ``<run>/wandb``.
 
     Offline there is one folder, which ``wandb sync`` sends later. On resume it is made again from ``metrics.jsonl``, so
-    it has each step once, whatever the killed process left behind. The price: times, figures of the machine and images
-    of before the resume are lost, and a resume takes a second or two for every thousand lines. A folder that was sent
+    it has each step once, whatever the killed process left behind. The price: times and figures of the machine of
+    before the resume are lost, and a resume takes a second or two for every thousand lines. A folder that was sent
     already stays; the resumed run then gets another id, and is sent as a new run with all steps.
 
     Online the server keeps what it has: the steps up to its last one are not sent again. After a kill, their speeds are
@@ -77,12 +76,6 @@ class Wandb(Tracker):
 
         drawn = {name: wandb.Histogram(list(values), num_bins=16) for name, values in histograms.items()}
         self._run.log({**scalars, **drawn}, step=step)
-
-    def images(self, step: int, images: Mapping[str, Image]) -> None:
-        """Log images with the row of their step."""
-        import wandb
-
-        self._run.log({name: wandb.Image(image) for name, image in images.items()}, step=step)
 
     def text(self, step: int, name: str, text: str) -> None:
         """Raise an alert; offline it is sent with the rest."""

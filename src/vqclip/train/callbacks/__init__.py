@@ -11,12 +11,12 @@ from vqclip.train.callbacks.builtin import (
     Heartbeat,
     LimitBadSamples,
     RecordEvents,
+    ReportMetrics,
     SaveCheckpoints,
     StopOnRequest,
     evaluate,
     require_success,
 )
-from vqclip.train.callbacks.report import ReportMetrics
 
 __all__ = ["Callback", "Training", "evaluate", "in_order", "require_success"]
 

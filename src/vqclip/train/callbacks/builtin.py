@@ -1,25 +1,28 @@
-"""Records, checkpoints, evaluations, the limit of bad samples and the heartbeat of every run."""
+"""Reports, records, checkpoints, evaluations, the limit of bad samples and the heartbeat of every run."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+import torch
+from torch import Tensor
 
 from vqclip import dist
 from vqclip.errors import DataError, StopRequested
 from vqclip.evaluation import DetailsConfig, EvaluationOutcome, format_results, try_all, write_evaluations
+from vqclip.quantizers import Stats, sync
 from vqclip.report import write_report
-from vqclip.report.sheets import draw_sheets
 from vqclip.runlog.console import print_and_log
 from vqclip.train.callbacks.base import Callback, Training
 from vqclip.train.ema import CURRENT
-from vqclip.train.tasks.base import Task
+from vqclip.train.speed import SpeedMeter
 
 logger = logging.getLogger(__name__)
+
+_TOKENS = "tokens of the step"
 
 
 class RecordEvents(Callback):
@@ -28,10 +31,10 @@ class RecordEvents(Callback):
     def on_step_end(self, training: Training) -> None:
         """Record the events that the guards have reported since the step before."""
         events, training.step.guards.events = training.step.guards.events, []
-        for event, batch in events:
-            training.records.record_event(event.kind, event.reason, not event.skip, batch)
+        for event in events:
+            training.records.record_event(event.kind, event.reason, not event.skip, event.batch)
             if event.kind == "nonfinite":  # if the weights are not finite, no later step can be
-                training.checkpointer.require_finite(batch.step)
+                training.checkpointer.require_finite(event.batch.step)
 
 
 class CountBadSamples(Callback):
@@ -51,6 +54,71 @@ class CountBadSamples(Callback):
         """Write the bad samples of this rank that are not written yet."""
         if isinstance(error, DataError):
             training.records.bad.write_own()
+
+
+class ReportMetrics(Callback):
+    """Write a line of metrics and move the progress bar every ``train.report_every`` steps; warn in words.
+
+    All ranks compute the metrics; rank 0 writes them, and judges the health of the run.
+    """
+
+    def __init__(self) -> None:
+        self._warned_of_cut_captions = False
+
+    def on_train_start(self, training: Training) -> None:
+        """Begin to measure."""
+        self._speed = SpeedMeter(training.config.run.peak_tflops)
+
+    def on_step_start(self, training: Training) -> None:
+        """Count the FLOPs of the first step, and the time that timed steps spend in collectives."""
+        self._speed.count(training.step, training.batch)
+        if training.clock.runs:
+            dist.exchange_timer.start()
+
+    def on_step_end(self, training: Training) -> None:
+        """Report, if a report is due."""
+        dist.exchange_timer.stop()
+        if not training.is_due(training.config.train.report_every):
+            return
+        figures, tokens = _read_metrics(training)
+        figures |= training.records.bad.figures()
+        if lap := training.clock.lap(dist.exchange_timer.lap()):
+            figures |= lap | self._speed.figures(
+                lap["images_per_second"], tokens / training.config.train.batch_size, training.step.device
+            )
+        training.records.record_report(training.done, figures)
+        training.bar.show(figures)
+        length = training.step.task.context_length
+        if length is not None and not self._warned_of_cut_captions:
+            cut = training.records.bad.lengths.describe_cuts(length, "model.text.tower.context_length")
+            if cut:
+                logger.warning("captions: %s", cut)
+                self._warned_of_cut_captions = True
+
+
+def _read_metrics(training: Training) -> tuple[dict[str, float], float]:
+    """Return the metrics of the last step, those of codebooks over a window of tokens, and its tokens. A collective."""
+    step, result = training.step, training.result
+    windows = step.guards.windows
+    found: dict[str, float | Tensor] = {f"loss/{name}": term for name, term in result.terms.items()}
+    found |= {**result.figures, "grad_norm": result.grad_norm, "lr": result.lr}
+    if step.scaler.is_enabled():
+        found |= {"fp16/scale": step.scaler.get_scale(), "fp16/skipped_steps": float(step.guards.overflows)}
+    if windows is None:
+        sums = dict(zip(result.stats, sync([*result.stats.values()]), strict=True))
+    else:
+        sums = windows.sums(result.stats)
+    found |= step.task.metrics(sums, training.done - 1)
+    found[_TOKENS] = sum(_count_tokens(result.stats[name]) for name in step.task.quantizers() if name in result.stats)
+    tensors = {name: each.detach().double().reshape(()) for name, each in found.items() if isinstance(each, Tensor)}
+    numbers = dict(zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True))  # read at once
+    figures = {name: numbers[name] if isinstance(each, Tensor) else each for name, each in found.items()}
+    return figures, figures.pop(_TOKENS)
+
+
+def _count_tokens(stats: Stats) -> Tensor | float:
+    """Return the () number of tokens that were quantized; stages and parts share them."""
+    return next((each for name, each in stats.sums.items() if name.split("/")[-1] == "tokens"), 0.0)
 
 
 class SaveCheckpoints(Callback):
@@ -155,17 +223,14 @@ def evaluate(training: Training) -> EvaluationOutcome:
     """
     ema, is_last = training.config.train.ema, training.done == training.config.train.steps
     training.step.broadcast_local_codebooks()
-    with training.step.whole_task() as task:
-        outcome = _try_all(training, task, details=True)
-    current = _evaluate_current(training) if ema is not None and ema.evaluate == "both" else EvaluationOutcome([], None)
+    outcome, current = _evaluate_weights(training, averaged=True), EvaluationOutcome([], None)
+    if ema is not None and ema.evaluate == "both":
+        current = _evaluate_weights(training, averaged=False)
     results = [*outcome.results, *current.results]
     figures = {key: value for result in results for key, value in result.scalars().items()}
     training.records.record_evaluation(training.done, figures)
     for result in current.results if is_last else results:  # for the last step, a table is printed
         training.records.report_evaluation(training.done, result)
-    for result in outcome.results:
-        if result.details is not None:
-            training.records.add_images(training.done, functools.partial(draw_sheets, result.name, result.details))
     report, folder = training.config.report, training.config.run.path
     store_details(report, folder, outcome, training.done)
     if not is_last:  # after the last step, the page is written with the summary
@@ -173,18 +238,16 @@ def evaluate(training: Training) -> EvaluationOutcome:
     return EvaluationOutcome(outcome.results, outcome.failure or current.failure)
 
 
-def _evaluate_current(training: Training) -> EvaluationOutcome:
-    """Evaluate the current weights beside the averaged ones; the results have names of their own."""
-    with training.step.whole_task(averaged=False) as task:
-        outcome = _try_all(training, task)
+def _evaluate_weights(training: Training, *, averaged: bool) -> EvaluationOutcome:
+    """Evaluate the averaged weights if the run has them, with details; or the current ones, under other names."""
+    config = training.config
+    with training.step.whole_task(averaged=averaged) as task:
+        details = config.report if averaged else None
+        outcome = try_all(task.evaluated, config.evaluation, precision=config.train.precision, details=details)
+    if averaged:
+        return outcome
     named = [dataclasses.replace(result, name=CURRENT + result.name) for result in outcome.results]
     return EvaluationOutcome(named, outcome.failure)
-
-
-def _try_all(training: Training, task: Task[Any], *, details: bool = False) -> EvaluationOutcome:
-    config = training.config
-    amounts = config.report if details else None
-    return try_all(task.evaluated, config.evaluation, precision=config.train.precision, details=amounts)
 
 
 def store_details(config: DetailsConfig | None, run: Path, outcome: EvaluationOutcome, step: int) -> None:
@@ -196,26 +259,20 @@ def store_details(config: DetailsConfig | None, run: Path, outcome: EvaluationOu
         outcome: outcome of the evaluation, with details.
         step: steps of training of the evaluated weights.
     """
-    if outcome.results:
-        _attempt(config, "report", step, lambda: write_evaluations(run, step, outcome.results))
+    if outcome.results and config is not None:
+        _try_to_write("report", step, lambda: write_evaluations(run, step, outcome.results))
 
 
 def write_page(config: DetailsConfig | None, run: Path, step: int) -> None:
-    """Write ``report.html`` on rank 0; a failure is a warning and does not end the run.
-
-    Args:
-        config: settings; None: nothing is written.
-        run: the run's folder.
-        step: steps of training done.
-    """
-    _attempt(config, "report.html", step, lambda: write_report(run))
+    """Write ``report.html`` on rank 0, unless ``config`` is None; a failure is a warning and does not end the run."""
+    if config is not None:
+        _try_to_write("report.html", step, lambda: write_report(run))
 
 
-def _attempt(config: DetailsConfig | None, what: str, step: int, write: Callable[[], object]) -> None:
-    if config is None or not dist.is_main():
-        return
+def _try_to_write(what: str, step: int, write: Callable[[], object]) -> None:
     try:
-        write()
+        if dist.is_main():
+            write()
     except Exception as error:  # of any kind: a page is never worth a run
         told = f"{type(error).__name__}: {error}"
         logger.warning("%s: cannot be written after step %d; the run continues without it: %s", what, step, told)

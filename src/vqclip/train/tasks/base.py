@@ -182,8 +182,8 @@ class Task(ABC, Generic[SamplesT]):
         """
 
     @abstractmethod
-    def progress(self, figures: Mapping[str, float], batch_size: int) -> tuple[float, float]:
-        """Return the loss that the watches look at, and that of a model that knows nothing, from all metrics."""
+    def progress(self, batch_size: int) -> tuple[str, float | str]:
+        """Return the metric by which a run is judged, and its value, or the metric of it, for an untrained model."""
 
     # Around the steps.
 

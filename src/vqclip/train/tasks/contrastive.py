@@ -191,9 +191,9 @@ class ContrastiveTask(Task[RankBatch]):
             found[f"{modality}/embedding_cosine"] = _mean_cosine(sums["embedded"], modality)
         return found
 
-    def progress(self, figures: Mapping[str, float], batch_size: int) -> tuple[float, float]:
+    def progress(self, batch_size: int) -> tuple[str, float | str]:
         """Return the contrastive loss, and its value at chance."""
-        return figures[f"loss/{self.loss.name}"], self.loss.chance(batch_size)
+        return f"loss/{self.loss.name}", float(self.loss.chance(batch_size))
 
     @property
     def tokenizers(self) -> dict[Modality, Tokenizer]:
