@@ -79,15 +79,6 @@ def test_a_deleted_file_ends_no_run(tmp_path, caplog):
     assert caplog.text.count("metrics.jsonl: was deleted; a new file begins with step 21") == 1
 
 
-def test_steps_never_go_back(tmp_path):
-    with MetricsLog(tmp_path, start_step=3) as log:
-        log.write(4, {})
-        log.write(4, {"eval": 1})
-        with pytest.raises(AssertionError, match="a line of step 3 after one of step 4"):
-            log.write(3, {})
-    log.close()
-
-
 def test_reading_names_the_broken_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for bad in (b"[1]\n", b'{"loss": 1}\n', b'{"step": true}\n', b'{"step": 2}', b"\xff\n", b"[" * 100_000 + b"\n"):

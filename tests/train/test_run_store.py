@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -53,9 +54,13 @@ class Store(MemoryFileSystem):
         return sorted(name.removeprefix("/bucket/runs/tiny/") for name in self.store)
 
 
-def mirror_of(folder: Path) -> RunMirror:
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[RunMirror]:
+    """A job with its copy in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    return RunMirror(URL, folder, TransferConfig(tries=3))
+    with RunMirror(URL, folder, TransferConfig(tries=3)) as mirror:
+        mirror.open()
+        yield mirror
 
 
 def save(folder: Path, step: int, content: str = "weights") -> Path:
@@ -90,8 +95,7 @@ def keep_none(step):
 
 def upload(folder, *numbers, keep_last=9):
     """A job that saves some steps."""
-    with mirror_of(folder) as mirror:
-        mirror.open()
+    with opened(folder) as mirror:
         for number in numbers:
             (folder / "config.yaml").write_text("one: run\n")
             (folder / "metrics.jsonl").write_text(f"{number}\n")
@@ -101,8 +105,7 @@ def upload(folder, *numbers, keep_last=9):
 def test_another_machine_finds_what_was_uploaded(tmp_path, store, caplog):
     upload(tmp_path / "a", 2, 4, 6, keep_last=2)
     assert not any("step-00000002" in name for name in store.names())
-    with mirror_of(tmp_path / "b") as mirror:
-        mirror.open()
+    with opened(tmp_path / "b") as mirror:
         assert (tmp_path / "b" / "metrics.jsonl").read_text() == "6\n"
         assert [path.name for path in mirror.checkpoints()] == ["step-00000004", "step-00000006"]
         with caplog.at_level("INFO"):
@@ -123,8 +126,7 @@ def test_a_checkpoint_is_there_with_its_manifest_alone(tmp_path, store):
     ):
         upload(tmp_path / "a", 4)
     store.failing.clear()
-    with mirror_of(tmp_path / "b") as mirror:
-        mirror.open()
+    with opened(tmp_path / "b") as mirror:
         assert [path.name for path in mirror.checkpoints()] == ["step-00000002"]
 
 
@@ -133,8 +135,7 @@ def test_a_copy_that_others_have_overtaken_is_replaced(tmp_path, store):
     upload(tmp_path / "b", 3)
     save(tmp_path / "a", 4, "never uploaded")
     (tmp_path / "a" / "left.txt").write_text("of the former job")
-    with mirror_of(tmp_path / "a") as mirror:
-        mirror.open()
+    with opened(tmp_path / "a") as mirror:
         assert [path.name for path in mirror.checkpoints()] == ["step-00000002", "step-00000003"]
         assert steps(tmp_path / "a") == ["step-00000002"]  # the same bytes, so it need not be fetched again
         assert (tmp_path / "a" / "metrics.jsonl").read_text() == "3\n"
@@ -148,21 +149,11 @@ def test_files_of_a_killed_upload_and_damage_in_the_copy(tmp_path, store):
     for name in ("manifest.json", "weights"):  # somebody wants to look into it
         store.pipe_file(f"/bucket/runs/tiny/{aside}/{name}", b"x", timeout=1)
     (tmp_path / "a" / "checkpoints" / "step-00000002" / "model" / "weights").write_text("damaged")
-    with mirror_of(tmp_path / "a") as mirror:
-        mirror.open()
+    with opened(tmp_path / "a") as mirror:
         checkpoint.verify(mirror.fetch(mirror.checkpoints()[-1]))
         mirror.upload_checkpoint(save(tmp_path / "a", 3), 9, keep_none)
         assert not any("step-00000004" in name for name in store.names())
         assert f"{aside}/weights" in store.names()
-
-
-def test_newer_checkpoints_are_removed_at_the_url(tmp_path, store):
-    upload(tmp_path / "a", 2, 4)
-    with mirror_of(tmp_path / "a") as mirror:
-        mirror.open()
-        mirror.remove_newer(2)
-        assert [path.name for path in mirror.checkpoints()] == ["step-00000002"]
-    assert not any("step-00000004" in name for name in store.names())
 
 
 def test_a_run_that_was_removed_is_not_mixed_with_its_copy(tmp_path, store):
@@ -178,16 +169,13 @@ def test_names_that_lead_elsewhere_are_not_fetched(tmp_path, store):
     upload(tmp_path / "a", 2)
     for name in ("../x", "checkpoints/step-00000002/../../../y"):
         store.store[f"/bucket/runs/tiny/{name}"] = store.store["/bucket/runs/tiny/config.yaml"]
-    with mirror_of(tmp_path / "b") as mirror:
-        mirror.open()
+    with opened(tmp_path / "b") as mirror:
         checkpoint.verify(mirror.fetch(mirror.checkpoints()[-1]))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 def test_a_second_job_is_noticed_before_it_mixes_with_the_first(tmp_path, store):
-    with mirror_of(tmp_path / "a") as first, mirror_of(tmp_path / "b") as second:
-        first.open()
-        second.open()
+    with opened(tmp_path / "a") as first, opened(tmp_path / "b") as second:
         first.upload_checkpoint(save(tmp_path / "a", 2), 9, keep_none)
         before = store.names()
         with pytest.raises(CheckpointError, match="has got step-00000002 from another job; this one writes nothing"):
@@ -196,18 +184,19 @@ def test_a_second_job_is_noticed_before_it_mixes_with_the_first(tmp_path, store)
         first.upload_checkpoint(save(tmp_path / "a", 4), 9, keep_none)
 
 
-def test_removed_notes_are_removed_at_the_url(tmp_path, store):
-    upload(tmp_path / "a", 2)
-    with mirror_of(tmp_path / "a") as mirror:
-        mirror.open()
-        (tmp_path / "a" / "stopped.json").write_text("{}")
+def test_newer_checkpoints_and_files_that_are_gone_are_removed_at_the_url(tmp_path, store):
+    upload(tmp_path / "a", 2, 4)
+    with opened(tmp_path / "a") as mirror:
+        for note in ("stopped.json", "best.json"):
+            (tmp_path / "a" / note).write_text("{}")
         mirror.upload_files()
-    assert "stopped.json" in store.names()
-    with mirror_of(tmp_path / "a") as mirror:
-        mirror.open()
-        (tmp_path / "a" / "stopped.json").unlink()
+    with opened(tmp_path / "b") as mirror:
+        mirror.remove_newer(2)
+        assert [path.name for path in mirror.checkpoints()] == ["step-00000002"]
+        (tmp_path / "b" / "stopped.json").unlink()
         mirror.upload_files()
-    assert "stopped.json" not in store.names()
+    assert not any("step-00000004" in name or "stopped" in name for name in store.names())
+    assert "best.json" in store.names()
 
 
 def test_failures_of_the_store_are_tried_again_and_then_named(tmp_path, store):
@@ -338,18 +327,14 @@ def test_what_an_error_leaves_is_uploaded(tmp_path, store, monkeypatch, tree_at)
 
 @pytest.fixture
 def run(tmp_path, store):
-    with mirror_of(tmp_path / "a") as mirror:
-        mirror.open()
-        for step in (2, 4):
-            (tmp_path / "a" / "config.yaml").write_text("one: run\n")
-            mirror.upload_checkpoint(save(tmp_path / "a", step), 9, lambda step: False)
+    upload(tmp_path / "a", 2, 4)
     return tmp_path / "copy"
 
 
 def test_the_newest_intact_checkpoint_is_copied(run, store, capsys):
     assert main(["copy-run", URL, str(run)]) == 0
     assert capsys.readouterr().out == f"{run}\n"
-    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.yaml"]
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "config.yaml", "metrics.jsonl"]
     assert steps(run) == ["step-00000004"]
     assert main(["copy-run", URL, str(run)]) == 2
     assert f"{run}: exists; expected a new folder" in capsys.readouterr().err
@@ -397,8 +382,8 @@ def test_objects_that_are_folders_too_are_named(run, store, tmp_path, capsys):
     told = f"{URL}/logs: is an object, and a folder of {URL}/logs/deep/x too, which no disk can hold; remove or rename"
     assert told in capsys.readouterr().err
     assert not run.exists()
-    with mirror_of(tmp_path / "other") as mirror, pytest.raises(StorageError, match="is an object, and a folder of"):
-        mirror.open()
+    with pytest.raises(StorageError, match="is an object, and a folder of"), opened(tmp_path / "other"):
+        pass
 
 
 def test_a_folder_that_cannot_be_written_is_named(run, store, capsys):
