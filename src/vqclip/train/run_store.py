@@ -109,8 +109,8 @@ class RunMirror:
         size = sum(files.values())
         if (free := shutil.disk_usage(path.parent).free) < size:
             raise CheckpointError(
-                f"{self._remote}/{base}: has {format_bytes(size)}, and {format_bytes(free)} are free in {path.parent}; set "
-                "VQCLIP_CACHE to a folder with more room"
+                f"{self._remote}/{base}: has {format_bytes(size)}, and {format_bytes(free)} are free in {path.parent}; "
+                "set VQCLIP_CACHE to a folder with more room"
             )
         told = "fetching %s/%s (%s); all ranks wait, within run.timeout_s"
         logger.info(told, self._remote, base, format_bytes(size))
