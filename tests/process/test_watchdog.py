@@ -129,7 +129,7 @@ def test_a_rank_has_reported_when_its_report_is_whole(tmp_path, ended):
     """A rank that ends sooner makes the collectives of the others fail, and their stacks show that."""
     with Watchdog(tmp_path, 60.0, 60.0) as watchdog:
         watchdog._write("no progress")
-        assert watchdog._read_positions() == {0: (0, "no progress")}
+        assert watchdog._read_positions()[0][1] == "no progress"
         report = (tmp_path / "rank-0.txt").read_text()
         (tmp_path / "rank-0.txt").write_text(report[: report.rindex("===")])
         assert watchdog._read_positions() == {}

@@ -175,9 +175,9 @@ class Feed:
 
     def _send_row(self, kinds: Iterable[str]) -> None:
         step, row, self._row = self._step, self._row, {}
-        lacking = [kind for kind in kinds if kind in self._trackers and step > self._has[kind]]
         if row:
             scalars, histograms = view(row)
+            lacking = [kind for kind in kinds if kind in self._trackers and step > self._has[kind]]
             self._call("log", lambda tracker: tracker.log(step, scalars, histograms), lacking)
 
     def text(self, step: int, name: str, text: str) -> None:
