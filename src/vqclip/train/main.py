@@ -70,9 +70,6 @@ class RunResult:
     """Signal, or reason given to `Training.request_stop`, that stopped the run before its end; None: it is finished."""
     summary: RunSummary | None
     """Sizes, speed and further figures of a finished run; None for a stopped one."""
-    late_signal: str | None = None
-    """Signal that a finished run received when nothing was left to stop, on any rank; None: there was none. A program
-    that trains several runs stops after this one."""
 
     @property
     def finished(self) -> bool:
@@ -156,7 +153,7 @@ def run(
                         every = in_order(callbacks)
                         summary = _run(config, device, lock, mirror, log, stop, every, owns_process, started)
                         metrics = dict(started[0].metrics)
-                        return RunResult(config, summary.step, metrics, None, summary, _stop_reason(stop))
+                        return RunResult(config, summary.step, metrics, None, summary)
                     except StopRequested:
                         return _report_stop(config, mirror, stop, started)
             finally:
@@ -379,16 +376,11 @@ def _leave_if_requested(stop: StopSignals) -> None:
         raise StopRequested
 
 
-def _stop_reason(stop: StopSignals) -> str | None:
-    """Return the first rank's signal or request; None if no rank has one."""
-    return next((each for each in dist.gather_json(stop.reason) if each is not None), None)
-
-
 def _report_stop(
     config: TaskConfig, mirror: RunMirror | None, stop: StopSignals, started: Sequence[Training]
 ) -> RunResult:
     """Tell people and schedulers that the run can be resumed."""
-    reason = _stop_reason(stop) or "requested"
+    reason = next((each for each in dist.gather_json(stop.reason) if each is not None), "requested")
     saved = dist.run_on_main(lambda: write_stopped(config.run.path, config.train.steps, reason))
     _upload_files(mirror)
     done, metrics = (started[0].done, dict(started[0].metrics)) if started else (saved, {})
