@@ -21,8 +21,8 @@ import torch
 from tqdm import tqdm
 
 import vqclip
-from vqclip.data import EvalSet, decode_image
-from vqclip.data.prepare import ImageSource, open_images
+from vqclip.data import EvalSet, ShardedSource, decode_image
+from vqclip.data.prepare import open_images
 from vqclip.errors import VqclipError
 from vqclip.report.page import search_page
 from vqclip.search import CodeIndex, CodeSearch, SearchResult
@@ -30,7 +30,7 @@ from vqclip.search.scan import Hit
 from vqclip.tokenizer import ImageTokenizer
 
 
-def make_index(tokenizer: ImageTokenizer, source: ImageSource) -> CodeIndex:
+def make_index(tokenizer: ImageTokenizer, source: ShardedSource) -> CodeIndex:
     """Build an index of the ids of images; the name of an item is its place and its caption."""
     batches = list(EvalSet(source, tokenizer.transform, batch_size=64))
     ids = torch.cat([tokenizer.encode(batch.images) for batch in tqdm(batches, desc="encode", disable=None)])
@@ -39,7 +39,7 @@ def make_index(tokenizer: ImageTokenizer, source: ImageSource) -> CodeIndex:
     return CodeIndex.build(tokenizer, ids, names)
 
 
-def hits(index: CodeIndex, found: SearchResult, query: int, source: ImageSource) -> list[Hit]:
+def hits(index: CodeIndex, found: SearchResult, query: int, source: ShardedSource) -> list[Hit]:
     """Return the results of one query with their images."""
     best = zip(found.items[query].tolist(), found.scores[query].tolist(), strict=True)
     return [Hit(index.names[item], score, decode_image(source.read(item).image)) for item, score in best]

@@ -7,14 +7,18 @@ import json
 import os
 import sys
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from vqclip.data.remote import RemoteConfig
+from vqclip.data.remote.files import Shard
+from vqclip.data.remote.retry import RemoteConfig
+from vqclip.data.tars.index import TarIndex
+from vqclip.data.tars.make import CHUNK, IndexMaker, Parts
 from vqclip.data.tars.open import TarSet
 from vqclip.data.tars.reader import TarReader
 
@@ -101,6 +105,15 @@ def count_calls(function: Callable[[], None]) -> int:
 def open_tars(*paths: Path, cache: Path | None = None, **options) -> TarReader:
     """A reader of tars on this machine; see `TarSet`."""
     return TarSet(paths, RemoteConfig(), **options).open(cache)
+
+
+def make_index(
+    shards: Sequence[Shard], path: Path, chunk: int = CHUNK, parts: Parts | None = None, **options: Any
+) -> TarIndex:
+    """The index of some shards, made at a path; parts are in a folder beside it."""
+    maker = IndexMaker(shards, parts or Parts(path.with_name(f"{path.name}.parts")), **options)
+    maker.read_all()
+    return maker.write(path, chunk)
 
 
 def member_places(reader: TarReader) -> np.ndarray:

@@ -220,7 +220,7 @@ def test_an_image_of_more_bytes_than_are_read(tmp_path: Path) -> None:
     assert line["reason"] == f"{shard}: sample bad: image of 67108865 bytes; at most 67108864 are read"
 
 
-@pytest.mark.parametrize("label", [b"3", b"-1", b"cat", b"", b"1e0", b"9" * 60])
+@pytest.mark.parametrize("label", [b"3", b"-1", b"cat", b"", b"1e0", "²".encode(), b"9" * 60])
 def test_a_label_without_a_class(tmp_path: Path, label: bytes) -> None:
     folder = class_folder(tmp_path)
     members = {f"{n}.{kind}": data for n in range(9) for kind, data in (("jpg", JPEG), ("cls", b"1"))}

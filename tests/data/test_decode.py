@@ -178,14 +178,6 @@ def test_pillow_modes_without_a_range_are_refused() -> None:
         pil_to_uint8(Image.fromarray(np.full((3, 3), 70000, np.int32)))
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (37, 41)])
-def test_header_gives_the_size(kind: str, shape: tuple[int, int]) -> None:
-    for options in ({}, {"lossless": True}, {"exif": Image.Exif().tobytes()}):
-        data = encode(pixels(8, *shape), kind, **options)
-        assert rgb(data).shape == (*shape, 3)
-
-
 def test_too_many_pixels_are_refused_by_the_header() -> None:
     data = hostile.huge_png(20_000)
     with pytest.raises(DataError, match="20000x20000.*at most 50000000 pixels"):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.data.making import caption_members, caption_shards, class_folder, encode, pixels, write_tar
-from vqclip.data import CaptionShardsConfig, ClassShardsConfig, EvalSet, EvalTransformConfig, RawSample, decode_image
+from tests.data.making import caption_members, caption_shards, encode, pixels, write_tar
+from vqclip.data import CaptionShardsConfig, EvalSet, EvalTransformConfig, RawSample, decode_image
 from vqclip.data.in_order import InOrderReader, read_in_order
 from vqclip.data_tools.check import CheckOptions, scan
 from vqclip.errors import DataError, StorageError
@@ -73,13 +73,6 @@ def test_every_sample_in_order(tmp_path: Path) -> None:
     assert [captions for batch in batches for captions in batch.captions] == [(f"caption {n}",) for n in range(9)]
     images = torch.cat([batch.images for batch in batches])
     assert torch.equal(images[6], TRANSFORM(decode_image(encode(pixels(6)))))
-
-
-def test_labels(tmp_path: Path) -> None:
-    source = ClassShardsConfig(path=class_folder(tmp_path)).build()
-    (batch,) = EvalSet(source, TRANSFORM)
-    assert batch.labels.tolist() == [0, 1, 2, 0, 1, 2]
-    assert batch.captions[2] == ("a photo of a red panda", "the red panda")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,8 @@ from pydantic import ValidationError
 
 from tests.data.loading import SIZE, G, global_batches, open_data, same, text
 from tests.data.making import caption_members, caption_shards, class_folder, encode, pixels, write_tar
-from vqclip import dist
 from vqclip.data import CaptionShardsConfig, DataConfig, batch_maker
 from vqclip.data.decode import decode_image
-from vqclip.data.tars import make
-from vqclip.errors import DataError
 
 
 @pytest.fixture
@@ -170,49 +166,6 @@ def test_fingerprint(folder: Path) -> None:
     # Fractions of a slot were rounded once: such a run does not continue in another order.
     weighted = open_data(folder, weight=0.55).fingerprint["sources"]
     assert [source.get("slots") for source in weighted] == [None, "33/5", None]
-
-
-# ---- several ranks
-
-
-def build_on_ranks(folder: str) -> tuple[list[int], int, list[str] | None]:
-    indexed: list[str] = []
-    scan = make.scan_shard
-    make.scan_shard = lambda shard, *rest: indexed.append(shard.name) or scan(shard, *rest)
-    try:
-        data = open_data(Path(folder), sources=(CaptionShardsConfig(path=folder),))
-        (batch,) = data.batches(2, 3)
-    finally:
-        make.scan_shard = scan
-    return batch.sample_ids.tolist(), len(batch), sorted(indexed)
-
-
-def test_ranks_index_together_and_take_their_share(tmp_path: Path, ranks, cache: Path) -> None:
-    folder = caption_shards(tmp_path / "d", (4, 4, 4, 4, 4))
-    results = ranks(2, with_cache, str(cache), build_on_ranks, str(folder))
-    (expected,) = open_data(folder, sources=(CaptionShardsConfig(path=str(folder)),)).batches(2, 3)
-    for rank, (ids, _, indexed) in enumerate(results):
-        assert ids == expected.sample_ids[rank::2].tolist()
-        assert indexed == [f"{number:05d}.tar" for number in range(5)][rank::2]
-
-
-def with_cache(cache: str, function, *args):
-    os.environ["VQCLIP_CACHE"] = cache
-    return function(*args)
-
-
-def error_on_ranks(folder: str) -> str:
-    with pytest.raises(DataError) as error:
-        open_data(Path(folder), sources=(CaptionShardsConfig(path=folder),))
-    return f"{dist.rank()}: {error.value}"
-
-
-def test_one_ranks_error_is_everyones(tmp_path: Path, ranks, cache: Path) -> None:
-    folder = caption_shards(tmp_path / "d", (2, 2))
-    os.truncate(folder / "00001.tar", 700)  # rank 1's share
-    results = ranks(2, with_cache, str(cache), error_on_ranks, str(folder))
-    assert [result[:2] for result in results] == ["0:", "1:"]
-    assert all("00001.tar: truncated: member" in result for result in results)
 
 
 # ---- configuration

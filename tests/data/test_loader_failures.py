@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,7 @@ def spoilt_data(folder: Path, **options) -> TrainData:
     return open_data(folder, sources=(CaptionShardsConfig(path=str(folder)),), **options)
 
 
-def test_bad_samples_are_replaced_counted_and_named(spoilt: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_samples_are_replaced_in_every_epoch(spoilt: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = spoilt_data(spoilt)
     with caplog.at_level(logging.WARNING, "vqclip.data"):
         batches = list(data.batches(0, 4))  # two epochs
@@ -49,22 +48,13 @@ def test_bad_samples_are_replaced_counted_and_named(spoilt: Path, caplog: pytest
     shown = torch.cat([batch.sample_ids for batch in batches]).tolist()
     assert len(shown) == 40
     assert not {3, 4, 5} & set(shown)
-    reasons = {bad.sample_id: bad.reason for bad in data.last_replaced}
-    shard = spoilt / "00000.tar"
-    assert reasons[3].startswith(f"{shard}: sample 000000003: jpeg image cannot be decoded")
-    assert reasons[4] == f"{shard}: sample 000000004: has no .txt"
-    assert reasons[5].startswith(f"{shard}: sample 000000005: not a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF image")
     for bad in data.last_replaced:
         assert f"sample {bad.sample_id} replaced by {bad.substitute_id}: {bad.reason}" in caplog.text
 
 
-@pytest.mark.parametrize(("workers", "world_sizes"), [(0, (1, 2, 4)), (2, (2,))])
-def test_substitutes_do_not_depend_on_ranks_and_workers(spoilt: Path, workers: int, world_sizes: Sequence[int]) -> None:
+def test_substitutes_do_not_depend_on_workers(spoilt: Path) -> None:
     expected = global_batches(spoilt_data(spoilt), 0, 6, 1)
-    data = spoilt_data(spoilt, workers=workers)
-    for world_size in world_sizes:
-        assert same(global_batches(data, 0, 6, world_size), expected)
-        assert same(global_batches(data, 3, 6, world_size), expected[3:])
+    assert same(global_batches(spoilt_data(spoilt, workers=2), 3, 6, 2), expected[3:])
 
 
 def test_too_many_bad_samples_stop_the_run(spoilt: Path) -> None:
@@ -97,16 +87,6 @@ def explode(captions: list[str]) -> torch.Tensor:
     raise KeyError("boom")
 
 
-def die(captions: list[str]) -> torch.Tensor:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
-
-
-def sleep(captions: list[str]) -> torch.Tensor:
-    time.sleep(4)
-    raise AssertionError
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return caption_shards(tmp_path, (9, 8))
@@ -120,12 +100,6 @@ def failing(folder: Path, function, **options) -> TrainData:
 def test_errors_in_workers_keep_their_traceback(folder: Path) -> None:
     with pytest.raises(DataError, match=r"(?s)KeyError: 'boom'.*in explode"):
         next(failing(folder, explode).batches(0, 1))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_dead_worker_is_explained(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"a data worker died \(.*killed for memory\? Fewer data.workers"):
-        next(failing(folder, die).batches(0, 1))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -150,24 +124,6 @@ def test_a_worker_that_dies_while_its_reader_computes_is_explained(folder: Path,
 def test_other_errors_pass_unchanged() -> None:
     with pytest.raises(RuntimeError, match="^of the step$"), explain_worker_deaths():
         raise RuntimeError("of the step")
-
-
-def test_a_stuck_worker_is_explained(folder: Path) -> None:
-    start = time.monotonic()
-    with pytest.raises(DataError, match=r"no batch came from the data workers for 1 s"):
-        next(failing(folder, sleep, timeout_s=1.0).batches(0, 1))
-    assert time.monotonic() - start < 20
-
-
-def test_workers_outlive_stop_signals(folder: Path) -> None:
-    batches = spoilt_data(folder, workers=2).batches(0, 30)
-    first = [next(batches), next(batches)]  # one of each worker, which has prepared itself then
-    children = sorted(each.pid for each in multiprocessing.active_children())
-    assert len(children) >= 2
-    for child in children:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            os.kill(child, number)
-    assert len([*first, *batches]) == 30
 
 
 FAILED_READER = """

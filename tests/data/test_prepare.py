@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.data.loading import open_data
 from tests.data.making import caption_members, caption_shards, write_tar
 from tests.ranks import RankPool
 from vqclip import dist
-from vqclip.data import CaptionShardsConfig, FolderConfig, ScenesSourceConfig, loader, prepare
+from vqclip.data import CaptionShardsConfig, FolderConfig, ScenesSourceConfig, prepare
 from vqclip.data.tars import make as tars
 from vqclip.errors import DataError
 from vqclip.scenes import ScenesConfig, make
@@ -24,8 +24,8 @@ def indexed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def prepare_on_rank(folder: Path, caches: tuple[str, ...]) -> tuple[list[str], list[str], int]:
-    """What this rank indexes while it prepares, and what when it opens the source; and how often ranks meet."""
+def prepare_on_rank(folder: Path, caches: tuple[str, ...]) -> tuple[list[str], int]:
+    """What this rank indexes, and how often ranks meet."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         cache = folder / caches[dist.rank()]
         monkeypatch.setenv("VQCLIP_CACHE", str(cache))
@@ -34,13 +34,11 @@ def prepare_on_rank(folder: Path, caches: tuple[str, ...]) -> tuple[list[str], l
         meetings = []
         meet = dist.raise_on_all_ranks
         monkeypatch.setattr(dist, "raise_on_all_ranks", lambda: (meetings.append(1), meet())[1])
-        source = CaptionShardsConfig(path=str(folder / "shards"))
-        prepare.prepare_sources([source])
-        first = list(names)
-        assert len(source.build()) == 5
+        (source,) = prepare.open_sources([CaptionShardsConfig(path=str(folder / "shards"))])
+        assert len(source) == 5
         dist.barrier()
         assert not list(cache.glob("ranks-*"))
-        return sorted(first), names[len(first) :], len(meetings)
+        return names, len(meetings)
 
 
 ALL = [f"{n:05d}.tar" for n in range(5)]
@@ -51,25 +49,24 @@ def test_each_cache_is_filled_once(ranks: RankPool, tmp_path: Path, caches: str)
     caption_shards(tmp_path / "shards", (1,) * 5)
     results = ranks(len(caches), prepare_on_rank, tmp_path, tuple(caches))
     for cache in set(caches):
-        shares = [first for (first, _, _), where in zip(results, caches, strict=True) if where == cache]
+        shares = [names for (names, _), where in zip(results, caches, strict=True) if where == cache]
         assert sorted(name for share in shares for name in share) == ALL
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert [later for _, later, _ in results] == [[]] * len(caches)
 
 
 def test_ranks_meet_after_every_few_shards(ranks: RankPool, tmp_path: Path) -> None:
     caption_shards(tmp_path / "shards", (1,) * 5)
-    meetings = {count for _, _, count in ranks(2, prepare_on_rank, tmp_path, ("a", "a"))}
-    assert meetings == {2 + 3}  # drawing, listing, and three of five shards on rank 0; with a round of no time
-    meetings = {count for _, _, count in ranks(2, prepare_on_rank, tmp_path, ("a", "a"))}
-    assert meetings == {2 + 1}  # the index is checked
+    meetings = {count for _, count in ranks(2, prepare_on_rank, tmp_path, ("a", "a"))}
+    assert meetings == {4 + 3}  # pins, lists, opening; and three of five shards on rank 0, with a round of no time
+    meetings = {count for _, count in ranks(2, prepare_on_rank, tmp_path, ("a", "a"))}
+    assert meetings == {4 + 1}  # the index is checked
 
 
 def prepare_a_broken_one(folder: Path) -> str:
     os.environ["VQCLIP_CACHE"] = str(folder / "cache")
     prepare._ROUND_S = 0.0
     try:
-        prepare.prepare_sources([CaptionShardsConfig(path=str(folder / "shards"))])
+        prepare.open_sources([CaptionShardsConfig(path=str(folder / "shards"))])
     except DataError as error:
         return str(error)
     finally:
@@ -88,17 +85,17 @@ def test_an_error_in_any_round_is_everybodys(ranks: RankPool, tmp_path: Path, br
 def open_where_an_index_is_lost(folder: Path) -> str:
     """Message of the error of this rank, where rank 1 cannot open the data that all ranks have prepared."""
 
-    def lose(sources: Sequence[CaptionShardsConfig], keys: Sequence[str]) -> None:
-        prepare.prepare_sources(sources, keys)
-        dist.barrier()
-        if dist.rank() == 1:
-            (folder / "shards" / ALL[0]).unlink()
+    opened = prepare.open_source
+
+    def lose(*args: Any) -> Any:
+        if dist.is_main():  # it has opened them before rank 1 loses a shard
+            return [0] * 5
+        (folder / "shards" / ALL[0]).unlink()
+        return opened(*args)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("VQCLIP_CACHE", str(folder / f"cache{dist.rank()}"))
-        monkeypatch.setattr(loader, "prepare_sources", lose)
-        if dist.is_main():  # it has opened them before rank 1 loses a shard
-            monkeypatch.setattr(loader, "open_source", lambda source, key: [0] * 5)
+        monkeypatch.setattr(prepare, "open_source", lose)
         try:
             open_data(folder, sources=(CaptionShardsConfig(path=str(folder / "shards" / "{00000..00004}.tar")),))
         except DataError as error:
@@ -119,7 +116,7 @@ def draw_on_rank(folder: Path, caches: tuple[str, ...]) -> int:
         drawn = []
         draw = make._draw
         monkeypatch.setattr(make, "_draw", lambda *arguments: (drawn.append(1), draw(*arguments)))
-        prepare.prepare_sources([ScenesSourceConfig(drawing=ScenesConfig(train=3, val=1, test=1, heldout=1))])
+        prepare.open_sources([ScenesSourceConfig(drawing=ScenesConfig(train=3, val=1, test=1, heldout=1))])
         return len(drawn)
 
 
@@ -144,8 +141,7 @@ def prepare_where_nothing_can_be_left(folder: Path) -> int:
             raise PermissionError(13, "Permission denied")
 
         monkeypatch.setattr(Path, "mkdir", refuse)
-        prepare.prepare_sources([source])
-        return len(source.build())
+        return len(prepare.open_sources([source])[0])
 
 
 def test_notes_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -162,10 +158,10 @@ def test_notes_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 def test_temporary_files_of_killed_jobs_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
     source = CaptionShardsConfig(path=str(caption_shards(tmp_path / "shards", (1,))))
-    prepare.prepare_sources([source])
+    prepare.open_sources([source])
     folders = [tmp_path / "cache" / "index", *(tmp_path / "cache" / "index").glob("*.parts")]
     assert len(folders) == 2
     for folder in folders:
         (folder / ".tmp-killed").touch()
-    prepare.prepare_sources([source])
+    prepare.open_sources([source])
     assert not list((tmp_path / "cache").rglob(".tmp-*"))

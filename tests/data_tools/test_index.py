@@ -19,7 +19,8 @@ from tests.data.making import class_folder
 from tests.data.remote.test_s3 import bucket, put  # noqa: F401
 from tests.data.serving import serving
 from tests.data.tars.test_index import COUNTS, tiny
-from vqclip.data.remote import RemoteConfig, RemoteShard
+from vqclip.data.remote.files import RemoteShard
+from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.tars.index import open_index
 from vqclip.data.tars.open import TarSet, cached_index, find_index, index_name
@@ -43,7 +44,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0)
 
 def test_beside_the_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shards = tiny(tmp_path / "a")
-    (tmp_path / "a" / "sizes.json").write_text(json.dumps({f"{n}.tar": 3 for n in range(8)}))
     text = run(capsys, tmp_path / "a", "--workers", 2)
     path = tmp_path / "a" / index_name(shards)
     said = r": 20 samples in 8 shards, chunks of 128, [\d.]+ kB; 8 shards read, 0 known\ntraining finds it beside .*"
@@ -63,15 +63,6 @@ def test_beside_the_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert len(list((tmp_path / "a").glob("*.index"))) == 2
 
 
-def test_other_counts_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    tiny(tmp_path / "a", (2, 3))
-    (tmp_path / "a" / "sizes.json").write_text(json.dumps({"0.tar": 2, "1.tar": 4}))
-    run(capsys, tmp_path / "a")
-    assert f"other counts of samples for 1 shards: {tmp_path}/a/1.tar: 4, it has 3" in caplog.text
-
-
 def test_plan_from_counts_that_others_have_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shards = tiny(tmp_path / "a")
     (tmp_path / "a" / "sizes.json").write_text(json.dumps({f"{n}.tar": count for n, count in enumerate(COUNTS)}))
@@ -88,13 +79,6 @@ def test_plan_from_counts_that_others_have_written(tmp_path: Path, capsys: pytes
 
 def test_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     shards = tiny(tmp_path / "a")
-    text = run(capsys, tmp_path / "a", "--out", tmp_path / "b")
-    assert text.endswith(f"copy it to {tmp_path}/a/{index_name(shards)}, or make it without --out\n")
-    assert find_index(shards) is None
-    (tmp_path / "b" / index_name(shards)).rename(tmp_path / "a" / index_name(shards))
-    assert find_index(shards).path == tmp_path / "a" / index_name(shards)
-    assert "beside the shards" in run(capsys, tmp_path / "a", "--out", tmp_path / "a")
-    (tmp_path / "a" / index_name(shards)).unlink()
     monkeypatch.setattr(job.os, "access", lambda *_: False)  # a read-only folder; root may write to any
     assert "it is in the cache, where training on this machine" in run(capsys, tmp_path / "a")
     assert find_index(shards).path == cached_index(shards)
@@ -123,7 +107,7 @@ def test_trying_whether_a_bucket_can_be_written_leaves_nothing_there(monkeypatch
     calls: list[tuple[str, str]] = []
     monkeypatch.setattr(job.RemoteFolder, "write", lambda self, name, content: calls.append(("write", name)))
     monkeypatch.setattr(job.RemoteFolder, "remove", lambda self, name: calls.append(("remove", name)))
-    place, _ = job._choose_place(TarSet([RemoteShard(f"s3://b/a/{n}.tar") for n in range(3)], RemoteConfig()), None)
+    place = job._choose_place(TarSet([RemoteShard(f"s3://b/a/{n}.tar") for n in range(3)], RemoteConfig()))
     assert place.upload is not None
     assert calls == [("write", "writable"), ("remove", "writable")]
 
@@ -137,29 +121,20 @@ def test_a_bucket_without_permission_to_write(
     monkeypatch.setattr(job.RemoteFolder, "write", refuse)
     shards = [RemoteShard(f"s3://b/a/{n}.tar") for n in range(3)]
     kind = "gone"
-    place, advice = job._choose_place(TarSet(shards, RemoteConfig()), None)
+    place = job._choose_place(TarSet(shards, RemoteConfig()))
     assert place.path == cached_index(shards)
     assert (place.upload, "AccessDenied; the index goes to the cache" in caplog.text) == (None, True)
-    assert advice.endswith(f"for other machines copy it to s3://b/a/{index_name(shards)}")
+    assert place.advice.endswith(f"for other machines copy it to s3://b/a/{index_name(shards)}")
     kind = "storage"  # the store does not answer: nothing else is chosen in its place
     with pytest.raises(StorageError):
-        job._choose_place(TarSet(shards, RemoteConfig()), None)
+        job._choose_place(TarSet(shards, RemoteConfig()))
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny(tmp_path / "a")
-    (tmp_path / "file").touch()
     (tmp_path / "t.csv").write_text("filepath,title\n")
     for arguments, status, message in (
         ([tmp_path / "none"], 1, "no such file or folder"),
         ([tmp_path / "t.csv"], 2, "SOURCE: kind csv has no chunks; expected tars"),
-        ([tmp_path / "a", "--out", tmp_path / "file"], 2, "--out: .*file is a file; expected a folder"),
-        (
-            [tmp_path / "a", "--out", "https://x/y"],
-            2,
-            "--out: got https://x/y; expected a local folder, or a URL of s3",
-        ),
-        ([tmp_path / "a", "--out", "ftp://x/y"], 2, "--out: .*protocol ftp is not read"),
     ):
         error = run(capsys, *arguments, status=status)
         assert re.search(message, error), error

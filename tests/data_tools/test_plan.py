@@ -13,12 +13,11 @@ import pytest
 
 from tests.commands import command
 from tests.data.loading import open_data
-from tests.data.making import caption_shards
+from tests.data.making import caption_shards, make_index
 from tests.data.serving import serving
 from tests.training import run_tree
 from vqclip.data import CaptionShardsConfig
 from vqclip.data.order import WindowedOrder
-from vqclip.data.tars.make import make_index
 from vqclip.data.tars.open import index_name
 from vqclip.data_tools.plan import DataCounts, count_source, make_plan
 

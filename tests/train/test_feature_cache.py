@@ -242,24 +242,6 @@ def test_a_shard_that_was_moved_with_its_record_is_computed_again(tmp_path, shar
     assert {name: (folder / name).read_bytes() for name in before} == before
 
 
-@pytest.mark.parametrize("name", ["00001.safetensors", "records/00001.json", "lock"])
-@pytest.mark.parametrize("how", ["folder", "pipe", "broken link"])
-def test_what_is_not_a_file_is_refused(tmp_path, shards, name, how):
-    tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
-    run(tree, str(tmp_path / "cache"))
-    path = next((tmp_path / "features").glob("image-*")) / name
-    path.unlink()
-    if how == "folder":
-        path.mkdir()
-    elif how == "pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to(tmp_path / "gone" / "file")
-    shutil.rmtree(tmp_path / "tiny")
-    with pytest.raises(ConfigError, match=f"{name}: got a folder, a pipe or a broken link"):
-        run(tree, str(tmp_path / "cache"))
-
-
 @pytest.mark.slow
 def test_a_killed_job_keeps_its_shards_and_resumes_exactly(tmp_path, shards):
     """Killed while features are computed, and again in training."""

@@ -18,7 +18,8 @@ from tests.training import all_equal, metrics, run_tree, weights
 from vqclip import checkpoint
 from vqclip.checkpoint.folders import write_folder
 from vqclip.cli.main import main
-from vqclip.data.remote import TransferConfig, folder, retry
+from vqclip.data.remote import folder
+from vqclip.data.remote.retry import TransferConfig, retry
 from vqclip.errors import CheckpointError, ConfigError, StorageError
 from vqclip.train import Callback, TrainConfig
 from vqclip.train import run as train

@@ -219,12 +219,10 @@ class Index(_DataCommand):
     Examples:
       vqclip data index s3://bucket/shards
       vqclip data index '/datasets/web/{00000..00999}.tar' --workers 8
-      vqclip data index 'https://data.example.org/{00000..00999}.tar' --out /tmp/index
+      vqclip data index 'https://data.example.org/{00000..00999}.tar' --workers 16
     """
 
     source: Text = Field(description=f"{SOURCE}: tars")
-    out: Text | None = None
-    """Folder or its URL; beside the shards, else the cache, without it."""
     chunk: Annotated[int, Field(ge=1, le=1 << 20)] = 128
     """Samples of a chunk; data.order.chunk must be a multiple of it."""
     workers: Annotated[int, Field(ge=1, le=512)] = 4
@@ -235,7 +233,7 @@ class Index(_DataCommand):
         from vqclip.data_tools.index import index_shards
 
         tars = parse_tars(self.source, self.keys).tar_set()
-        print_output(index_shards(tars, self.chunk, self.workers, self.out))
+        print_output(index_shards(tars, self.chunk, self.workers))
 
 
 class Features(OnRay, reads="changes to the file", failure=1, after_interrupt="run the same command again", logs=True):
@@ -295,7 +293,7 @@ class Plan(_DataCommand, reads=_MORE_WITH_CONFIG):
     def run(self) -> None:
         """Print the plan."""
         from vqclip.data.order import WindowedOrder
-        from vqclip.data.remote import RemoteConfig
+        from vqclip.data.remote.retry import RemoteConfig
         from vqclip.data.tars.make import CHUNK
         from vqclip.data.tars.open import choose_chunk
         from vqclip.data_tools.plan import DataCounts, count_source, format_plan, make_plan
@@ -392,8 +390,8 @@ def _open(path: str, overrides: Sequence[str]) -> tuple[Source, list[Finding]]:
         DataError: all of them are damaged, or the rest cannot be read.
     """
     from vqclip.data import CaptionShardsConfig, ClassShardsConfig, open_source, parse_source
-    from vqclip.data.remote import RemoteShard
-    from vqclip.data.sources.parquet import ParquetConfig, ParquetFile
+    from vqclip.data.remote.files import RemoteShard
+    from vqclip.data.sources.parquet import ParquetConfig, open_parquet
     from vqclip.data.sources.shards import TarSource
     from vqclip.data_tools.check import Finding
 
@@ -407,7 +405,8 @@ def _open(path: str, overrides: Sequence[str]) -> tuple[Source, list[Finding]]:
         whole = []
         for file in config.files():
             try:
-                ParquetFile(file).prepare()
+                with open_parquet(file):  # reads the footer
+                    pass
                 whole.append(file.url if isinstance(file, RemoteShard) else str(file))
             except DataError as error:
                 logger.warning("%s", error)
@@ -423,8 +422,8 @@ def parse_tars(path: str, overrides: Sequence[str]) -> CaptionShardsConfig | Cla
         ConfigError: it is of another kind.
     """
     from vqclip.data import CaptionShardsConfig, ClassShardsConfig, parse_source
-    from vqclip.data.remote import is_tar, protocol_of
-    from vqclip.data.remote.urls import split_query
+    from vqclip.data.remote.files import is_tar
+    from vqclip.data.remote.urls import protocol_of, split_query
 
     keys = {each.partition("=")[0] for each in overrides}
     if "kind" not in keys and protocol_of(path) not in (None, "file") and not is_tar(split_query(path)[0]):

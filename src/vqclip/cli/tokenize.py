@@ -53,7 +53,7 @@ class Tokenize(OnRay, failure=1, after_interrupt="run the same command to contin
         """Write the token shards; it returns when this process has done its part of the work."""
         from vqclip import dist
         from vqclip.data import parse_source
-        from vqclip.data.remote import protocol_of
+        from vqclip.data.remote.urls import protocol_of
         from vqclip.tokenize_dataset.job import Options, tokenize, tokenize_on_ray
 
         dist.stop_with_launcher()

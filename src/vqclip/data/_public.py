@@ -11,8 +11,8 @@ from vqclip.data.loader import DataConfig as DataConfig
 from vqclip.data.loader import TrainData as TrainData
 from vqclip.data.order import GlobalOrder as GlobalOrder
 from vqclip.data.prepare import open_source as open_source
-from vqclip.data.prepare import prepare_sources as prepare_sources
-from vqclip.data.remote import mask_credentials as mask_credentials
+from vqclip.data.prepare import open_sources as open_sources
+from vqclip.data.remote.urls import mask_credentials as mask_credentials
 from vqclip.data.sources.base import RawSample as RawSample
 from vqclip.data.sources.base import ShardedSource as ShardedSource
 from vqclip.data.sources.base import Source as Source
@@ -31,11 +31,11 @@ from vqclip.data.sources.shards import TarSource as TarSource
 from vqclip.data.sources.tables import CsvConfig as CsvConfig
 from vqclip.data.sources.tables import JsonConfig as JsonConfig
 from vqclip.data.sources.torchvision import TorchvisionConfig as TorchvisionConfig
-from vqclip.data.tokens import TokenBatch as TokenBatch
-from vqclip.data.tokens import TokenDataset as TokenDataset
-from vqclip.data.tokens import TokenItem as TokenItem
-from vqclip.data.tokens import TokenSampler as TokenSampler
-from vqclip.data.tokens import collate_tokens as collate_tokens
+from vqclip.data.tokens.dataset import TokenBatch as TokenBatch
+from vqclip.data.tokens.dataset import TokenDataset as TokenDataset
+from vqclip.data.tokens.dataset import TokenItem as TokenItem
+from vqclip.data.tokens.dataset import TokenSampler as TokenSampler
+from vqclip.data.tokens.dataset import collate_tokens as collate_tokens
 from vqclip.data.transforms import EvalTransform as EvalTransform
 from vqclip.data.transforms import EvalTransformConfig as EvalTransformConfig
 from vqclip.data.transforms import TrainTransform as TrainTransform

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from vqclip.errors import DataError
 
-__all__ = ["BadSample", "Batch", "EvalBatch", "require_few_bad", "share_sizes"]
-
 
 def share_sizes(batch_size: int, world_size: int) -> tuple[int, ...]:
     """Return the number of samples of every rank in a global batch, whatever the nodes and the order are."""

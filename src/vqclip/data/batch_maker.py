@@ -35,8 +35,6 @@ from vqclip.data.tars.ahead import ChunkSupply
 from vqclip.data.workers import StartMethod, ordered_map
 from vqclip.errors import DataError
 
-__all__ = ["BatchMaker", "Layout", "LoaderOptions", "Rows", "Slice", "Tokenize", "make_batches", "plan_prefetch"]
-
 Tokenize = Callable[[list[str]], tuple[Tensor, Sequence[int]]]
 """Captions → ``(B, T)`` int64, padded with 0, and the length of each before it was cut; for any B >= 1."""
 

@@ -36,8 +36,6 @@ from vqclip.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["IMAGE_ENDINGS", "MAX_PIXELS", "decode_image", "image_format", "pil_to_uint8", "read_image"]
-
 IMAGE_ENDINGS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"),
     *(".ppm", ".pgm", ".pbm", ".pnm"),

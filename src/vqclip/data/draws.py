@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["KeyedGenerator", "hash_integers", "permute"]
-
 _MASK = (1 << 64) - 1
 _ROUNDS = 6
 _SLICE = 2**13

@@ -34,20 +34,10 @@ from vqclip.data.batch import BadSample
 from vqclip.data.lookup import Recent
 from vqclip.data.table_file import open_table, table_bytes
 from vqclip.data.work_folder import FolderLayout, WorkFolder
-from vqclip.errors import CheckpointError, ConfigError, DataError, StorageError
+from vqclip.errors import CheckpointError, DataError, StorageError
 from vqclip.io.atomic import write_file
 from vqclip.io.files import cache_folder
 from vqclip.io.json_files import describe_differences, read_json
-
-__all__ = [
-    "TORCH_DTYPES",
-    "FeatureCacheConfig",
-    "FeatureDtype",
-    "FeatureFolder",
-    "FeatureReader",
-    "FeatureSettings",
-    "choose_shard_samples",
-]
 
 FeatureDtype = Literal["fp32", "fp16", "bf16"]
 
@@ -195,10 +185,9 @@ class FeatureFolder:
         """Make the folder if it is missing, and compare its settings; before anything else is asked of it.
 
         Raises:
-            ConfigError: it cannot be made, has other settings, or contains something that is not a file.
+            ConfigError: it cannot be made, or has other settings.
         """
         self.work = WorkFolder(self.path, self.settings.model_dump(mode="json"), self.settings.shards, _LAYOUT)
-        _require_file_or_nothing(self.lock_path)
 
     def write(self, shard: int, entries: Sequence[Sequence[int]], rows: Tensor, bad: Iterable[BadSample] = ()) -> None:
         """Write a shard, and then its record.
@@ -208,12 +197,7 @@ class FeatureFolder:
             entries: rows of each sample; none for a bad one.
             rows: ``(R, N, D)`` in the stored dtype, on the CPU.
             bad: the bad samples.
-
-        Raises:
-            ConfigError: something that is not a file has the name of one of them.
         """
-        for path in (self.work.file(shard), self.work.record_path(shard)):
-            _require_file_or_nothing(path)
         content = rows.contiguous().flatten(1).view(torch.uint8).numpy()
         arrays: dict[str, np.ndarray] = {
             "entries": np.array([row for each in entries for row in each], np.int32),
@@ -308,12 +292,4 @@ class FeatureReader:
         remedy = "start the run again, which computes this shard again" if forgotten else f"delete {path}"
         return StorageError(
             f"{path}: {problem}: the feature cache was changed or deleted; {remedy}", "damaged features"
-        )
-
-
-def _require_file_or_nothing(path: Path) -> None:
-    """Raise ConfigError where a write would wait for a pipe, or fail with a link's broken target."""
-    if (path.is_symlink() or path.exists()) and not path.is_file():
-        raise ConfigError(
-            f"data.feature_cache: {path}: got a folder, a pipe or a broken link; expected a file or nothing; delete it"
         )

@@ -26,8 +26,6 @@ from vqclip.data.sources.base import RawSample, Source
 from vqclip.data.workers import ordered_map
 from vqclip.errors import DataError, StorageError
 
-__all__ = ["EvalSet", "InOrderReader", "SamplesRead", "read_in_order"]
-
 logger = logging.getLogger("vqclip.data")
 
 T = TypeVar("T")

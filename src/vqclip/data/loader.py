@@ -1,6 +1,6 @@
 """The `data` section, and the training data: global batches that depend only on (configuration, data, seed, step).
 
-prepare_sources; open each source                      # once; a collective
+open_sources                                          # once; a collective
 for step in range(start, stop):                        # in the workers, ahead of time; each fills a slice of the rows
     slots, places = order.deal(step, G, rank, nodes)   # (source, sample, epoch) of this rank's samples; 0 ... G - 1
     samples = make each slot, or a substitute for a bad sample
@@ -26,16 +26,14 @@ from vqclip.data.batch_maker import BatchMaker, LoaderOptions, Tokenize, make_ba
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.features import FeatureCacheConfig, FeatureReader
 from vqclip.data.order import FullOrder, OrderConfig, WindowedOrder
-from vqclip.data.prepare import open_source, prepare_sources
+from vqclip.data.prepare import open_sources
 from vqclip.data.samples import SampleMaker
 from vqclip.data.sources.base import SourceConfigBase
 from vqclip.data.sources.kinds import SourceConfig
-from vqclip.data.tars.ahead import ChunkSupply, find_needs
+from vqclip.data.tars.ahead import ChunkSupply
 from vqclip.data.transforms import TrainTransformConfig
 from vqclip.errors import ConfigError, DataError
 from vqclip.seeds import derive_seed
-
-__all__ = ["DataConfig", "TrainData"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -81,15 +79,13 @@ class DataConfig(LoaderOptions):
         if isinstance(self.order, WindowedOrder):  # the chunks of an index divide those of the order
             sources = [source.in_chunks(self.order.chunk) for source in self.sources]
         keys = [f"data.sources[{number}]" for number in range(len(sources))]
-        prepare_sources(sources, keys)
-        with dist.raise_on_all_ranks():
-            opened = [open_source(source, key) for source, key in zip(sources, keys, strict=True)]
+        opened = open_sources(sources, keys)
         samples = SampleMaker(opened, self.transform.build(image_size), seed, self.max_pixels, self.views)
         data = TrainData(self, samples, tokenize, batch_size, seed)
         with dist.raise_on_all_ranks():
-            needs = find_needs(opened, data.order, batch_size, dist.rank(), data.nodes)
-        if needs is not None and dist.is_main():  # chunks at URLs, which a cache of this node holds
-            needs.warn()
+            supply = ChunkSupply.find(opened, data.order, batch_size, dist.rank(), data.nodes)
+        if supply is not None and dist.is_main():  # chunks at URLs, which a cache of this node holds
+            supply.warn()
         if batch_size > data.epoch_size:  # a sample would be its own negative
             raise ConfigError(
                 f"train.batch_size: got {batch_size}, more than the {data.epoch_size} samples of an epoch of "
@@ -194,9 +190,9 @@ class TrainData:
         """
         rank, nodes = dist.rank() if rank is None else rank, nodes or self.nodes
         options, steps = self.options, range(start, sys.maxsize if stop is None else stop)
-        needs = find_needs(self.samples.sources, self.order, self.batch_size, rank, nodes)  # None: nothing at URLs
-        lead = options.prefetch * options.workers + 1
-        supply = None if needs is None else ChunkSupply(needs, steps, options.workers, lead)
+        supply = ChunkSupply.find(self.samples.sources, self.order, self.batch_size, rank, nodes)
+        if supply is not None:  # there are chunks at URLs
+            supply.start(steps, options.workers, options.prefetch * options.workers + 1)
         maker = BatchMaker(self.samples, self.order, self._tokenize, self.batch_size, rank, nodes, supply)
         batches = make_batches(maker, steps, options, pin_memory)
         with contextlib.closing(supply) if supply else contextlib.nullcontext(), contextlib.closing(batches):

@@ -10,10 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from vqclip.data.remote import mask_credentials
+from vqclip.data.remote.urls import mask_credentials
 from vqclip.errors import DataError, VqclipError
-
-__all__ = ["Recent", "locate", "name_errors", "require_pyarrow"]
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import io
 import logging
 import os
 import re
@@ -26,10 +25,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field
 
 from vqclip.config import Config
-from vqclip.data.remote import mask_credentials
+from vqclip.data.remote.urls import mask_credentials
 from vqclip.errors import ConfigError, VqclipError
-
-__all__ = ["RayCluster", "RayOptions", "connect_to_ray"]
 
 logger = logging.getLogger(__name__)
 
@@ -109,21 +106,11 @@ def connect_to_ray(options: RayOptions, threads: int, device: str) -> Iterator[R
             "running cluster (auto on one of its machines), or nothing for a Ray on this machine"
         ) from None
     try:
-        with contextlib.redirect_stdout(_Log()):
+        with contextlib.redirect_stdout(sys.stderr):  # what Ray prints is no result
             yield RayCluster(ray, options, threads, device, may_grow=address != "local")
     finally:
         if started:
             ray.shutdown()
-
-
-class _Log(io.TextIOBase):
-    """A stream whose lines, which Ray prints in colours, are shortened and written to the log."""
-
-    def write(self, text: str) -> int:
-        for line in re.sub(r"\x1b\[\d*m", "", text).splitlines():
-            if line.strip():
-                logger.info("Ray: %s", mask_credentials(line.strip()[:160]))
-        return len(text)
 
 
 class RayCluster:

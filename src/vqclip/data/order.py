@@ -34,16 +34,6 @@ from vqclip.config import Config
 from vqclip.data.draws import hash_integers, permute
 from vqclip.data.windows import NodeLayout, Windows, apportion
 
-__all__ = [
-    "FullGlobalOrder",
-    "FullOrder",
-    "GlobalOrder",
-    "OrderConfig",
-    "Slots",
-    "WindowedGlobalOrder",
-    "WindowedOrder",
-]
-
 _MIX, _SAMPLES, _BLOCKS, _WINDOWS = 1, 2, 3, 4
 _BLOCK = 2**12
 """Slots of an epoch over which `WindowedOrder` mixes the sources at random."""

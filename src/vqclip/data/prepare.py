@@ -1,6 +1,7 @@
-"""Draw and index the data before anything is read, and open them.
+"""Draw, pack and index the data before anything is read, and open them.
 
-the ranks with one cache folder divide the shards among themselves
+rank 0 resolves what may move, such as the branch of a data set
+the ranks with one cache folder divide the work among themselves
 first the pieces of sources that are packed into tars, then the tars and all other shards:
     repeat: pack or index for ten seconds; meet, so that an error or a request to stop on one rank ends all
     until no rank has pieces or shards left
@@ -13,24 +14,22 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from vqclip import dist
-from vqclip.data.remote import display_url, is_tar, protocol_of
-from vqclip.data.shard import Part
-from vqclip.data.sources.base import Source, SourceConfigBase
+from vqclip.data.remote.files import is_tar
+from vqclip.data.remote.urls import display_url, protocol_of
+from vqclip.data.sources.base import Part, ShardedSource, Source, SourceConfigBase
 from vqclip.data.sources.class_names import CLASSNAMES
-from vqclip.data.sources.files import skip_next_check
+from vqclip.data.sources.files import FileSource, FileSourceConfig
 from vqclip.data.sources.kinds import parse_source
-from vqclip.data.sources.packed import PackedConfig
+from vqclip.data.sources.packed import PackedConfig, Packing
 from vqclip.errors import ConfigError, DataError, name_section, printable
 from vqclip.io.atomic import remove_leftovers
 from vqclip.io.files import cache_folder
 from vqclip.process import progress
-
-__all__ = ["ImageSource", "open_images", "open_source", "prepare_shard", "prepare_sources"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -42,8 +41,8 @@ _Named: TypeAlias = list[tuple[str, Part]]
 """Parts, each with the key path of its source."""
 
 
-def prepare_sources(sources: Sequence[SourceConfigBase], keys: Sequence[str] = ()) -> None:
-    """Draw and index missing data. A collective: every rank of the job must call it.
+def open_sources(sources: Sequence[SourceConfigBase], keys: Sequence[str] = ()) -> list[Source]:
+    """Open sources, after drawing, packing and indexing what is missing. A collective: every rank must call it.
 
     Indexing reads every byte of the shards, and downloads those at URLs. Ranks with the same cache folder divide the
     shards among themselves, so every shard is read once for each cache, whether all nodes share one or each has its
@@ -58,43 +57,73 @@ def prepare_sources(sources: Sequence[SourceConfigBase], keys: Sequence[str] = (
         DataError: on every rank, with the message of the first rank that failed.
         StopRequested: on every rank, when one has been asked to stop (`vqclip.process.progress`).
     """
+    keys = keys or [""] * len(sources)
     group = _ranks_with_this_cache()
-    place = group.index(dist.rank())
-    if place == 0:
+    if dist.rank() == group[0]:
         with contextlib.suppress(OSError):
             for folder in (cache_folder() / "index", *(cache_folder() / "index").glob("*.parts")):
                 remove_leftovers(folder)
-    packed = [each for each in sources if isinstance(each, PackedConfig)]
-    for of_pieces in (True, False) if packed else (False,):
-        parts: _Named = []
-        with dist.raise_on_all_ranks():
-            if place == 0:  # lists them first, so that data are drawn or fetched once
-                parts = _list_parts(sources, keys, of_pieces)
-        opened = dist.gather_json([each.opened for each in packed])[group[0]]
-        with dist.raise_on_all_ranks():
-            if place > 0:
-                for source, value in zip(packed, opened, strict=True):
-                    source.set_opened(value)
-                parts = _list_parts(sources, keys, of_pieces)
-        left = parts[place :: len(group)][::-1]
-        more = True
-        while more:
-            with dist.raise_on_all_ranks():
-                _prepare_for_a_while(left)
-            more = dist.any_rank(bool(left))
-    skip_next_check(part for _, part in parts)
+    found: list[dict[str, Any]] = []
+    with dist.raise_on_all_ranks():
+        for key, source in zip(keys if dist.is_main() else (), sources, strict=False):
+            with name_section(key):
+                found.append(source.pins())
+    pins = dist.gather_json(found)[0]
+    opening = [source.model_copy(update=pin) for source, pin in zip(sources, pins, strict=True)]
+    packings = _find_packings(opening, keys, group)
+
+    def pieces() -> _Named:
+        return [(keys[number], piece) for number, each in packings.items() for piece in each.pieces()]
+
+    def shards() -> _Named:
+        found: _Named = []
+        for number, (key, source) in enumerate(zip(keys, opening, strict=True)):
+            with name_section(key):
+                found += [(key, shard) for shard in packings.get(number, source).shards()]
+        return found
+
+    if packings:
+        _prepare(pieces, group)
+    _prepare(shards, group)
+    with dist.raise_on_all_ranks():
+        return [open_source(packings.get(number, source), keys[number], True) for number, source in enumerate(opening)]
 
 
-def _list_parts(sources: Sequence[SourceConfigBase], keys: Sequence[str], of_pieces: bool) -> _Named:
-    """Return all shards, or the pieces that are to be packed before shards can be listed."""
-    found: _Named = []
-    for key, source in zip(keys or [""] * len(sources), sources, strict=True):
-        with name_section(key):
-            if not of_pieces:
-                found += [(key, shard) for shard in source.shards()]
-            elif isinstance(source, PackedConfig):
-                found += [(key, piece) for piece in source.pieces()]
-    return found
+def _find_packings(opening: list[SourceConfigBase], keys: Sequence[str], group: Sequence[int]) -> dict[int, Packing]:
+    """Return the sources that are packed, by number; in the list, put image files in place of tables that name them.
+
+    The first rank of a cache opens the data, and the others use its folders.
+    """
+    packed = [number for number, source in enumerate(opening) if isinstance(source, PackedConfig)]
+    packings, paths = dict[int, Packing](), dict[str, str]()
+    for is_first in (True, False) if packed else ():
+        with dist.raise_on_all_ranks():
+            for number in packed if is_first == (dist.rank() == group[0]) else ():
+                source, path = opening[number], paths.get(str(number))
+                assert isinstance(source, PackedConfig)
+                with name_section(keys[number]):
+                    if path is None and (files := source.image_files()) is not None:
+                        opening[number] = files
+                    else:
+                        packings[number] = Packing(source, path=None if path is None else Path(path))
+        paths = dist.gather_json({number: str(each.folder.path) for number, each in packings.items()})[group[0]]
+    return packings
+
+
+def _prepare(list_parts: Callable[[], _Named], group: Sequence[int]) -> None:
+    """Prepare all parts, which the ranks of a cache divide among themselves."""
+    place = group.index(dist.rank())
+    parts: _Named = []
+    for is_first in (True, False):  # the first one lists them before the others, so that data are drawn or fetched once
+        with dist.raise_on_all_ranks():
+            if is_first == (place == 0):
+                parts = list_parts()
+    left = parts[place :: len(group)][::-1]
+    more = True
+    while more:
+        with dist.raise_on_all_ranks():
+            _prepare_for_a_while(left)
+        more = dist.any_rank(bool(left))
 
 
 def _prepare_for_a_while(left: _Named) -> None:
@@ -120,7 +149,7 @@ def prepare_shard(shard: Part) -> Any:
     try:
         return shard.prepare()
     except OSError as error:
-        raise DataError(f"{shard}: cannot be indexed: {error}") from error
+        raise DataError(f"{shard.name}: cannot be indexed: {error}") from error
 
 
 def _ranks_with_this_cache() -> list[int]:
@@ -141,20 +170,24 @@ def _ranks_with_this_cache() -> list[int]:
     return seen
 
 
-def open_source(config: SourceConfigBase, key: str = "") -> Source:
+def open_source(config: SourceConfigBase | Packing, key: str = "", is_checked: bool = False) -> Source:
     """Open a source, and log its notes on rank 0: what is left out, grouped or ambiguous. Each is logged once.
 
     Args:
         config: its configuration.
         key: key path of the configuration, for messages.
+        is_checked: whether indexes of image files have just been compared with the files.
 
     Raises:
         DataError: the data are missing or damaged.
     """
     with name_section(key):
-        source = config.build()
+        if is_checked and isinstance(config, FileSourceConfig):
+            source: Source = FileSource(config, is_checked=True)
+        else:
+            source = config.build()
     if dist.is_main():
-        path = getattr(config, "path", "data")
+        path = getattr(config.config if isinstance(config, Packing) else config, "path", "data")
         shown = " ".join(map(display_url, path[:3] if isinstance(path, tuple) else [str(path)]))
         for note in getattr(source, "notes", ()):  # sources of other packages may have none
             _log_once(f"{shown}: {note}")
@@ -166,17 +199,7 @@ def _log_once(text: str) -> None:
     logger.info("%s", printable(text, one_line=True))
 
 
-class ImageSource(Source, Protocol):
-    """A source whose samples have unique, readable names."""
-
-    config: SourceConfigBase
-
-    def place(self, index: int) -> str:
-        """Return the unique path of a sample below the opened folder: ``pets/cat.png``, ``00003.tar/000031415``."""
-        ...
-
-
-def open_images(path: str, split: str | None = None) -> ImageSource:
+def open_images(path: str, split: str | None = None) -> ShardedSource:
     """Open images to index or to export with; the files at a path decide the kind of source.
 
     Args:
@@ -206,4 +229,4 @@ def open_images(path: str, split: str | None = None) -> ImageSource:
     source = open_source(config)
     if not hasattr(source, "place"):
         raise ConfigError(f"{path}: its images have no names; write them as shards first (vqclip data pack)")
-    return cast(ImageSource, source)
+    return cast(ShardedSource, source)

@@ -27,8 +27,6 @@ from vqclip.data.transforms import TrainTransform
 from vqclip.errors import DataError, StorageError
 from vqclip.seeds import derive_seed
 
-__all__ = ["Sample", "SampleMaker", "read_decoded"]
-
 _TRIES = 32
 
 

@@ -22,8 +22,6 @@ from vqclip.io.atomic import write_file
 from vqclip.io.json_files import add_checksum, verify_checksum
 from vqclip.io.tensors import open_tensors
 
-__all__ = ["Table", "Texts", "find_table", "open_table", "save_table", "table_bytes"]
-
 logger = logging.getLogger("vqclip.data")
 T = TypeVar("T")
 
@@ -89,8 +87,8 @@ def save_table(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, np.nda
         write_file(path, content)
     except OSError as error:
         raise StorageError(
-            f"{path.parent}: the index of {name} cannot be written ({error.strerror}); set VQCLIP_CACHE, or --out of "
-            "vqclip data index, to a folder with room"
+            f"{path.parent}: the index of {name} cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder "
+            "with room"
         ) from None
 
 

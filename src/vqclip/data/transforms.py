@@ -20,8 +20,6 @@ from torchvision.transforms import InterpolationMode
 from vqclip.config import Config
 from vqclip.errors import ShapeError
 
-__all__ = ["EvalTransform", "EvalTransformConfig", "TrainTransform", "TrainTransformConfig"]
-
 Interpolation = Literal["bicubic", "bilinear"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(ge=0.01)]
@@ -40,10 +38,9 @@ class TrainTransformConfig(Config):
     """Interpolation of crops; always antialiased."""
     flip: Fraction = 0.0
     """Probability of a left-right flip. 0 by default, since captions mention left and right."""
-    vertical_flip: Fraction = 0.0
-    """Probability of a top-bottom flip, for images without an upright direction, such as aerial images."""
     quarter_turns: bool = False
-    """Rotate by 0, 90, 180 or 270 degrees at random, for images without an upright direction."""
+    """Rotate by 0, 90, 180 or 270 degrees at random, for images without an upright direction, such as aerial images;
+    with `flip`, top-bottom flips too."""
     rotation: Annotated[float, Field(ge=0, le=180)] = 0.0
     """Largest rotation in either direction, in degrees; corners are filled with white."""
     translation: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -124,8 +121,6 @@ class TrainTransform:
             )
         if config.flip and rng.random() < config.flip:
             image = image.flip(2)
-        if config.vertical_flip and rng.random() < config.vertical_flip:
-            image = image.flip(1)
         if config.quarter_turns:
             image = image.rot90(int(rng.integers(4)), (1, 2))
         strengths = {name: getattr(config, name) for name in ("brightness", "contrast", "saturation", "hue")}

@@ -25,8 +25,6 @@ import numpy as np
 
 from vqclip.data.draws import hash_integers, permute
 
-__all__ = ["NodeLayout", "Windows", "apportion"]
-
 _CHUNKS, _WITHIN, _ROUNDS = 1, 2, 3
 _LANES = (960, 480, 240, 120, 48, 24, 12, 4, 2, 1)
 """Possible numbers of lanes. They have many divisors: nodes whose number divides that of the lanes own equally many."""

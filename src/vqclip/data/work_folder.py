@@ -50,17 +50,6 @@ from vqclip.io.files import format_bytes
 from vqclip.io.json_files import add_checksum, describe_differences, read_checked, read_versioned
 from vqclip.process import progress
 
-__all__ = [
-    "BadRecord",
-    "FolderLayout",
-    "FolderManifest",
-    "ItemRecord",
-    "ManifestItem",
-    "WorkFolder",
-    "WorkResult",
-    "require_room",
-]
-
 logger = logging.getLogger("vqclip.data")
 
 SETTINGS_FILE, MANIFEST_FILE, BAD_FILE = "settings.json", "manifest.json", "bad_samples.jsonl"

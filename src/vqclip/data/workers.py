@@ -25,8 +25,6 @@ from vqclip.errors import DataError
 from vqclip.process.signals import ignore_stop_signals
 from vqclip.process.watchdog import dump_stacks_on_request
 
-__all__ = ["StartMethod", "explain_worker_deaths", "ordered_map"]
-
 S = TypeVar("S")
 T = TypeVar("T")
 

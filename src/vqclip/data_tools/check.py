@@ -27,8 +27,6 @@ from vqclip.io.files import format_bytes
 from vqclip.runlog.bar import ProgressBar
 from vqclip.towers import CaptionLengths
 
-__all__ = ["CheckOptions", "CheckReport", "Finding", "ScannedSample", "check_source", "format_report", "scan"]
-
 _BATCH = 16
 _LONG_SIDE = 4.0
 """Largest ratio of the sides that is not remarkable."""

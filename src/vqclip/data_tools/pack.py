@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -35,8 +35,6 @@ from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.atomic import write_file
 from vqclip.runlog.bar import ProgressBar
-
-__all__ = ["Options", "pack"]
 
 _VERSIONS = {"format": "vqclip packed shards", "format_version": 2}
 _MADE_WITH = ("webdataset", "simplejpeg", "pillow")
@@ -133,7 +131,7 @@ class _PieceWriter:
 
 
 def _open_stream(data: Source | PackedConfig, options: Options) -> Stream:
-    return data.stream() if isinstance(data, PackedConfig) else _Slices(data, options.shard_size)
+    return data.open_stream(data.open_data()) if isinstance(data, PackedConfig) else _Slices(data, options.shard_size)
 
 
 def pack(data: Source | PackedConfig, options: Options) -> WorkResult:
@@ -148,8 +146,13 @@ def pack(data: Source | PackedConfig, options: Options) -> WorkResult:
         OSError: the disk is full, or cannot be written.
     """
     start, made, samples = time.monotonic(), 0, 0
-    stream = _open_stream(data, options)
-    folder = _open_folder(data, stream, options)
+    if isinstance(data, PackedConfig):
+        data = data.model_copy(update=data.pins())
+        opened = data.open_data()
+        stream, identity = data.open_stream(opened), data.identity(opened)
+    else:
+        stream, identity = _Slices(data, options.shard_size), data.fingerprint
+    folder = _open_folder(data, stream, identity, options)
     records = [folder.record(piece, verify=True) for piece in range(folder.items)]
     wanted = [piece for piece, record in enumerate(records) if record is None]
     found = folder.items - len(wanted)
@@ -178,7 +181,7 @@ def pack(data: Source | PackedConfig, options: Options) -> WorkResult:
     return WorkResult(made, found, folder.missing(), samples, time.monotonic() - start, manifest, note)
 
 
-def _open_folder(data: Source | PackedConfig, stream: Stream, options: Options) -> WorkFolder:
+def _open_folder(data: Source | PackedConfig, stream: Stream, identity: dict[str, Any], options: Options) -> WorkFolder:
     """Make the folder of the shards, beside the names of the classes; or compare what is there."""
     names = stream.classnames
     templates = (data.templates if stream.has_prompts else ()) if isinstance(data, PackedConfig) else data.templates
@@ -197,7 +200,7 @@ def _open_folder(data: Source | PackedConfig, stream: Stream, options: Options) 
         "templates": templates,
         "max_pixels": options.max_pixels,
         "made_with": {name: importlib.metadata.version(name) for name in _MADE_WITH},
-        "data": data.identity() if isinstance(data, PackedConfig) else data.fingerprint,
+        "data": identity,
     }
     path = options.out / options.split if names else options.out
     layout = FolderLayout(_VERSIONS, ".tar", "vqclip data pack", "OUT", 1 if names else 5)

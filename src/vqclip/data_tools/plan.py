@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from vqclip.data import SourceConfigBase
 from vqclip.data.order import WindowedOrder
-from vqclip.data.remote import RemoteShard, is_gzip
+from vqclip.data.remote.files import RemoteShard, is_gzip
 from vqclip.data.tars.make import MOST_WITH_MEMBERS
 from vqclip.data.tars.open import find_index, known_counts
 from vqclip.data.tars.store import survey

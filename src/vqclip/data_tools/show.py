@@ -20,8 +20,6 @@ from vqclip.towers import Vocabulary
 if TYPE_CHECKING:
     from vqclip.train import TrainConfig
 
-__all__ = ["Caption", "ModelInputs", "Tile", "render_sheet", "source_tiles", "training_tiles"]
-
 _LEAST_SIDE = 144
 _MOST_PIECES = 300
 """Tokens of a caption that are shown; it may have 65,536 characters."""

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vqclip.data import ShardedSource
 from vqclip.data.decode import decode_image
-from vqclip.data.prepare import ImageSource
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.search.index import CodeIndex
 from vqclip.search.scan import CodeSearch, Hit, find_hits, open_indexed
@@ -61,7 +61,7 @@ class Answers:
     """Factor of the logits, the inverse temperature; None without both tokenizers."""
     search: CodeSearch | None = None
     """The index; None if none is given."""
-    source: ImageSource | None = None
+    source: ShardedSource | None = None
     """Images that the index was built from; None if they are not shown."""
 
     @staticmethod

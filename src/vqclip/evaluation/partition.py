@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from vqclip import dist
-from vqclip.data import Source, SourceConfigBase, open_source, prepare_sources
-from vqclip.errors import DistributedError, StopRequested, name_section
+from vqclip.data import Source, SourceConfigBase, open_source, open_sources
+from vqclip.errors import DistributedError, StopRequested
 
 T = TypeVar("T")
 
@@ -65,13 +65,11 @@ class RankPartition:
             key: its key in the configuration of the task, for messages.
 
         Raises:
-            DataError: the data cannot be used on this rank.
-            DistributedError: the data cannot be used on another rank.
+            DataError: the data cannot be used on some rank.
         """
         if self.world_size > 1:
-            prepare_sources([data], [key])
-        with self.raise_on_all_ranks(), name_section(key):
-            return open_source(data)
+            return open_sources([data], [key])[0]
+        return open_source(data, key)
 
     @contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS, NumTokens
-from vqclip.data import EvalSet
-from vqclip.data.prepare import ImageSource
+from vqclip.data import EvalSet, ShardedSource
 from vqclip.errors import CheckpointError, DataError, ShapeError
 from vqclip.io.atomic import FileDigest, digest_file, replace_folder, require_replaceable, verify_file
 from vqclip.io.json_files import add_checksum, read_checked
@@ -325,7 +324,7 @@ def _require_tensors(path: Path, tensors: dict[str, Tensor], packing: Packing, i
 
 def build_index(
     tokenizer: ImageTokenizer | TextTokenizer,
-    source: ImageSource,
+    source: ShardedSource,
     batch_size: int = 64,
     bad_fraction: float = 0.0,
     origin: Origin | None = None,

@@ -22,8 +22,9 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from vqclip.data import ShardedSource
 from vqclip.data.decode import MAX_PIXELS
-from vqclip.data.prepare import ImageSource, open_images
+from vqclip.data.prepare import open_images
 from vqclip.data.samples import read_decoded
 from vqclip.errors import CheckpointError, ConfigError, DataError, ShapeError, StorageError
 from vqclip.search.index import CodeIndex
@@ -207,7 +208,7 @@ class Hit:
     """``(3, H, W)`` uint8, or None if it cannot be shown; the page then shows the name alone."""
 
 
-def open_indexed(index: CodeIndex, images: str) -> ImageSource:
+def open_indexed(index: CodeIndex, images: str) -> ShardedSource:
     """Open the images that an index was built from.
 
     The path is given by the user: one in an index from somebody else could name any local folder.
@@ -235,7 +236,7 @@ def open_indexed(index: CodeIndex, images: str) -> ImageSource:
 
 
 def find_hits(
-    index: CodeIndex, found: SearchResult, source: ImageSource | None, report_bad: Callable[[DataError], None]
+    index: CodeIndex, found: SearchResult, source: ShardedSource | None, report_bad: Callable[[DataError], None]
 ) -> list[Hit]:
     """Return the results of the first query, with their images if there is a source.
 

@@ -22,8 +22,6 @@ from vqclip.nn.precision import Precision
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.towers import CaptionLengths
 
-__all__ = ["DecodedBatch", "Encoders", "ShardBatches"]
-
 
 class DecodedBatch(NamedTuple):
     """Samples of one shard, ready to be encoded."""

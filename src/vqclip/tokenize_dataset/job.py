@@ -25,14 +25,14 @@ from pydantic import Field, ValidationError
 
 from vqclip import dist
 from vqclip.config import Config
-from vqclip.data import ShardedSource, SourceConfigBase, prepare_sources
+from vqclip.data import ShardedSource, SourceConfigBase, open_sources
 from vqclip.data.batch import require_few_bad
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.lookup import require_pyarrow
 from vqclip.data.on_ray import RayOptions, connect_to_ray
-from vqclip.data.shard import Shard
-from vqclip.data.tokens import SUFFIX, IdLayout, TokenRecord, write_shard
-from vqclip.data.tokens.manifest import VERSIONS, Settings, TokenizerInfo
+from vqclip.data.remote.files import Shard
+from vqclip.data.tokens.manifest import SUFFIX, VERSIONS, IdLayout, Settings, TokenizerInfo
+from vqclip.data.tokens.parquet import TokenRecord, write_shard
 from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder, WorkResult
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import CheckpointError, ConfigError, StorageError
@@ -47,8 +47,6 @@ from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder, find_folder
 from vqclip.tokenizer.loading import load_tokenizer
 from vqclip.tokenizer.stored import fingerprint
 from vqclip.towers import CaptionLengths
-
-__all__ = ["LAYOUT", "Options", "ShardMaker", "finish_folder", "tokenize", "tokenize_on_ray"]
 
 LAYOUT = FolderLayout(VERSIONS, SUFFIX, command="vqclip tokenize", option="--out")
 """Layout of the work folder."""
@@ -161,8 +159,7 @@ def tokenize_on_ray(options: Options, ray: RayOptions) -> WorkResult:
 
 def _open_source(options: Options) -> ShardedSource:
     """Index and open the data set; a collective."""
-    prepare_sources([options.data])
-    source = options.data.build()
+    (source,) = open_sources([options.data])
     if not hasattr(source, "key"):
         raise ConfigError(f"--data: kind {options.data.kind} has no shards; write some first (vqclip data pack)")
     return cast(ShardedSource, source)

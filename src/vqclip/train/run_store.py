@@ -17,8 +17,8 @@ from types import TracebackType
 
 from vqclip import checkpoint
 from vqclip.checkpoint.folders import MANIFEST, find_old
-from vqclip.data.remote import TransferConfig
 from vqclip.data.remote.folder import RemoteFolder, require_writable
+from vqclip.data.remote.retry import TransferConfig
 from vqclip.errors import CheckpointError, ConfigError, StorageError
 from vqclip.io.atomic import REPLACED, TEMPORARY, replace_folder
 from vqclip.io.files import Stamp, format_bytes, read_bounded

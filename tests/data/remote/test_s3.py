@@ -14,13 +14,10 @@ from tests.data import serving
 from tests.data.loading import global_batches, open_data, same
 from tests.data.making import caption_members, caption_shards, class_folder, write_tar
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
-from vqclip.data.remote import RemoteConfig, RemoteShard, transfer
-from vqclip.data.remote import cache as chunk_cache
-from vqclip.data.remote.files import fetch_bytes
-from vqclip.data.remote.retry import Deadline
+from vqclip.data.remote import transfer
+from vqclip.data.remote.files import RemoteShard, fetch_bytes
+from vqclip.data.remote.retry import Deadline, RemoteConfig
 from vqclip.data.sources.paths import find_shards
-from vqclip.data.tars.make import make_index
-from vqclip.data.tars.open import cached_index
 from vqclip.errors import DataError, StorageError
 
 pytestmark = pytest.mark.faults
@@ -104,19 +101,6 @@ def test_what_is_not_there(bucket: Any, tmp_path: Path, pauses: list[float]) -> 
     assert pauses == []
 
 
-def test_an_object_that_changes_is_noticed(bucket: Any, tmp_path: Path, cache: Path) -> None:
-    put(bucket[0], caption_shards(tmp_path, (3,)), "a")
-    config = CaptionShardsConfig(path="s3://bucket/a")
-    source = config.build()
-    evict(cache)
-    data = bytearray((tmp_path / "00000.tar").read_bytes())
-    data[600] ^= 1
-    bucket[0].pipe_file("bucket/a/00000.tar", bytes(data))
-    with pytest.raises(StorageError, match=r"s3://bucket/a/00000.tar: changed since they were indexed"):
-        source.read(0)
-    assert config.build().fingerprint != source.fingerprint
-
-
 def test_each_request_is_sent_once(bucket: Any, pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither botocore nor s3fs tries again by itself; and what the server takes its time over ends in time."""
     with serving.serving() as other:
@@ -180,28 +164,3 @@ def test_a_part_of_an_object_is_one_request(bucket: Any, monkeypatch: pytest.Mon
     bucket[0].rm_file("bucket/p/0.tar")
     with pytest.raises(StorageError, match=r"not found .404.; this is not tried again"):
         shard.read(1000, 1300, len(body), Deadline(20))
-
-
-def test_data_ten_times_the_cache_come_once_an_epoch(
-    bucket: Any, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunk_cache, "_USED_S", 0.0)
-    sent, read = [0], transfer._object_blocks
-
-    def count(*args: Any) -> Iterator[bytes]:
-        for block in read(*args):
-            sent[0] += len(block)
-            yield block
-
-    put(bucket[0], caption_shards(tmp_path / "a", (64,) * 10), "ten")
-    size = sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
-    order = {"kind": "windowed", "chunk": 4, "window": 6}
-    everything = CaptionShardsConfig(path="s3://bucket/ten", remote=OPTIONS)
-    make_index(everything.tars(), cached_index(everything.tars()), 4)
-    source = everything.model_copy(update={"remote": RemoteConfig(cache_gib=0.1 * size / 2**30, **OPTIONS)})
-    there = open_data(tmp_path, sources=(source,), order=order, batch_size=4)
-    here = open_data(tmp_path, sources=(CaptionShardsConfig(path=str(tmp_path / "a")),), order=order, batch_size=4)
-    monkeypatch.setattr(transfer, "_object_blocks", count)
-    assert same(global_batches(there, 0, 320, 1), global_batches(here, 0, 320, 1))
-    print(f"S3: {sent[0] / 2 / size:.3f} bytes fetched for each byte of data")
-    assert 0.9 <= sent[0] / 2 / size <= 1.1

@@ -14,9 +14,10 @@ import pytest
 
 from tests.data import serving
 from tests.data.serving import FaultyServer, status
-from vqclip.data.remote import RemoteConfig, RemoteShard, display_url, remote_shards, transfer
-from vqclip.data.remote.files import fetch_bytes
-from vqclip.data.remote.retry import Deadline, FetchError
+from vqclip.data.remote import transfer
+from vqclip.data.remote.files import RemoteShard, fetch_bytes, remote_shards
+from vqclip.data.remote.retry import Deadline, FetchError, RemoteConfig
+from vqclip.data.remote.urls import display_url
 from vqclip.errors import DataError, StorageError
 
 OPTIONS = RemoteConfig(tries=3, timeout_s=5.0, total_s=30.0)

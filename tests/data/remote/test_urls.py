@@ -10,8 +10,9 @@ import pytest
 
 from tests.data.making import caption_shards
 from vqclip.data import CaptionShardsConfig
-from vqclip.data.remote import RemoteConfig, RemoteShard, beneath, display_url, remote_shards
-from vqclip.data.remote.urls import PROTOCOLS, digest, mask_credentials, redact_message
+from vqclip.data.remote.files import RemoteShard, remote_shards
+from vqclip.data.remote.retry import RemoteConfig
+from vqclip.data.remote.urls import PROTOCOLS, beneath, digest, display_url, mask_credentials, redact_message
 from vqclip.data.sources.paths import find_shards
 from vqclip.errors import DataError, StorageError
 

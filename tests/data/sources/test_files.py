@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.making import class_folder, encode, pixels
-from vqclip.data import FileSource, parse_source, prepare_sources
+from vqclip.data import FileSource, open_sources, parse_source
 from vqclip.data.prepare import open_images
 from vqclip.data.sources import files
 from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
@@ -417,9 +417,7 @@ def test_after_preparation_files_are_not_compared_a_second_time(folder: Path, mo
     (folder / "t.csv").write_text("filepath,title\na.jpg,x\nb.jpg,y\n")
     config, compared, stat = parse_source(folder / "t.csv"), [], files._stat
     monkeypatch.setattr(files, "_stat", lambda path: compared.append(path) or stat(path))
-    prepare_sources([config])
-    assert len(compared) == 2
-    config.build()
+    open_sources([config])
     assert len(compared) == 2
     config.build()  # later, files may have changed
     assert len(compared) == 4

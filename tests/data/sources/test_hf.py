@@ -5,13 +5,15 @@ from __future__ import annotations
 import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.data.loading import open_data, text
 from tests.data.making import encode, pixels
 from tests.ranks import RankPool
-from vqclip.data import RawSample, parse_source, prepare_sources
+from vqclip import dist
+from vqclip.data import RawSample, open_sources, parse_source
 from vqclip.data.sources import hf
 from vqclip.data.sources.hf import HfConfig
 from vqclip.errors import DataError, VqclipError
@@ -96,10 +98,9 @@ def prepare_and_open(folder: Path, cache: Path) -> tuple[int, str, list[RawSampl
         calls, load = [], datasets.load_dataset
         patch.setattr(datasets, "load_dataset", lambda *a, **k: (calls.append(a), load(*a, **k))[1])
         config = HfConfig(path=str(folder))
-        prepare_sources([config])
-        source = config.build()
+        (source,) = open_sources([config])
         first, samples = len(calls), [source.read(index) for index in range(len(source))]
-        prepare_sources([config])
+        open_sources([config])
         return first, str(source.fingerprint), samples, len(calls)
 
 
@@ -201,16 +202,43 @@ def streamed_again(folder: Path):
     return HfConfig(path=str(folder), split="train", streaming=True).build()
 
 
-def test_a_stream_at_the_hub_is_of_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_at_the_hub_is_of_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     info = type("Info", (), {"sha": "a" * 40})
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda _, *a, **k: (asked.append((a, k)), info)[1])
-    identities = [
-        HfConfig(path="someone/images", streaming=True, revision=revision).identity()["files"]
-        for revision in ("main", "b" * 40)
-    ]
-    assert identities == ["a" * 40, "b" * 40]
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    configs = [HfConfig(path="someone/images", streaming=True, revision=each) for each in ("main", "b" * 40)]
+    pinned = [config.model_copy(update=config.pins()) for config in configs]
+    assert [config.identity(None)["files"] for config in pinned] == ["a" * 40, "b" * 40]
     assert asked == [(("someone/images",), {"revision": "main"})]
+    configs[0].model_copy(update={"path": str(tmp_path)}).pins()
+    assert len(asked) == 1
+
+
+def revision_on_rank(folder: Path) -> tuple[list[str], int]:
+    """The revisions that this rank opens, and how often it asks for a commit; a branch moves whenever it is asked."""
+    asked: list[int] = []
+
+    def ask(*_: object, **__: object) -> SimpleNamespace:
+        asked.append(dist.rank())
+        return SimpleNamespace(sha=f"{dist.rank()}{len(asked)}" * 20)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VQCLIP_CACHE", str(folder / str(dist.rank())))
+        patch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+        patch.setattr("huggingface_hub.HfApi.dataset_info", ask)
+        opened: list[str] = []
+        stored = datasets.Dataset.from_parquet(str(folder / "a.parquet"), cache_dir=str(folder / f"hf{dist.rank()}"))
+        patch.setattr(datasets, "load_dataset", lambda *_, **o: (opened.append(o["revision"]), stored)[1])
+        (source,) = open_sources([HfConfig(path="someone/images", split="train")])
+        assert len(source) == 10
+        return opened, len(asked)
+
+
+def test_all_ranks_read_the_commit_that_the_first_one_found(tmp_path: Path, ranks: RankPool) -> None:
+    made().to_parquet(tmp_path / "a.parquet")
+    results = ranks(2, revision_on_rank, tmp_path)
+    assert results == [(["01" * 20], 1), (["01" * 20], 0)]
 
 
 @pytest.mark.parametrize("kind", ["full", "windowed"])

@@ -15,7 +15,7 @@ from tests.data import serving
 from tests.data.making import caption_shards, encode, pixels
 from tests.data.serving import FaultyServer
 from tests.ranks import RankPool
-from vqclip.data import RawSample, parse_source, prepare_sources
+from vqclip.data import RawSample, open_sources, parse_source
 from vqclip.data.sources import parquet
 from vqclip.data.sources.parquet import ParquetConfig
 from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
@@ -378,9 +378,8 @@ def prepare_on_rank(folder: Path, cache: Path) -> tuple[int, dict]:
         packed: list[int] = []
         read = parquet.ParquetStream.read
         monkeypatch.setattr(parquet.ParquetStream, "read", lambda s, piece: (packed.append(piece), read(s, piece))[1])
-        config = ParquetConfig(path=str(folder))
-        prepare_sources([config])
-        return len(packed), config.build().fingerprint
+        (source,) = open_sources([ParquetConfig(path=str(folder))])
+        return len(packed), source.fingerprint
 
 
 def test_ranks_share_the_packing(ranks: RankPool, tmp_path: Path) -> None:

@@ -21,16 +21,6 @@ def refusal(action, *args) -> str:
     return str(error.value)
 
 
-def one_sample(tmp_path: Path, members: dict[str, bytes], **options) -> str:
-    """What is said about a single sample beside a good one."""
-    path = write_tar(tmp_path / "x.tar", {**caption_members(7, 1), **members})
-    source = CaptionShardsConfig(path=str(path), **options).build()
-    assert source.read(0)
-    message = refusal(source.read, 1)
-    assert message.startswith(f"{path}: sample bad: ")
-    return message
-
-
 def test_captions_from_json_and_lines(tmp_path: Path) -> None:
     folder = caption_shards(tmp_path / "a", (1,))
     keys = ("caption", "none", "many")
@@ -41,34 +31,6 @@ def test_captions_from_json_and_lines(tmp_path: Path) -> None:
     )
     path = write_tar(tmp_path / "b.tar", {"1.jpg": b"", "1.txt": "one\n\n two \r\nthrée".encode()})
     assert CaptionShardsConfig(path=str(path), captions="txt_lines").build().read(0).captions == ("one", "two", "thrée")
-
-
-@pytest.mark.parametrize(
-    ("members", "message"),
-    [
-        ({"bad.jpg": b"x"}, "has no .txt"),
-        ({"bad.txt": b"x"}, "has no image (.jpg, .png, .webp, ...)"),
-        ({"bad.jpg": b"x", "bad.txt": b" \n"}, "the caption (.txt) is empty"),
-        ({"bad.jpg": b"x", "bad.txt": b"ab\xff"}, ".txt is not UTF-8: invalid start byte at byte 2"),
-        ({"bad.jpg": b"x", "bad.txt": bytes(2 << 20)}, "txt of 2097152 bytes; at most 1048576"),
-    ],
-)
-def test_bad_samples_are_named(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
-    assert message in one_sample(tmp_path, members)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"{", ".json cannot be read"),
-        (b"[" * 200_000, ".json cannot be read"),
-        (b"[1]", ".json contains a list; expected an object"),
-        (json.dumps({"title": "x"}).encode(), "no caption under 'caption'; its keys: 'title'"),
-        (json.dumps({"caption": 5}).encode(), "key 'caption' contains a int; expected text"),
-    ],
-)
-def test_bad_json_is_named(tmp_path: Path, content: bytes, message: str) -> None:
-    assert message in one_sample(tmp_path, {"bad.jpg": b"x", "bad.json": content}, captions="json")
 
 
 def test_wrong_layout_is_told_at_once(tmp_path: Path) -> None:
@@ -83,15 +45,6 @@ def test_wrong_layout_is_told_at_once(tmp_path: Path) -> None:
     assert "the members end in .txt (1)" in refusal(CaptionShardsConfig(path=str(path)).build)
     path = write_tar(tmp_path / "d.tar", {"txt/0.txt": b"x", "imgs/0.jpg": b""})
     assert "an image 'imgs/0' and a txt 'txt/0': pack" in refusal(CaptionShardsConfig(path=str(path)).build)
-
-
-def test_a_shard_that_changes_or_goes_is_noticed(tmp_path: Path) -> None:
-    folder = caption_shards(tmp_path, (2, 2))
-    source = CaptionShardsConfig(path=str(folder)).build()
-    write_tar(folder / "00000.tar", caption_members(9, 3))
-    assert "00000.tar: sample 000000000: the shard has changed since it was indexed" in refusal(source.read, 0)
-    (folder / "00001.tar").unlink()
-    assert "sample 000000002: cannot be read: No such file" in refusal(source.read, 2)
 
 
 def test_a_shard_that_is_written_to_while_it_is_open_is_noticed(tmp_path: Path) -> None:
@@ -167,15 +120,6 @@ def test_wrong_class_folders(tmp_path: Path) -> None:
     assert source.notes == ("classnames.txt: no name for class 1",)
     (folder / "classnames.txt").unlink()
     assert "classnames.txt: cannot be read" in refusal(ClassShardsConfig(path=folder).build)
-
-
-@pytest.mark.parametrize("content", [b"3", b"-1", b"cat", b"", "²".encode()])
-def test_wrong_labels(tmp_path: Path, content: bytes) -> None:
-    folder = class_folder(tmp_path)
-    write_tar(folder / "train" / "0.tar", {"1.jpg": b"", "1.cls": content})
-    message = refusal(ClassShardsConfig(path=folder).build().read, 0)
-    assert "sample 1: .cls contains" in message
-    assert message.endswith("expected a class number, 0 to 2")
 
 
 def test_scenes(tmp_path: Path) -> None:

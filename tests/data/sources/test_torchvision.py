@@ -60,7 +60,7 @@ def test_files_keep_their_bytes(tmp_path: Path) -> None:
     source = config.build()
     assert source.classnames == ("cat", "dog")
     assert source.read(4) == RawSample(encode(pixels(3)), ("a photo of a dog",), 1)
-    before, stream = source.fingerprint, config.open_stream()
+    before, stream = source.fingerprint, config.open_data()
     os.utime(tmp_path / "dog" / "3.jpg", ns=(1, 1))
     with pytest.raises(StorageError, match="row 4: .*3.jpg has changed since it was listed"):
         list(stream.read(0))
@@ -95,7 +95,9 @@ def test_links_are_followed(tmp_path: Path, cache: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     source = TorchvisionConfig(name="ImageFolder", root=Path("root")).build()
     assert source.read(4) == RawSample(encode(pixels(3)), ("a photo of a dog",), 1)
-    assert len(json.dumps(TorchvisionConfig(name="ImageFolder", root=Path("root")).identity())) < 500  # of any number
+    assert (
+        len(json.dumps(TorchvisionConfig(name="ImageFolder", root=Path("root")).open_data().identity)) < 500
+    )  # of any number
 
 
 def cifar(folder: Path) -> Path:
@@ -128,14 +130,14 @@ def test_no_other_data_set_reads_pickles() -> None:
         ({"name": "CIFAR11"}, "name: got 'CIFAR11'; expected a data set of torchvision: .*did you mean .CIFAR10"),
         ({"name": "LSUN"}, "name: got 'LSUN'"),
         ({"name": "wrap_dataset_for_transforms_v2"}, "name: got"),
-        ({"name": "MNIST"}, "root: missing; expected the folder of MNIST"),
+        ({"name": "MNIST"}, "arguments: MNIST needs root"),
         (
             {"name": "MNIST", "root": "none"},
             "root: got none, where files of MNIST are missing or damaged; expected .*, or download: true",
         ),
         ({"name": "MNIST", "root": "x", "arguments": {"trian": 1}}, "MNIST takes no 'trian'; .*did you mean .train"),
         ({"name": "FakeData", "arguments": {"transform": "x"}}, "takes no 'transform'; functions cannot be set"),
-        ({"name": "FakeData", "root": "x"}, "root: got x; FakeData has no such argument: leave it out"),
+        ({"name": "FakeData", "root": "x"}, "arguments: FakeData takes no .root.; expected size"),
         ({"name": "FakeData", "arguments": {"size": 3}}, "classnames: missing; FakeData does not have the names"),
         ({"name": "FakeData", "arguments": {"size": 0}}, "torchvision FakeData: has no rows"),
         ({"name": "Flickr8k", "root": "x"}, "arguments: Flickr8k needs ann_file"),
@@ -166,7 +168,7 @@ def test_samples_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_image_of_another_type_is_a_bad_sample() -> None:
-    stream = TorchvisionConfig(**FAKE).open_stream()
+    stream = TorchvisionConfig(**FAKE).open_data()
     stream._data = [(torch.zeros(3, 4, 4), 0)] * 12
     error = next(stream.read(0)).sample
     assert "FakeData: row 0: image is torch.float32" in str(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import os
 import threading
@@ -14,16 +13,15 @@ import pytest
 import torch
 
 from tests.data.loading import global_batches, open_data, same
-from tests.data.making import caption_shards, class_folder
+from tests.data.making import caption_shards, class_folder, make_index
 from tests.data.remote.test_s3 import bucket, put  # noqa: F401
 from tests.data.serving import FaultyServer
 from tests.ranks import RankPool
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, TrainData
-from vqclip.data.remote import RemoteConfig
+from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.sources.base import SourceConfigBase
 from vqclip.data.tars.index import open_index
-from vqclip.data.tars.make import make_index
 from vqclip.data.tars.open import cached_index, index_name
 from vqclip.data.tars.reader import TarReader
 from vqclip.errors import ConfigError, DataError, StorageError
@@ -206,26 +204,6 @@ def test_other_indexes_that_cannot_be_used(folder: Path, monkeypatch: pytest.Mon
         open_data(folder, sources=(local,), order=WINDOWED)
     assert open_data(folder, sources=(local,), order=WINDOWED).fingerprint == data.fingerprint
     assert open_data(folder, sources=(local,), order={"kind": "windowed", "chunk": 4}).epoch_size == sum(COUNTS)
-
-
-def test_compressed_tars_are_read_sample_by_sample(folder: Path) -> None:
-    for path in (folder / "b").iterdir():
-        path.with_suffix(".tar.gz").write_bytes(gzip.compress(path.read_bytes()))
-        path.unlink()
-    data = open_data(folder, sources=(CaptionShardsConfig(path=str(folder / "b")),), order=WINDOWED)
-    assert next(data.batches()).sample_ids.sort().values.tolist() == list(range(10))
-
-
-def test_the_index_is_beside_the_data(folder: Path, server: FaultyServer) -> None:
-    url = server.add(folder / "a", "/a")
-    shards = one_source(url).tars()
-    index = make_index(sorted((folder / "a").iterdir()), folder / "index", 3)
-    server.files[f"/a/{index_name(shards)}"] = index.path.read_bytes()
-    server.requests.clear()
-    open_data(folder, sources=(one_source(url),), order=WINDOWED)
-    assert server.requests == ["GET /a/00000.tar", f"GET /a/{index_name(shards)}"]  # does it send parts?
-    open_data(folder, sources=(one_source(url),), order=WINDOWED)
-    assert len(server.requests) == 2
 
 
 def test_each_byte_is_fetched_once_an_epoch(server: FaultyServer, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.data import serving
-from tests.data.making import caption_members, write_tar
+from tests.data.making import caption_members, make_index, write_tar
 from tests.data.serving import FaultyServer
 from tests.data.tars.test_index import read, tiny
 from tests.data.tars.test_open import remote
@@ -20,7 +20,7 @@ from vqclip.data import table_file
 from vqclip.data.table_file import open_table, save_table
 from vqclip.data.tars import make
 from vqclip.data.tars.index import scan_chunk
-from vqclip.data.tars.make import IndexMaker, Parts, make_index
+from vqclip.data.tars.make import IndexMaker, Parts
 from vqclip.data.tars.members import scan_shard
 from vqclip.errors import DataError, StorageError
 
@@ -114,9 +114,9 @@ def test_what_cannot_be_indexed(tmp_path: Path) -> None:
             make_index([shard], tmp_path / "index")
     shards = tiny(tmp_path / "a")
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"index of .* cannot be written \((File exists|Not a directory)\).*--out"):
+    with pytest.raises(DataError, match=r"index of .* cannot be written \((File exists|Not a directory)\).*set VQCLIP"):
         make_index(shards, tmp_path / "file" / "index", parts=Parts(tmp_path / "parts"))
-    with pytest.raises(DataError, match=r"index of .* cannot be written \((File exists|Not a directory)\).*--out"):
+    with pytest.raises(DataError, match=r"index of .* cannot be written \((File exists|Not a directory)\).*set VQCLIP"):
         make_index(shards, tmp_path / "index", parts=Parts(tmp_path / "file" / "parts"))
 
 
@@ -164,7 +164,7 @@ def test_a_full_disk_stops_all(tmp_path: Path, scanned: list[str], monkeypatch: 
     shards = tiny(tmp_path)
     monkeypatch.setattr(table_file, "write_file", full)
     maker = IndexMaker(shards, Parts(tmp_path / "parts"))
-    with pytest.raises(StorageError, match=r"index of .* cannot be written \(No space left on device\).*--out"):
+    with pytest.raises(StorageError, match=r"index of .* cannot be written \(No space left on device\).*set VQCLIP"):
         maker.read_all()
     assert len(scanned) == 1
 

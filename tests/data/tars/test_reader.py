@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.making import caption_members, open_tars, write_tar
+from tests.data.making import caption_members, make_index, open_tars, write_tar
 from tests.data.serving import FaultyServer, answer
-from vqclip.data.remote import RemoteConfig, RemoteShard
 from vqclip.data.remote.cache import BoundedCache
-from vqclip.data.remote.retry import Deadline
-from vqclip.data.shard import Shard
+from vqclip.data.remote.files import RemoteShard, Shard
+from vqclip.data.remote.retry import Deadline, RemoteConfig
 from vqclip.data.tars import make
 from vqclip.data.tars.index import ByteRange
-from vqclip.data.tars.make import make_index
 from vqclip.data.tars.members import USUAL
 from vqclip.data.tars.reader import TarReader
 from vqclip.errors import DataError, StorageError

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import pickle
+import resource
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,10 +15,11 @@ import pytest
 
 from tests.data import serving
 from tests.data.serving import FaultyServer, status
-from vqclip.data.remote import RemoteConfig, RemoteShard
-from vqclip.data.shard import Shard
+from vqclip.data.remote.files import RemoteShard, Shard
+from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.tars.store import OpenFiles, read_ranges
 from vqclip.errors import StorageError
+from vqclip.io.files import Stamp
 
 OPTIONS = {"tries": 4, "timeout_s": 5.0, "total_s": 30.0}
 BODY = bytes(range(256)) * 999
@@ -117,26 +119,15 @@ def test_a_server_that_sends_parts_no_more(server: FaultyServer, url: str) -> No
     assert "the server answers a request for a part of the file with all of it" in str(refusal(remote(url)))
 
 
-def test_what_passes_is_tried_again(server: FaultyServer, url: str, pauses: list[float]) -> None:
-    def page(handler: BaseHTTPRequestHandler, _: bytes) -> None:
-        serving.answer(handler, b"<html>please log in</html>")
-
-    server.faults["/0.tar"] = [status(503, Retry_After="7"), status(429), page]
-    store = remote(url)
-    assert store.read([Part(0, 100, 300)]) == BODY[100:300]
-    assert len(server.requests) == 4
-    assert server.sent == 200
-    server.faults["/0.tar"] = [serving.reset_at_once]
-    assert store.read([Part(0, 100, 300)]) == BODY[100:300]
-    assert pauses[0] == 7.0
+def test_a_page_in_place_of_a_part_is_tried_again(server: FaultyServer, url: str, pauses: list[float]) -> None:
+    server.faults["/0.tar"] = [lambda handler, _: serving.answer(handler, b"<html>please log in</html>")]
+    assert remote(url).read([Part(0, 100, 300)]) == BODY[100:300]
+    assert (len(server.requests), server.sent, len(pauses)) == (2, 200, 1)
 
 
 @pytest.mark.parametrize(
     ("fault", "message", "tries"),
     [
-        (status(503), "HTTP 503", 4),
-        (status(404), "not found (404)", 1),
-        (status(403), "HTTP 403", 1),
         (status(206), "HTTP 206 Partial Content with Content-Range ''; expected 206 and a part", 1),
         (status(206, Content_Range="bytes 0-9/*" + "9" * 99), "with Content-Range 'bytes 0-9/*999", 1),
         (status(206, Content_Range=f"bytes 0-9/{len(BODY)}"), "sent bytes 0-9/255744; asked for bytes 100-299", 4),
@@ -177,15 +168,39 @@ def test_a_body_that_is_longer_or_shorter_than_the_part(server: FaultyServer, ur
     assert len(pauses) == 2
 
 
-def test_a_slow_server_and_a_deadline(server: FaultyServer, url: str, pauses: list[float]) -> None:
-    server.faults["/0.tar"] = [serving.silent(server)]
-    assert remote(url, timeout_s=0.2).read([Part(0, 100, 300)]) == BODY[100:300]
-    server.for_ever["/0.tar"] = serving.silent(server)
-    assert "Tries: 1 of remote.tries=4, in 0." in str(refusal(remote(url, total_s=0.3)))
+def open_now() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
-def test_credentials_stay_out_of_messages(server: FaultyServer, url: str, pauses: list[float]) -> None:
-    server.for_ever["/0.tar"] = status(503)
-    text = str(refusal(remote(url.replace("//", "//me:hunter22@") + "?sig=s3cr3t-s3cr3t")))
-    assert "s3cr3t" not in text
-    assert "hunter22" not in text
+@pytest.mark.parametrize(("allowed", "most"), [(40, 10), (10**6, 20), (resource.RLIM_INFINITY, 20), (3, 1)])
+def test_files_stay_open_within_a_share_of_the_limit(
+    tmp_path: Path, allowed: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (allowed, allowed))
+    files, before = OpenFiles(), open_now()
+    for number in [*range(20), 0, 19]:
+        path = tmp_path / str(number)
+        path.write_bytes(b"%03d" % number)
+        status = path.stat()
+        assert files.read(path, (3, status.st_mtime_ns), 1, 2, "shard") == b"%02d" % number
+    assert open_now() - before == most
+    del files
+    assert open_now() == before
+
+
+def test_a_stale_handle_is_closed_and_the_file_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(b"bytes")
+    files, stamp = OpenFiles(), (5, path.stat().st_mtime_ns)
+    assert files.read(path, stamp, 0, 5, "shard") == b"bytes"
+    before = open_now()
+
+    def fail(file: int) -> Stamp:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stamp, "of", fail)
+        with pytest.raises(StorageError, match="shard: cannot be read: Stale file handle"):
+            files.read(path, stamp, 0, 5, "shard")
+    assert open_now() == before - 1
+    assert files.read(path, stamp, 0, 5, "shard") == b"bytes"

@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from tests.data.loading import global_batch, open_data, same
-from tests.data.making import caption_shards
+from tests.data.making import caption_shards, make_index
 from tests.data.serving import FaultyServer, answer, reset_at_once, status
 from vqclip import dist
 from vqclip.data import Batch, CaptionShardsConfig, TrainData
-from vqclip.data.remote import RemoteConfig
 from vqclip.data.remote import cache as cache_module
-from vqclip.data.tars.make import make_index
+from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.tars.open import cached_index
 from vqclip.errors import StorageError
 

@@ -12,7 +12,7 @@ from tests.data.making import caption_members, caption_shards, class_folder, wri
 from tests.data.serving import FaultyServer
 from tests.ranks import RankPool
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
-from vqclip.data.prepare import prepare_sources
+from vqclip.data.prepare import open_sources
 from vqclip.data.tars.unpack import GzipError, UnpackedTars, gunzip
 from vqclip.errors import DataError
 
@@ -142,8 +142,7 @@ def prepare_on_rank(folder: Path, cache: Path) -> tuple[dict, int]:
         made: list[int] = []
         copy = UnpackedTars.copy
         monkeypatch.setattr(UnpackedTars, "copy", lambda *args: (made.append(1), copy(*args))[1])
-        source = CaptionShardsConfig(path=str(folder))
-        prepare_sources([source])
+        open_sources([CaptionShardsConfig(path=str(folder))])
         return read_all(folder)[0], len(made)
 
 

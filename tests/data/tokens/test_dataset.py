@@ -12,18 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from vqclip.data.tokens import (
-    IdLayout,
-    Manifest,
-    TokenDataset,
-    TokenRecord,
-    TokenShard,
-    collate_tokens,
-    id_type,
-    write_shard,
-)
-from vqclip.data.tokens.manifest import VERSIONS, Settings, TokenizerInfo
-from vqclip.data.tokens.parquet import strip_padding
+from vqclip.data.tokens.dataset import TokenDataset, collate_tokens
+from vqclip.data.tokens.manifest import VERSIONS, IdLayout, Manifest, Settings, TokenizerInfo, id_type
+from vqclip.data.tokens.parquet import TokenRecord, TokenShard, strip_padding, write_shard
 from vqclip.data.work_folder import ManifestItem
 from vqclip.errors import DataError, ShapeError
 from vqclip.io.atomic import digest_file

@@ -27,8 +27,6 @@ from vqclip.errors import StorageError
 from vqclip.io.file_locks import hold_lock, is_at, remove_unlocked, try_lock
 from vqclip.io.files import order_of_use
 
-__all__ = ["BoundedCache"]
-
 _FILLED = 0.95
 """Fraction of the limit that is left in use when files are removed."""
 _FILES = 1 << 18

@@ -11,26 +11,14 @@ import io
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, TypeVar, cast
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
 from vqclip.data.remote.retry import Deadline, RemoteConfig, TransferConfig, retry
 from vqclip.data.remote.transfer import Body, ChangedError, FileFacts, Span, list_urls, open_url, url_facts
 from vqclip.data.remote.urls import display_url, file_name, protocol_of
 from vqclip.errors import DataError, StorageError
 from vqclip.io.files import cache_folder
-
-__all__ = [
-    "TAR_ENDINGS",
-    "RemoteShard",
-    "fetch",
-    "fetch_bytes",
-    "fetch_text",
-    "find_facts",
-    "is_gzip",
-    "is_tar",
-    "list_files",
-    "remote_shards",
-]
 
 T = TypeVar("T")
 
@@ -193,6 +181,10 @@ class RemoteShard:
 
         fetch(self.url, self.options, read_body)
         return cast(BinaryIO, file)
+
+
+Shard: TypeAlias = Path | RemoteShard
+"""A tar or table on this machine or at a URL. `str` gives its name for messages, `.name` the file's name."""
 
 
 class _RangeFile(io.RawIOBase):

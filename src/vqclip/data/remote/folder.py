@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from vqclip.data.remote import TransferConfig, display_url, local_path, protocol_of
-from vqclip.data.remote.retry import Deadline, FetchError, retry
+from vqclip.data.remote.retry import Deadline, FetchError, TransferConfig, retry
 from vqclip.data.remote.transfer import object_store, translate_errors
+from vqclip.data.remote.urls import display_url, local_path, protocol_of
 from vqclip.errors import ConfigError, StorageError
-
-__all__ = ["STORES", "RemoteFolder", "require_writable"]
 
 T = TypeVar("T")
 

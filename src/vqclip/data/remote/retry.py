@@ -16,8 +16,6 @@ from vqclip.config import Config
 from vqclip.data.remote.urls import display_url
 from vqclip.errors import StorageError
 
-__all__ = ["Deadline", "FetchError", "RemoteConfig", "TransferConfig", "retry"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger("vqclip.data")

@@ -21,20 +21,6 @@ from vqclip.data.remote.retry import Deadline, FetchError
 from vqclip.data.remote.urls import protocol_of, redact_message
 from vqclip.errors import StorageError
 
-__all__ = [
-    "Body",
-    "ChangedError",
-    "FileFacts",
-    "NoRangesError",
-    "Span",
-    "list_urls",
-    "object_store",
-    "open_url",
-    "translate_errors",
-    "url_facts",
-]
-
-
 _SLOWEST = 16 << 10
 """Bytes a second; a slower download over `timeout_s` counts as stalled."""
 _BLOCK = 16 << 20

@@ -12,20 +12,6 @@ from vqclip.errors import DataError
 
 T = TypeVar("T")
 
-__all__ = [
-    "PROTOCOLS",
-    "beneath",
-    "digest",
-    "display_url",
-    "file_name",
-    "local_path",
-    "mask_credentials",
-    "path_in_url",
-    "protocol_of",
-    "redact_message",
-    "split_query",
-]
-
 PROTOCOLS = ("file", "http", "https", "s3", "gs", "az", "hf")
 """Allowed protocols. Others of fsspec open archives, run commands or reach other machines."""
 

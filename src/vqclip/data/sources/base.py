@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol
 
@@ -10,19 +10,8 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from typing_extensions import Self
 
 from vqclip.config import Config
-from vqclip.data.shard import Part
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.files import read_bounded
-
-__all__ = [
-    "MAX_BYTES",
-    "Place",
-    "RawSample",
-    "ShardedSource",
-    "Source",
-    "SourceConfigBase",
-    "read_image",
-]
 
 MAX_BYTES = {"image": 64 << 20, "txt": 1 << 20, "json": 4 << 20, "cls": 64}
 """Limits of the files of a sample; larger ones are refused before they are read."""
@@ -36,6 +25,15 @@ def _to_place(path: object) -> object:
 
 Place = Annotated[str, BeforeValidator(_to_place)]
 """A path or URL."""
+
+
+class Part(NamedTuple):
+    """Part of a source that is prepared, such as indexed, before the first sample is read."""
+
+    name: str
+    """Name for messages."""
+    prepare: Callable[[], object]
+    """Prepares the part unless it is; returns False if another process is about to have done it."""
 
 
 class RawSample(NamedTuple):
@@ -82,7 +80,13 @@ class Source(Protocol):
 
 
 class ShardedSource(Source, Protocol):
-    """A source whose samples are stored in shards and ordered by shard."""
+    """A source whose samples are stored in shards and ordered by shard, as those of all kinds of this package are."""
+
+    config: SourceConfigBase
+
+    def place(self, index: int) -> str:
+        """Return the unique path of a sample below the opened folder: ``pets/cat.png``, ``00003.tar/000031415``."""
+        ...
 
     def key(self, index: int) -> str:
         """Return the sample's name in its shard, as in WebDataset."""
@@ -118,8 +122,16 @@ class SourceConfigBase(Config):
         """True if images have classes, False if they have captions of their own, None if the data decide."""
         return None
 
+    def pins(self) -> dict[str, Any]:
+        """Return keys whose meaning may change, such as a branch, with JSON values that cannot; by default none.
+
+        Raises:
+            DataError: data are missing.
+        """
+        return {}
+
     def shards(self) -> Sequence[Part]:
-        """Return what is indexed before the first sample is read, for `vqclip.data.prepare_sources`; by default none.
+        """Return what is indexed before the first sample is read, for `vqclip.data.open_sources`; by default none.
 
         Raises:
             DataError: data are missing.

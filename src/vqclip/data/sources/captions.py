@@ -5,23 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from vqclip.errors import DataError, quote_names
-
-__all__ = [
-    "MAX_CAPTION",
-    "CaptionFiles",
-    "caption_path",
-    "collect_captions",
-    "decode_text",
-    "find_captions",
-    "find_texts",
-    "look_up",
-    "require_usable",
-]
 
 MAX_CAPTION = 65_536
 """Characters of a caption at most. The whole caption is tokenized before it is cut to the context length, so a few
@@ -71,11 +59,7 @@ class CaptionFiles:
                 what = f".json contains a {type(facts).__name__}; expected an object"
                 raise DataError(f"{name}: {what}", "damaged JSON")
             return collect_captions(facts, self.json_keys, f"{name}: .json", "key", "damaged JSON")
-        lines = text.splitlines() if self.mode == "txt_lines" else [text]
-        captions = tuple(line.strip() for line in lines if line.strip())
-        if not captions:
-            raise DataError(f"{name}: the caption (.txt) is empty", "no caption")
-        return require_usable(captions, name)
+        return require_usable(text.splitlines() if self.mode == "txt_lines" else [text], name, "the caption (.txt)")
 
 
 def decode_text(data: bytes, name: str, ending: str) -> str:
@@ -117,7 +101,7 @@ def collect_captions(
     if not captions:
         shown = f"no caption under {', '.join(map(repr, keys))}; its {what}s: {quote_names(values)}"
         raise DataError(f"{name}: {shown}", "no caption")
-    return require_usable(tuple(captions), name)
+    return require_usable(captions, name)
 
 
 def find_captions(values: Mapping[str, Any], keys: Sequence[str], what: str = "column") -> list[str]:
@@ -170,8 +154,15 @@ def _without_questions(values: Sequence[object]) -> Sequence[object]:
     return [turn for turn, speaker in zip(values, speakers, strict=True) if speaker in _ANSWERERS][:1]
 
 
-def require_usable(captions: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Return the captions of a sample; raise DataError for one that is too long or not UTF-8."""
+def require_usable(texts: Iterable[str], name: str, what: str = "the caption") -> tuple[str, ...]:
+    """Return the captions of a sample, without blanks around them and without empty ones.
+
+    Raises:
+        DataError: none is left, or one is too long or not UTF-8.
+    """
+    captions = tuple(stripped for text in texts if (stripped := text.strip()))
+    if not captions:
+        raise DataError(f"{name}: {what} is empty", "no caption")
     for caption in captions:
         if len(caption) > MAX_CAPTION:
             raise DataError(

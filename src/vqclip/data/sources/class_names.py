@@ -12,31 +12,14 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from vqclip.data.remote import RemoteConfig, beneath, display_url, fetch_text, is_tar, local_path, protocol_of
-from vqclip.data.shard import Shard
+from vqclip.data.remote.files import Shard, fetch_text, is_tar
+from vqclip.data.remote.retry import RemoteConfig
+from vqclip.data.remote.urls import beneath, display_url, local_path, protocol_of
 from vqclip.data.sources.paths import find_shards
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.files import expand_home, read_bounded
 
-__all__ = [
-    "CLASSNAMES",
-    "DEFAULT_TEMPLATE",
-    "MAX_LINE",
-    "SPLIT_HELP",
-    "TEMPLATES",
-    "ClassFolder",
-    "ClassNames",
-    "Classes",
-    "Prompts",
-    "Templates",
-    "describe_ids",
-    "read_lines",
-    "read_templates",
-]
-
 CLASSNAMES = "classnames.txt"
-SPLIT_HELP = "its folder of tars; needed where there are several, since none is the default"
-"""Help text of the command line option for `ClassFolder.choose_split`."""
 TEMPLATES = "zeroshot_classification_templates.txt"
 _COUNT = "nshards.txt"
 _MAX_BYTES = 4 << 20
@@ -199,22 +182,23 @@ class ClassFolder:
 
     def __init__(self, path: str | Path, remote: RemoteConfig | None = None):
         protocol = protocol_of(str(path))
-        self._is_local, self._remote = protocol in (None, "file"), remote or RemoteConfig()
-        self._lists = protocol not in ("http", "https")
-        self._url = str(path)
-        self._folder = expand_home(path if protocol is None else local_path(str(path))) if self._is_local else Path()
-        self._folder = self._folder.absolute()
+        self._remote = remote or RemoteConfig()
+        self._place: Path | str = str(path)  # a URL
+        if protocol in (None, "file"):
+            self._place = expand_home(path if protocol is None else local_path(str(path))).absolute()
 
     def name(self, file: str) -> str:
         """Return the path of a file or folder in this folder, for messages."""
-        return str(self._folder / file) if self._is_local else display_url(beneath(self._url, file))
+        if isinstance(self._place, Path):
+            return str(self._place / file)
+        return display_url(beneath(self._place, file))
 
     def read(self, file: str, expected: str) -> str:
         """Read a text file; raises DataError if it is missing, too large or not UTF-8."""
-        if not self._is_local:
-            return fetch_text(beneath(self._url, file), self._remote, _MAX_BYTES).removeprefix("\ufeff")
+        if isinstance(self._place, str):
+            return fetch_text(beneath(self._place, file), self._remote, _MAX_BYTES).removeprefix("\ufeff")
         try:
-            data = read_bounded(self._folder / file, _MAX_BYTES)
+            data = read_bounded(self._place / file, _MAX_BYTES)
         except OSError as error:
             raise DataError(f"{self.name(file)}: cannot be read ({error.strerror}); expected {expected}") from None
         if len(data) > _MAX_BYTES:
@@ -230,15 +214,15 @@ class ClassFolder:
         Raises:
             DataError: there are none.
         """
-        if self._is_local:
-            folder = self._require_folder(split)
+        if isinstance(self._place, Path):
+            folder = _require_folder(self._place, split)
             if not (folder / split).is_dir():
                 raise DataError(f"{folder}: has no split {split!r}; {_where_tars_are(folder)}")
             return find_shards([folder / split], self._remote)
-        place = beneath(self._url, split)
-        if self._lists:
+        place = beneath(self._place, split)
+        if protocol_of(place) not in ("http", "https"):
             return find_shards([place], self._remote)
-        file = beneath(self._url, f"{split}/{_COUNT}".lstrip("/"))
+        file = beneath(self._place, f"{split}/{_COUNT}".lstrip("/"))
         text = fetch_text(file, self._remote, _MAX_COUNT_BYTES).strip()
         if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _MAX_COUNT):
             raise DataError(
@@ -258,9 +242,9 @@ class ClassFolder:
         """
         if split is not None:
             return split
-        if not self._is_local:
-            raise ConfigError(f"split: missing; expected the name of a split of {display_url(self._url)}")
-        folder = self._require_folder("SPLIT")
+        if isinstance(self._place, str):
+            raise ConfigError(f"split: missing; expected the name of a split of {display_url(self._place)}")
+        folder = _require_folder(self._place, "SPLIT")
         files = (file for file in (*folder.glob("*"), *folder.glob("*/*")) if is_tar(file.name))
         found = sorted({tar.parent.relative_to(folder).name for tar in files})
         if not found or (found == [""] and _is_split(folder)):
@@ -269,10 +253,11 @@ class ClassFolder:
             raise ConfigError(f"split: missing; expected one of those in {folder}: {', '.join(map(repr, found))}")
         return found[0]
 
-    def _require_folder(self, split: str) -> Path:
-        if not self._folder.is_dir():
-            raise DataError(f"{self._folder}: no such folder; expected one with {CLASSNAMES} and {split}/*.tar")
-        return self._folder
+
+def _require_folder(folder: Path, split: str) -> Path:
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; expected one with {CLASSNAMES} and {split}/*.tar")
+    return folder
 
 
 def read_lines(folder: ClassFolder, file: str, expected: str) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pydantic import model_validator
@@ -19,21 +18,6 @@ from vqclip.data.sources.base import SourceConfigBase
 from vqclip.data.sources.captions import look_up
 from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, ClassNames, Templates
 from vqclip.errors import ConfigError, DataError, quote_names
-
-__all__ = [
-    "IMAGE_COLUMNS",
-    "ColumnConfig",
-    "ColumnType",
-    "Columns",
-    "Row",
-    "choose_columns",
-    "find_column",
-    "guess_columns",
-    "is_caption",
-    "is_split",
-    "path_in",
-    "plain_text",
-]
 
 IMAGE_COLUMNS = (
     *("filepath", "file_path", "image_path", "img_path", "imagepath", "filename", "file_name", "image_name"),
@@ -86,18 +70,13 @@ class ColumnType(NamedTuple):
     """Name of the type, for messages."""
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Columns that a user names, or None to find them out, and what their values mean."""
+class Columns(NamedTuple):
+    """Columns that are read."""
 
-    image: str | None = None
-    captions: tuple[str, ...] | None = None
-    label: str | None = None
-    classnames: ClassNames = ()
-    templates: tuple[str, ...] = (DEFAULT_TEMPLATE,)
-    where: Mapping[str, Any] = field(default_factory=dict)
-    settings: tuple[str, str] = ("image", "captions")
-    """Names of the first two settings, for messages."""
+    image: str
+    captions: tuple[str, ...]
+    """Empty: the prompts of the class are the captions."""
+    label: str | None
 
 
 class ColumnConfig(SourceConfigBase):
@@ -126,19 +105,13 @@ class ColumnConfig(SourceConfigBase):
         return self
 
     @property
-    def given(self) -> Columns:
-        """The columns that are named."""
-        captions = (self.captions,) if isinstance(self.captions, str) else self.captions
-        return Columns(self.image, captions, self.label, self.classnames, self.templates)
-
-    @property
     def has_classes(self) -> bool | None:
         """Return whether images have classes, if the configuration decides it."""
         return False if self.label is None and self.captions is not None else None
 
 
 def choose_columns(
-    given: Columns,
+    given: ColumnConfig,
     names: Sequence[str],
     images: Sequence[str],
     path: object,
@@ -167,37 +140,36 @@ def choose_columns(
         columns = [f"{name[:80]} ({types[name].name[:80]})" for name in names[:30]]
         shown = ", ".join(columns) + (", ..." if len(names) > 30 else "")
 
-    def readable(setting: str, image: str | None) -> list[str]:
+    def readable(setting: str, image: str | None = None) -> list[str]:
         kinds = _READ[setting][0]
         return [name for name in names if name != image and (types is None or types[name].kind in kinds)]
 
-    def find(setting: str, what: str, name: str) -> str:
+    def find(setting: str, name: str) -> str:
         found = find_column(names, name, setting, path)
-        if found not in readable(what, None):
+        if found not in readable(setting):
             stored = "" if types is None else types[found].name
-            raise ConfigError(f"{path}: {setting}: column {found!r} is {stored}; expected {_READ[what][1]}")
+            raise ConfigError(f"{path}: {setting}: column {found!r} is {stored}; expected {_READ[setting][1]}")
         return found
 
-    for_image, for_captions = given.settings
-    image = find(for_image, "image", given.image) if given.image is not None else next(iter(images), None)
-    captions: tuple[str, ...] | None = None
+    image = next(iter(images), None) if given.image is None else find("image", given.image)
+    captions: tuple[str, ...] = ()
     if given.captions is not None:
-        captions = tuple(find(for_captions, "captions", name) for name in given.captions)
+        wanted = (given.captions,) if isinstance(given.captions, str) else given.captions
+        captions = tuple(find("captions", name) for name in wanted)
     elif types is not None or (given.label is None and not given.classnames):
-        captions = _guess_captions(readable("captions", image)) or None
+        captions = _guess_captions(readable("captions", image))
         unread = next(iter(guess_columns([name for name in names if name != image], _CAPTION_COLUMNS)), None)
-        if captions is None and given.label is None and unread is not None and types is not None:
+        if not captions and given.label is None and unread is not None and types is not None:
             raise ConfigError(
                 f"{path}: captions: column {unread!r} is {types[unread].name}; expected {_READ['captions'][1]}. Set "
                 f"captions to another of {shown}, or set label, whose prompts are then the captions"
             )
-    label = None if given.label is None else find("label", "label", given.label)
-    if label is None and captions is None:
+    label = None if given.label is None else find("label", given.label)
+    if label is None and not captions:
         label = next(iter(guess_columns(readable("label", image), _LABEL_COLUMNS)), None)
-    if image is None or (captions is None and label is None):
-        setting = for_image if image is None else for_captions
-        what = "the images" if image is None else "captions or classes"
-        hint = "" if image is None or setting != "captions" else " (label=COLUMN if it has classes)"
+    if image is None or (not captions and label is None):
+        setting, what = ("image", "the images") if image is None else ("captions", "captions or classes")
+        hint = "" if image is None else " (label=COLUMN if it has classes)"
         if len(names) == 1 and types is None:
             hint += "; separator names the character between columns, if it has several"
         if image is None and types is not None and "url" in map(str.lower, names):
@@ -208,10 +180,10 @@ def choose_columns(
         )
     if label is None and given.classnames:
         raise ConfigError(f"{path}: classnames: set, and no column is read as label; set label to one of {shown}")
-    guessed = [f"{for_image} {image!r}"] if given.image is None and image != "filepath" else []
-    guessed += [f"{for_captions} {each!r}" for each in captions or () if given.captions is None and each != "title"]
+    guessed = [f"image {image!r}"] if given.image is None and image != "filepath" else []
+    guessed += [f"captions {each!r}" for each in captions if given.captions is None and each != "title"]
     guessed += [f"label {label!r}"] if label is not None and given.label is None else []
-    if guessed and (others := [name for name in names if name not in (image, label, *(captions or ()))]):
+    if guessed and (others := [name for name in names if name not in (image, label, *captions)]):
         notes.append(f"columns found by their names: {', '.join(guessed)} (others: {quote_names(others[:5])})")
     return Columns(image, captions, label)
 

@@ -14,17 +14,15 @@ import logging
 import os
 import stat
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import PrivateAttr
 
-from vqclip.data.remote import display_url, local_path, protocol_of
-from vqclip.data.shard import Part
-from vqclip.data.sources.base import MAX_BYTES, Place, RawSample, SourceConfigBase
+from vqclip.data.remote.urls import display_url, local_path, protocol_of
+from vqclip.data.sources.base import MAX_BYTES, Part, Place, RawSample, SourceConfigBase
 from vqclip.data.sources.captions import CaptionFiles, caption_path, require_usable
 from vqclip.data.sources.class_names import Prompts
 from vqclip.data.sources.columns import ColumnConfig, Row
@@ -33,8 +31,6 @@ from vqclip.data.table_file import find_table, save_table
 from vqclip.errors import ConfigError, DataError, StorageError, encodable, printable
 from vqclip.io.files import Stamp, cache_folder, expand_home, open_regular
 from vqclip.process import progress
-
-__all__ = ["FilePart", "FileSource", "FileSourceConfig", "ListConfig", "resolve_path", "skip_next_check"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -53,9 +49,6 @@ class FileSourceConfig(SourceConfigBase):
 
     path: Place
     """The file, on this machine, that lists the images."""
-
-    _checked: set[Path] = PrivateAttr(default_factory=set)
-    """Indexes that all ranks together have just compared with their files, so that `build` need not repeat it."""
 
     def table(self) -> FileTable:
         """List the images.
@@ -109,12 +102,13 @@ class FileSourceConfig(SourceConfigBase):
         return [FilePart(self, table, number * PART_SIZE, file) for number, file in enumerate(files)]
 
     def shards(self) -> Sequence[Part]:
-        """Return the parts, after making the table; for `vqclip.data.prepare_sources`.
+        """Return the parts, after making the table; for `vqclip.data.open_sources`.
 
         Raises:
             DataError: see `table`.
         """
-        return self.parts(self.load_table())
+        parts = self.parts(self.load_table())
+        return [Part(f"{self.listing}: images {each.start} to {each.stop}", each.load) for each in parts]
 
     def build(self, cache: Path | None = None) -> FileSource:
         """Open the images, after indexing those without an index."""
@@ -154,9 +148,9 @@ class ListConfig(ColumnConfig, FileSourceConfig):
 
     def table(self) -> FileTable:
         """Read the file; raises DataError for a missing column, or one without rows."""
-        builder, given = TableBuilder(), replace(self.given, where=self.where)
-        path = builder.read_from(self.listing)
-        return list_images(self.rows(path, builder.notes), given, builder, path, self.root, self.images is None)
+        builder = TableBuilder()
+        path, beside = builder.read_from(self.listing), self.images is None
+        return list_images(self.rows(path, builder.notes), self, builder, path, self.root, beside, self.where)
 
 
 class FileSource:
@@ -165,12 +159,13 @@ class FileSource:
     Args:
         config: makes the table.
         cache: folder of the table and the indexes; default `vqclip.io.files.cache_folder()`.
+        is_checked: whether the indexes have just been compared with the files.
 
     Raises:
         DataError: see `FileSourceConfig.table`; or none of the files can be read.
     """
 
-    def __init__(self, config: FileSourceConfig, cache: Path | None = None):
+    def __init__(self, config: FileSourceConfig, cache: Path | None = None, is_checked: bool = False):
         self.config = config
         self._table = table = config.load_table(cache)
         self._listing, self._root = config.listing, config.root  # once: a listing may look for files
@@ -182,7 +177,7 @@ class FileSource:
         self.shards: list[dict[str, str | int]] = []
         states = [np.zeros((0, 1, 2), np.int64)]
         for number, part in enumerate(config.parts(table, cache)):
-            index = part.load()
+            index = part.load(is_checked)
             states = [*states[1:], index["states"]] if number == 0 else [*states, index["states"]]
             total = int(np.maximum(index["states"][..., 0], 0).sum())
             name, sha256 = f"{encodable(self._listing.stem)}-{number:05d}", checksum(index["digests"].tobytes())
@@ -205,10 +200,7 @@ class FileSource:
         elif self._captions is not None:
             captions = self._captions.parse(self._read_file(index, 1), self.name(index))
         else:
-            captions = tuple(text for each in self._table.captions(index) if (text := each.strip()))
-            if not captions:
-                raise DataError(f"{self.name(index)}: the caption is empty", "no caption")
-            captions = require_usable(captions, self.name(index))
+            captions = require_usable(self._table.captions(index), self.name(index))
         return RawSample(self._read_file(index, 0), captions, label)
 
     def key(self, index: int) -> str:
@@ -223,7 +215,7 @@ class FileSource:
         return printable(text, one_line=True)
 
     def place(self, index: int) -> str:
-        """Return the path of the file, and its row; see `vqclip.data.prepare.ImageSource.place`."""
+        """Return the path of the file, and its row; see `ShardedSource.place`."""
         path, row = self._table.paths.read(index), int(self._table.arrays["rows"][index])
         return f"{path} (row {row})" if row >= 0 else path
 
@@ -299,20 +291,16 @@ class FilePart:
     file: Path
     """Its index in the cache."""
 
-    def __str__(self) -> str:
-        return f"{self.config.listing}: images {self.start} to {self.stop}"
-
     @property
     def stop(self) -> int:
         """Row after the last."""
         return min(self.start + PART_SIZE, len(self.table))
 
-    def prepare(self, cache: Path | None = None) -> None:
-        """Index the files unless they are indexed and unchanged."""
-        self.load()
-
-    def load(self) -> dict[str, np.ndarray]:
+    def load(self, is_checked: bool = False) -> dict[str, np.ndarray]:
         """Return the index of the files, after indexing those that have changed since.
+
+        Args:
+            is_checked: whether it has just been compared with the files.
 
         Returns:
             ``states``, ``(rows, files, 2)`` int64: size, -1 for a file that could not be read, and modification time.
@@ -327,9 +315,7 @@ class FilePart:
         text = "\0".join([*paths, second])
         facts = {**versions(name), "paths": checksum(text.encode("utf-8", "surrogatepass"))}
         found = find_table(self.file, facts, name, lambda table: {**table.arrays})
-        is_fresh = self.file in self.config._checked
-        self.config._checked.discard(self.file)
-        if found is not None and is_fresh:
+        if found is not None and is_checked:
             return found
         shape = (len(paths), 2 if second else 1)
         states, digests = np.full((*shape, 2), MISSING - 1, np.int64), np.zeros((*shape, 32), np.uint8)
@@ -354,13 +340,6 @@ class FilePart:
             save_table(self.file, facts, index, name)
             logger.info("indexed %s: %d image files of samples %d to %d", name, len(changed), self.start, self.stop - 1)
         return index
-
-
-def skip_next_check(parts: Iterable[object]) -> None:
-    """Let the next `build` rely on the indexes of these parts: every rank has just checked some of them."""
-    for part in parts:
-        if isinstance(part, FilePart):
-            part.config._checked.add(part.file)
 
 
 def _stat(path: str) -> list[int]:

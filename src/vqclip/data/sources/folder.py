@@ -23,14 +23,12 @@ from vqclip.data.sources.class_names import (
     describe_ids,
     read_templates,
 )
-from vqclip.data.sources.columns import Columns, is_split
+from vqclip.data.sources.columns import is_split
 from vqclip.data.sources.files import FileSourceConfig
 from vqclip.data.sources.listing import FileTable, TableBuilder, list_images
 from vqclip.data.sources.tables import CsvConfig, JsonConfig
 from vqclip.errors import DataError, encodable
 from vqclip.io.files import walk_files
-
-__all__ = ["FolderConfig"]
 
 Captions = Literal["classes", "txt", "txt_lines", "json", "metadata", "names"]
 METADATA = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.json", "captions.json")
@@ -61,10 +59,6 @@ class FolderConfig(FileSourceConfig):
     of each image's file without its ending, with "_" and "-" read as blanks. null: found out where it is plain."""
     json_keys: Annotated[tuple[str, ...], Field(min_length=1)] = ("caption",)
     """Keys of the .json with a caption or a list of captions, such as `caption` or `meta.caption`."""
-    file_key: str | None = None
-    """Column or key of the metadata with the path of an image; null: the usual names are tried."""
-    text_key: str | None = None
-    """Column or key of the metadata with a caption; in JSON also a list of captions; null: as for `file_key`."""
     classnames: ClassNames = ()
     """Names of the classes, for folders called by numbers or ids: a list in the order of the folders, or of their
     numbers; or a file, see `csv`."""
@@ -256,9 +250,11 @@ class FolderConfig(FileSourceConfig):
             raise DataError(f"{folder}: expected one of {', '.join(METADATA)}, got {', '.join(described) or 'none'}")
         path = folder / described[0]
         kind = CsvConfig if path.suffix in (".csv", ".tsv") else JsonConfig
-        texts = None if self.text_key is None else (self.text_key,)
-        columns = Columns(self.file_key, texts, classnames=self.classnames, settings=("file_key", "text_key"))
-        table = list_images(kind(path=str(path)).rows(path, builder.notes), columns, builder, path, folder)
+        config = kind(path=str(path), classnames=self.classnames)
+        try:
+            table = list_images(config.rows(path, builder.notes), config, builder, path, folder)
+        except DataError as error:
+            raise DataError(f"{error} (settings: name {path} as the path of kind {config.kind})") from None
         named = {os.path.normpath(table.paths.read(index)) for index in range(len(table))}
         if lost := [image for image in images if image not in named]:
             builder.notes.append(f"left out: {_files(len(lost))} that {path.name} does not name, such as {min(lost)}")

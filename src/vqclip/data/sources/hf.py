@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from vqclip.data.lookup import name_errors
-from vqclip.data.remote import mask_credentials
+from vqclip.data.remote.urls import mask_credentials
 from vqclip.data.sources.packed import Piece, stamp
 from vqclip.data.sources.table import TableConfig, TableStream, read_batch
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.files import expand_home
 
-__all__ = ["HfConfig", "HfStream", "is_saved_by_datasets"]
+logger = logging.getLogger("vqclip.data")
 
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 """Files that `save_to_disk` writes for a split, and for several."""
@@ -54,39 +55,54 @@ class HfConfig(TableConfig):
         """The data set, for messages."""
         return mask_credentials(" ".join(filter(None, (self.path, self.name, self.split))))
 
-    def data(self) -> Any:
-        """Return the opened split; `load_dataset` is called once."""
-        if self._data is None:
-            self._data = _load(self, (self.opened or {}).get("files"))
-        return self._data
+    def pins(self) -> dict[str, Any]:
+        """Return the commit that a branch or tag of the hub names now; see `SourceConfigBase.pins`."""
+        datasets = _require_datasets(self)
+        is_commit = re.fullmatch("[0-9a-f]{40}", self.revision or "")
+        if is_commit or datasets.config.HF_HUB_OFFLINE or expand_home(self.path).is_dir():
+            return {}
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
 
-    def identity(self) -> dict[str, Any]:
+        with name_errors(f"{self.where}{_UNREADABLE}", "unreadable data set"):
+            try:
+                return {"revision": str(HfApi().dataset_info(self.path, revision=self.revision).sha)}
+            except HfHubHTTPError:
+                raise
+            except Exception as error:  # the hub did not answer, and `datasets` may have its files
+                if self.streaming:
+                    raise
+                reason = mask_credentials(" ".join(str(error).split())[:200])
+                logger.warning(
+                    "%s: the hub does not name its commit (%s); files on this machine are used", self.path, reason
+                )
+        return {}
+
+    def open_data(self, known: Mapping[str, Any] | None = None) -> Any:
+        """Open the split, from the files that another process of this machine has found if it is all of them."""
+        if known is not None and not self.streaming and re.fullmatch(r"\w*", self.split or ""):
+            import datasets
+
+            with contextlib.suppress(StorageError):  # this machine may have other files
+                paths = [path for path, _, _ in known["files"]]
+                if stamp(paths) == known["files"]:
+                    return datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path in paths])
+        return _load(self)
+
+    def identity(self, data: Any) -> dict[str, Any]:
         """See `PackedConfig.identity`: the files of the data set, or the commit of one that is streamed."""
         folder = expand_home(self.path)
         if not self.streaming:
-            files: Any = self._files()
+            files: Any = stamp(each["filename"] for each in data.cache_files)
         elif folder.is_dir():
             files = stamp(sorted(each for each in folder.rglob("*") if each.is_file()))
-        elif re.fullmatch("[0-9a-f]{40}", self.revision or ""):
-            files = self.revision
         else:
-            from huggingface_hub import HfApi
+            files = self.revision
+        return {**self.settings(), "revision": None, "folder": os.getcwd(), "files": files}
 
-            with name_errors(f"{self.where}{_UNREADABLE}", "unreadable data set"):
-                files = str(HfApi().dataset_info(self.path, revision=self.revision).sha)
-        return {**self.settings(), "folder": os.getcwd(), "files": files}
-
-    def share(self) -> dict[str, Any]:
-        """See `PackedConfig.share`; not of a part of a split, nor of a stream."""
-        whole = not self.streaming and re.fullmatch(r"\w*", self.split or "")
-        return {"files": self._files()} if whole else {}
-
-    def _files(self) -> list[list[Any]]:
-        return stamp(each["filename"] for each in self.data().cache_files)
-
-    def open_stream(self) -> HfStream:
+    def open_stream(self, data: Any) -> HfStream:
         """See `PackedConfig.open_stream`."""
-        return HfStream(self)
+        return HfStream(self, data)
 
 
 def is_saved_by_datasets(files: Collection[str]) -> bool:
@@ -94,8 +110,8 @@ def is_saved_by_datasets(files: Collection[str]) -> bool:
     return _SAVED_SPLITS in files or {_SAVED, "dataset_info.json"} <= {*files}
 
 
-def _load(config: HfConfig, shared: list[list[Any]] | None) -> Any:
-    """Open one split of the data set, from the files that another process has found if this machine has them."""
+def _require_datasets(config: HfConfig) -> Any:
+    """Return the module `datasets`; raise DataError if it is missing or old, or the path can be no data set of it."""
     try:
         import datasets
     except ImportError:
@@ -103,20 +119,25 @@ def _load(config: HfConfig, shared: list[list[Any]] | None) -> Any:
     if int(datasets.__version__.partition(".")[0]) < 4:  # older ones can run scripts of data sets
         raise DataError(f"datasets {datasets.__version__} is installed; expected 4 or later: pip install 'vqclip[hf]'")
     folder = expand_home(config.path)
+    if folder.is_dir():
+        return datasets
+    if folder.exists():
+        raise DataError(f"{folder}: is a file; expected a folder, or the name of a data set on the hub")
+    if config.path in datasets.packaged_modules._PACKAGED_DATASETS_MODULES:
+        raise DataError(f"{config.path}: is a file format, not a data set; expected a folder or a name on the hub")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", config.path):
+        raise DataError(f"{folder.absolute()}: no such folder, and no name of a data set on the hub")
+    return datasets
+
+
+def _load(config: HfConfig) -> Any:
+    """Open one split of the data set."""
+    datasets, folder = _require_datasets(config), expand_home(config.path)
     is_saved = (folder / _SAVED).is_file() or (folder / _SAVED_SPLITS).is_file()
     if is_saved and (config.streaming or config.name or config.revision):
         raise ConfigError(
             f"{folder}: was written by save_to_disk, which has no streaming, name or revision: leave them out"
         )
-    with contextlib.suppress(StorageError):  # this machine may have other files
-        if shared and not is_saved and stamp([path for path, _, _ in shared]) == shared:
-            return datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path, _, _ in shared])
-    if folder.exists() and not folder.is_dir():
-        raise DataError(f"{folder}: is a file; expected a folder, or the name of a data set on the hub")
-    if not folder.is_dir() and config.path in datasets.packaged_modules._PACKAGED_DATASETS_MODULES:
-        raise DataError(f"{config.path}: is a file format, not a data set; expected a folder or a name on the hub")
-    if not folder.is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", config.path):
-        raise DataError(f"{folder.absolute()}: no such folder, and no name of a data set on the hub")
     try:
         with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
             if is_saved:
@@ -151,13 +172,14 @@ class HfStream(TableStream):
 
     Args:
         config: the data set.
+        data: its opened split.
     """
 
-    def __init__(self, config: HfConfig):
+    def __init__(self, config: HfConfig, data: Any):
         self._streaming = config.streaming
         folder = expand_home(config.path).absolute()
         with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
-            self._data = data = config.data().with_format("arrow")  # images stay undecoded, whatever was saved
+            self._data = data = data.with_format("arrow")  # images stay undecoded, whatever was saved
             schema = data.features.arrow_schema if data.features is not None else next(iter(data.iter(1))).schema
             super().__init__(config, schema, config.where, folder if folder.is_dir() else Path.cwd())
             self._data = data.select_columns(self.columns)

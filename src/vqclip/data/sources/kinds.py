@@ -18,7 +18,8 @@ from pydantic import Discriminator, SerializeAsAny, ValidatorFunctionWrapHandler
 from vqclip.config import did_you_mean, parse_config
 from vqclip.config.messages import kinds_of
 from vqclip.data.decode import IMAGE_ENDINGS
-from vqclip.data.remote import TAR_ENDINGS, display_url, is_tar, protocol_of
+from vqclip.data.remote.files import TAR_ENDINGS, is_tar
+from vqclip.data.remote.urls import display_url, protocol_of
 from vqclip.data.sources.base import SourceConfigBase
 from vqclip.data.sources.class_names import CLASSNAMES
 from vqclip.data.sources.folder import METADATA, FolderConfig
@@ -29,8 +30,6 @@ from vqclip.data.sources.tables import CsvConfig, JsonConfig
 from vqclip.data.sources.torchvision import TorchvisionConfig
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.files import expand_home
-
-__all__ = ["GROUP", "KINDS", "SourceConfig", "find_kind", "parse_source"]
 
 GROUP = "vqclip.sources"
 """Group of the entry points of other packages."""

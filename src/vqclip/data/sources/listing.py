@@ -16,17 +16,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from vqclip.data.decode import IMAGE_ENDINGS
-from vqclip.data.remote import protocol_of
+from vqclip.data.remote.urls import protocol_of
 from vqclip.data.sources.captions import find_captions, look_up
 from vqclip.data.sources.class_names import Classes
 from vqclip.data.sources.columns import (
     IMAGE_COLUMNS,
-    Columns,
+    ColumnConfig,
     Row,
     choose_columns,
     find_column,
@@ -37,8 +38,6 @@ from vqclip.data.sources.columns import (
 from vqclip.data.table_file import Texts
 from vqclip.errors import DataError
 from vqclip.io.files import Stamp
-
-__all__ = ["PROBLEM", "FileTable", "TableBuilder", "checksum", "list_images", "versions"]
 
 PROBLEM = -2
 """Label of a row that cannot be used; its one caption says why."""
@@ -199,7 +198,13 @@ def _state(path: str | Path) -> list[int]:
 
 
 def list_images(
-    rows: Iterator[Row], given: Columns, builder: TableBuilder, path: Path, root: Path, look_beside: bool = False
+    rows: Iterator[Row],
+    given: ColumnConfig,
+    builder: TableBuilder,
+    path: Path,
+    root: Path,
+    look_beside: bool = False,
+    where: Mapping[str, Any] = MappingProxyType({}),
 ) -> FileTable:
     """Make a table of image files of the rows of a table.
 
@@ -210,6 +215,7 @@ def list_images(
         path: the table, for messages.
         root: folder that relative paths refer to.
         look_beside: if the first images are not there, look for a folder beside the table that has them.
+        where: column → one value or several; other rows are left out.
 
     Raises:
         DataError: a column is missing, or there are no rows; a row that cannot be used becomes a bad sample.
@@ -227,12 +233,11 @@ def list_images(
     if {"filepath", "filename"} <= {*images}:  # Karpathy's: folder and name
         images = ["filename"]
     chosen = choose_columns(given, names, images, path, builder.notes)
-    image, texts = chosen.image or "", chosen.captions or ()
-    spell = _Spelling.find([path_in(row.values, image) for row in usable], root, look_beside, builder)
+    spell = _Spelling.find([path_in(row.values, chosen.image) for row in usable], root, look_beside, builder)
     classes = Classes.read(given.classnames, path, builder.read_from) if chosen.label else None
     wanted = {
         find_column(names, key, "where", path): {*map(str, each if isinstance(each, (tuple, list)) else [each])}
-        for key, each in given.where.items()
+        for key, each in where.items()
     }
     splits = Counter[str]()
     split = next((name for name in names if name.strip().lower() == "split" and name not in wanted), None)
@@ -246,9 +251,9 @@ def list_images(
             continue
         if split is not None and len(splits) < _MAX_SPLITS:
             splits[str(row.values.get(split))] += 1
-        name, label = spell(path_in(row.values, image)), -1
+        name, label = spell(path_in(row.values, chosen.image)), -1
         try:
-            captions = find_captions(row.values, texts)
+            captions = find_captions(row.values, chosen.captions)
             if classes is not None:
                 label = classes.number(plain_text(look_up(row.values, chosen.label or "")))
         except DataError:  # of the settings, not of the row

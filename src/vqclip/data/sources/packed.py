@@ -1,9 +1,9 @@
 """Sources that are read forward: packed once into tars in the cache, which are then read like any others.
 
-    config.identity()         settings, and sizes and times of files: another one has another folder
-    config.open_stream()      its pieces, such as some row groups of a Parquet file, each read from beginning to end
-    write_piece               one tar for each piece, written by any process of any job (`vqclip.data.work_folder`)
-    config.build()            PackedSource: reads the tars, sample by sample or in chunks
+    config.identity           settings, and sizes and times of files: another one has another folder
+    config.open_stream        its pieces, such as some row groups of a Parquet file, each read from beginning to end
+    Packing, write_piece      one tar for each piece, written by any process of any job (`vqclip.data.work_folder`)
+    PackedSource              reads the tars, sample by sample or in chunks
 
     cache/packed/parquet-<identity>/00000.tar  00001.tar ...
 
@@ -16,20 +16,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from pydantic import PrivateAttr
 
 from vqclip.data.batch import require_few_bad
 from vqclip.data.decode import image_format
 from vqclip.data.lookup import locate
-from vqclip.data.remote import RemoteConfig
-from vqclip.data.shard import Part
-from vqclip.data.sources.base import MAX_BYTES, RawSample, Source, SourceConfigBase
+from vqclip.data.remote.retry import RemoteConfig
+from vqclip.data.sources.base import MAX_BYTES, Part, RawSample, Source, SourceConfigBase
 from vqclip.data.sources.captions import CaptionFiles
 from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, Templates
 from vqclip.data.sources.paths import strip_common_folders
@@ -42,21 +40,9 @@ from vqclip.io.atomic import write_file
 from vqclip.io.files import Stamp, cache_folder, format_bytes, write_tar
 from vqclip.process import progress
 
-__all__ = [
-    "PackedConfig",
-    "PackedSource",
-    "Piece",
-    "Stream",
-    "StreamSample",
-    "require_room",
-    "sample_members",
-    "stamp",
-    "write_piece",
-]
-
 logger = logging.getLogger("vqclip.data")
 
-_LAYOUT = FolderLayout({"format": "vqclip packed source", "format_version": 1}, ".tar", "vqclip", "VQCLIP_CACHE")
+_LAYOUT = FolderLayout({"format": "vqclip packed source", "format_version": 2}, ".tar", "vqclip", "VQCLIP_CACHE")
 _HEARTBEAT = 100
 """Samples between two signs of life."""
 
@@ -112,21 +98,30 @@ class PackedConfig(SourceConfigBase):
     templates: Templates = (DEFAULT_TEMPLATE,)
     """Prompts with `{c}` for the class name; used if the data have labels and no captions."""
 
-    _data: Any = PrivateAttr(None)
-    """Data that a kind has opened, until `build`."""
-    _stream: Stream | None = PrivateAttr(None)
-    _opened: dict[str, Any] | None = PrivateAttr(None)
+    def open_data(self, known: Mapping[str, Any] | None = None) -> Any:
+        """Open what `identity` and `open_stream` both need, so that it is opened once; by default nothing.
 
-    def identity(self) -> dict[str, Any]:
+        Args:
+            known: the `identity` that another process of this machine has found, so that no server need be asked.
+
+        Raises:
+            DataError: the data are missing or damaged.
+            ConfigError: settings do not fit them.
+        """
+
+    def identity(self, data: Any) -> dict[str, Any]:
         """Return JSON values that differ if the samples may differ: settings, and sizes and times of files.
+
+        Args:
+            data: from `open_data`.
 
         Raises:
             DataError: the data are missing.
         """
         raise NotImplementedError
 
-    def open_stream(self) -> Stream:
-        """Open the data to be read forward.
+    def open_stream(self, data: Any) -> Stream:
+        """Open the data to be read forward; ``data`` is from `open_data`.
 
         Raises:
             DataError: the data are missing or damaged.
@@ -138,90 +133,92 @@ class PackedConfig(SourceConfigBase):
         """Return the image files that the data name, if these are read where they are; None: samples are packed."""
         return None
 
-    def share(self) -> dict[str, Any]:
-        """Return JSON values by which another process of this machine opens the data without asking a server."""
-        return {}
-
-    @property
-    def opened(self) -> dict[str, Any] | None:
-        """Folder and missing pieces that `pieces` has found, for the other processes of this machine."""
-        return self._opened
-
-    def set_opened(self, opened: dict[str, Any] | None) -> None:
-        """Use the packed folder that another process has found."""
-        self._opened = opened
-
-    def pieces(self) -> Sequence[Part]:
-        """Return the pieces that are not packed yet, for `vqclip.data.prepare_sources`.
-
-        Raises:
-            DataError: see `open_stream`, or the disk has no room.
-        """
-        if self._in_place() is not None:
-            return ()
-        folder = self.folder()
-        if self._opened is None:
-            missing = [piece for piece in range(folder.items) if folder.record(piece) is None]
-            self._opened = {"folder": str(folder.path), "missing": missing, **self.share()}
-        return [_PiecePart(self, folder, piece) for piece in self._opened["missing"]]
-
-    def shards(self) -> Sequence[Part]:
-        """See `SourceConfigBase.shards`; what is missing is packed."""
-        files = self._in_place()
-        return self._tar_set(self.folder()).parts() if files is None else files.shards()
-
-    def build(self, cache: Path | None = None) -> Source:
-        """Open the data, after packing and indexing what is missing."""
-        if (files := self._in_place()) is not None:
-            return files.build(cache)
-        folder = self.folder(cache)
-        source = PackedSource(self, folder, self._tar_set(folder).open(cache))
-        self._opened = self._stream = self._data = None  # the next run compares the data again
-        return source
-
-    def _in_place(self) -> SourceConfigBase | None:
-        return None if self._opened is not None else self.image_files()
-
-    def _tar_set(self, folder: WorkFolder) -> TarSet:
-        """Pack what is missing, or wait for other processes that do; return the tars."""
-        folder.remove_leftovers()
-        for piece in folder.claim(wait=True):
-            write_piece(folder, piece, self.stream())
-        tars = [folder.file(piece) for piece in range(folder.items)]
-        return TarSet(tars, getattr(self, "remote", RemoteConfig()), chunk=self._chunk)
-
-    def stream(self) -> Stream:
-        """Return the opened data; they stay open until `build`."""
-        if self._stream is None:
-            self._stream = self.open_stream()
-        return self._stream
-
-    def packed_path(self, cache: Path | None = None) -> Path:
-        """Return the path of the folder of the packed tars, which may be missing."""
-        text = json.dumps(self.identity(), sort_keys=True)
+    def packed_path(self, data: Any, cache: Path | None = None) -> Path:
+        """Return the path of the folder of the packed tars, which may be missing; ``data`` is from `open_data`."""
+        text = json.dumps([_LAYOUT.versions, self.identity(data)], sort_keys=True)
         name = f"{self.kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
         return (cache or cache_folder()) / "packed" / name
 
-    def folder(self, cache: Path | None = None) -> WorkFolder:
-        """Return the folder of the packed tars; it is made if it is missing, and then contains none."""
-        path = Path(self._opened["folder"]) if self._opened else self.packed_path(cache)
-        found = WorkFolder.existing(path, _LAYOUT)
-        if found is not None:
-            return found
-        stream = self.stream()
+    def build(self, cache: Path | None = None) -> Source:
+        """Open the data, after packing and indexing what is missing."""
+        config = self.model_copy(update=self.pins())
+        files = config.image_files()
+        return Packing(config, cache).build(cache) if files is None else files.build(cache)
+
+
+class Packing:
+    """A source while it is packed: its folder, made if it is missing, and its data as far as they are opened.
+
+    Args:
+        config: the source.
+        cache: the cache folder; default `vqclip.io.files.cache_folder()`.
+        path: folder that another process has made; its data are then opened if a piece is to be written.
+
+    Raises:
+        DataError: see `PackedConfig.open_stream`, or the disk has no room.
+    """
+
+    def __init__(self, config: PackedConfig, cache: Path | None = None, path: Path | None = None):
+        self.config = config
+        self._stream: Stream | None = None
+        self._is_found = path is not None
+        self._data = None if self._is_found else config.open_data()
+        path = path or config.packed_path(self._data, cache)
+        self.folder = WorkFolder.existing(path, _LAYOUT) or self._make_folder(path)
+
+    def _make_folder(self, path: Path) -> WorkFolder:
+        stream = self.stream
         if not stream.pieces:
             raise DataError(f"{stream}: has no rows")
         size = sum(piece.size for piece in stream.pieces)
         settings = {
+            "source": self.config.identity(self._data),
+            "revision": getattr(self.config, "revision", None),  # the commit of a data set of the hub
             "pieces": [list(piece) for piece in stream.pieces],
             "classnames": list(stream.classnames),
             "has_prompts": stream.has_prompts,
             "notes": list(stream.notes),
         }
-        found = WorkFolder(path, settings, len(stream.pieces), _LAYOUT)
+        folder = WorkFolder(path, settings, len(stream.pieces), _LAYOUT)
         require_room(path, size, "set VQCLIP_CACHE to a folder on a larger disk")
-        logger.info("packing %s: %d pieces, about %s, into %s", stream, found.items, format_bytes(size), path)
-        return found
+        logger.info("packing %s: %d pieces, about %s, into %s", stream, folder.items, format_bytes(size), path)
+        return folder
+
+    @property
+    def stream(self) -> Stream:
+        """The opened data."""
+        if self._stream is None:
+            if self._is_found:
+                self._data = self.config.open_data(self.folder.settings["source"])
+            self._stream = self.config.open_stream(self._data)
+        return self._stream
+
+    def pieces(self) -> Sequence[Part]:
+        """Return the pieces, for `vqclip.data.open_sources`; each is packed unless it is."""
+        names = [name for name, _ in self.folder.settings["pieces"]]
+        return [Part(f"{name}: piece {number}", partial(self._pack, number)) for number, name in enumerate(names)]
+
+    def _pack(self, piece: int) -> bool:
+        """Pack a piece unless it is packed; return False if another process is packing it."""
+        for number in self.folder.claim([piece]):
+            write_piece(self.folder, number, self.stream)
+        return self.folder.record(piece) is not None
+
+    def shards(self) -> Sequence[Part]:
+        """See `SourceConfigBase.shards`; missing pieces are packed."""
+        return self._tar_set().parts()
+
+    def build(self, cache: Path | None = None) -> Source:
+        """Open the packed tars, after packing and indexing what is missing."""
+        return PackedSource(self.config, self.folder, self._tar_set().open(cache))
+
+    def _tar_set(self) -> TarSet:
+        """Pack what is missing, or wait for other processes that do; return the tars."""
+        self.folder.remove_leftovers()
+        for piece in self.folder.claim(wait=True):
+            write_piece(self.folder, piece, self.stream)
+        tars = [self.folder.file(piece) for piece in range(self.folder.items)]
+        return TarSet(tars, getattr(self.config, "remote", RemoteConfig()), chunk=self.config._chunk)
 
 
 def stamp(paths: Iterable[str | Path]) -> list[list[Any]]:
@@ -233,24 +230,6 @@ def stamp(paths: Iterable[str | Path]) -> list[list[Any]]:
         except OSError as error:
             raise StorageError(f"{path}: cannot be read: {error.strerror}", "unreadable file") from None
     return found
-
-
-@dataclass(frozen=True)
-class _PiecePart:
-    """A piece that is to be packed."""
-
-    config: PackedConfig
-    folder: WorkFolder
-    piece: int
-
-    def __str__(self) -> str:
-        return f"{self.folder.settings['pieces'][self.piece][0]}: piece {self.piece}"
-
-    def prepare(self, cache: Path | None = None) -> bool:
-        """Pack the piece; return False if another process is packing it."""
-        for piece in self.folder.claim([self.piece]):
-            write_piece(self.folder, piece, self.config.stream())
-        return self.folder.record(self.piece) is not None
 
 
 def write_piece(
@@ -396,12 +375,15 @@ class PackedSource(TarSource):
         if total["unusable"] == len(self):
             self.read(0)  # names what is wrong with all of them
 
-    def explain(self, index: int, error: DataError) -> DataError:
-        """Return what was wrong with a sample when it was packed."""
-        if error.kind != "missing member":
-            return error
+    def read(self, index: int) -> RawSample:
+        """Return one sample; of one that cannot be used, raise what was wrong with it when it was packed."""
+        try:
+            return super().read(index)
+        except DataError as error:
+            if error.kind != "missing member":
+                raise
         facts = json.loads(self.tars.read(index, "json"))
-        return DataError(facts["reason"], facts["bad"])
+        raise DataError(facts["reason"], facts["bad"])
 
     def key(self, index: int) -> str:
         """Return the number of the sample; see `ShardedSource.key`."""
@@ -412,7 +394,7 @@ class PackedSource(TarSource):
         return printable(f"{self._pieces[self._piece(index)]}: row {int(self.tars.key(index))}", one_line=True)
 
     def place(self, index: int) -> str:
-        """Return file and row; see `vqclip.data.prepare.ImageSource.place`."""
+        """Return file and row; see `ShardedSource.place`."""
         return f"{self._places[self._piece(index)]}/{self.tars.key(index)}".lstrip("/")
 
     def _piece(self, index: int) -> int:

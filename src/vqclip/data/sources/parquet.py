@@ -6,17 +6,15 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import model_validator
 
 from vqclip.data.lookup import name_errors, require_pyarrow
-from vqclip.data.remote import RemoteShard, protocol_of
-from vqclip.data.remote.urls import digest
-from vqclip.data.shard import Shard
-from vqclip.data.sources.columns import Columns, Row, is_split
+from vqclip.data.remote.files import RemoteShard, Shard
+from vqclip.data.remote.urls import digest, protocol_of
+from vqclip.data.sources.columns import Row, is_split
 from vqclip.data.sources.files import FileSourceConfig
 from vqclip.data.sources.listing import FileTable, TableBuilder, list_images
 from vqclip.data.sources.packed import Piece, stamp
@@ -24,8 +22,6 @@ from vqclip.data.sources.paths import find_shards
 from vqclip.data.sources.table import TableConfig, TableStream, from_base64, kind_of, read_batch
 from vqclip.errors import ConfigError, DataError, printable
 from vqclip.io.files import open_regular
-
-__all__ = ["ParquetConfig", "ParquetFile", "ParquetStream"]
 
 _ENDINGS = (".parquet",)
 _BATCH = 16
@@ -62,24 +58,24 @@ class ParquetConfig(TableConfig):
         """Return the Parquet files; raises DataError if there are none, or one is missing."""
         return find_shards([self.path] if isinstance(self.path, str) else self.path, self.remote, _ENDINGS)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, data: None = None) -> dict[str, Any]:
         """See `PackedConfig.identity`; a file at a URL counts by its URL."""
         files = [
             [digest(path.url)] if isinstance(path, RemoteShard) else stamp([str(path)])[0] for path in self.files()
         ]
         return {**self.settings(), "path": None, "files": files}
 
-    def open_stream(self) -> ParquetStream:
+    def open_stream(self, data: None = None) -> ParquetStream:
         """See `PackedConfig.open_stream`."""
         return ParquetStream(self)
 
     def image_files(self) -> _ImageFiles | None:
         """See `PackedConfig.image_files`; the first row with an image decides, if the images are a column of text."""
-        if self.packed_path().exists():  # found out before
+        if self.packed_path(None).exists():  # found out before
             return None
         for path in self.files():
-            with ParquetFile(path).open() as opened:
-                column = self.columns(opened.schema_arrow, path, []).image or ""
+            with open_parquet(path) as opened:
+                column = self.columns(opened.schema_arrow, path, []).image
                 if kind_of(opened.schema_arrow.field(column).type) != "text":
                     return None
                 for batch in opened.iter_batches(_BATCH, columns=[column], use_threads=False):
@@ -118,63 +114,50 @@ class _ImageFiles(FileSourceConfig):
             builder.read_from(Path(str(path)))
         stream = ParquetStream(config)
         builder.notes += stream.notes
-        names = config.classnames or stream.classnames
-        columns = Columns(stream.image, stream.captions or None, stream.label, names, config.templates)
+        found: dict[str, Any] = {"image": stream.image, "captions": stream.captions or None, "label": stream.label}
+        found["classnames"] = config.classnames or stream.classnames
         rows = (
             Row(number, {}, str(row)) if isinstance(row, DataError) else Row(number, row)
             for file in range(len(files))
             for number, row in stream.rows_of(file)
         )
+        columns = config.model_copy(update=found)
         return list_images(rows, columns, builder, self.listing, self.root, look_beside=True)
 
 
-@dataclass(frozen=True)
-class ParquetFile:
-    """A Parquet file, here or at a URL."""
+@contextlib.contextmanager
+def open_parquet(path: Shard) -> Iterator[Any]:
+    """Open a Parquet file, here or at a URL, as pyarrow's ParquetFile.
 
-    path: Shard
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-    def prepare(self, cache: Path | None = None) -> None:
-        """Read the footer; raises DataError if the file is damaged."""
-        with self.open():
-            pass
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[Any]:
-        """Open the file as pyarrow's ParquetFile.
-
-        Raises:
-            DataError: it is missing, damaged or not Parquet, or pyarrow is not installed.
-            StorageError: it cannot be fetched.
-        """
-        _, parquet = require_pyarrow()
-        try:
-            stream = open_regular(self.path) if isinstance(self.path, Path) else self.path.open()
-        except OSError as error:
-            raise DataError(f"{self}: cannot be opened: {error.strerror}") from None
-        hint = "if it is cut, copy it again, or leave it out (path may be a list of files)"
-        with stream:
-            with name_errors(f"{self}: cannot be read as Parquet; {hint}"):
-                opened = parquet.ParquetFile(stream, pre_buffer=False, buffer_size=_BUFFER)
-            yield opened
+    Raises:
+        DataError: it is missing, damaged or not Parquet, or pyarrow is not installed.
+        StorageError: it cannot be fetched.
+    """
+    _, parquet = require_pyarrow()
+    try:
+        stream = open_regular(path) if isinstance(path, Path) else path.open()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be opened: {error.strerror}") from None
+    hint = "if it is cut, copy it again, or leave it out (path may be a list of files)"
+    with stream:
+        with name_errors(f"{path}: cannot be read as Parquet; {hint}"):
+            opened = parquet.ParquetFile(stream, pre_buffer=False, buffer_size=_BUFFER)
+        yield opened
 
 
 class ParquetStream(TableStream):
     """The rows of Parquet files, read forward; see `vqclip.data.sources.packed.Stream`."""
 
     def __init__(self, config: ParquetConfig):
-        self._files = [ParquetFile(path) for path in config.files()]
-        first, path = self._files[0], self._files[0].path
-        with first.open() as opened:
+        self._files = config.files()
+        first = self._files[0]
+        with open_parquet(first) as opened:
             schema = opened.schema_arrow
-        super().__init__(config, schema, str(first), path.parent if isinstance(path, Path) else None)
+        super().__init__(config, schema, str(first), first.parent if isinstance(first, Path) else None)
         self._spans: list[tuple[int, int, int]] = []
         pieces: list[Piece] = []
         for number, file in enumerate(self._files):
-            with file.open() as opened:
+            with open_parquet(file) as opened:
                 self._require_same(opened.schema_arrow, schema, file)
                 pieces += self._divide(number, opened.metadata)
         self.pieces = pieces
@@ -194,7 +177,7 @@ class ParquetStream(TableStream):
 
     def rows_of(self, file: int, start: int = 0) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
         """Yield number and values of the rows of a file from a row on; a row in a damaged group is an error."""
-        with self._files[file].open() as opened:
+        with open_parquet(self._files[file]) as opened:
             marked = {"key", _STATUS} <= {*opened.schema_arrow.names}
             names = [*self.columns, _STATUS] if marked and _STATUS not in self.columns else self.columns
             at = 0
@@ -225,11 +208,11 @@ class ParquetStream(TableStream):
     def values(self, column: str) -> Iterator[list[Any]]:
         """See `TableStream.values`."""
         for file in self._files:
-            with file.open() as opened, name_errors(f"{file}: column {column!r} cannot be read"):
+            with open_parquet(file) as opened, name_errors(f"{file}: column {column!r} cannot be read"):
                 for batch in opened.iter_batches(1 << 14, columns=[column], use_threads=False):
                     yield batch.column(0).to_pylist()
 
-    def _require_same(self, schema: Any, first: Any, file: ParquetFile) -> None:
+    def _require_same(self, schema: Any, first: Any, file: Shard) -> None:
         """Raise DataError if a file lacks a column, or has other values in it than the first file."""
         for column in self.columns:
             wanted = first.field(column).type
@@ -256,7 +239,7 @@ class ParquetStream(TableStream):
                 start, size = at, 0
 
 
-def _describe_splits(files: Sequence[ParquetFile]) -> tuple[str, ...]:
+def _describe_splits(files: Sequence[Shard]) -> tuple[str, ...]:
     """Return a note on files whose names begin with those of several splits, such as train-00000-of-00002.parquet."""
     folder, _, _ = str(files[0]).rpartition("/")
     splits = Counter(re.split(r"[-_.]", str(file).rpartition("/")[2], maxsplit=1)[0] for file in files)

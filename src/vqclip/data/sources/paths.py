@@ -9,19 +9,11 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from vqclip.data.remote import (
-    TAR_ENDINGS,
-    RemoteConfig,
-    display_url,
-    local_path,
-    protocol_of,
-    remote_shards,
-)
-from vqclip.data.shard import Shard
+from vqclip.data.remote.files import TAR_ENDINGS, Shard, remote_shards
+from vqclip.data.remote.retry import RemoteConfig
+from vqclip.data.remote.urls import display_url, local_path, protocol_of
 from vqclip.errors import DataError
 from vqclip.io.files import expand_home
-
-__all__ = ["common_folder", "expand_braces", "find_shards", "strip_common_folders"]
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"^(\d+)\.\.(\d+)$")

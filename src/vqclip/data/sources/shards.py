@@ -8,25 +8,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from vqclip.data.remote import RemoteConfig, display_url
-from vqclip.data.shard import Part, Shard
-from vqclip.data.sources.base import Place, RawSample, SourceConfigBase
+from vqclip.data.remote.files import Shard
+from vqclip.data.remote.retry import RemoteConfig
+from vqclip.data.remote.urls import display_url
+from vqclip.data.sources.base import Part, Place, RawSample, SourceConfigBase
 from vqclip.data.sources.captions import CaptionFiles, decode_text
 from vqclip.data.sources.class_names import CLASSNAMES, ClassFolder, Prompts, read_lines, read_templates
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.tars.members import KINDS, MemberRules
 from vqclip.data.tars.open import TarSet, describe_left_out
 from vqclip.data.tars.reader import TarReader
-from vqclip.errors import DataError, StorageError
+from vqclip.errors import DataError
 from vqclip.scenes import ScenesConfig, make_scenes
-
-__all__ = [
-    "CaptionShardsConfig",
-    "ClassShardsConfig",
-    "ScenesSourceConfig",
-    "TarConfig",
-    "TarSource",
-]
 
 _Endings = Annotated[
     tuple[Annotated[str, Field(pattern=r"^\.?[^/\s]+$")], ...],
@@ -117,12 +110,7 @@ class TarSource:
         """Return image, captions and label of one sample; see `Source.read`."""
         tars, label = self.tars, -1
         captions: tuple[str, ...] = ()
-        try:
-            image = tars.read(index, "image")
-        except StorageError:
-            raise
-        except DataError as error:
-            raise self.explain(index, error) from None
+        image = tars.read(index, "image")
         if self.classnames:
             text = decode_text(tars.read(index, "cls"), self.name(index), "cls")
             label = int(text) if text.isascii() and text.isdigit() else -1
@@ -130,10 +118,6 @@ class TarSource:
         if self._captions is not None:
             captions = self._captions.parse(tars.read(index, self._captions.kind), self.name(index))
         return RawSample(image, captions, label)
-
-    def explain(self, index: int, error: DataError) -> DataError:
-        """Return the error of a sample whose image cannot be read."""
-        return error
 
     def name(self, index: int) -> str:
         """Return shard and sample, for messages."""
@@ -144,7 +128,7 @@ class TarSource:
         return self.tars.key(index)
 
     def place(self, index: int) -> str:
-        """Return shard and sample; see `vqclip.data.prepare.ImageSource.place`."""
+        """Return shard and sample; see `ShardedSource.place`."""
         return self.tars.place(index)
 
     @property

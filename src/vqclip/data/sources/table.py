@@ -12,14 +12,16 @@ import base64
 import binascii
 import contextlib
 import json
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from vqclip.data.remote import RemoteConfig, display_url, protocol_of
 from vqclip.data.remote.files import fetch_bytes
+from vqclip.data.remote.retry import RemoteConfig
+from vqclip.data.remote.urls import display_url, protocol_of
 from vqclip.data.sources.base import MAX_BYTES, RawSample, read_image
 from vqclip.data.sources.captions import collect_captions
 from vqclip.data.sources.class_names import Classes
@@ -37,8 +39,6 @@ from vqclip.data.sources.files import resolve_path
 from vqclip.data.sources.packed import PackedConfig, Piece, StreamSample, stamp
 from vqclip.data.sources.tables import parse_cell
 from vqclip.errors import ConfigError, DataError, StorageError, printable
-
-__all__ = ["TableConfig", "TableStream", "from_base64", "kind_of", "read_batch"]
 
 _IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp", "picture", "photo", "image_bytes", "image_data", "bytes")
 _BASE64_COLUMNS = ("image_base64", "base64", "b64")
@@ -82,7 +82,7 @@ class TableConfig(ColumnConfig, PackedConfig):
         elif not images:
             usual = [each for each in (*IMAGE_COLUMNS, *_BASE64_COLUMNS) if self.urls != "refuse" or each not in _URLS]
             images = guess_columns([name for name in names if types[name].kind == "text"], usual)
-        return choose_columns(self.given, names, images, path, notes, types)
+        return choose_columns(self, names, images, path, notes, types)
 
     def require_allowed(self, path: str, name: str) -> None:
         """Raise DataError, which begins with ``name``, for a URL that may not be fetched."""
@@ -123,10 +123,10 @@ def kind_of(stored: Any) -> str:
     return "number" if name in ("float", "double", "halffloat") else ""
 
 
-class TableStream:
+class TableStream(ABC):
     """Base of the rows of a table, read forward; see `vqclip.data.sources.packed.Stream`.
 
-    A subclass sets `pieces`, and implements `span`, `rows` and `values`.
+    A subclass sets `pieces`.
 
     Args:
         config: the user's settings.
@@ -141,7 +141,7 @@ class TableStream:
         self._config, self._name, self._folder = config, name, folder
         notes: list[str] = []
         columns = config.columns(schema, name, notes)
-        self.image, self.captions, self.label = columns.image or "", columns.captions or (), columns.label
+        self.image, self.captions, self.label = columns
         self.columns = list(dict.fromkeys(filter(None, (self.image, *self.captions, self.label))))
         """Columns that are read, each once."""
         self.has_prompts = not self.captions
@@ -152,21 +152,21 @@ class TableStream:
     def __str__(self) -> str:
         return self._name
 
+    @abstractmethod
     def span(self, piece: int) -> tuple[str, int, int]:
         """Return the file of a piece, for messages, its first row, and the row after its last."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rows(self, piece: int, start: int) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
         """Yield number and values of the rows of a piece's file from a row on, to its end, or what is wrong."""
-        raise NotImplementedError
 
+    @abstractmethod
     def values(self, column: str) -> Iterator[list[Any]]:
         """Yield the values of a column of all rows, in blocks.
 
         Raises:
             ConfigError: the table would have to be read twice.
         """
-        raise NotImplementedError
 
     def read(self, piece: int) -> Iterator[StreamSample]:
         """Yield the samples of a piece; see `Stream.read`. Where images may be at URLs, several are fetched at once."""

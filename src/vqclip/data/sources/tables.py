@@ -23,8 +23,6 @@ from vqclip.data.sources.files import ListConfig
 from vqclip.errors import DataError, printable, quote_names
 from vqclip.io.files import open_regular
 
-__all__ = ["CsvConfig", "JsonConfig", "parse_cell", "read_json", "read_json_lines"]
-
 _MAX_LINE = 1 << 20
 """Characters of a line. The csv module itself limits a field to 131,072."""
 _MAX_LINES = 200

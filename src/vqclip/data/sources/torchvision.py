@@ -6,7 +6,7 @@ import difflib
 import inspect
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,14 +25,11 @@ from vqclip.data.sources.packed import PackedConfig, Piece, StreamSample, stamp
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.files import expand_home, walk_files
 
-__all__ = ["TorchvisionConfig", "TorchvisionStream"]
-
 _PICKLED = ("CIFAR10", "CIFAR100")
 """Read Python pickles, after comparing their MD5 sums with those in torchvision."""
 _REFUSED = ("LSUN", "LSUNClass")
 """Read a pickle that nothing is compared with."""
 _FUNCTIONS = ("transform", "target_transform", "transforms", "loader", "is_valid_file")
-_OWN = ("root", "download")
 _UNREADABLE = ": cannot be read by torchvision"
 _PIECE_ROWS = 2000
 """Samples of a piece."""
@@ -61,20 +58,22 @@ class TorchvisionConfig(PackedConfig):
     classnames: tuple[str, ...] = ()
     """Names of the classes; may be left out if the data set has them."""
 
-    def identity(self) -> dict[str, Any]:
-        """See `PackedConfig.identity`."""
-        return self.open_stream().identity
-
-    def open_stream(self) -> TorchvisionStream:
-        """Open the data set; see `PackedConfig.open_stream`.
+    def open_data(self, known: Mapping[str, Any] | None = None) -> TorchvisionStream:
+        """Open the data set; see `PackedConfig.open_data`.
 
         Raises:
             ConfigError: an unknown class or argument, or pickles that are not allowed.
             DataError: its files are missing, or its samples are not images with a class number or captions.
         """
-        if self._data is None:
-            self._data = TorchvisionStream(self)
-        return self._data
+        return TorchvisionStream(self)
+
+    def identity(self, data: TorchvisionStream) -> dict[str, Any]:
+        """See `PackedConfig.identity`."""
+        return data.identity
+
+    def open_stream(self, data: TorchvisionStream) -> TorchvisionStream:
+        """See `PackedConfig.open_stream`."""
+        return data
 
 
 def _find_class(config: TorchvisionConfig) -> type:
@@ -95,39 +94,32 @@ def _find_class(config: TorchvisionConfig) -> type:
 
 
 def _arguments(config: TorchvisionConfig, found: type) -> dict[str, Any]:
-    """Return the arguments of the class; raise ConfigError for those that it does not have."""
-    required: dict[str, bool] = {}  # all parameters, those of its bases included
+    """Return the arguments of the class; raise ConfigError for those that it does not have, or that it needs."""
+    needed: dict[str, bool] = {}  # name of a parameter, those of its bases included → whether it has no default
     for each in found.__mro__:
         if "__init__" not in vars(each):
             continue
         parameters = list(inspect.signature(each.__init__).parameters.values())[1:]  # type: ignore[misc]
+        kinds = {parameter.kind for parameter in parameters}
         for parameter in parameters:
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                required.setdefault(parameter.name, parameter.default is parameter.empty)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                needed.setdefault(parameter.name, parameter.default is parameter.empty)
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
             break
-    allowed = [name for name in required if name not in (*_FUNCTIONS, *_OWN) and not name.startswith("_")]
-    for name in config.arguments:
+    given: dict[str, Any] = {key: list(v) if isinstance(v, tuple) else v for key, v in config.arguments.items()}
+    given |= {} if config.root is None else {"root": str(expand_home(config.root))}
+    given |= {"download": True} if config.download else {}
+    allowed = [name for name in needed if name not in _FUNCTIONS and not name.startswith("_")]
+    for name in given:
         if name not in allowed:
             close = did_you_mean(difflib.get_close_matches(name[:80], allowed, n=1))
             more = "; functions cannot be set" if name in _FUNCTIONS else ""
             raise ConfigError(
                 f"arguments: {config.name} takes no {name!r}{more}; expected {', '.join(allowed) or 'none'}{close}"
             )
-    given: dict[str, Any] = {key: list(v) if isinstance(v, tuple) else v for key, v in config.arguments.items()}
-    if missing := [name for name in allowed if required[name] and name not in given]:
-        raise ConfigError(f"arguments: {config.name} needs {', '.join(missing)}")
-    root = None if config.root is None else str(expand_home(config.root))
-    for key, value in (("root", root), ("download", config.download or None)):
-        if value is not None and key not in required:
-            raise ConfigError(f"{key}: got {value}; {config.name} has no such argument: leave it out")
-        if value is not None:
-            given[key] = value
-        elif required.get(key):
-            raise ConfigError(f"{key}: missing; expected the folder of {config.name}")
-    if "loader" in required:
-        given["loader"] = _Original
-    return given
+    if missing := [name for name in allowed if needed[name] and name not in given]:
+        raise ConfigError(f"arguments: {config.name} needs {', '.join(missing)} (root is a key beside arguments)")
+    return given | ({"loader": _Original} if "loader" in needed else {})
 
 
 def _files(arguments: dict[str, Any]) -> list[str]:
@@ -222,9 +214,7 @@ class TorchvisionStream:
             except ValueError:
                 what = f"its target is a {type(target).__name__}; expected a class number or captions"
                 raise DataError(f"{name}: {what}", "no caption") from None
-            if not captions:
-                raise DataError(f"{name}: the caption is empty", "no caption")
-            return require_usable(tuple(captions), name), -1
+            return require_usable(captions, name), -1
         if not 0 <= label < len(self.classnames):
             last = len(self.classnames) - 1
             raise DataError(f"{name}: class {label}; expected a class number, 0 to {last}", "class number")

@@ -19,12 +19,11 @@ from typing import NamedTuple
 
 import torch
 from torch.utils.data import get_worker_info
+from typing_extensions import Self
 
 from vqclip.data.order import GlobalOrder, WindowedGlobalOrder
 from vqclip.data.tars.reader import TarReader
 from vqclip.errors import ConfigError, StorageError
-
-__all__ = ["ChunkSupply", "FetchAhead", "NodeNeeds", "PlannedFetch", "find_needs"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -126,15 +125,18 @@ class FetchAhead:
         return None
 
 
-class NodeNeeds:
-    """Chunks that a node needs, in the order of need.
+class ChunkSupply:
+    """Chunks at URLs that a node needs under a windowed order; fetched ahead after `start`, from `advance` on.
 
     Args:
         readers: readers of the sources at URLs, by number of the source.
-        order: a windowed order.
+        order: the order.
         batch_size: G.
         rank: a rank of the node.
         nodes: node of every rank.
+
+    Raises:
+        ConfigError: the windows of all sources do not fit in the cache of the node.
     """
 
     def __init__(
@@ -145,43 +147,50 @@ class NodeNeeds:
         rank: int,
         nodes: Sequence[int],
     ):
-        self.readers, self._order, self._chunk = readers, order, order.chunk
-        self._batch_size, self._rank, self._nodes = batch_size, rank, nodes
+        self._readers, self._order, self._batch_size, self._rank, self._nodes = readers, order, batch_size, rank, nodes
         mine = [other for other, node in enumerate(nodes) if node == nodes[rank]]
-        self.local_rank, self.local_ranks = mine.index(rank), len(mine)
-        """Number of this rank among those of its node, and how many they are."""
+        self._local_rank, self._local_ranks = mine.index(rank), len(mine)
+        self._cache_room = min(reader.cache_room for reader in readers.values())
+        self._ahead: dict[int, FetchAhead] = {}
+        self._windows = {source: self._window_bytes(source) for source in readers}
+        if sum(self._windows.values()) > self._cache_room:
+            shown = " + ".join(f"{size / 2**30:.3g}" for size in self._windows.values())
+            raise ConfigError(
+                f"data.order.window: a window takes {shown} GiB of the cache of a node, which has "
+                f"{self._cache_room / 2**30:.3g} GiB (remote.cache_gib, less 5 %). Expected a smaller window or a "
+                "larger cache, best twice as large as the window: see vqclip data plan"
+            )
 
-    def window_bytes(self, source: int) -> int:
+    @classmethod
+    def find(
+        cls, sources: Sequence[object], order: GlobalOrder, batch_size: int, rank: int, nodes: Sequence[int]
+    ) -> Self | None:
+        """Return what a node needs of sources with shards at URLs, under a windowed order; None if there are none."""
+        if not isinstance(order, WindowedGlobalOrder):  # the full order needs all of the data at any time
+            return None
+        readers = {number: getattr(source, "tars", None) for number, source in enumerate(sources)}
+        remote = {number: reader for number, reader in readers.items() if reader is not None and reader.is_remote}
+        return cls(remote, order, batch_size, rank, nodes) if remote else None
+
+    def _window_bytes(self, source: int) -> int:
         """Return about how many bytes of the cache a window of a source takes."""
-        reader = self.readers[source]
-        chunk = min(self._chunk, len(reader))
-        mean = reader.total_bytes / len(reader) * chunk
+        reader = self._readers[source]
+        mean = reader.total_bytes / len(reader) * min(self._order.chunk, len(reader))
         return round(self._order.window_chunks(source, self._rank, self._nodes) * mean)
 
-    def room_ahead(self) -> dict[int, int]:
-        """Return the bytes that may be fetched ahead of each source: what windows leave of the cache.
+    def _room_ahead(self, source: int) -> int:
+        """Return the bytes that may be fetched ahead of a source: what windows leave of the cache.
 
-        Raises:
-            ConfigError: the windows of all sources do not fit in the cache.
+        Chunks of the window after the next one would be unused for longer than the last window, and be removed first.
         """
-        sizes = {source: self.window_bytes(source) for source in self.readers}
-        room = self._cache_room
-        if sum(sizes.values()) > room:
-            shown = " + ".join(f"{size / 2**30:.3g}" for size in sizes.values())
-            raise ConfigError(
-                f"data.order.window: a window takes {shown} GiB of the cache of a node, which has {room / 2**30:.3g} "
-                f"GiB (remote.cache_gib, less 5 %). Expected a smaller window or a larger cache, best twice as large "
-                "as the window: see vqclip data plan"
-            )
-        left = (room - sum(sizes.values())) // len(sizes)
-        # Chunks of the window after the next one would be unused for longer than the last window, and be removed first.
-        return {source: min(left, size) for source, size in sizes.items()}
+        left = (self._cache_room - sum(self._windows.values())) // len(self._windows)
+        return min(left, self._windows[source])
 
     def warn(self) -> None:
         """Log a warning if the cache or a window is so small that chunks are fetched more than once."""
-        fits = sum(reader.total_bytes for reader in self.readers.values()) <= self._cache_room
-        for source, room in self.room_ahead().items():
-            if not fits and room < (window := self.window_bytes(source)):
+        fits = sum(reader.total_bytes for reader in self._readers.values()) <= self._cache_room
+        for source, window in self._windows.items():
+            if not fits and (room := self._room_ahead(source)) < window:
                 logger.warning(
                     "data.sources[%d]: the cache has room for %.2f windows of %.3g GiB; below two, chunks are fetched "
                     "late, and some more than once. Raise remote.cache_gib, or lower data.order.window",
@@ -200,81 +209,51 @@ class NodeNeeds:
                     fetched / lanes,
                 )
 
-    @property
-    def _cache_room(self) -> int:
-        return min(reader.cache_room for reader in self.readers.values())
-
-    def position(self, step: int, source: int) -> int:
-        """Return how many samples of a source the steps before `step` have used, over all epochs."""
-        return self._order.count_used(step, self._batch_size, source)
-
     def plan(self, steps: range, source: int) -> Iterator[PlannedFetch]:
         """Yield the chunks of the index that some steps need; see the module's docstring."""
-        reader, size = self.readers[source], len(self.readers[source])
-        delay = min(self._order.window, -(-size // self._chunk))  # a round: a sample of each chunk of a window
-        stop = math.inf if steps.stop == sys.maxsize else self.position(steps.stop, source)
-        chunk, part = min(self._chunk, size), reader.index.chunk
-        for used, needed in self._order.needs(steps.start, self._batch_size, source, self._rank, self._nodes):
+        order, reader = self._order, self._readers[source]
+        size, chunk, part = len(reader), min(order.chunk, len(reader)), reader.index.chunk
+        delay = min(order.window, -(-size // order.chunk))  # a round: a sample of each chunk of a window
+        is_endless = steps.stop == sys.maxsize
+        stop = math.inf if is_endless else order.count_used(steps.stop, self._batch_size, source)
+        for used, needed in order.needs(steps.start, self._batch_size, source, self._rank, self._nodes):
             if used >= stop:
                 return
             first, end = needed * chunk, min((needed + 1) * chunk, size)
             for number in range(first // part, -(-end // part)):
                 yield PlannedFetch(used + delay, reader.cached_bytes(number), number)
 
+    def start(self, steps: range, workers: int = 0, lead: int = 0) -> Self:
+        """Set what `advance` fetches, in the process that starts the workers; return this supply.
 
-def find_needs(
-    sources: Sequence[object], order: GlobalOrder, batch_size: int, rank: int, nodes: Sequence[int]
-) -> NodeNeeds | None:
-    """Return what a node needs of the sources with shards at URLs, under a windowed order; None if there are none.
-
-    Raises:
-        ConfigError: the windows of these sources do not fit in the cache.
-    """
-    if not isinstance(order, WindowedGlobalOrder):  # the full order needs all of the data at any time
-        return None
-    readers = {number: getattr(source, "tars", None) for number, source in enumerate(sources)}
-    remote = {number: reader for number, reader in readers.items() if reader is not None and reader.is_remote}
-    if not remote:
-        return None
-    needs = NodeNeeds(remote, order, batch_size, rank, nodes)
-    needs.room_ahead()
-    return needs
-
-
-class ChunkSupply:
-    """Fetches a worker's part of the chunks that its node needs: nothing until `advance` is called in a process.
-
-    Args:
-        needs: of the node.
-        steps: that all workers make.
-        workers: processes that make the batches of this rank; 0: this one.
-        lead: steps by which the workers of one rank may be ahead of those of another rank.
-    """
-
-    def __init__(self, needs: NodeNeeds, steps: range, workers: int = 0, lead: int = 0):
-        self._needs, self._steps, self._workers = needs, steps, max(workers, 1)
-        self._lead = lead if needs.local_ranks > 1 else 0
+        Args:
+            steps: that all workers make.
+            workers: processes that make the batches of this rank; 0: this one.
+            lead: steps by which the workers of one rank may be ahead of those of another rank.
+        """
+        self._steps, self._workers = steps, max(workers, 1)
+        self._lead = lead if self._local_ranks > 1 else 0
         self._begun = torch.full((self._workers,), steps.start)  # the step that each worker makes now
         if workers:
             self._begun.share_memory_()
-        self._ahead: dict[int, FetchAhead] = {}
+        return self
 
     def advance(self, step: int) -> None:
-        """Fetch ahead of the slowest worker; this one begins a step."""
-        worker, needs = get_worker_info(), self._needs
+        """Fetch a worker's part of the chunks, ahead of the slowest worker; this one begins a step."""
+        worker = get_worker_info()
         number = 0 if worker is None else worker.id
         self._begun[number] = step
         slowest = max(self._steps.start, int(self._begun.min()) - self._lead)
-        for source, reader in needs.readers.items():
+        for source, reader in self._readers.items():
             if source not in self._ahead:
                 self._ahead[source] = FetchAhead(
-                    needs.plan(self._steps, source),
+                    self.plan(self._steps, source),
                     reader.fetch,
-                    needs.room_ahead()[source],
-                    needs.local_rank * self._workers + number,
-                    needs.local_ranks * self._workers,
+                    self._room_ahead(source),
+                    self._local_rank * self._workers + number,
+                    self._local_ranks * self._workers,
                 )
-            self._ahead[source].advance(needs.position(slowest, source))
+            self._ahead[source].advance(self._order.count_used(slowest, self._batch_size, source))
 
     def close(self) -> None:
         """End the threads after the chunks that they fetch now."""

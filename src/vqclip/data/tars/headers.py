@@ -14,10 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vqclip.data.shard import Shard
+from vqclip.data.remote.files import Shard
 from vqclip.errors import DataError
-
-__all__ = ["BLOCK", "Member", "TarWalk"]
 
 BLOCK = 512
 """Bytes of a block of a tar."""

@@ -33,24 +33,12 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from vqclip.data.shard import Shard
+from vqclip.data.remote.files import Shard
 from vqclip.data.table_file import Table, Texts, open_table, save_table
 from vqclip.data.tars.headers import BLOCK
 from vqclip.data.tars.members import DIGEST, KINDS, USUAL, MemberRules, SampleTable, scan_shard
 from vqclip.errors import CheckpointError, DataError, StorageError, encodable, printable
 from vqclip.io.json_files import Strict, validate
-
-__all__ = [
-    "INDEX_VERSION",
-    "ByteRange",
-    "TarIndex",
-    "chunk_digest",
-    "content_digest",
-    "find_valid_index",
-    "open_index",
-    "scan_chunk",
-    "write_index",
-]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -342,35 +330,20 @@ def _require_consistent(index: TarIndex) -> None:
     """Check the numbers of an untrusted index.
 
     Raises:
-        DataError: chunks or members outside of shards, or not in ascending order; counts that do not fit.
+        DataError: chunks outside of shards, or not in ascending order; counts that do not fit. Members outside are
+            noticed when they are read.
     """
     problem = None
     if index.firsts[0] != 0 or (np.diff(index.firsts) < 0).any():
         problem = "counts of samples"
     elif ((index.lengths < 0) | (index.lengths > 2**50)).any():
         problem = "sizes of shards"
-    elif max(*index.facts.members, *index.facts.complete) > index.samples:
-        problem = "counts of members"
     elif not all(texts.are_consistent for texts in (index.names, index.tags, index.keys) if texts is not None):
         problem = "names"
-    elif not _members_are_inside(index):
-        problem = "places of members"
     else:
         problem = None if _largest_chunk(index) == index.facts.largest else "byte ranges"
     if problem:
         raise DataError(f"{index.path}: has {problem} that contradict each other")
-
-
-def _members_are_inside(index: TarIndex) -> bool:
-    if index._offsets is None or index._sizes is None:
-        return True
-    for number in range(index.shards):
-        rows = slice(int(index.firsts[number]), int(index.firsts[number + 1]))
-        blocks = index._offsets[rows].astype(np.int64)
-        ends = np.where(blocks < _MISSING[1], blocks * BLOCK + index._sizes[rows], 0)
-        if (ends > index.lengths[number]).any():
-            return False
-    return True
 
 
 def _largest_chunk(index: TarIndex) -> int:

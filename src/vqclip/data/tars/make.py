@@ -22,12 +22,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from vqclip.data.remote.files import Shard
 from vqclip.data.remote.folder import RemoteFolder
-from vqclip.data.shard import Shard
 from vqclip.data.table_file import Texts
 from vqclip.data.tars.headers import BLOCK
 from vqclip.data.tars.index import (
@@ -41,8 +41,6 @@ from vqclip.data.tars.index import (
 from vqclip.data.tars.members import DIGEST, KINDS, USUAL, MemberRules, SampleTable, ShardScan, scan_shard
 from vqclip.data.tars.store import ShardFacts, read_shard, survey
 from vqclip.errors import DataError, StorageError, encodable
-
-__all__ = ["CHUNK", "IndexMaker", "Parts", "make_index"]
 
 logger = logging.getLogger("vqclip.data")
 T = TypeVar("T")
@@ -60,26 +58,6 @@ _NOTHING = ShardScan(
     np.zeros(0, np.int64), np.zeros((0, DIGEST), np.uint8), SampleTable(Texts.join([]), _NONE, _NONE), False, {}, {}, {}
 )
 """Scan of a shard that is left out."""
-
-
-def make_index(
-    shards: Sequence[Shard], path: Path, chunk: int = CHUNK, parts: Parts | None = None, **options: Any
-) -> TarIndex:
-    """Read all shards that have no part yet, write their index, and open it.
-
-    Args:
-        shards: the tars.
-        path: the file to write.
-        chunk: samples of a chunk.
-        parts: the parts; default in a folder beside ``path``.
-        **options: see `IndexMaker`.
-
-    Raises:
-        DataError: a shard is damaged, or the index cannot be written.
-    """
-    maker = IndexMaker(shards, parts or Parts(path.with_name(f"{path.name}.parts")), **options)
-    maker.read_all()
-    return maker.write(path, chunk)
 
 
 class Parts:
@@ -362,12 +340,9 @@ def _name_arrays(shards: Sequence[ShardFacts]) -> dict[str, np.ndarray]:
 def _advice(shard: Shard) -> str:
     """Return what to do about a damaged shard."""
     advice = ". Or leave out shards that are missing or damaged: bad_shards: leave_out"
-    if isinstance(shard, Path):
-        name = f"{shard.name.partition('.')[0]}_stats.json"
-        if not (shard.parent / name).exists() and any(shard.parent.glob("*_stats.json")):
-            advice += (
-                f" (img2dataset writes {name} when a shard is finished, and there is none: copy or download it again)"
-            )
+    name = f"{shard.name.partition('.')[0]}_stats.json"
+    if isinstance(shard, Path) and not (shard.parent / name).exists() and any(shard.parent.glob("*_stats.json")):
+        advice += f" (img2dataset writes {name} when a shard is finished, and there is none: copy or download it again)"
     return advice
 
 

@@ -22,22 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vqclip.data.decode import IMAGE_ENDINGS
-from vqclip.data.shard import Shard
+from vqclip.data.remote.files import Shard
 from vqclip.data.table_file import Texts
 from vqclip.data.tars.headers import Member, TarWalk
-
-__all__ = [
-    "AMBIGUOUS",
-    "DIGEST",
-    "IMAGES",
-    "KINDS",
-    "NONE",
-    "USUAL",
-    "MemberRules",
-    "SampleTable",
-    "ShardScan",
-    "scan_shard",
-]
 
 KINDS = ("image", "txt", "json", "cls")
 """Members of a sample; the columns of `SampleTable.offsets` and `.sizes`."""

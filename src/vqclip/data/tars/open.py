@@ -17,18 +17,18 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vqclip.data.remote import RemoteConfig, RemoteShard, display_url, protocol_of
 from vqclip.data.remote.cache import BoundedCache
-from vqclip.data.remote.files import fetch_bytes
-from vqclip.data.remote.urls import beneath, path_in_url, split_query
-from vqclip.data.shard import Part, Shard
+from vqclip.data.remote.files import RemoteShard, Shard, fetch_bytes
+from vqclip.data.remote.retry import RemoteConfig
+from vqclip.data.remote.urls import beneath, display_url, path_in_url, protocol_of, split_query
+from vqclip.data.sources.base import Part
 from vqclip.data.sources.paths import common_folder
 from vqclip.data.tars.index import INDEX_VERSION, TarIndex, find_valid_index, open_index
 from vqclip.data.tars.make import CHUNK, IndexMaker, Parts
@@ -41,25 +41,14 @@ from vqclip.io.atomic import write_file
 from vqclip.io.file_locks import hold_lock
 from vqclip.io.files import cache_folder, read_bounded
 
-__all__ = [
-    "TarSet",
-    "cached_index",
-    "choose_chunk",
-    "data_folder",
-    "describe_left_out",
-    "find_index",
-    "index_name",
-    "known_counts",
-]
-
 logger = logging.getLogger("vqclip.data")
 
 MAX_CHUNK = 1 << 30
 """Bytes of the largest chunk that is read: each thread that fetches has one in memory."""
 _LARGEST_OF_SHARD = 64 << 20
 """Bytes of a fetched index for each shard at most: a shard of 350 million samples in chunks of 128."""
-_COUNT_FILES = ("sizes.json", "index.json", "shardindex.json")
-"""Files with the counts of all shards of a folder: {name: samples}, or WebDataset's "shardlist"."""
+_COUNTS = "sizes.json"
+"""File of open_clip with the counts of all shards of a folder: {name: samples}."""
 _LARGEST_COUNTS, _LARGEST_STATS = 64 << 20, 1 << 20
 _MOST_SAMPLES = 2**40
 _THREADS = 16
@@ -91,12 +80,12 @@ class TarSet:
         """
         if (folder := self._find_unpacked(None)) is not None:
             missing = [item for item in range(folder.items) if folder.record(item) is None]
-            parts = [_Part(str(folder.file(item)), partial(self._copy, folder, [item])) for item in missing]
+            parts = [Part(str(folder.file(item)), partial(self._copy, folder, [item])) for item in missing]
             return parts or self._with_copies(folder).parts()
         if (index := self._find(None)) is not None:
-            return [_Part(str(index.path), partial(_verify, index.path))]
+            return [Part(str(index.path), partial(_verify, index.path))]
         maker = self._maker(None)
-        return [_Part(str(self.shards[number]), partial(maker.read, number)) for number in maker.missing()]
+        return [Part(str(self.shards[number]), partial(maker.read, number)) for number in maker.missing()]
 
     def readable(self, cache: Path | None = None) -> TarSet:
         """Return the tars with copies in place of those that cannot be read at random places; missing ones are made.
@@ -222,21 +211,6 @@ class TarSet:
         with _lock(path, "write"):  # `find_index` takes the other lock
             index = self._find(cache)
             return self._maker(cache).write(path, choose_chunk(self.chunk or CHUNK)) if index is None else index
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Something that is to be done before the first sample is read."""
-
-    name: str
-    action: Callable[[], object]
-
-    def __str__(self) -> str:
-        return self.name
-
-    def prepare(self, cache: Path | None = None) -> object:
-        """Do it; return False if another process is about to have done it."""
-        return self.action()
 
 
 def _verify(path: Path) -> None:
@@ -397,17 +371,17 @@ def _digest(names: Sequence[str], rules: MemberRules) -> str:
 def known_counts(shards: Sequence[Shard]) -> list[int] | None:
     """Return the number of samples of each shard, as files beside them say; None if one of them has none.
 
-    A file for all shards (`sizes.json` of open_clip, `index.json` or `shardindex.json` of WebDataset) is read if it is
-    there, otherwise img2dataset's `NNNNN_stats.json` of each shard. They are not compared with the shards.
+    open_clip's `sizes.json` is read if it is there, otherwise img2dataset's `NNNNN_stats.json` of each shard. They are
+    not compared with the shards.
 
     Raises:
         StorageError: a server cannot be reached.
     """
-    folder = data_folder(shards)
-    for name in _COUNT_FILES if folder is not None else ():
-        listed = _parse_index(_read_json(folder, name, shards[0], _LARGEST_COUNTS))
-        if all(shard.name in listed for shard in shards):
-            return [listed[shard.name] for shard in shards]
+    if (folder := data_folder(shards)) is not None:
+        listed = _read_json(folder, _COUNTS, shards[0], _LARGEST_COUNTS)
+        counts = [_count(listed, shard.name) for shard in shards]
+        if None not in counts:
+            return [count for count in counts if count is not None]
     if not shards or _successes(shards[0]) is None:  # most data sets without statistics end here
         return None
     with ThreadPoolExecutor(_THREADS, "counts") as pool:
@@ -417,8 +391,8 @@ def known_counts(shards: Sequence[Shard]) -> list[int] | None:
 
 def _successes(shard: Shard) -> int | None:
     """Return the samples of a shard from img2dataset's statistics; None if there are none."""
-    stats = _read_json(data_folder([shard]), f"{shard.name.partition('.')[0]}_stats.json", shard, _LARGEST_STATS)
-    return _count(stats.get("successes")) if isinstance(stats, dict) else None
+    name = f"{shard.name.partition('.')[0]}_stats.json"
+    return _count(_read_json(data_folder([shard]), name, shard, _LARGEST_STATS), "successes")
 
 
 def _read_json(folder: Path | str | None, name: str, shard: Shard, limit: int) -> Any:
@@ -438,16 +412,6 @@ def _read_json(folder: Path | str | None, name: str, shard: Shard, limit: int) -
     return None
 
 
-def _parse_index(content: Any) -> dict[str, int]:
-    """Return file name → samples of all shards that a file lists."""
-    if not isinstance(content, dict):
-        return {}
-    rows: Any = content.items()
-    if isinstance(content.get("shardlist"), list):
-        rows = ((row.get("url"), row.get("nsamples")) for row in content["shardlist"] if isinstance(row, dict))
-    counted = ((split_query(url)[0].rpartition("/")[2], _count(count)) for url, count in rows if isinstance(url, str))
-    return {url: count for url, count in counted if count is not None}
-
-
-def _count(value: Any) -> int | None:
+def _count(content: Any, key: str) -> int | None:
+    value = content.get(key) if isinstance(content, dict) else None
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_SAMPLES else None

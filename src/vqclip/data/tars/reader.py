@@ -11,7 +11,7 @@ Nothing here grows with the number of samples, and each process opens one chunk 
     head    bytes of the table, and CRC-32 of the digest of the chunk and the table, each uint32
     table   uint32 (samples, 4, 3): offset in the chunk, size and CRC-32 of image, .txt, .json and .cls
             uint32 (samples,): end of each name; names of the samples
-    bytes   of the chunk, if a shard of it is not on this machine
+    bytes   of the chunk, if a shard is not on this machine
 
 So a damaged table, or that of another chunk, gives no sample, and every member is compared with its checksum.
 """
@@ -29,15 +29,13 @@ from typing import NamedTuple
 import numpy as np
 
 from vqclip.data.remote.cache import BoundedCache
+from vqclip.data.remote.files import Shard
 from vqclip.data.remote.retry import Deadline
-from vqclip.data.shard import Shard
 from vqclip.data.sources.base import MAX_BYTES
 from vqclip.data.tars.index import ByteRange, TarIndex, scan_chunk
 from vqclip.data.tars.members import AMBIGUOUS, KINDS, NONE, USUAL, MemberRules, SampleTable
 from vqclip.data.tars.store import OpenFiles, read_ranges
 from vqclip.errors import DataError, StorageError, encodable, printable
-
-__all__ = ["TarReader"]
 
 logger = logging.getLogger("vqclip.data")
 
@@ -181,7 +179,7 @@ class TarReader:
 
     def cached_bytes(self, chunk: int) -> int:
         """Return about how many bytes of the cache a chunk takes."""
-        data = sum(each.end - each.first for each in self.index.ranges(chunk)) if self._has_data(chunk) else 0
+        data = sum(each.end - each.first for each in self.index.ranges(chunk)) if self.is_remote else 0
         return data + self.index.chunk * _TABLE
 
     def close(self) -> None:
@@ -245,7 +243,7 @@ class TarReader:
                     self.index.path.unlink(missing_ok=True)
                 raise
             samples = len(self.index.samples_of(number))
-            self._chunk = _parse_table(file, number, samples, self._digest(number), self._has_data(number))
+            self._chunk = _parse_table(file, number, samples, self._digest(number), self.is_remote)
             if self._chunk is not None:
                 return self._chunk
             os.close(file)
@@ -267,18 +265,12 @@ class TarReader:
             "or set VQCLIP_CACHE to a folder on another one"
         )
 
-    def _has_data(self, chunk: int) -> bool:
-        """Return whether a chunk in the cache has its bytes too: a shard of it is not on this machine."""
-        return self.is_remote and any(
-            not isinstance(self._shards[each.shard], Path) for each in self.index.ranges(chunk)
-        )
-
     def _read_ranges(self, ranges: Sequence[ByteRange], deadline: Deadline | None = None) -> bytes:
         return read_ranges(ranges, self._shards, self.index, self._files, deadline)
 
     def _key(self, chunk: int) -> str:
         rules = "" if self.rules == USUAL else f"-{zlib.crc32(repr(self.rules).encode()):08x}"
-        return f"{self._digest(chunk).hex()}-{'chunk' if self._has_data(chunk) else 'table'}{rules}"
+        return f"{self._digest(chunk).hex()}-{'chunk' if self.is_remote else 'table'}{rules}"
 
     def _digest(self, chunk: int) -> bytes:
         return self.index.digests[chunk].tobytes()
@@ -304,7 +296,7 @@ class TarReader:
                         error.kind,
                     ) from None
                 logger.warning("%s; read again", error)  # it may have been damaged on the way
-        return _make_table(self._digest(chunk), samples, data, self._has_data(chunk))
+        return _make_table(self._digest(chunk), samples, data, self.is_remote)
 
 
 def _make_table(digest: bytes, samples: SampleTable, data: bytes, with_data: bool) -> bytes:

@@ -18,18 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from vqclip.data.remote import RemoteShard
-from vqclip.data.remote.files import fetch, find_facts, list_files
+from vqclip.data.remote.files import RemoteShard, Shard, fetch, find_facts, list_files
 from vqclip.data.remote.retry import Deadline, FetchError
 from vqclip.data.remote.transfer import Body, FileFacts, NoRangesError
 from vqclip.data.remote.urls import path_in_url, protocol_of
-from vqclip.data.shard import Shard
 from vqclip.data.sources.paths import strip_common_folders
 from vqclip.data.tars.index import ByteRange, TarIndex
 from vqclip.errors import DataError, StorageError
 from vqclip.io.files import Stamp, open_regular
-
-__all__ = ["OpenFiles", "ShardFacts", "local_state", "read_ranges", "read_shard", "shard_names", "survey"]
 
 T = TypeVar("T")
 

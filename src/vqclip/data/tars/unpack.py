@@ -16,20 +16,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from vqclip.data.remote import RemoteShard, is_gzip, protocol_of
-from vqclip.data.remote.files import fetch, find_facts
+from vqclip.data.remote.files import RemoteShard, Shard, fetch, find_facts, is_gzip
 from vqclip.data.remote.retry import FetchError
 from vqclip.data.remote.transfer import Body
-from vqclip.data.remote.urls import digest
-from vqclip.data.shard import Shard
+from vqclip.data.remote.urls import digest, protocol_of
 from vqclip.data.tars.store import local_state
 from vqclip.data.work_folder import FolderLayout, WorkFolder, require_room
 from vqclip.errors import DataError, StorageError, encodable
 from vqclip.io.atomic import FileDigest, write_file
 from vqclip.io.files import Stamp, cache_folder, format_bytes, open_regular
 from vqclip.process import progress
-
-__all__ = ["GzipError", "UnpackedTars", "find_unpacked", "gunzip"]
 
 logger = logging.getLogger("vqclip.data")
 

@@ -32,8 +32,6 @@ from vqclip.io.atomic import FileDigest, verify_file
 from vqclip.io.files import open_regular
 from vqclip.seeds import derive_seed
 
-__all__ = ["TokenBatch", "TokenDataset", "TokenItem", "TokenSampler", "collate_tokens"]
-
 _REMEDY = "copy it again, or run the same `vqclip tokenize` command, which makes it again"
 _OPEN_SHARDS = 64
 """Largest number of open files of a process."""

@@ -20,17 +20,6 @@ from vqclip.errors import CheckpointError, DataError
 from vqclip.io.json_files import read_checked
 from vqclip.nn.precision import Precision
 
-__all__ = [
-    "SUFFIX",
-    "VERSIONS",
-    "IdLayout",
-    "Manifest",
-    "Settings",
-    "TokenizerInfo",
-    "id_type",
-    "read_manifest",
-]
-
 SUFFIX = ".parquet"
 """Ending of the names of token shards."""
 VERSIONS = {"format": "vqclip tokens", "format_version": 3}

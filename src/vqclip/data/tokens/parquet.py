@@ -26,8 +26,6 @@ from vqclip.data.tokens.manifest import IdLayout, id_type
 from vqclip.errors import DataError, ShapeError, printable
 from vqclip.io.files import open_regular
 
-__all__ = ["TokenGroup", "TokenRecord", "TokenShard", "strip_padding", "write_shard"]
-
 _ROWS = 64
 """Largest number of rows of a group; a group is read as a whole."""
 _GROUP_BYTES = 128 << 20
