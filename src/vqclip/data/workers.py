@@ -155,7 +155,8 @@ def _end_workers() -> None:
 
 
 def _results(loader: DataLoader[Any], timeout_s: float, section: str) -> Generator[Any, None, None]:
-    results: Any = iter(loader)
+    with explain_worker_deaths(section):  # one may die while the others are started
+        results: Any = iter(loader)
     start = time.monotonic()
     try:
         while True:
