@@ -43,11 +43,8 @@ from vqclip.errors import ConfigError, VqclipError
 from vqclip.io.atomic import write_file
 from vqclip.lm_vocabulary import DelayedCodes
 from vqclip.scenes.captions import describe
-from vqclip.scenes.drawing import draw_scene
-from vqclip.scenes.draws import Draws
-from vqclip.scenes.palette import COLOURS
-from vqclip.scenes.scene import sample_scene
-from vqclip.scenes.shapes import SHAPES
+from vqclip.scenes.drawing import SHAPES, draw_scene
+from vqclip.scenes.scene import COLOURS, Draws, sample_scene
 from vqclip.scenes.splits import TRAIN_DETAIL, TRAINED, train_samples
 from vqclip.tokenizer import ImageTokenizer
 

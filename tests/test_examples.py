@@ -22,8 +22,8 @@ from tests.models import PRODUCT, tiny_model
 from tests.training import run_tree
 from vqclip.errors import ConfigError, DataError, VqclipError
 from vqclip.pixels import ConvolutionalPixelsConfig, attach
-from vqclip.scenes.palette import COLOURS
-from vqclip.scenes.shapes import SHAPES
+from vqclip.scenes.drawing import SHAPES
+from vqclip.scenes.scene import COLOURS
 
 search = command("search")
 

@@ -19,7 +19,7 @@ from tests.ranks import fork_server
 from tests.training import run_tree
 from vqclip import dist
 from vqclip.errors import ConfigError
-from vqclip.io.file_locks import take_lock
+from vqclip.io.file_locks import ProcessLock
 from vqclip.process.lock import LOCK_FILE, LOCK_FILES, RunLock
 from vqclip.train import Callback
 from vqclip.train import run as train
@@ -151,8 +151,7 @@ def train_and_copy(tree, cache):
             dist.barrier()
             if not dist.is_main():
                 for name in LOCK_FILES:
-                    with open(folder / name, "a+") as file:
-                        holders.append(take_lock(file, folder))
+                    holders.append(ProcessLock(folder / name).try_acquire())
             dist.barrier()
 
     os.environ["VQCLIP_CACHE"] = cache
@@ -184,7 +183,7 @@ class FullFile:
 
 
 def test_a_full_disk_names_the_lock_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("vqclip.process.lock.open_lock", lambda path: FullFile(path, "a+", encoding="utf-8"))
+    monkeypatch.setattr("vqclip.io.file_locks.open_lock", lambda path: FullFile(path, "a+", encoding="utf-8"))
     with pytest.raises(OSError, match=rf"{LOCK_FILE}"), RunLock(tmp_path) as lock:
         lock.acquire()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.quantizers.test_vq import clusters
-from vqclip.quantizers.kmeans import kmeans
+from vqclip.quantizers.new_codes import kmeans
 
 
 def test_kmeans_finds_clusters() -> None:

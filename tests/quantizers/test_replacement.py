@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from vqclip.quantizers import VQ
-from vqclip.quantizers.draws import stream
-from vqclip.quantizers.kmeans import kmeans
-from vqclip.quantizers.replacement import find_new, replacements
-from vqclip.quantizers.stats import Draw, Order, Stats
+from vqclip.quantizers.new_codes import find_new, kmeans, replacements
+from vqclip.quantizers.stats import Draw, Order, Stats, stream
 
 
 def drawn(count: int, keep: torch.Tensor, step: int = 0, flat: bool = False) -> list[int]:

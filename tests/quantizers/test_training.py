@@ -26,7 +26,7 @@ from vqclip.quantizers import (
     VQConfig,
     VQLossWeights,
 )
-from vqclip.quantizers.replacement import replacements
+from vqclip.quantizers.new_codes import replacements
 from vqclip.quantizers.vq import _warn_unsynchronised
 
 BUSY = {"decay": 0.8, "dead_below": 0.5}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vqclip.quantizers.usage import histogram, perplexity, usage
+from vqclip.quantizers.vectors import histogram, perplexity, usage
 
 
 def test_histogram_counts_every_codebook_and_no_masked_token() -> None:

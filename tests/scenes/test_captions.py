@@ -6,10 +6,8 @@ from collections import Counter
 import pytest
 
 from tests.scenes.parser import parse, untrue
-from vqclip.scenes.captions import describe
-from vqclip.scenes.draws import Draws
-from vqclip.scenes.meaning import Meaning, Phrase, holds
-from vqclip.scenes.scene import Scene, SceneObject, sample_scene
+from vqclip.scenes.captions import Meaning, Phrase, describe, holds
+from vqclip.scenes.scene import Draws, Scene, SceneObject, sample_scene
 from vqclip.scenes.splits import TRAINED
 
 

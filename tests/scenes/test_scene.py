@@ -6,11 +6,19 @@ import itertools
 import numpy as np
 import pytest
 
-from vqclip.scenes.drawing import draw_scene
-from vqclip.scenes.draws import Draws
-from vqclip.scenes.palette import BACKGROUNDS, COLOURS, backgrounds_for, difference, lab
-from vqclip.scenes.scene import SIZES, Scene, SceneObject, sample_scene
-from vqclip.scenes.shapes import FIELD_CELLS, SHAPES, distance_field
+from vqclip.scenes.drawing import FIELD_CELLS, SHAPES, distance_field, draw_scene
+from vqclip.scenes.scene import (
+    BACKGROUNDS,
+    COLOURS,
+    SIZES,
+    Draws,
+    Scene,
+    SceneObject,
+    backgrounds_for,
+    difference,
+    lab,
+    sample_scene,
+)
 from vqclip.scenes.splits import TRAINED
 
 

@@ -9,9 +9,8 @@ import pytest
 from tests.scenes.parser import parse, untrue
 from vqclip.errors import DataError
 from vqclip.scenes import HELD_OUT, TRAINED
-from vqclip.scenes.palette import COLOURS
-from vqclip.scenes.scene import OBJECT_COUNTS
-from vqclip.scenes.shapes import SHAPES
+from vqclip.scenes.drawing import SHAPES
+from vqclip.scenes.scene import COLOURS, OBJECT_COUNTS
 from vqclip.scenes.splits import TEMPLATES, class_names, labelled_samples, train_samples, val_samples
 
 
@@ -78,7 +77,7 @@ def test_val_asking_for_more_than_can_be_told_apart_is_refused(monkeypatch: pyte
 
 
 def describe_tersely(scene):
-    from vqclip.scenes.meaning import Meaning, Phrase, groups
+    from vqclip.scenes.captions import Meaning, Phrase, groups
 
     phrases = tuple(Phrase(len(m), m[0].colour, m[0].shape) for m in groups(scene))
     return "terse", Meaning(phrases)

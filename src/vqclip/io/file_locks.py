@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["ProcessLock", "hold_lock", "is_at", "open_lock", "remove_unlocked", "take_lock", "try_lock"]
+from vqclip.io.files import name_file_in_errors
 
 logger = logging.getLogger(__name__)
 
@@ -69,35 +69,15 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 
 _files = weakref.WeakSet[TextIO]()
-"""Files of `take_lock`. A forked child closes them: it would hold their locks beyond the death of this process."""
+"""Files of process locks. A forked child closes them: it would hold their locks beyond the death of this process."""
 os.register_at_fork(after_in_child=lambda: [file.close() for file in _files])
-
-
-def take_lock(file: TextIO, path: Path) -> str | None:
-    """Lock an open file for this process and write its name into it; return the holder if another one has it.
-
-    Not lockf, whose lock ends when this process closes any other descriptor of the file, as after reading or copying
-    it. On a file system without locks, it logs a warning with ``path``, and the lock counts as taken.
-    """
-    _files.add(file)
-    try:
-        is_taken = try_lock(file.fileno())
-    except OSError as error:
-        logger.warning("%s cannot be locked (%s): make sure that only one job uses it", path, error.strerror)
-        return None
-    if not is_taken:
-        file.seek(0)
-        return file.read(200).strip() or "its name is not in the file"
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    return None
 
 
 class ProcessLock:
     """Lock of this process on a file, which its children do not inherit; it names its holder in the file.
 
-    On a file system without locks it counts as taken; see `take_lock`.
+    Not lockf, whose lock ends when this process closes any other descriptor of the file, as after reading or copying
+    it. On a file system without locks it logs a warning, and the lock counts as taken.
 
     Args:
         path: the file; it stays when the lock is released.
@@ -106,14 +86,39 @@ class ProcessLock:
     def __init__(self, path: Path):
         self._path = path
         self._file: TextIO | None = None
+        self._is_held = False
 
     def try_acquire(self) -> str | None:
-        """Take the lock; return its holder if another process has it, else None."""
+        """Take the lock, unless it is still held; return its holder if another process has it, else None.
+
+        Raises:
+            OSError: the file cannot be opened or written to, or is a symbolic link.
+        """
+        if self._file is not None and not is_at(self._file.fileno(), self._path):
+            if self._is_held:
+                logger.warning("%s was deleted or replaced while this job held it", self._path)
+            self.release()
+        if self._is_held:
+            return None
         file = self._file = self._file or open_lock(self._path)
-        return take_lock(file, self._path)
+        _files.add(file)
+        try:
+            self._is_held = try_lock(file.fileno())
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): make sure that only one job uses it", self._path, error.strerror)
+            self._is_held = True
+            return None
+        with name_file_in_errors(self._path):
+            if not self._is_held:
+                file.seek(0)
+                return file.read(200).strip() or "its name is not in the file"
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        return None
 
     def release(self) -> None:
         """Give the lock back, if it is held."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file, self._is_held = self._file, None, False
+        if file is not None:
+            file.close()

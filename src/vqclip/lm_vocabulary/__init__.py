@@ -14,11 +14,9 @@ After `vqclip.nn`, whose input checks it uses; before `vqclip.tokenizer`, whose 
 Shapes: B samples, N tokens, C codebooks, K codes, H width of a language model's embeddings.
 """
 
-from vqclip.lm_vocabulary.delayed import DelayedCodes
 from vqclip.lm_vocabulary.embedding import mean_rows, projected_rows, resize
-from vqclip.lm_vocabulary.flat import FlatCodes
 from vqclip.lm_vocabulary.head import CodesEmbedding, CodesHead, CodesHeadConfig
-from vqclip.lm_vocabulary.joint import Vocabulary
+from vqclip.lm_vocabulary.layouts import DelayedCodes, FlatCodes, Vocabulary
 
 __all__ = [
     "CodesEmbedding",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -84,6 +85,7 @@ def _moments(table: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (rows - mean).square().mean().sqrt()
 
 
+@torch.no_grad()
 def resize(module: ModuleT, start: int, rows: Tensor) -> ModuleT:
     """Resize an embedding table: rows before ``start`` stay, bit for bit, and ``rows`` follow.
 
@@ -107,56 +109,28 @@ def resize(module: ModuleT, start: int, rows: Tensor) -> ModuleT:
             f"resize: got a {type(module).__name__}, expected an nn.Embedding or a model with resize_token_embeddings"
         )
     model: Any = module
-    _require_fit(model.get_input_embeddings().weight if is_model else model.weight, start, rows)
-    if not is_model:
-        return _extend(model, start, rows)
-    _resize_tokens(model, start + len(rows))
-    _write(model.get_input_embeddings().weight, start, rows)
-    output = model.get_output_embeddings()
-    if output is not None and output.weight is not model.get_input_embeddings().weight:
-        _write(output.weight, start, rows)
-    return module
-
-
-def _resize_tokens(model: Any, count: int) -> None:
-    """Resize without the model's own initial values if possible: ours replace them anyway."""
-    if "mean_resizing" in signature(model.resize_token_embeddings).parameters:
-        model.resize_token_embeddings(count, mean_resizing=False)
-    else:
-        model.resize_token_embeddings(count)
-
-
-def _require_fit(table: Tensor, start: int, rows: Tensor) -> None:
+    table = model.get_input_embeddings().weight if is_model else model.weight
     if rows.ndim != 2 or rows.shape[1] != table.shape[1]:
         raise ShapeError(f"rows: got shape {tuple(rows.shape)}, expected (count, {table.shape[1]}) like the table")
     if not 0 <= start <= len(table):
         raise ShapeError(f"start: got {start} in a table of {len(table)} rows, expected 0 to {len(table)}")
-    require_rows(start + len(rows))
-    if start + len(rows) < len(table):
+    end = start + len(rows)
+    require_rows(end)
+    if end < len(table):
         raise ShapeError(
             f"start: got {start} for {len(rows)} rows in a table of {len(table)}, expected at least "
-            f"{len(table) - len(rows)}: the last {len(table) - start - len(rows)} rows would be lost"
+            f"{len(table) - len(rows)}: the last {len(table) - end} rows would be lost"
         )
-
-
-@torch.no_grad()
-def _extend(table: nn.Embedding, start: int, rows: Tensor) -> Any:
-    """Return a copy of the table with its first rows and the new ones."""
-    weight = torch.cat([table.weight[:start], rows.to(table.weight)])
-    grown = nn.Embedding(
-        len(weight),
-        table.embedding_dim,
-        table.padding_idx,
-        table.max_norm,
-        table.norm_type,
-        table.scale_grad_by_freq,
-        table.sparse,
-        _weight=weight,
-    )
-    grown.weight.requires_grad_(table.weight.requires_grad)
-    return grown.train(table.training)
-
-
-@torch.no_grad()
-def _write(table: Tensor, start: int, rows: Tensor) -> None:
-    table[start : start + len(rows)] = rows.to(table)
+    if not is_model:
+        grown = copy.deepcopy(model)
+        grown.num_embeddings = end
+        weight = torch.cat([table[:start], rows.to(table)])
+        grown.weight = nn.Parameter(weight, requires_grad=table.requires_grad)
+        return grown
+    # Without the model's own initial values if possible: ours replace them anyway.
+    takes_it = "mean_resizing" in signature(model.resize_token_embeddings).parameters
+    model.resize_token_embeddings(end, **({"mean_resizing": False} if takes_it else {}))
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if layer is not None:  # a tied output is written twice
+            layer.weight[start:end] = rows.to(layer.weight)
+    return module

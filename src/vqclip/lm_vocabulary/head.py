@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS, MAX_LAYERS, MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.lm_vocabulary.checks import require_codes
 from vqclip.lm_vocabulary.embedding import require_rows
+from vqclip.lm_vocabulary.layouts import require_codes
 from vqclip.seeds import derive_seed
 
 

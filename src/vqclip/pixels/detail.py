@@ -25,7 +25,7 @@ from vqclip.nn.inputs import require_ids
 from vqclip.nn.precision import full_precision
 from vqclip.pixels.grid import pixels_per_token, prime_factors, require_groups
 from vqclip.quantizers import Product, QuantizerConfig, QuantizerOutput, checks
-from vqclip.quantizers.draws import random_integers
+from vqclip.quantizers.stats import random_integers
 from vqclip.seeds import derive_seed
 from vqclip.towers.image import Normalize
 

@@ -10,20 +10,14 @@ from typing import Annotated
 from pydantic import Field
 
 from vqclip.quantizers.base import Quantizer, QuantizerOutput
-from vqclip.quantizers.binary import BinaryLossWeights
-from vqclip.quantizers.bsq import BSQ, BSQConfig
-from vqclip.quantizers.export import codebook_matrix
-from vqclip.quantizers.fsq import FSQ, FSQConfig
-from vqclip.quantizers.identity import Identity, IdentityConfig
-from vqclip.quantizers.lfq import LFQ, LFQConfig
-from vqclip.quantizers.migrate import from_vector_quantize_pytorch
+from vqclip.quantizers.binary import BSQ, LFQ, BinaryLossWeights, BSQConfig, LFQConfig
+from vqclip.quantizers.fsq import FSQ, FSQConfig, Identity, IdentityConfig
+from vqclip.quantizers.nearest import SimVQ, SimVQConfig
+from vqclip.quantizers.nested import Product, ProductConfig, Residual, ResidualConfig
+from vqclip.quantizers.other_programs import codebook_matrix, from_vector_quantize_pytorch
 from vqclip.quantizers.prefix import Prefix
-from vqclip.quantizers.product import Product, ProductConfig
-from vqclip.quantizers.residual import Residual, ResidualConfig
-from vqclip.quantizers.simvq import SimVQ, SimVQConfig
 from vqclip.quantizers.stats import Order, Stats, sync
-from vqclip.quantizers.vq import VQ, VQConfig
-from vqclip.quantizers.vq_losses import VQLossWeights
+from vqclip.quantizers.vq import VQ, VQConfig, VQLossWeights
 
 QuantizerConfig = Annotated[
     FSQConfig | LFQConfig | BSQConfig | VQConfig | SimVQConfig | IdentityConfig | ResidualConfig | ProductConfig,

@@ -27,11 +27,17 @@ from torch import Tensor, nn
 
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.precision import full_precision
-from vqclip.quantizers.checks import require_ids, require_vectors
 from vqclip.quantizers.prefix import Prefix
 from vqclip.quantizers.stats import Stats
-from vqclip.quantizers.usage import MAX_COUNTED_CODES, histogram, perplexity, summary, usage, usage_if_uniform
-from vqclip.quantizers.vectors import straight_through
+from vqclip.quantizers.vectors import (
+    MAX_COUNTED_CODES,
+    histogram,
+    perplexity,
+    straight_through,
+    summary,
+    usage,
+    usage_if_uniform,
+)
 from vqclip.seeds import derive_seed
 
 log = logging.getLogger(__name__)
@@ -146,7 +152,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ConfigError, ShapeError: see `columns` and `decode`.
         """
-        require_ids(type(self).__name__, self.codebook_sizes, ids)
+        self._require_ids(ids)
         kept = self.columns(stages, codebooks)
         truncated = torch.full_like(ids, -1, dtype=torch.int64)
         truncated[..., kept] = ids[..., kept].long()
@@ -169,7 +175,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: wrong width or dtype of ``x``, or a mask that does not fit it.
         """
-        require_vectors(type(self).__name__, self.dim, x, mask)
+        self._require_vectors(x, mask)
         # Not when compiling: a number that changes would compile again.
         if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._forwards += 1
@@ -190,7 +196,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: as in `forward`.
         """
-        require_vectors(type(self).__name__, self.dim, x, mask)
+        self._require_vectors(x, mask)
         with full_precision(x.device), torch.no_grad():
             tokens, keep = self._tokens(x, mask)
             ids = self._nearest(self._bound(tokens))[1]
@@ -211,7 +217,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: wrong width or dtype, or an id out of range (not checked under `torch.compile`).
         """
-        require_ids(type(self).__name__, self.codebook_sizes, ids)
+        self._require_ids(ids)
         grouped = ids.long().reshape(math.prod(ids.shape[:-1]), 1, len(self.codebook_sizes))
         with full_precision(ids.device):
             return self._decode(grouped).reshape(*ids.shape[:-1], self.dim)
@@ -224,7 +230,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: as in `forward`.
         """
-        require_vectors(type(self).__name__, self.dim, x, mask)
+        self._require_vectors(x, mask)
         with full_precision(x.device):
             tokens, keep = self._tokens(x, mask)
             vectors = self._bound(tokens)
@@ -249,7 +255,7 @@ class Quantizer(nn.Module, ABC):
         of codes that occur, ``usage_if_uniform`` the expected share for equally likely codes and the same number of
         tokens, ``perplexity`` the exponential of the entropy of the code histogram, and ``bits_used`` that entropy in
         bits. With several codebooks these are means (for bits, the sum), and ``0/usage``, ``1/usage``, ... describe
-        each one. Codebooks with more than `vqclip.quantizers.usage.MAX_COUNTED_CODES` codes are not counted, and
+        each one. Codebooks with more than `MAX_COUNTED_CODES` (2^20) codes are not counted, and
         ``tokens`` is then the only entry.
 
         Raises:
@@ -385,6 +391,38 @@ class Quantizer(nn.Module, ABC):
 
         return super()._apply(keep_fp32, recurse)
 
+    def _require_vectors(self, x: Tensor, mask: Tensor | None) -> None:
+        """Raise a `ShapeError` for vectors of a wrong width or dtype, or a mask that does not fit them."""
+        name = type(self).__name__
+        if x.ndim == 0 or x.shape[-1] != self.dim:
+            raise ShapeError(f"{name}: x has shape {tuple(x.shape)}, expected (..., {self.dim}): one channel per entry")
+        if not x.is_floating_point():
+            raise ShapeError(f"{name}: x is {x.dtype}, expected floating-point vectors (ids are decoded with `decode`)")
+        if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype != torch.bool):
+            raise ShapeError(
+                f"{name}: mask is {mask.dtype} of shape {tuple(mask.shape)}, expected torch.bool of shape "
+                f"{tuple(x.shape[:-1])}: one entry per token, True = real token"
+            )
+
+    def _require_ids(self, ids: Tensor) -> None:
+        """Raise a `ShapeError` for ids of a wrong width or dtype, or out of range."""
+        name, width = type(self).__name__, len(self.codebook_sizes)
+        if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+            raise ShapeError(f"{name}: ids are {ids.dtype}, expected integers")
+        if ids.ndim == 0 or ids.shape[-1] != width:
+            raise ShapeError(f"{name}: ids have shape {tuple(ids.shape)}, expected (..., {width}): one id per codebook")
+        if torch.compiler.is_compiling():  # the check below depends on values, which a graph cannot
+            return
+        largest = torch.tensor([size - 1 for size in self.codebook_sizes], device=ids.device)
+        wide = ids.long()  # a narrow dtype could not hold the sizes
+        wrong = (wide < -1) | (wide > largest)
+        if bool(wrong.any()):
+            *_, codebook = (int(index) for index in wrong.nonzero()[0])
+            raise ShapeError(
+                f"{name}: id {int(wide[wrong][0])} in codebook {codebook}, expected 0 to {int(largest[codebook])}, or "
+                "-1 for none"
+            )
+
     def _tokens(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the tokens as ``(T, 1, D)`` in float32 or float64, 0 where masked, and the mask as ``(T,)``."""
         tokens = x.reshape(-1, 1, self.dim)
@@ -394,6 +432,17 @@ class Quantizer(nn.Module, ABC):
         keep = mask.reshape(-1)
         # Padding may contain anything, also NaN; it must not reach a statistic or a gradient.
         return tokens.masked_fill(~keep[:, None, None], 0), keep
+
+
+def resolve_weights(name: str, defaults: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
+    """Return the weight of every existing loss: 0 for a missing one, or the defaults if ``weights`` is None.
+
+    Raises:
+        ConfigError: a weight for a loss that does not exist.
+    """
+    if unknown := set(weights or {}) - set(defaults):
+        raise ConfigError(f"{name}: no loss is named {sorted(unknown)}, expected some of {sorted(defaults)}")
+    return dict(defaults) if weights is None else dict.fromkeys(defaults, 0.0) | dict(weights)
 
 
 @functools.cache

@@ -1,26 +1,26 @@
-"""Base class of LFQ and BSQ: the signs of the channels are the code, and entropy losses keep codes in use."""
+"""Quantizers whose codes are the signs of the channels, LFQ and BSQ; entropy losses keep their codes in use."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import torch
-from einops import rearrange, reduce
-from pydantic import Field
+from einops import reduce
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.quantizers.base import Quantizer
-from vqclip.quantizers.checks import resolve_weights
+from vqclip.quantizers.base import Quantizer, resolve_weights
 from vqclip.quantizers.entropy import bit_entropy, code_mass, entropy_gap
 from vqclip.quantizers.stats import Stats
-from vqclip.quantizers.usage import MAX_COUNTED_CODES
-from vqclip.quantizers.vectors import ids_from_digits
+from vqclip.quantizers.vectors import MAX_COUNTED_CODES, check_channels, ids_from_digits, squared_error, unit
 
 MAX_BITS = 63
+Bound = Literal["none", "tanh"]
+"""Function that LFQ applies to channels before rounding."""
 
 
 class BinaryQuantizer(Quantizer):
@@ -89,12 +89,11 @@ class BinaryQuantizer(Quantizer):
         # <x, code> differs by 2 radius x between the two values of a bit, and the softmax contains another factor 2.
         logits = bounded * (4 * self.radius / self.entropy_temperature)
         uncertainty = reduce(bit_entropy(logits), "t g d -> t g", "sum")
-        error = reduce((bounded - values).square(), "t g d -> t g", "mean")
         if keep is not None:
-            real = rearrange(keep, "t -> t 1")
-            uncertainty, error = uncertainty * real, error * real
+            uncertainty = uncertainty.masked_fill(~keep[:, None], 0)
         counts = super()._statistics(bounded, values, ids, keep)
-        sums = counts.sums | {"token_entropy": uncertainty.sum(dim=0), "commitment": error.sum(dim=0)}
+        error = squared_error(bounded, values, keep)
+        sums = counts.sums | {"token_entropy": uncertainty.sum(dim=0), "commitment": error}
         if self.codebook_sizes[0] <= MAX_COUNTED_CODES:
             sums["code_mass"] = code_mass(logits, keep)
         return Stats(sums, histograms=counts.histograms)
@@ -124,3 +123,109 @@ def binary_weights(name: str, bits: int, weights: Mapping[str, float] | None) ->
             f"2^{bits}; set loss_weights.codebook_entropy_gap to 0, or use Product of several smaller {name}"
         )
     return checked
+
+
+class BinaryConfig(Config):
+    """Settings that LFQ and BSQ share."""
+
+    kind: str
+    bits: Annotated[int, Field(ge=1, le=MAX_BITS)] = 10
+    """Number of channels; the codebook has 2^bits codes."""
+    entropy_temperature: Annotated[float, Field(gt=0)] = 0.01
+    """Temperature of the soft assignment in the entropy losses; higher reaches tokens further from the threshold."""
+    loss_weights: BinaryLossWeights = BinaryLossWeights()
+    """Weights of the three losses; codebook_entropy_gap must be 0 above 20 bits."""
+
+    @model_validator(mode="after")
+    def _losses_exist(self) -> BinaryConfig:
+        binary_weights(self.kind.upper(), self.bits, self.loss_weights.model_dump())
+        return self
+
+
+class LFQ(BinaryQuantizer):
+    """Lookup-Free Quantization (MAGVIT-v2: Yu et al. 2023, https://arxiv.org/abs/2310.05737).
+
+    Every channel becomes ``scale`` (if positive) or ``-scale``. Ids equal those of vector-quantize-pytorch. Losses: see
+    `BinaryQuantizer`.
+
+    Args:
+        bits: number of channels, 1 to 63.
+        entropy_temperature: temperature of the soft assignment in the entropy losses, > 0. The published 0.01 affects
+            channels within about ±0.02 of the threshold; a higher one affects tokens further away.
+        loss_weights: weights of ``token_entropy``, ``codebook_entropy_gap`` and ``commitment``; see `BinaryQuantizer`.
+        scale: absolute value of every channel of a code, > 0.
+        bound: ``tanh``: channels are ``scale · tanh(x)`` before rounding, at most ``scale`` from their code, so that
+            the straight-through gradient vanishes far from the threshold; ``none``: unchanged.
+
+    Raises:
+        ConfigError: a value out of range, or a weight for a loss that does not exist (at this size).
+    """
+
+    def __init__(
+        self,
+        bits: int,
+        entropy_temperature: float = 0.01,
+        loss_weights: Mapping[str, float] | None = None,
+        scale: float = 1.0,
+        bound: Bound = "none",
+    ):
+        if not 0 < scale < math.inf:
+            raise ConfigError(f"LFQ: scale is {scale}, expected a number > 0")
+        if bound not in get_args(Bound):
+            raise ConfigError(f"LFQ: bound is {bound!r}, expected one of {', '.join(get_args(Bound))}")
+        super().__init__(bits, scale, entropy_temperature, loss_weights)
+        self.bound = bound
+
+    def _bound(self, x: Tensor) -> Tensor:
+        return self.radius * x.tanh() if self.bound == "tanh" else x
+
+
+class LFQConfig(BinaryConfig):
+    """Lookup-free quantization: one codebook of 2^bits codes, the signs of the channels."""
+
+    kind: Literal["lfq"] = "lfq"
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    """Absolute value of every channel of a code."""
+    bound: Bound = "none"
+    """tanh: apply scale · tanh to channels first, so that the gradient vanishes far from the threshold."""
+
+    def build(self) -> LFQ:
+        """Make the quantizer."""
+        return LFQ(self.bits, self.entropy_temperature, self.loss_weights.model_dump(), self.scale, self.bound)
+
+
+class BSQ(BinaryQuantizer):
+    """Binary Spherical Quantization (Zhao et al. 2024, https://arxiv.org/abs/2406.07548).
+
+    The vector is scaled to unit length and every channel becomes ``±1 / √bits``. Codes have unit length too, so the
+    commitment loss is bounded. Losses: see `BinaryQuantizer`. The paper approximates the codebook entropy with
+    independent bits; here it is exact.
+
+    Args:
+        bits: number of channels, 2 to 63.
+        entropy_temperature: temperature of the soft assignment in the entropy losses, > 0; the paper's inverse
+            temperature τ = 100 is 0.01.
+        loss_weights: weights of ``token_entropy``, ``codebook_entropy_gap`` and ``commitment``; see `BinaryQuantizer`.
+
+    Raises:
+        ConfigError: a value out of range, or a weight for a loss that does not exist (at this size).
+    """
+
+    def __init__(self, bits: int, entropy_temperature: float = 0.01, loss_weights: Mapping[str, float] | None = None):
+        check_channels("BSQ", bits)
+        super().__init__(bits, bits**-0.5, entropy_temperature, loss_weights)
+
+    def _bound(self, x: Tensor) -> Tensor:
+        return unit(x)
+
+
+class BSQConfig(BinaryConfig):
+    """Binary spherical quantization: one codebook of 2^bits codes, the signs of a unit vector."""
+
+    kind: Literal["bsq"] = "bsq"
+    bits: Annotated[int, Field(ge=2, le=MAX_BITS)] = 10
+    """Number of channels; the codebook has 2^bits codes."""
+
+    def build(self) -> BSQ:
+        """Make the quantizer."""
+        return BSQ(self.bits, self.entropy_temperature, self.loss_weights.model_dump())

@@ -16,25 +16,17 @@ from vqclip.config import Config
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError
 from vqclip.nn.precision import full_precision
-from vqclip.quantizers.checks import check_channels
-from vqclip.quantizers.draws import stream
+from vqclip.quantizers.base import resolve_weights
 from vqclip.quantizers.entropy import entropy_gap
-from vqclip.quantizers.kmeans import kmeans
 from vqclip.quantizers.nearest import GradientPath, TableQuantizer, whole
-from vqclip.quantizers.replacement import replacements
-from vqclip.quantizers.stats import OWN, Draw, Stats
-from vqclip.quantizers.usage import MAX_COUNTED_CODES, sums_by_code
-from vqclip.quantizers.vectors import unit
-from vqclip.quantizers.vq_losses import (
-    Learning,
-    VQLossWeights,
-    check_unsynchronised,
-    mean_squared_cosine,
-    vq_weights,
-)
+from vqclip.quantizers.new_codes import kmeans, replacements
+from vqclip.quantizers.stats import OWN, Draw, Stats, stream
+from vqclip.quantizers.vectors import MAX_COUNTED_CODES, check_channels, sums_by_code, unit
 
 log = logging.getLogger(__name__)
 
+Learning = Literal["ema", "gradient"]
+"""Update rule of the codes: moving mean of their vectors, or gradient of the codebook loss."""
 TRAINED = "tokens_to_follow"
 """Entry of statistics that were computed in training mode."""
 
@@ -107,15 +99,17 @@ class VQ(TableQuantizer):
         groups: int = 1,
     ):
         self._settings: dict[str, Any] = {k: v for k, v in locals().items() if k not in ("self", "__class__", "groups")}
-        _check_range("decay", decay)
-        _check_range("dead_below", dead_below)
+        for name, value in (("decay", decay), ("dead_below", dead_below)):
+            if not 0 <= value < 1:
+                raise ConfigError(f"VQ: {name} is {value}, expected a number from 0 to less than 1")
         if cosine:
             check_channels("VQ with cosine", dim)
         if learning not in get_args(Learning):
             raise ConfigError(f"VQ: learning is {learning!r}, expected one of {', '.join(get_args(Learning))}")
         if not diversity_temperature > 0:
             raise ConfigError(f"VQ: diversity_temperature is {diversity_temperature}, expected a number > 0")
-        super().__init__(dim, codebook_size, groups, gradient, vq_weights(learning, loss_weights))
+        weights = vq_weights(learning, loss_weights, sync_codebook)
+        super().__init__(dim, codebook_size, groups, gradient, weights)
         self.learning, self.decay, self.cosine, self.dead_below = learning, decay, cosine, dead_below
         self.diversity_temperature, self.sync_codebook = diversity_temperature, sync_codebook
         codebook = self._normalize(torch.randn(groups, codebook_size, dim, dtype=torch.float32) * dim**-0.5)
@@ -133,10 +127,8 @@ class VQ(TableQuantizer):
         self._is_next = True
         self._refresh_draws()
         self.register_load_state_dict_post_hook(_refresh_started)
-        if not sync_codebook:
-            check_unsynchronised(learning, self.loss_weights)
-            if not codebook.is_meta:  # once, not for the shapes of its weights as well
-                _warn_unsynchronised()
+        if not (sync_codebook or codebook.is_meta):  # once, not for the shapes of its weights as well
+            _warn_unsynchronised()
 
     def spawn(self, groups: int = 1) -> VQ:
         """See `Quantizer.spawn`."""
@@ -321,6 +313,19 @@ class VQ(TableQuantizer):
             self.totals.copy_(torch.where(where[..., None], codes * sizes[..., None], self.totals))
 
 
+class VQLossWeights(Config):
+    """Weights of VQ's losses in the training loss."""
+
+    commitment: Annotated[float, Field(ge=0)] = 0.25
+    """Weight of the mean squared distance that moves vectors to their codes."""
+    codebook: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the same distance, moving codes to their vectors: 1 with learning: gradient; not allowed with ema."""
+    orthogonality: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the mean squared cosine between different codes; only with learning: gradient."""
+    diversity: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of log K minus the entropy of the mean soft assignment; needs tokens × codes numbers of memory."""
+
+
 class VQConfig(Config):
     """Vector quantization: a table of codes that move with the vectors."""
 
@@ -350,23 +355,57 @@ class VQConfig(Config):
 
     @model_validator(mode="after")
     def _fits_together(self) -> VQConfig:
-        weights = vq_weights(self.learning, self._given_weights())
+        vq_weights(self.learning, self.loss_weights.model_dump(exclude_none=True), self.sync_codebook)
         if self.cosine:
             check_channels("VQ with cosine", self.dim)
-        if not self.sync_codebook:
-            check_unsynchronised(self.learning, weights)
         return self
 
     def build(self) -> VQ:
         """Make the quantizer; torch's global generator draws its first codes."""
         settings = self.model_dump(exclude={"kind", "loss_weights"})
-        return VQ(**settings, loss_weights=self._given_weights())
+        return VQ(**settings, loss_weights=self.loss_weights.model_dump(exclude_none=True))
 
-    def _given_weights(self) -> dict[str, float]:
-        weights = self.loss_weights.model_dump()
-        if weights["codebook"] is None:
-            weights["codebook"] = 1.0 if self.learning == "gradient" else 0.0
-        return weights
+
+def vq_weights(learning: Learning, weights: Mapping[str, float] | None, sync_codebook: bool = True) -> dict[str, float]:
+    """Return the weights of the losses to compute: commitment (and codebook, if codes learn by it), others if above 0.
+
+    Raises:
+        ConfigError: a weight that does not fit ``learning``, or codebooks that differ between ranks with a loss that
+            needs equal ones.
+    """
+    learned = learning == "gradient"
+    if learned and weights is not None:
+        weights = {"codebook": 1.0, **weights}
+    found = resolve_weights("VQ", VQLossWeights().model_dump() | {"codebook": float(learned)}, weights)
+    if not learned and (wrong := [name for name in ("codebook", "orthogonality") if found[name] > 0]):
+        raise ConfigError(
+            f"VQ: loss_weights has {wrong}, but with learning: ema no gradient moves the codes; "
+            "leave it out, or set learning: gradient"
+        )
+    if learned and found["codebook"] == 0:
+        raise ConfigError("VQ: loss_weights.codebook is 0, so nothing would move the codes; set learning: ema")
+    if learned and not sync_codebook:
+        raise ConfigError(
+            "VQ: sync_codebook is false with learning: gradient, but DDP averages the gradients of codes, which must "
+            "then be equal on all ranks; expected learning: ema"
+        )
+    if found["diversity"] > 0 and not sync_codebook:
+        raise ConfigError(
+            "VQ: sync_codebook is false with a weight for diversity, a loss that needs equal codes on all ranks; "
+            "set the weight to 0"
+        )
+    return {name: weight for name, weight in found.items() if weight > 0 or name == "commitment"}
+
+
+def mean_squared_cosine(codes: Tensor) -> Tensor:
+    """Return the mean squared cosine between different codes: ``(G, K, D)`` → ``(G,)``.
+
+    Computed from the Gram matrix of the channels, which has the norm of that of the codes.
+    """
+    directions, size = unit(codes), codes.shape[1]
+    # A code of length 0 has no direction, and its cosine with itself is 0.
+    own = directions.square().sum(dim=-1).square().sum(dim=-1)
+    return ((directions.mT @ directions).square().sum(dim=(1, 2)) - own) / (size * (size - 1))
 
 
 def _refresh_started(module: nn.Module, keys: object = None) -> None:
@@ -387,8 +426,3 @@ def _warn_skipped() -> None:
 @functools.cache
 def _warn_unsynchronised() -> None:
     log.warning("VQ: sync_codebook is false: each rank's codebook uses its own tokens only, and codebooks diverge")
-
-
-def _check_range(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise ConfigError(f"VQ: {name} is {value}, expected a number from 0 to less than 1")

@@ -1,24 +1,36 @@
-"""Draw the whole data set once, into the cache folder."""
+"""Draw the whole data set once into the cache, in the layouts of img2dataset (captions) and clip_benchmark (labels)."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
+import itertools
 import json
 import logging
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import PIL
+from PIL import Image
 from pydantic import Field
 
 from vqclip.config import Config
 from vqclip.errors import DataError
 from vqclip.io.atomic import digest_file, make_once
-from vqclip.io.files import cache_folder
-from vqclip.scenes.shards import write_captioned, write_labelled
-from vqclip.scenes.splits import VERSION, class_names, labelled_samples, train_samples, val_samples
+from vqclip.io.files import cache_folder, write_tar
+from vqclip.process import progress
+from vqclip.scenes.splits import (
+    TEMPLATES,
+    VERSION,
+    Sample,
+    class_names,
+    labelled_samples,
+    train_samples,
+    val_samples,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -131,3 +143,60 @@ def _check(folder: Path, config: ScenesConfig) -> None:
                 raise DataError(f"{path}: has {size} bytes, expected {facts['bytes']}; {remedy}")
     except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise DataError(f"{folder}: a drawn data set that is not complete ({error!r}); {remedy}") from error
+
+
+def write_captioned(folder: Path, samples: Iterable[Sample], shard_size: int) -> None:
+    """Write `00000.tar`, ... with `SSSSSNNNN.jpg`, `.txt`, `.json` a sample, and `00000_stats.json` a shard."""
+    folder.mkdir(parents=True)
+    for shard, part in enumerate(_parts(samples, shard_size)):
+        with (folder / f"{shard:05d}.tar").open("wb") as file:
+            write_tar(file, (_captioned(f"{shard:05d}{number:04d}", sample) for number, sample in enumerate(part)))
+        stats = {"count": len(part), "successes": len(part), "failed_to_download": 0, "failed_to_resize": 0}
+        (folder / f"{shard:05d}_stats.json").write_bytes(_json(stats | {"status_dict": {"success": len(part)}}))
+
+
+def write_labelled(folder: Path, samples: Iterable[Sample], class_names: list[str], shard_size: int) -> None:
+    """Write `classnames.txt`, `zeroshot_classification_templates.txt` and `test/N.tar` with jpg, cls, json."""
+    (folder / "test").mkdir(parents=True)
+    (folder / "classnames.txt").write_bytes("".join(f"{name}\n" for name in class_names).encode())
+    (folder / "zeroshot_classification_templates.txt").write_bytes("".join(f"{t}\n" for t in TEMPLATES).encode())
+    shards = 0
+    for shards, part in enumerate(_parts(samples, shard_size), 1):
+        with (folder / "test" / f"{shards - 1}.tar").open("wb") as file:
+            keys = (f"s{index:07d}" for index in itertools.count((shards - 1) * shard_size))
+            write_tar(file, (_labelled(key, sample, class_names) for key, sample in zip(keys, part, strict=False)))
+    (folder / "test" / "nshards.txt").write_bytes(f"{shards}\n".encode())
+
+
+def _captioned(key: str, sample: Sample) -> tuple[str, dict[str, bytes]]:
+    assert sample.caption is not None
+    size = {name: len(sample.pixels) for name in ("width", "height", "original_width", "original_height")}
+    return _members(key, sample, "txt", sample.caption, {"caption": sample.caption, "status": "success", **size})
+
+
+def _labelled(key: str, sample: Sample, class_names: list[str]) -> tuple[str, dict[str, bytes]]:
+    assert sample.label is not None
+    return _members(key, sample, "cls", str(sample.label), {"class": class_names[sample.label]})
+
+
+def _members(key: str, sample: Sample, ending: str, text: str, facts: dict[str, Any]) -> tuple[str, dict[str, bytes]]:
+    progress.heartbeat()
+    facts = {"key": key, **facts, "scene": dataclasses.asdict(sample.scene)}
+    return key, {"jpg": jpeg(sample), ending: text.encode(), "json": _json(facts)}
+
+
+def jpeg(sample: Sample) -> bytes:
+    """Encode the image with full colour resolution, so that a small object keeps its colour."""
+    buffer = io.BytesIO()
+    Image.fromarray(sample.pixels).save(buffer, "JPEG", quality=95, subsampling=0)
+    return buffer.getvalue()
+
+
+def _parts(samples: Iterable[Sample], size: int) -> Iterator[list[Sample]]:
+    iterator = iter(samples)
+    while part := list(itertools.islice(iterator, size)):
+        yield part
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -1,21 +1,53 @@
-"""Scenes: objects with shape, colour, size and position on a background; and their random sampling."""
+"""Scenes: objects with shape, colour, size and position on a background; and their keyed random sampling."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
-from vqclip.scenes.draws import Draws
-from vqclip.scenes.palette import backgrounds_for
-from vqclip.scenes.shapes import MAX_TILT
+import numpy as np
 
+T = TypeVar("T")
+Rgb = tuple[int, int, int]
 Combination = tuple[str, str]
 """A colour and a shape."""
 
 Point = tuple[float, float]
 """x and y (down), as fractions of the image's side."""
+
+# The basic colour terms of English, with cyan in place of grey (which is a background here): names that people agree
+# on, and no two colours near each other.
+COLOURS: dict[str, Rgb] = {
+    "red": (222, 40, 48),
+    "orange": (247, 132, 24),
+    "yellow": (252, 214, 48),
+    "green": (46, 158, 68),
+    "cyan": (64, 206, 226),
+    "blue": (34, 92, 220),
+    "purple": (142, 50, 176),
+    "pink": (246, 126, 184),
+    "brown": (122, 74, 44),
+    "black": (34, 34, 40),
+    "white": (250, 250, 248),
+}
+
+# Two ends of a soft gradient each.
+BACKGROUNDS: dict[str, tuple[Rgb, Rgb]] = {
+    "grey": ((152, 156, 164), (114, 119, 129)),
+    "cream": ((250, 240, 218), (238, 220, 186)),
+    "mint": ((206, 238, 218), (166, 214, 188)),
+    "lavender": ((224, 216, 246), (192, 182, 226)),
+    "peach": ((254, 222, 200), (246, 192, 164)),
+    "navy": ((44, 56, 104), (24, 32, 68)),
+    "teal": ((38, 112, 118), (18, 76, 84)),
+}
+
+MIN_CONTRAST = 32.0
+"""Least CIE76 colour difference between an object and the middle of its background."""
 
 # Radius as a fraction of the image's side. The gaps between the ranges keep the words unambiguous.
 SIZES: dict[str, tuple[float, float]] = {"small": (0.14, 0.155), "medium": (0.195, 0.22), "large": (0.28, 0.32)}
@@ -25,6 +57,69 @@ OBJECT_COUNTS = {1: 0.65, 2: 0.22, 3: 0.13}
 
 _MARGIN = 0.015
 _GAP = 0.02
+# Degrees to either side: enough to vary the image, too little to turn a square into a diamond.
+_TILT = 12.0
+_OTHER_TILTS = {"flower": 36.0, "circle": 0.0, "ring": 0.0, "crescent": 20.0}
+_LOW, _MIDDLE, _HIGH = 0.24, 0.5, 0.76
+_PAIRS = (
+    ((_LOW, _MIDDLE), (_HIGH, _MIDDLE)),
+    ((_MIDDLE, _LOW), (_MIDDLE, _HIGH)),
+    ((_LOW, 0.4), (_HIGH, 0.6)),
+    ((0.6, _LOW), (0.4, _HIGH)),
+    ((_LOW, _LOW), (_HIGH, _HIGH)),
+    ((_HIGH, _LOW), (_LOW, _HIGH)),
+)
+# Only small objects find room in a line of three.
+_LINES = (
+    ((0.17, _MIDDLE), (_MIDDLE, _MIDDLE), (0.83, _MIDDLE)),
+    ((_MIDDLE, 0.17), (_MIDDLE, _MIDDLE), (_MIDDLE, 0.83)),
+)
+_TRIANGLES = (
+    ((_MIDDLE, _LOW), (_LOW, _HIGH), (_HIGH, _HIGH)),
+    ((_MIDDLE, _HIGH), (_LOW, _LOW), (_HIGH, _LOW)),
+    ((_LOW, _MIDDLE), (_HIGH, _LOW), (_HIGH, _HIGH)),
+    ((_HIGH, _MIDDLE), (_LOW, _LOW), (_LOW, _HIGH)),
+)
+
+
+class Draws:
+    """A stream of draws keyed by integers; no global random state is read or changed.
+
+    Everything is derived from `Generator.random`, whose stream is the same in all versions of numpy, so that a newer
+    numpy does not change the images.
+
+    Args:
+        key: non-negative integers, here (version, dataset seed, split number, image index, attempt).
+    """
+
+    def __init__(self, *key: int) -> None:
+        self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(key))).random
+
+    def uniform(self, low: float, high: float) -> float:
+        """Return a float in [low, high)."""
+        return low + (high - low) * self._random()
+
+    def chance(self, probability: float) -> bool:
+        """Return True with this probability."""
+        return self._random() < probability
+
+    def pick(self, items: Sequence[T]) -> T:
+        """Return one of the items, all equally likely."""
+        return items[int(self._random() * len(items))]
+
+    def pick_weighted(self, items: dict[T, float]) -> T:
+        """Return one of the keys, in proportion to its value."""
+        mark = self._random() * sum(items.values())
+        for item, weight in items.items():
+            mark -= weight
+            if mark < 0:
+                return item
+        return next(reversed(items))
+
+    def shuffle(self, items: Sequence[T]) -> list[T]:
+        """Return the items in a random order."""
+        keys = [self._random() for _ in items]
+        return [items[i] for i in sorted(range(len(items)), key=keys.__getitem__)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,21 +161,24 @@ def sample_scene(
     """
     kinds = _sample_kinds(draws, draws.pick_weighted(counts or OBJECT_COUNTS), first, combinations)
     while True:
-        pattern = _sample_pattern(draws, len(kinds))
-        sizes = ["small"] * 3 if pattern in _LINES else _sample_sizes(draws, kinds)
+        pattern: tuple[Point, ...] = ()  # a single object may be anywhere
+        if len(kinds) > 1:
+            pattern = draws.pick(_PAIRS if len(kinds) == 2 else _LINES if draws.chance(0.25) else _TRIANGLES)
+        if pattern in _LINES:
+            sizes = ["small"] * 3
+        else:
+            size_of = {kind: draws.pick(tuple(SIZES)) for kind in dict.fromkeys(kinds)}
+            sizes = [size_of[kind] for kind in kinds]
         radii = [draws.uniform(*SIZES[size]) for size in sizes]
         centres = _sample_centres(draws, pattern, radii)
         if centres is not None:
             break
-    objects = tuple(
-        SceneObject(colour, shape, size, round(x, 4), round(y, 4), round(radius, 4), round(_tilt(draws, shape), 2))
-        for (colour, shape), size, radius, (x, y) in zip(kinds, sizes, radii, centres, strict=True)
-    )
-    return Scene(objects, draws.pick(backgrounds_for(frozenset(colour for colour, _ in kinds))))
-
-
-def _tilt(draws: Draws, shape: str) -> float:
-    return draws.uniform(-MAX_TILT[shape], MAX_TILT[shape])
+    objects = []
+    for (colour, shape), size, radius, (x, y) in zip(kinds, sizes, radii, centres, strict=True):
+        tilt = _OTHER_TILTS.get(shape, _TILT)
+        angle = draws.uniform(-tilt, tilt)
+        objects.append(SceneObject(colour, shape, size, round(x, 4), round(y, 4), round(radius, 4), round(angle, 2)))
+    return Scene(tuple(objects), draws.pick(backgrounds_for(frozenset(colour for colour, _ in kinds))))
 
 
 def _sample_kinds(draws: Draws, count: int, first: Combination, combinations: Sequence[Combination]) -> list:
@@ -93,20 +191,6 @@ def _sample_kinds(draws: Draws, count: int, first: Combination, combinations: Se
         # If a kind were drawn twice by chance, the caption would count two of it; draw again.
         if len(set(kinds)) == max(1, count - repeats) and backgrounds_for(frozenset(c for c, _ in kinds)):
             return kinds
-
-
-def _sample_sizes(draws: Draws, kinds: list[Combination]) -> list[str]:
-    size_of = {kind: draws.pick(tuple(SIZES)) for kind in dict.fromkeys(kinds)}
-    return [size_of[kind] for kind in kinds]
-
-
-def _sample_pattern(draws: Draws, count: int) -> tuple[Point, ...]:
-    """Choose approximate places of the objects; () for a single one, which may be anywhere."""
-    if count == 1:
-        return ()
-    if count == 2:
-        return draws.pick(_PAIRS)
-    return draws.pick(_LINES if draws.chance(0.25) else _TRIANGLES)
 
 
 def _sample_centres(draws: Draws, pattern: tuple[Point, ...], radii: list[float]) -> list[Point] | None:
@@ -139,23 +223,26 @@ def _apart(centres: list[Point], radii: list[float]) -> bool:
     return all(math.dist(a, b) >= r + s + _GAP for (a, r), (b, s) in itertools.combinations(things, 2))
 
 
-_LOW, _MIDDLE, _HIGH = 0.24, 0.5, 0.76
-_PAIRS = (
-    ((_LOW, _MIDDLE), (_HIGH, _MIDDLE)),
-    ((_MIDDLE, _LOW), (_MIDDLE, _HIGH)),
-    ((_LOW, 0.4), (_HIGH, 0.6)),
-    ((0.6, _LOW), (0.4, _HIGH)),
-    ((_LOW, _LOW), (_HIGH, _HIGH)),
-    ((_HIGH, _LOW), (_LOW, _HIGH)),
-)
-# Only small objects find room in a line of three.
-_LINES = (
-    ((0.17, _MIDDLE), (_MIDDLE, _MIDDLE), (0.83, _MIDDLE)),
-    ((_MIDDLE, 0.17), (_MIDDLE, _MIDDLE), (_MIDDLE, 0.83)),
-)
-_TRIANGLES = (
-    ((_MIDDLE, _LOW), (_LOW, _HIGH), (_HIGH, _HIGH)),
-    ((_MIDDLE, _HIGH), (_LOW, _LOW), (_HIGH, _LOW)),
-    ((_LOW, _MIDDLE), (_HIGH, _LOW), (_HIGH, _HIGH)),
-    ((_HIGH, _MIDDLE), (_LOW, _LOW), (_LOW, _HIGH)),
-)
+def lab(rgb: Rgb) -> np.ndarray:
+    """Return CIE L*a*b* (D65), shape (3,), float64, of an sRGB colour in 0..255."""
+    value = np.asarray(rgb, np.float64) / 255
+    linear = np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    xyz = to_xyz @ linear / np.array([0.9505, 1.0, 1.089])
+    cube = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * cube[1] - 16, 500 * (cube[0] - cube[1]), 200 * (cube[1] - cube[2])])
+
+
+def difference(a: Rgb, b: Rgb) -> float:
+    """Return the CIE76 difference of two sRGB colours; about 2 is just visible, 100 is black against white."""
+    return float(np.linalg.norm(lab(a) - lab(b)))
+
+
+@functools.cache
+def backgrounds_for(colours: frozenset[str]) -> tuple[str, ...]:
+    """Return the backgrounds with enough contrast to all of these object colours."""
+    return tuple(
+        name
+        for name, (light, dark) in BACKGROUNDS.items()
+        if all(min(difference(COLOURS[c], light), difference(COLOURS[c], dark)) >= MIN_CONTRAST for c in colours)
+    )

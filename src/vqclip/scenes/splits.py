@@ -13,13 +13,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from vqclip.errors import DataError
-from vqclip.scenes.captions import describe
-from vqclip.scenes.drawing import draw_scene
-from vqclip.scenes.draws import Draws
-from vqclip.scenes.meaning import Meaning, holds
-from vqclip.scenes.palette import COLOURS
-from vqclip.scenes.scene import Combination, Scene, sample_scene
-from vqclip.scenes.shapes import SHAPES
+from vqclip.scenes.captions import Meaning, describe, holds
+from vqclip.scenes.drawing import SHAPES, draw_scene
+from vqclip.scenes.scene import COLOURS, Combination, Draws, Scene, sample_scene
 
 VERSION = 3
 """Part of the cache folder's name; increase it with any change of an image, a caption or a split."""

@@ -16,7 +16,7 @@ from vqclip.nn.precision import Precision, autocast
 from vqclip.nn.projection import LinearProjectionConfig, Normalization, Projection, ProjectionConfig, normalize_channels
 from vqclip.nn.reduction import Reduction, ReductionConfig
 from vqclip.quantizers import Stats
-from vqclip.quantizers.checks import check_channels
+from vqclip.quantizers.vectors import check_channels
 from vqclip.tokenizer.decoder import DecoderConfig, TokenizerDecoder
 from vqclip.tokenizer.hub import save_and_push
 from vqclip.tokenizer.saving import save_folder

@@ -20,7 +20,7 @@ from vqclip.checkpoint import OPTIMIZER_FILE, STATE_FILE, OptimizerState
 from vqclip.errors import CheckpointError, ConfigError, OtherRunError
 from vqclip.io.json_files import describe_differences, flatten, validate
 from vqclip.io.tensors import first_names, map_tensors, nonfinite_names
-from vqclip.quantizers.usage import MAX_COUNTED_CODES
+from vqclip.quantizers.vectors import MAX_COUNTED_CODES
 from vqclip.tokenizer.folder import read_weights
 from vqclip.train.checkpointer import DISCRIMINATORS, MODEL_FILE, Checkpointer, RunState, parameter_of
 from vqclip.train.ema import AVERAGE, checked_averages, read_averages

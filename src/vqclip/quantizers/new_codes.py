@@ -1,4 +1,4 @@
-"""Replacement of dead codes by tokens, and detection of equal vectors.
+"""New codes from tokens: k-means in the first step, replacement of dead codes, and detection of equal vectors.
 
     dead, tokens = codes that are used too rarely, tokens drawn from the global batch (`Draw`)
     usable = tokens that equal no code and no token before them
@@ -9,6 +9,8 @@ Equal vectors are found by sorting, without comparing all pairs:
     for each of 3 directions:
         sort vectors by their projection; a neighbour within rounding distance is equal
         of each run of equal vectors, all but the first are repeated
+
+All of it gives equal results on all ranks for equal vectors.
 """
 
 from __future__ import annotations
@@ -16,11 +18,44 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vqclip.quantizers.nearest import nearest
+from vqclip.quantizers.vectors import histogram, sums_by_code, unit
+
 SAME = 1e-10
 """Squared distance, relative to the squared lengths, below which two vectors are equal up to rounding."""
 
 LINES = 3
 """Number of directions: in a single one, another vector may come between two equal ones."""
+
+
+def kmeans(x: Tensor, size: int, iterations: int = 10, cosine: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Run Lloyd's algorithm from the first ``size`` different vectors; a centre without vectors does not move.
+
+    With fewer different vectors there are fewer centres: rounding would decide which of two equal centres gets their
+    vectors. Time is proportional to M K D and ``iterations``.
+
+    Args:
+        x: ``(G, M, D)`` vectors of G separate problems, M >= 1, in random order.
+        size: K, the number of centres.
+        iterations: number of assignment and update steps.
+        cosine: keep centres at unit length.
+
+    Returns:
+        Centres ``(G, K, D)``, the number of vectors of each ``(G, K)``, and True for each valid centre ``(G, K)``.
+    """
+    groups, count, dim = x.shape
+    seeds = find_new(x, torch.ones(count, dtype=torch.bool, device=x.device), x[:, :0])
+    first = (~seeds).byte().argsort(dim=1, stable=True)[:, torch.arange(size, device=x.device).clamp(max=count - 1)]
+    centres = x.gather(1, first[..., None].expand(-1, -1, dim))
+    placed = torch.arange(size, device=x.device) < seeds.sum(dim=1, keepdim=True)
+    members = torch.zeros(groups, size, dtype=torch.int64, device=x.device)
+    by_vector = x.transpose(0, 1)
+    for _ in range(iterations):
+        ids = nearest(by_vector, centres, placed)
+        members = histogram(ids, size)
+        moved = sums_by_code(by_vector, ids, size) / members.clamp(min=1)[..., None]
+        centres = torch.where(members[..., None] > 0, unit(moved) if cosine else moved, centres)
+    return centres, members, placed
 
 
 def replacements(codes: Tensor, dead: Tensor, tokens: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:

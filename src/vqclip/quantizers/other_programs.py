@@ -1,4 +1,4 @@
-"""Conversion of trained quantizers of vector-quantize-pytorch: equal ids for equal vectors."""
+"""For other programs: quantizers of vector-quantize-pytorch become ours, with equal ids, and codebooks matrices."""
 
 from __future__ import annotations
 
@@ -6,17 +6,49 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, ShapeError
 from vqclip.quantizers.base import Quantizer
-from vqclip.quantizers.bsq import BSQ
+from vqclip.quantizers.binary import BSQ, LFQ
 from vqclip.quantizers.fsq import FSQ
-from vqclip.quantizers.lfq import LFQ
-from vqclip.quantizers.product import Product
-from vqclip.quantizers.residual import Residual
-from vqclip.quantizers.simvq import SimVQ
+from vqclip.quantizers.nearest import SimVQ
+from vqclip.quantizers.nested import Product, Residual
+from vqclip.quantizers.vectors import MAX_COUNTED_CODES
 from vqclip.quantizers.vq import VQ
+
+
+@torch.no_grad()
+def codebook_matrix(quantizer: Quantizer, codebook: int, limit: int = MAX_COUNTED_CODES) -> Tensor:
+    """Return the contribution of each code of one codebook to a quantized vector.
+
+    Args:
+        quantizer: any quantizer.
+        codebook: index of the codebook, 0 to C - 1.
+        limit: largest number of codes.
+
+    Returns:
+        ``(K, D)`` in the dtype of the codes, usually float32. Channels of other codebooks (of a `Product`) are 0, and
+        codes of a stage (of a `Residual`) are scaled, so that ``quantizer.decode(ids)`` is the sum over c of
+        ``codebook_matrix(quantizer, c)[ids[..., c]]``.
+
+    Raises:
+        ShapeError: no such codebook, or it has more codes than ``limit``, which implicit codebooks can.
+    """
+    name, sizes = type(quantizer).__name__, quantizer.codebook_sizes
+    if not 0 <= codebook < len(sizes):
+        has = f"0 to {len(sizes) - 1}" if sizes else "none: it has no codebook"
+        raise ShapeError(f"{name}: got codebook {codebook}, expected {has}")
+    if sizes[codebook] > limit:
+        raise ShapeError(
+            f"{name}: codebook {codebook} has {sizes[codebook]} codes, as a matrix {sizes[codebook]} × {quantizer.dim} "
+            f"numbers; expected at most {limit} codes: decode only the ids you need, or train a Product of smaller "
+            "codebooks"
+        )
+    device = next((tensor.device for tensor in (*quantizer.parameters(), *quantizer.buffers())), torch.device("cpu"))
+    ids = torch.full((sizes[codebook], len(sizes)), -1, device=device)
+    ids[:, codebook] = torch.arange(sizes[codebook], device=device)
+    return quantizer.decode(ids)
 
 
 def from_vector_quantize_pytorch(module: nn.Module, inner: bool = False) -> Quantizer:
