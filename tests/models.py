@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vqclip.io.atomic import digest_file
+from vqclip.io.json_files import add_checksum
 from vqclip.model import ModelConfig
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 
@@ -85,3 +90,12 @@ def put_on_the_border(tokenizer: ImageTokenizer | TextTokenizer, batch: Tensor) 
     real = features.flatten(0, 1) if mask is None else features[mask]
     channels = torch.arange(features.shape[-1])
     tokenizer.project_in[1].bias -= real[channels % len(real), channels].float()
+
+
+def reseal(folder: Path, change: Callable[[dict[str, Any]], object] = lambda config: None) -> None:
+    """Change a tokenizer folder's configuration; give it the hashes that fit, as whoever changes weights can."""
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    del config["sha256"]
+    config["weights"] = digest_file(folder / "model.safetensors").model_dump()
+    (folder / "config.json").write_bytes(add_checksum(config))

@@ -82,13 +82,6 @@ def test_any_flipped_bit_is_detected(tmp_path: Path, made: Callable, flips: int)
         load(folder)
 
 
-def test_the_card_may_be_edited(tmp_path: Path) -> None:
-    folder, loaders = a_tokenizer(tmp_path)
-    (folder / "README.md").write_text("# another card\n")
-    for load in loaders:
-        load(folder)
-
-
 def test_every_byte_of_the_configuration_is_vouched_for(tmp_path: Path) -> None:
     folder, loaders = a_tokenizer(tmp_path)
     file = folder / "config.json"

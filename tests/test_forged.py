@@ -15,11 +15,9 @@ import pytest
 import torch
 
 import vqclip
-from tests.models import BUSY_VQ, FSQ, tiny_model
+from tests.models import BUSY_VQ, FSQ, reseal, tiny_model
 from vqclip.checkpoint import folders
 from vqclip.errors import CheckpointError
-from vqclip.io.atomic import digest_file
-from vqclip.io.json_files import add_checksum
 from vqclip.losses import ContrastiveLoss
 from vqclip.model import CLIP
 from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
@@ -62,9 +60,7 @@ def checkpointer(folder: Path, step: TrainStep) -> Checkpointer:
 
 def resealed(folder: Path) -> None:
     """Give a changed checkpoint the hashes that fit."""
-    config = json.loads((folder / "model/config.json").read_text())
-    config["weights"] = digest_file(folder / "model/model.safetensors").model_dump()
-    (folder / "model/config.json").write_bytes(add_checksum({k: v for k, v in config.items() if k != "sha256"}))
+    reseal(folder / "model")
     folders.write_manifest(folder, int(folder.name.removeprefix("step-")))
 
 

@@ -8,10 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import vqclip
-from tests.models import FSQ, LFQ, PRODUCT, tiny_model
+from tests.models import FSQ, LFQ, PRODUCT, reseal, tiny_model
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.atomic import digest_file
-from vqclip.io.json_files import add_checksum
 from vqclip.model import CLIP, ImageModel, ModelConfig, load_pretrained
 from vqclip.tokenizer.folder import TokenizerFolder
 
@@ -100,22 +99,14 @@ def rewritten(change):
         state = load_file(folder / "model.safetensors")
         change(state)
         save_file(state, folder / "model.safetensors")
-        edited(lambda config: None)(folder)
+        reseal(folder)
 
     return damage
 
 
 def edited(change):
     """A damage that changes the configuration, with the hashes that belong to it."""
-
-    def damage(folder):
-        config = json.loads((folder / "config.json").read_text())
-        change(config)
-        del config["sha256"]
-        config["weights"] = digest_file(folder / "model.safetensors").model_dump()
-        (folder / "config.json").write_bytes(add_checksum(config))
-
-    return damage
+    return lambda folder: reseal(folder, change)
 
 
 def damage_cut(folder):
@@ -123,22 +114,14 @@ def damage_cut(folder):
     (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
 
 
-def damage_gone(folder):
-    (folder / "model.safetensors").unlink()
+def by_hand(change):
+    """A damage that changes the text of the configuration, and no hash."""
 
+    def damage(folder):
+        file = folder / "config.json"
+        file.write_text(change(file.read_text()))
 
-def damage_json(folder):
-    (folder / "config.json").write_text("{")
-
-
-def damage_by_hand(folder):
-    text = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(text.replace('"width": 16', '"width": 32', 1))
-
-
-def damage_old(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"format_version": 1}))
+    return damage
 
 
 @pytest.mark.parametrize(
@@ -152,10 +135,16 @@ def damage_old(folder):
             "image.project_out.0.bias: got dtype torch.float16, expected torch.float32",
         ),
         (damage_cut, "damaged or cut short"),
-        (damage_gone, "no such file"),
-        (damage_json, "not JSON"),
-        (damage_by_hand, "config.json: does not match its own checksum: the file is damaged, or was edited"),
-        (damage_old, "format_version is 1, this vqclip reads 3; expected a folder that save_pretrained"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no such file"),
+        (by_hand(lambda text: "{"), "not JSON"),
+        (
+            by_hand(lambda text: text.replace('"width": 16', '"width": 32', 1)),
+            "config.json: does not match its own checksum: the file is damaged, or was edited",
+        ),
+        (
+            by_hand(lambda text: json.dumps(json.loads(text) | {"format_version": 1})),
+            "format_version is 1, this vqclip reads 3; expected a folder that save_pretrained",
+        ),
         (edited(lambda c: c.update(id_layout=99)), "id_layout is 99, this vqclip reads 1"),
         (edited(lambda c: c["image"].update(widht=3)), "config.json: image.widht: got 3; Extra inputs"),
         (edited(lambda c: c["image"].pop("embed_dim")), "config.json: image.embed_dim: Field required"),

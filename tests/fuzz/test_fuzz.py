@@ -49,20 +49,10 @@ def test_fuzzing_finds_nothing(name: str, tmp_path: Path) -> None:
     """
     seed = os.environ.get("VQCLIP_FUZZ_SEED", "0")
     cases = 10_000 if name == "images" else 0
-    command = [
-        sys.executable,
-        "-m",
-        "tests.fuzz",
-        name,
-        "--seconds",
-        str(SECONDS),
-        "--seed",
-        seed,
-        "--cases",
-        str(cases),
-    ]
+    options = {"seconds": SECONDS, "seed": seed, "cases": cases, "found": tmp_path / "found"}
+    command = [sys.executable, "-m", "tests.fuzz", name, *(f"--{key}={value}" for key, value in options.items())]
     done = subprocess.run(
-        [*command, "--found", str(tmp_path / "found")],
+        command,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,

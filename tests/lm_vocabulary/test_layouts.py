@@ -11,6 +11,9 @@ from vqclip.lm_vocabulary import DelayedCodes, FlatCodes, Vocabulary
 SIZES = st.lists(st.one_of(st.integers(1, 9), st.just(2**18), st.just(2**40)), min_size=1, max_size=5)
 
 
+FLAT, DELAYED = FlatCodes((4, 5), offset=10), DelayedCodes((4, 5))
+
+
 @st.composite
 def samples(draw):
     """Codebook sizes and ids ``(B, N, C)`` with -1 anywhere."""
@@ -93,31 +96,21 @@ def test_ids_that_are_no_codes_are_refused(layout, ids, message):
 
 
 @pytest.mark.parametrize(
-    ("flat", "message"),
+    ("layout", "given", "message"),
     [
-        (torch.tensor([[10, 14, 14, 11]]), r"vocabulary ids\[0, 1, 0\]: got id 14, expected codebook 0: 10 to 13"),
-        (torch.tensor([[10, 19]]), r"vocabulary ids\[0, 0, 1\]: got id 19, expected codebook 1: 14 to 18, or -1"),
-        (torch.tensor([[10, 14, 10]]), r"got shape \(1, 3\), expected a multiple of 2 ids a sample"),
-        (torch.zeros(1, 2, 2, dtype=torch.int64), r"got shape \(1, 2, 2\)"),
+        (FLAT, [[10, 14, 14, 11]], r"vocabulary ids\[0, 1, 0\]: got id 14, expected codebook 0: 10 to 13"),
+        (FLAT, [[10, 19]], r"vocabulary ids\[0, 0, 1\]: got id 19, expected codebook 1: 14 to 18, or -1"),
+        (FLAT, [[10, 14, 10]], r"got shape \(1, 3\), expected a multiple of 2 ids a sample"),
+        (FLAT, [[[0, 0], [0, 0]]], r"got shape \(1, 2, 2\)"),
+        (DELAYED, [[[0, 0], [1, 1], [5, 2]]], r"ids\[0, 0, 1\]: got id 0, expected codebook 1: 0 to 4, or 5 for none"),
+        (DELAYED, [[[0, 5], [1, 1], [3, 2]]], r"ids\[0, 2, 0\]: got id 3"),
+        (DELAYED, [[[4, 5], [1, 1], [5, 2]]], r"ids\[0, 0, 0\]: got id 4, expected codebook 0: 0 to 3"),
+        (DELAYED, [[[0, 5, 5]]], r"got shape \(1, 1, 3\), expected \(B, N \+ 1, 2\)"),
     ],
 )
-def test_sequences_that_are_no_codes_are_refused(flat, message):
+def test_ids_of_a_language_model_that_are_no_codes_are_refused(layout, given, message):
     with pytest.raises(ShapeError, match=message):
-        FlatCodes((4, 5), offset=10).from_vocabulary(flat)
-
-
-@pytest.mark.parametrize(
-    ("streams", "message"),
-    [
-        ([[0, 0], [1, 1], [5, 2]], r"ids\[0, 0, 1\]: got id 0, expected codebook 1: 0 to 4, or 5 for none and beside"),
-        ([[0, 5], [1, 1], [3, 2]], r"ids\[0, 2, 0\]: got id 3"),
-        ([[4, 5], [1, 1], [5, 2]], r"ids\[0, 0, 0\]: got id 4, expected codebook 0: 0 to 3"),
-        ([[0, 5, 5]], r"got shape \(1, 1, 3\), expected \(B, N \+ 1, 2\)"),
-    ],
-)
-def test_streams_that_are_none_are_refused(streams, message):
-    with pytest.raises(ShapeError, match=message):
-        DelayedCodes((4, 5)).from_vocabulary(torch.tensor([streams]))
+        layout.from_vocabulary(torch.tensor(given))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
@@ -139,12 +132,6 @@ def test_numbers_that_are_not_whole_are_refused(dtype):
             use(good.to(dtype))
 
 
-def test_rows_of_half_a_token_are_refused():
-    row = torch.tensor([[103, 106, 110, 106, 104]])
-    with pytest.raises(ShapeError, match=r"got shape \(1, 5\), expected marks .* a multiple of 2 ids between them"):
-        Vocabulary(text=(4, 5), offset=100).from_vocabulary(row, "text")
-
-
 @pytest.mark.parametrize(
     "row",
     [
@@ -160,6 +147,8 @@ def test_rows_without_their_marks_are_refused(row):
     vocabulary.from_vocabulary(torch.tensor([[103, 106, 110, 104]]), "text")
     with pytest.raises(ShapeError, match=r"vocabulary ids\[1\]: expected 103 \(begin_text\), codes, one 104"):
         vocabulary.from_vocabulary(torch.tensor([[103, 106, 110, 104], row]), "text")
+    with pytest.raises(ShapeError, match=r"got shape \(1, 5\), expected marks .* a multiple of 2 ids between them"):
+        vocabulary.from_vocabulary(torch.tensor([[*row, 104]]), "text")
 
 
 def test_vocabularies_that_cannot_be_are_refused():

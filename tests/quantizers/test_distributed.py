@@ -14,13 +14,13 @@ from tests.quantizers.test_contract import CONFIGS
 from tests.ranks import RankPool
 from vqclip import dist
 from vqclip.dist._torch_versions import ALL_GATHER, REDUCE_SCATTER
-from vqclip.quantizers import LFQConfig, Order, Quantizer, QuantizerConfig, Stats, sync
+from vqclip.quantizers import Order, Quantizer, QuantizerConfig, Stats, sync
 
 OF_THE_CODES = {"codebook", "orthogonality"}
 """Losses whose gradient moves the codes; `test_two_forwards_before_one_backward_under_ddp` looks at it."""
 
-SPLITS = ((8, 8), (12, 4), (16, 0), (4, 4, 4, 4), (7, 1, 5, 3), (0, 16, 0, 0))
-"""Samples of each rank: equal, unequal and empty shares."""
+SPLITS = {"unequal": (7, 1, 5, 3), "empty": (0, 12, 0, 4)}
+"""Samples of each rank."""
 
 
 def global_batch(dim: int, samples: int = 16) -> tuple[Tensor, Tensor]:
@@ -103,25 +103,19 @@ def assert_equals_one_process(config: QuantizerConfig, results: Sequence[Found])
         assert (gradient != 0).any() or name in OF_THE_CODES
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_lfq_entropy_mean_keeps_its_gradient(ranks: RankPool, world_size: int) -> None:
-    """Bug report 1: the mean code distribution went through an all_reduce that drops gradients."""
-    config = LFQConfig(bits=7, entropy_temperature=1.0)
-    cases = [(config, split, count) for split in SPLITS if len(split) == world_size for count in (1, 4)]
-    for results in zip(*ranks(world_size, on_my_share, cases), strict=True):
-        assert_equals_one_process(config, results)
-
-
 @pytest.fixture(scope="module")
-def on_four_ranks(ranks: RankPool) -> dict[str, tuple[Found, ...]]:
-    """The results of all ranks, by name of the configuration."""
-    found = ranks(4, on_my_share, [(config, (7, 1, 5, 3), 2) for config in CONFIGS.values()])
-    return dict(zip(CONFIGS, zip(*found, strict=True), strict=True))
+def on_four_ranks(ranks: RankPool) -> dict[tuple[str, str], tuple[Found, ...]]:
+    """The results of all ranks, by names of the configuration and of the split."""
+    cases = {(name, split): (CONFIGS[name], shares, 2) for name in CONFIGS for split, shares in SPLITS.items()}
+    found = ranks(4, on_my_share, list(cases.values()))
+    return dict(zip(cases, zip(*found, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_equals_one_process(on_four_ranks: dict[str, tuple[Found, ...]], name: str) -> None:
-    assert_equals_one_process(CONFIGS[name], on_four_ranks[name])
+def test_equals_one_process(on_four_ranks: dict[tuple[str, str], tuple[Found, ...]], name: str) -> None:
+    """Bug report 1: the mean code distribution of LFQ went through an all_reduce that drops gradients."""
+    for split in SPLITS:
+        assert_equals_one_process(CONFIGS[name], on_four_ranks[name, split])
 
 
 def forwards_alone(names: Sequence[str]) -> dict[str, list[bool]]:
@@ -149,12 +143,8 @@ def forward_alone(config: QuantizerConfig) -> list[bool]:
     return done
 
 
-def test_fsq_never_synchronises_outside_training(ranks: RankPool) -> None:
-    """Bug report 4: a forward on rank 0 alone, in train and eval, does not wait for the others."""
-    assert ranks(2, forwards_alone, ["fsq"], timeout=20.0) == [{"fsq": [True, False]}, {}]
-
-
 def test_rank_zero_alone_never_waits(ranks: RankPool) -> None:
+    """Bug report 4: a forward on rank 0 alone, in train and eval, waited for the others."""
     assert ranks(2, forwards_alone, list(CONFIGS), timeout=60.0) == [{name: [True, False] for name in CONFIGS}, {}]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import io
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.scatter_gather import gather
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset
 
 from tests.quantizers.test_contract import CONFIGS
 from tests.ranks import RankPool
@@ -31,7 +28,6 @@ from vqclip.quantizers import (
     ProductConfig,
     Quantizer,
     QuantizerConfig,
-    QuantizerOutput,
     ResidualConfig,
     SimVQ,
     VQConfig,
@@ -142,14 +138,7 @@ PROGRAMS: dict[str, Callable[[Model], Forward]] = {
     "pattern of accelerate": lambda model: lambda x: rebuilt(model(x), Tensor.clone),
     "pattern of Lightning": lambda model: lambda x: replaced(model(x), Tensor.clone),
     "checkpointing": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
-    "pickled draws": lambda model: lambda x: with_pickled_draws(**model(x)),
 }
-
-
-def with_pickled_draws(out: QuantizerOutput, parts: object) -> dict[str, Any]:
-    """The outputs, and statistics whose draws came out of a pickle; tensors with a graph cannot."""
-    stored = pickle.loads(pickle.dumps(replaced(out, Tensor.detach)))
-    return {"out": out, "parts": (out.vectors, dataclasses.replace(out.stats, draws=stored.stats.draws))}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -257,38 +246,6 @@ def test_averages_of_weights_and_buffers(average: Any, monkeypatch: pytest.Monke
         assert not quantizer.codebook_sizes or quantizer.decode(out.ids).equal(out.vectors)
         quantizer.train().update(quantizer(batch(9, quantizer.dim)).stats)
         assert quantizer.started
-
-
-def test_a_checkpoint_of_the_state_and_a_pickle_go_on_alike() -> None:
-    for name, config in FAMILIES.items():
-        model, file = Model(config), io.BytesIO()
-        train(model, model, steps=range(4))
-        torch.save(model.state_dict(), file)
-        file.seek(0)
-        loaded = Model(config)
-        loaded.load_state_dict(torch.load(file, weights_only=True))
-        for each in (loaded, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
-            assert_same(train(each, each, steps=range(4, STEPS)), name)
-
-
-class Encoded(Dataset[dict[str, Tensor]]):
-    """Ids of vectors, quantized in the worker."""
-
-    def __init__(self, quantizers: dict[str, Quantizer]):
-        self.quantizers = quantizers
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: each(batch(index, each.dim)).ids for name, each in self.quantizers.items()}
-
-
-def test_spawned_workers_of_a_data_loader() -> None:
-    data = Encoded({name: config.build() for name, config in FAMILIES.items()})
-    (found,) = DataLoader(data, 2, num_workers=1, multiprocessing_context="spawn")
-    for name in FAMILIES:
-        assert found[name].equal(torch.stack([data[index][name] for index in range(2)]))
 
 
 def test_data_parallel_is_told_of_ddp() -> None:

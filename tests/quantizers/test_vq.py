@@ -1,3 +1,5 @@
+"""VQ: the nearest code, the moving means, k-means, and tokens that take the place of dead codes."""
+
 from __future__ import annotations
 
 from unittest import mock
@@ -12,6 +14,9 @@ from vqclip import dist
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.io.tensors import module_digest
 from vqclip.quantizers import BSQ, VQ, ResidualConfig, SimVQ, SimVQConfig, VQConfig, VQLossWeights
+from vqclip.quantizers.nearest import _Rotation, nearest
+from vqclip.quantizers.new_codes import find_new, kmeans, replacements
+from vqclip.quantizers.stats import Draw, Order, Stats, stream
 from vqclip.quantizers.vq import _warn_skipped
 from vqclip.towers.image import Normalize
 from vqclip.train.optim import parameter_groups
@@ -103,6 +108,15 @@ def test_a_token_that_is_not_finite_moves_no_code(name: str, bad: float, caplog:
     if bad != 1e30 or name != "vq, cosine":
         assert first.skipped == 4
         assert caplog.text.count("contained NaN or infinity, so that it moved no code") == 1
+
+
+def test_kmeans_finds_clusters() -> None:
+    x, corners = clusters(2000)
+    centres, members, placed = kmeans(x[None], 32)
+    assert placed.all()
+    assert members.sum() == 2000
+    assert torch.cdist(corners, centres[0]).min(dim=1).values.max() < 0.5
+    assert kmeans(x[None, :3], 8)[2][0].tolist() == [True] * 3 + [False] * 5
 
 
 def test_kmeans_waits_for_tokens() -> None:
@@ -263,3 +277,129 @@ def test_frozen_codes_need_no_update(caplog: pytest.LogCaptureFixture, monkeypat
     for _ in range(4):
         quantizer(torch.randn(5, 4))
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("middle", "spread", "far"), [(100, 0.1, 100), (0, 1, 3e3), (0, 1, 1e5)])
+def test_nearest_far_from_the_origin_or_beside_a_code_far_out(middle: float, spread: float, far: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = middle + spread * torch.randn(1, 64, 8, generator=generator)
+    codes[0, 0] = far
+    x = middle + spread * torch.randn(2000, 1, 8, generator=generator)
+    exact = torch.cdist(x[:, 0].double(), codes[0].double()).argmin(dim=1)
+    assert (nearest(x, codes)[:, 0] != exact).double().mean() < (1e-3 if middle else 1e-9)
+
+
+def test_the_rotation_turns_gradients_with_the_vector() -> None:
+    x, q = torch.randn(2, 20, 1, 5, dtype=torch.float64)
+    x.requires_grad_()
+    upstream = torch.randn(20, 1, 5, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(_Rotation.apply(x, q), x, upstream)
+    scale = (q.norm(dim=-1) / x.norm(dim=-1)).squeeze(-1)
+    # Its angle to the vector is what the upstream gradient's to the code is, and so is its length, but for the scale.
+    torch.testing.assert_close((gradient * x).sum(-1), (upstream * q).sum(-1))
+    torch.testing.assert_close(gradient.norm(dim=-1).squeeze(-1), upstream.norm(dim=-1).squeeze(-1) * scale)
+
+
+def test_a_compiled_search_computes_a_limited_number_of_scores(monkeypatch) -> None:
+    """As many at a time as an eager one, with its ids; the backend runs the graph as it is."""
+    monkeypatch.setattr("vqclip.quantizers.nearest.CHUNK", 64 * 2 * 128)
+    x, codes = torch.randn(300, 2, 4), torch.randn(2, 128, 4)
+    expected, shapes, product = nearest(x, codes), [], torch.baddbmm
+
+    def recording(*args, **kwargs):
+        shapes.append(tuple((result := product(*args, **kwargs)).shape))
+        return result
+
+    monkeypatch.setattr(torch, "baddbmm", recording)
+    assert torch.equal(torch.compile(nearest, fullgraph=True, backend="eager")(x, codes), expected)
+    assert shapes == [(2, rows, 128) for rows in (64, 64, 64, 64, 44)]
+
+
+def drawn(count: int, keep: torch.Tensor, step: int = 0, flat: bool = False) -> list[int]:
+    """The numbers of the tokens that `count` draws from samples ``(B, T)`` yield."""
+    samples = len(keep)
+    vectors = torch.arange(1.0, 1 + keep.numel()).view(-1, 1, 1)
+    draw = Draw(stream(3, torch.tensor(step)), count, vectors, keep.flatten())
+    sums = Stats({}, {"x": draw}).sync(None if flat else Order(torch.arange(samples), samples))
+    present = sums["x/present"].flatten() > 0
+    return sums["x/vectors"].flatten()[present].long().sub(1).tolist()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 7, 16, 40, 200])
+@pytest.mark.parametrize(("samples", "tokens"), [(1, 30), (5, 6), (30, 1)])
+def test_no_token_is_drawn_twice(count: int, samples: int, tokens: int, flat: bool) -> None:
+    keep = torch.rand(samples, tokens, generator=torch.Generator().manual_seed(count)) < 0.7
+    real = keep.flatten().nonzero().flatten().tolist()
+    for step in range(5):
+        found = drawn(count, keep, step, flat)
+        assert len(set(found)) == len(found) <= count
+        assert set(found) <= set(real)
+        if flat or count == 200:
+            assert len(found) == min(count, len(real))
+
+
+@pytest.mark.parametrize(
+    ("samples", "tokens", "count"), [(1, 24, 6), (4, 6, 6), (24, 1, 6), (3, 8, 7), (8, 3, 19), (5, 5, 12)]
+)
+def test_every_token_has_the_same_chance(samples: int, tokens: int, count: int) -> None:
+    rounds, size = 2000, samples * tokens
+    found = torch.tensor([drawn(count, torch.ones(samples, tokens).bool(), step) for step in range(rounds)])
+    chance = count / size
+    deviation = (found.flatten().bincount(minlength=size) - rounds * chance) / (rounds * chance * (1 - chance)) ** 0.5
+    assert deviation.abs().max() < 4.5  # of standard deviations: a fair draw exceeds it once in 6,000 runs
+
+
+def fresh(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_dead_codes_get_different_tokens() -> None:
+    codes, tokens = fresh(2, 8, 3), fresh(2, 20, 3, seed=1)
+    dead = torch.zeros(2, 8).bool()
+    dead[0, 1:6], dead[1, 7] = True, True
+    new, replaced = replacements(codes, dead, tokens, torch.ones(20).bool())
+    assert torch.equal(replaced, dead)
+    assert torch.equal(new[~dead], codes[~dead])
+    where = (new[0, 1:6, None] == tokens[0]).all(-1).nonzero()[:, 1]
+    assert len(set(where.tolist())) == 5
+
+
+def test_a_token_that_equals_a_code_or_another_token_takes_no_place() -> None:
+    codes = fresh(1, 8, 3)
+    tokens = torch.cat((codes[:, [2, 5]], fresh(1, 3, 3, seed=1).repeat(1, 4, 1)), dim=1)
+    tokens = tokens * (1 + 1e-7 * fresh(1, 14, 1, seed=2))  # as it comes from another process
+    present, dead = torch.ones(14).bool(), torch.ones(1, 8).bool()
+    new, replaced = replacements(codes, dead, tokens, present)
+    assert replaced.sum() == 3
+    assert torch.cdist(new, new).add(torch.eye(8)).min() > 1e-3
+    assert not replacements(codes, dead, tokens, ~present)[1].any()
+
+
+@pytest.mark.parametrize(("width", "offset"), [(1, 0.0), (16, 10.0), (64, 0.0), (64, 10.0)])
+def test_the_same_among_thousands_is_found(width: int, offset: float) -> None:
+    """Off the middle as well, where a third vector comes between two on a line."""
+    once = offset + fresh(1, 4096, width)
+    if width == 1:
+        once = torch.linspace(1, 2, 4096).view(1, -1, 1)
+    again = once * (1 + 1e-7 * fresh(1, 4096, 1, seed=1))
+    tokens = torch.cat((once, again), dim=1)[:, torch.randperm(8192, generator=torch.Generator().manual_seed(2))]
+    found = find_new(tokens, torch.ones(8192).bool(), tokens[:, :0])
+    assert found.sum() == 4096
+
+
+@pytest.mark.parametrize("distinct", [5, 10])
+def test_rounding_does_not_decide_where_codes_outnumber_tokens(distinct: int) -> None:
+    """K-means, too, makes no two codes of one token, which another number of processes rounds differently."""
+    x = fresh(1, distinct, 4).repeat(6, 1, 1).flatten(0, 1)
+    noise = 1 + 6e-8 * fresh(len(x), 1, seed=1)
+    _, members, placed = kmeans(x[None], 16)
+    assert placed.sum() == distinct
+    assert (members[placed] == 6).all()
+    both = [VQ(4, 16, decay=0.8, dead_below=0.5) for _ in range(2)]
+    both[1].load_state_dict(both[0].state_dict())
+    for _ in range(5):
+        for quantizer, tokens in zip(both, (x, x * noise), strict=True):
+            quantizer.update(quantizer(tokens).stats)
+        torch.testing.assert_close(both[0].sizes, both[1].sizes)
+        torch.testing.assert_close(both[0].codebook, both[1].codebook)

@@ -1,6 +1,10 @@
+"""LFQ, and the exact entropies of binary codes."""
+
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -10,6 +14,8 @@ from vector_quantize_pytorch import LFQ as PeerLFQ
 
 from vqclip.errors import ConfigError
 from vqclip.quantizers import LFQ, BinaryLossWeights, LFQConfig
+from vqclip.quantizers import entropy as module
+from vqclip.quantizers.entropy import bit_entropy, code_mass, entropy
 
 
 def tokens(*shape: int, seed: int = 0) -> Tensor:
@@ -113,11 +119,8 @@ def test_above_the_counted_size_there_is_no_gap_and_asking_for_it_is_an_error() 
     with pytest.raises(ValidationError, match="codebook_entropy_gap to 0"):
         LFQConfig(bits=21)
     assert LFQConfig(bits=21, loss_weights=BinaryLossWeights(codebook_entropy_gap=0.0)).build().dim == 21
-
-
-def test_a_loss_without_a_weight_weighs_nothing() -> None:
-    weights = LFQ(4, loss_weights={"commitment": 1.0}).loss_weights
-    assert weights == {"token_entropy": 0.0, "codebook_entropy_gap": 0.0, "commitment": 1.0}
+    missing = LFQ(4, loss_weights={"commitment": 1.0}).loss_weights
+    assert missing == {"token_entropy": 0.0, "codebook_entropy_gap": 0.0, "commitment": 1.0}
 
 
 def test_a_bound_keeps_channels_within_the_scale() -> None:
@@ -148,3 +151,46 @@ def test_a_bound_keeps_channels_within_the_scale() -> None:
 def test_wrong_arguments_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LFQ(**arguments)
+
+
+def test_bit_entropy_of_confident_bits_keeps_its_digits() -> None:
+    logits = torch.tensor([-80.0, -30.0, -5.0, 0.0, 5.0, 30.0, 80.0])
+    exact = [math.log1p(math.exp(-abs(z))) + abs(z) / (1 + math.exp(abs(z))) for z in logits.tolist()]
+    torch.testing.assert_close(bit_entropy(logits), torch.tensor(exact), rtol=1e-6, atol=0)
+
+
+def test_probabilities_of_zero_and_near_it() -> None:
+    p = torch.tensor([0.5, 0.5, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(entropy(p), p)
+    assert entropy(p).item() == pytest.approx(math.log(2), abs=1e-15)
+    assert gradient.tolist() == pytest.approx([math.log(2) - 1] * 2 + [0, 0])
+    p = torch.tensor([1e-30, 1.0], dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(entropy(p), p)
+    assert gradient[0].item() == pytest.approx(30 * math.log(10) - 1)  # a clamp would change it
+
+
+def brute_force(logits: Tensor) -> Tensor:
+    """``(T, n)`` bit logits → ``(T, 2^n)``: the softmax over all codes, by its definition."""
+    codes = torch.tensor(list(itertools.product([-1.0, 1.0], repeat=logits.shape[-1])), dtype=logits.dtype)
+    return (logits / 2 @ codes.T).softmax(dim=-1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tokens", [0, 9, 133])
+def test_code_mass_of_real_tokens_in_parts(compiled: bool, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masked tokens are left out, codebooks kept apart, and only the logits are saved for backward."""
+    monkeypatch.setattr(module, "PART", 1)
+    logits = torch.randn(tokens, 2, 5, dtype=torch.float64, requires_grad=True)
+    keep, sizes, saved = torch.arange(tokens) % 3 != 0, [], []
+    joint = module._joint
+    monkeypatch.setattr(module, "_joint", lambda part: sizes.append(part.shape[2]) or joint(part))
+    mass_of = torch.compile(code_mass, fullgraph=True, backend="aot_eager", dynamic=True) if compiled else code_mass
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each.numel()) or each, lambda each: each):
+        mass = mass_of(logits, keep)
+    upstream = torch.randn(2, 32, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(mass, logits, upstream)
+    expected = torch.stack([brute_force(logits[keep, codebook]).sum(dim=0) for codebook in range(2)])
+    torch.testing.assert_close(mass, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits, upstream)[0], rtol=1e-12, atol=1e-12)
+    assert max(saved) <= logits.numel()
+    assert Counter(sizes) == Counter(4 * {0: [0], 9: [9], 133: [64, 64, 5]}[tokens])  # both halves, forth and back

@@ -1,3 +1,5 @@
+"""Several codebooks side by side, several stages one after another, and the prefixes of their ids."""
+
 from __future__ import annotations
 
 import itertools
@@ -9,8 +11,75 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
-from vqclip.errors import ConfigError
-from vqclip.quantizers import BSQ, FSQ, LFQ, VQ, Identity, Product, Quantizer, Residual, ResidualConfig, SimVQ, VQConfig
+from vqclip.errors import ConfigError, ShapeError
+from vqclip.quantizers import (
+    BSQ,
+    FSQ,
+    LFQ,
+    VQ,
+    Identity,
+    Prefix,
+    Product,
+    Quantizer,
+    Residual,
+    ResidualConfig,
+    SimVQ,
+    VQConfig,
+)
+
+
+@pytest.mark.parametrize("layer", [FSQ((8, 5, 5)), LFQ(5, entropy_temperature=2.0)], ids=["fsq", "lfq"])
+def test_equals_one_layer_a_codebook(layer: Quantizer) -> None:
+    product = Product(layer, codebooks=3)
+    x = torch.randn(4, 6, product.dim, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(4, 6) > 0.3
+    out = product(x, mask)
+    parts = [layer(part, mask) for part in x.chunk(3, dim=-1)]
+    assert torch.equal(out.vectors, torch.cat([part.vectors for part in parts], dim=-1))
+    assert torch.equal(out.ids, torch.cat([part.ids for part in parts], dim=-1))
+    assert product.codebook_sizes == layer.codebook_sizes * 3
+    assert product.bits == pytest.approx(3 * layer.bits)
+    losses, apart = product.losses(out.stats), [layer.losses(part.stats) for part in parts]
+    assert product.loss_weights == layer.loss_weights
+    for name, loss in losses.items():
+        expected = torch.stack([losses[name] for losses in apart]).mean()
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(y, x, retain_graph=True) for y in (loss, expected)), rtol=1e-10, atol=1e-14
+        )
+    metrics = product.metrics(out.stats)
+    for codebook, part in enumerate(parts):
+        for name in ("usage", "perplexity"):
+            torch.testing.assert_close(metrics[f"{codebook}/{name}"], layer.metrics(part.stats)[name])
+
+
+def test_every_codebook_has_codes_of_its_own() -> None:
+    product = Product(VQ(2, 8), codebooks=3)
+    assert len(product.layer.codebook.flatten(0, 1).unique(dim=0)) == 24
+    assert Product(Product(VQ(2, 8), codebooks=3), codebooks=2).layer.layer.codebook.shape == (6, 8, 2)
+    x = torch.randn(5, 6)
+    for part, ids in enumerate(product(x).ids.unbind(-1)):
+        distances = torch.cdist(x[:, 2 * part : 2 * part + 2], product.layer.codebook[part])
+        assert torch.equal(ids, distances.argmin(dim=-1))
+
+
+def test_columns_of_a_nested_product_are_in_channel_order() -> None:
+    nested = Product(Product(FSQ((3,)), codebooks=2), codebooks=2)
+    assert nested(torch.tensor([[-5.0, 0.0, 5.0, -5.0]])).ids.tolist() == [[0, 1, 2, 0]]
+
+
+def test_nested_quantizers_have_a_bound() -> None:
+    half = Product(FSQ((4,), "uniform"), codebooks=2**15)
+    assert len(Product(half, codebooks=2).codebook_sizes) == 2**16
+    with pytest.raises(ConfigError, match=r"Product: got 98304 codebooks and 98304 channels .* at most 65536 of each"):
+        Product(half, codebooks=3)
+    with pytest.raises(ConfigError, match="Residual: got 98304 codebooks and 32768 channels a token"):
+        Residual(half, depth=3)
+    nested = Residual(Product(Residual(VQ(2, 2), depth=16), codebooks=2), depth=16)
+    with pytest.raises(ConfigError, match="Residual: got 512 stages, nested ones counted; expected at most 256"):
+        Residual(nested, depth=2)
+    with pytest.raises(ConfigError, match="Product: got 0 codebooks and 131072 channels"):
+        Product(Identity(2**16), codebooks=2)
 
 
 def skewed(tokens: int = 1000) -> Tensor:
@@ -140,12 +209,6 @@ def test_more_stages_than_float32_has_digits_are_refused() -> None:
     Residual(SimVQ(3, 4), 100)
 
 
-def test_different_ids_are_different_vectors_at_the_last_depth() -> None:
-    quantizer = Residual(LFQ(1), 24)
-    ids = torch.randint(0, 2, (20_000, 24), generator=torch.Generator().manual_seed(0))
-    assert len(quantizer.decode(ids).unique()) == len(ids.unique(dim=0))
-
-
 @pytest.mark.parametrize("layer", [FSQ((4, 4)), VQ(4, 8, cosine=True)], ids=["fsq", "vq, cosine"])
 def test_one_stage_is_the_layer(layer: Quantizer) -> None:
     quantizer = Residual(layer, 1)
@@ -170,8 +233,84 @@ def test_stages_that_start_one_by_one_compile_once_and_draw_in_turn() -> None:
 
 
 def test_wrong_numbers() -> None:
+    with pytest.raises(ConfigError, match="codebooks is 0"):
+        Product(FSQ((4,)), codebooks=0)
     for depth, least in ((0, 1), (2, 3), (2, 0)):
         with pytest.raises(ConfigError, match=f"depth is {depth} and least {least}"):
             Residual(LFQ(3), depth, least=least)
     with pytest.raises(ValidationError, match="depth is 2 and least 5"):
         ResidualConfig(layer=VQConfig(dim=2), depth=2, least=5)
+
+
+def nested():
+    return Product(Residual(Product(LFQ(3), 2), 3), 4)
+
+
+def test_columns_of_nested_quantizers_by_hand():
+    """Part by part, stage by stage, codebook by codebook."""
+    quantizer = nested()
+    assert quantizer.extent == Prefix(stages=3, codebooks=8)
+    assert quantizer.places[:8] == ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 2), (0, 3))
+    assert quantizer.columns(stages=1) == [0, 1, 6, 7, 12, 13, 18, 19]
+    assert quantizer.columns(codebooks=3) == [0, 1, 2, 3, 4, 5, 6, 8, 10]
+    assert quantizer.columns(2, 1) == [0, 2]
+    assert quantizer.columns() == list(range(24))
+    assert Residual(Residual(LFQ(3), 2), 3).columns(stages=4) == [0, 1, 2, 3]
+
+
+def test_first_stages_are_a_quantizer_of_their_own():
+    torch.manual_seed(0)
+    x = torch.randn(50, 24)
+    deep = Product(Residual(FSQ((5, 5, 5), "uniform"), 4), 8)
+    ids = deep.encode(x)
+    for depth in range(1, 5):
+        alone = Product(Residual(FSQ((5, 5, 5), "uniform"), depth), 8)
+        kept = deep.truncate(ids, stages=depth)
+        assert torch.equal(kept[..., deep.columns(depth)], alone.encode(x))
+        assert torch.equal(deep.decode(kept), alone(x).vectors)
+    assert torch.equal(deep.truncate(ids), ids)
+
+
+def test_left_out_codebooks_are_zero():
+    torch.manual_seed(0)
+    quantizer = Product(VQ(3, 16), 4).eval()
+    out = quantizer(torch.randn(7, 12))
+    kept = quantizer.truncate(out.ids.to(torch.uint8), codebooks=3)
+    assert kept.dtype == torch.int64
+    assert torch.equal(quantizer.decode(kept)[:, :9], out.vectors[:, :9])
+    assert (quantizer.decode(kept)[:, 9:] == 0).all()
+
+
+def test_prefixes_to_evaluate():
+    assert FSQ((4, 4)).extent.shorter() == [(1, 1)]
+    assert Residual(LFQ(3), 3).extent.shorter() == [(1, 1), (2, 1), (3, 1)]
+    assert [each.codebooks for each in Product(LFQ(3), 12).extent.shorter()] == [1, 2, 4, 8, 12]
+    assert Product(Residual(LFQ(3), 3), 2).extent.shorter() == [(1, 2), (2, 2), (3, 1), (3, 2)]
+    assert Identity(4).extent.shorter() == []
+
+
+def test_share_of_other_ids():
+    assert Prefix(1, 3).share(Prefix(4, 4), Prefix(2, 2)) == (1, 2)
+    assert Prefix(4, 4).share(Prefix(4, 4), Prefix(3, 16)) == (3, 16)
+    assert Prefix(1, 1).share(Prefix(4, 4), Prefix(0, 0)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("stages", "codebooks", "told"),
+    [
+        (0, 1, "stages: got 0, expected 1 to 3"),
+        (1, 9, "codebooks: got 9, expected 1 to 8"),
+        (1.5, 1, "stages: got 1.5"),
+        (1, True, "got True"),
+    ],
+)
+def test_a_prefix_that_does_not_exist_is_refused(stages, codebooks, told):
+    with pytest.raises(ConfigError, match=told):
+        nested().columns(stages, codebooks)
+
+
+def test_other_mistakes_are_refused():
+    with pytest.raises(ConfigError, match="Identity has no codes"):
+        Identity(4).columns(1, 1)
+    with pytest.raises(ShapeError, match="one id per codebook"):
+        nested().truncate(torch.zeros(2, 3, dtype=torch.int64), 1)

@@ -1,0 +1,245 @@
+"""Scenes are drawn from their keys, look like their words, and have captions that are true of them alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.scenes.parser import parse, untrue
+from vqclip.errors import DataError
+from vqclip.scenes import HELD_OUT, TRAINED
+from vqclip.scenes.captions import Meaning, Phrase, describe, groups, holds
+from vqclip.scenes.drawing import FIELD_CELLS, SHAPES, distance_field, draw_scene
+from vqclip.scenes.scene import (
+    BACKGROUNDS,
+    COLOURS,
+    OBJECT_COUNTS,
+    SIZES,
+    Draws,
+    Scene,
+    SceneObject,
+    backgrounds_for,
+    difference,
+    lab,
+    sample_scene,
+)
+from vqclip.scenes.splits import TEMPLATES, class_names, labelled_samples, train_samples, val_samples
+
+
+def test_draws_depend_on_the_key_alone() -> None:
+    first = [Draws(1, 2, 3).uniform(0, 1) for _ in range(2)]
+    assert first[0] == first[1]
+    assert Draws(1, 2, 4).uniform(0, 1) != first[0]
+    assert sorted(Draws(5).shuffle(range(9))) == list(range(9))
+    assert {Draws(i).pick_weighted({"a": 1.0, "b": 0.0, "c": 1.0}) for i in range(50)} == {"a", "c"}
+
+
+def test_colours_are_far_apart_and_stand_out() -> None:
+    assert np.allclose(lab((255, 255, 255)), [100, 0, 0], atol=0.1)
+    assert min(difference(a, b) for a, b in itertools.combinations(COLOURS.values(), 2)) > 30
+    for pair in itertools.combinations(COLOURS, 2):
+        assert backgrounds_for(frozenset(pair)), pair
+    assert {b for c in COLOURS for b in backgrounds_for(frozenset([c]))} == set(BACKGROUNDS)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_fill_the_unit_circle_without_leaving_it(shape: str) -> None:
+    field = distance_field(shape)
+    axis = np.linspace(-1.5, 1.5, FIELD_CELLS)
+    radius = np.hypot(*np.meshgrid(axis, axis))
+    reach = radius[field < 0].max()
+    assert 0.8 < reach < 1.1
+    assert 0.2 < (field < 0).mean() * 9 / np.pi < 1  # share of the unit circle
+    # A distance: its slope is 1, except on the ridges.
+    slope = np.hypot(*np.gradient(field, axis[1] - axis[0]))
+    assert np.median(slope) == pytest.approx(1, abs=0.02)
+
+
+def test_shapes_look_different() -> None:
+    masks = {shape: distance_field(shape) < 0 for shape in SHAPES}
+    for a, b in itertools.combinations(SHAPES, 2):
+        assert (masks[a] & masks[b]).sum() / (masks[a] | masks[b]).sum() < 0.9, (a, b)
+
+
+def test_objects_lie_inside_and_apart() -> None:
+    for index in range(500):
+        scene = sample_scene(Draws(7, index), TRAINED[index % len(TRAINED)], TRAINED)
+        for thing in scene.objects:
+            low, high = SIZES[thing.size]
+            assert low - 1e-3 < thing.radius < high + 1e-3
+            assert thing.radius < min(thing.x, thing.y, 1 - thing.x, 1 - thing.y)
+        for a, b in itertools.combinations(scene.objects, 2):
+            assert np.hypot(a.x - b.x, a.y - b.y) > a.radius + b.radius
+            assert a.combination != b.combination or a.size == b.size
+        assert scene.background in backgrounds_for(frozenset(t.colour for t in scene.objects))
+        stored = dataclasses.asdict(scene)  # as in the .json of a sample
+        assert Scene(tuple(SceneObject(**each) for each in stored["objects"]), stored["background"]) == scene
+
+
+@pytest.mark.parametrize("size", [64, 97])
+def test_drawing_shows_the_colour_where_the_object_is(size: int) -> None:
+    for colour, background in itertools.product(COLOURS, BACKGROUNDS):
+        if background not in backgrounds_for(frozenset([colour])):
+            continue
+        thing = SceneObject(colour, "square", "large", 0.35, 0.6, 0.3, 5.0)
+        pixels = draw_scene(Scene((thing,), background), size, Draws(3))
+        assert pixels.shape == (size, size, 3)
+        assert pixels.dtype == np.uint8
+        middle = tuple(pixels[int(0.6 * size), int(0.35 * size)].tolist())
+        assert min(COLOURS, key=lambda c: difference(COLOURS[c], middle)) == colour
+        corner = tuple(pixels[2, -3].tolist())
+        nearest = min(difference(end, corner) for end in BACKGROUNDS[background])
+        assert nearest < 25
+
+
+def test_edges_are_soft_and_position_is_exact() -> None:
+    thing = SceneObject("black", "circle", "large", 0.4, 0.55, 0.3, 0.0)
+    pixels = draw_scene(Scene((thing,), "cream"), 128, Draws(3)).astype(float).mean(2)
+    y, x = np.nonzero(pixels < 70)
+    assert (x.mean() + 0.5) / 128 == pytest.approx(0.4, abs=0.015)
+    assert (y.mean() + 0.5) / 128 == pytest.approx(0.55, abs=0.015)
+    row = pixels[int(0.55 * 128), : int(0.2 * 128)]
+    assert ((row > 80) & (row < 170)).any()
+
+
+def thing(colour: str, shape: str, x: float, y: float, size: str = "small") -> SceneObject:
+    return SceneObject(colour, shape, size, x, y, 0.15, 0.0)
+
+
+@pytest.mark.parametrize("detail", [0.0, 0.5, 1.0])
+def test_every_caption_reads_back_as_claims_that_are_true(detail: float) -> None:
+    seen = Counter()
+    for index in range(1500):
+        draws = Draws(1, index)
+        scene = sample_scene(draws, TRAINED[index % len(TRAINED)], TRAINED)
+        caption, meaning = describe(scene, draws, detail)
+        claims = parse(caption)
+        assert untrue(claims, dataclasses.asdict(scene)) == [], (caption, scene)
+        assert claims.background == meaning.background
+        assert [t[:2] for t in claims.things] == [(p.count, p.size) for p in meaning.phrases], caption
+        for kind in ("relation", "line", "horizontal", "vertical", "background"):
+            seen[getattr(claims, kind)] += 1
+    if detail == 0.5:
+        expected = {"left", "right", "above", "below", "between", "side by side", "in a row", "one above the other"}
+        assert expected | {"in a column", "middle", "top", "bottom"} <= set(seen)
+
+
+def test_the_verifier_of_these_tests_sees_untrue_captions() -> None:
+    scene = dataclasses.asdict(Scene((thing("red", "star", 0.2, 0.5), thing("blue", "ring", 0.8, 0.5)), "grey"))
+    assert untrue(parse("a small red star to the left of a blue ring on a grey background"), scene) == []
+    for caption in (
+        "a red star to the right of a blue ring",
+        "a red star above a blue ring",
+        "a large red star and a blue ring",
+        "a red star and a blue star",
+        "a red star",
+        "two red stars and a blue ring",
+        "a red star and a blue ring on a navy background",
+    ):
+        assert untrue(parse(caption), scene), caption
+
+
+def test_holds_tells_true_from_untrue() -> None:
+    scene = Scene((thing("red", "star", 0.2, 0.5), thing("blue", "ring", 0.8, 0.5, "large")), "grey")
+    star, ring = Phrase(1, "red", "star"), Phrase(1, "blue", "ring")
+    assert holds(Meaning((star, ring), "left of", background="grey"), scene)
+    assert holds(Meaning((ring, star), "right of"), scene)
+    untrue_ones = [
+        Meaning((star, ring), "right of"),
+        Meaning((star, ring), "above"),
+        Meaning((star, ring), background="navy"),
+        Meaning((dataclasses.replace(star, size="large"), ring)),
+        Meaning((dataclasses.replace(star, count=2), ring)),
+        Meaning((star,)),
+    ]
+    assert not any(holds(meaning, scene) for meaning in untrue_ones)
+
+
+def test_lenient_reading_takes_a_slant_for_above_and_left() -> None:
+    scene = Scene((thing("red", "star", 0.3, 0.3), thing("blue", "ring", 0.7, 0.7)), "grey")
+    phrases = (Phrase(1, "red", "star"), Phrase(1, "blue", "ring"))
+    for relation in ("left of", "above"):
+        assert not holds(Meaning(phrases, relation), scene)
+        assert holds(Meaning(phrases, relation), scene, lenient=True)
+
+
+def test_held_out_combinations_are_balanced() -> None:
+    assert len(set(HELD_OUT) | set(TRAINED)) == len(HELD_OUT) + len(TRAINED) == len(COLOURS) * len(SHAPES) == 121
+    assert set(Counter(c for c, _ in HELD_OUT).values()) == {2}
+    assert set(Counter(s for _, s in HELD_OUT).values()) == {2}
+    assert {c for c, _ in HELD_OUT} == set(COLOURS)
+    assert {s for _, s in HELD_OUT} == set(SHAPES)
+
+
+def test_train_never_shows_a_held_out_combination_and_val_shows_nothing_else() -> None:
+    train = [o.combination for s in train_samples(0, 600, 32) for o in s.scene.objects]
+    val = [o.combination for s in val_samples(0, 200, 32) for o in s.scene.objects]
+    assert set(train) == set(TRAINED)
+    assert set(val) == set(HELD_OUT)
+
+
+def test_scenes_of_one_two_and_three_objects_have_their_share_of_train() -> None:
+    counts = Counter(len(s.scene.objects) for s in train_samples(0, 1000, 32))
+    for objects, share in OBJECT_COUNTS.items():
+        assert abs(counts[objects] / 1000 - share) < 0.05, objects  # three deviations of a count of 650 are 0.045
+
+
+def test_a_picture_depends_on_its_index_alone() -> None:
+    few, many = list(train_samples(3, 5, 32)), list(train_samples(3, 9, 32))
+    for a, b in zip(few, many, strict=False):
+        assert a.caption == b.caption
+        assert np.array_equal(a.pixels, b.pixels)
+    other = next(train_samples(4, 1, 32))
+    assert not np.array_equal(other.pixels, few[0].pixels)
+
+
+def test_val_captions_are_true_of_their_own_picture_alone() -> None:
+    samples = list(val_samples(0, 300, 32))
+    for i, sample in enumerate(samples):
+        claims = parse(sample.caption or "")
+        fits = [
+            j for j, other in enumerate(samples) if not untrue_or_wrong_shape(claims, dataclasses.asdict(other.scene))
+        ]
+        assert fits == [i], sample.caption
+    assert len({s.caption for s in samples}) == len(samples)
+
+
+def untrue_or_wrong_shape(claims, scene) -> bool:
+    """As `untrue`, for scenes that have quite other objects (where places and relations cannot be asked)."""
+    if {t[2:] for t in claims.things} != {(o["colour"], o["shape"]) for o in scene["objects"]}:
+        return True
+    counts = Counter((o["colour"], o["shape"]) for o in scene["objects"])
+    return any(counts[t[2:]] != t[0] for t in claims.things) or bool(untrue(claims, scene))
+
+
+def test_val_asking_for_more_than_can_be_told_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def describe_tersely(scene, draws, detail):
+        return "terse", Meaning(tuple(Phrase(len(m), m[0].colour, m[0].shape) for m in groups(scene)))
+
+    monkeypatch.setattr("vqclip.scenes.splits.describe", describe_tersely)
+    with pytest.raises(DataError, match=r"val image \d+ .* ask for fewer"):
+        list(val_samples(0, 40_000, 32, attempts=3))
+
+
+@pytest.mark.parametrize(("split", "classes", "shown"), [("test", 99, TRAINED), ("heldout", 121, HELD_OUT)])
+def test_labelled_splits(split: str, classes: int, shown) -> None:
+    names = class_names(split)
+    assert len(set(names)) == len(names) == classes
+    samples = list(labelled_samples(0, split, 2 * len(shown), 32))
+    assert set(Counter(s.label for s in samples).values()) == {2}
+    for sample in samples:
+        (thing,) = sample.scene.objects
+        assert sample.label is not None
+        assert names[sample.label] == f"{thing.colour} {thing.shape}"
+        assert thing.combination in shown
+
+
+def test_templates_read_well_with_every_class() -> None:
+    for template in TEMPLATES:
+        assert template.count("{c}") == 1
+        assert not template.endswith((" a {c}", " an {c}"))
+        assert template != "a {c}"
