@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
 
@@ -54,7 +55,13 @@ class BinaryQuantizer(Quantizer):
             raise ConfigError(f"{name}: bits is {bits}, expected 1 to {MAX_BITS}: ids are int64; use Product beyond")
         if not 0 < entropy_temperature < math.inf:
             raise ConfigError(f"{name}: entropy_temperature is {entropy_temperature}, expected a number > 0")
-        super().__init__(bits, (2**bits,), binary_weights(name, bits, loss_weights))
+        weights = resolve_weights(name, BinaryLossWeights().model_dump(), loss_weights)
+        if 2**bits > MAX_COUNTED_CODES and weights.pop("codebook_entropy_gap") > 0 and loss_weights is not None:
+            raise ConfigError(
+                f"{name}: codebook_entropy_gap needs a number per code, kept up to {MAX_COUNTED_CODES} codes, not "
+                f"2^{bits}; set loss_weights.codebook_entropy_gap to 0, or use Product of several smaller {name}"
+            )
+        super().__init__(bits, (2**bits,), weights)
         self.radius = radius
         self.entropy_temperature = entropy_temperature
 
@@ -110,21 +117,6 @@ class BinaryLossWeights(Config):
     """Weight of the mean squared distance to the codes: higher keeps the channels closer to them."""
 
 
-def binary_weights(name: str, bits: int, weights: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the weight of every loss that exists at this size; see `resolve_weights`.
-
-    Raises:
-        ConfigError: a weight of a loss that is unknown, or that does not exist at this size.
-    """
-    checked = resolve_weights(name, BinaryLossWeights().model_dump(), weights)
-    if 2**bits > MAX_COUNTED_CODES and checked.pop("codebook_entropy_gap") > 0 and weights is not None:
-        raise ConfigError(
-            f"{name}: codebook_entropy_gap needs a number per code, kept up to {MAX_COUNTED_CODES} codes, not "
-            f"2^{bits}; set loss_weights.codebook_entropy_gap to 0, or use Product of several smaller {name}"
-        )
-    return checked
-
-
 class BinaryConfig(Config):
     """Settings that LFQ and BSQ share."""
 
@@ -138,8 +130,12 @@ class BinaryConfig(Config):
 
     @model_validator(mode="after")
     def _losses_exist(self) -> BinaryConfig:
-        binary_weights(self.kind.upper(), self.bits, self.loss_weights.model_dump())
+        self.build()
         return self
+
+    @abstractmethod
+    def build(self) -> BinaryQuantizer:
+        """Make the quantizer."""
 
 
 class LFQ(BinaryQuantizer):

@@ -57,7 +57,11 @@ class FSQ(Quantizer):
     levels: Tensor
 
     def __init__(self, levels: Sequence[int], layout: Layout = "original"):
-        _check_levels(levels)
+        if not levels:
+            raise ConfigError("FSQ: levels is empty, expected one number of levels per channel, such as (8, 5, 5, 5)")
+        for channel, count in enumerate(levels):
+            if not 2 <= count <= MAX_LEVELS:
+                raise ConfigError(f"FSQ: levels[{channel}] is {count}, expected 2 to {MAX_LEVELS}")
         if layout not in get_args(Layout):
             raise ConfigError(f"FSQ: layout is {layout!r}, expected one of {', '.join(get_args(Layout))}")
         super().__init__(dim=len(levels), codebook_sizes=(math.prod(levels),))
@@ -154,25 +158,12 @@ class FSQConfig(Config):
 
     @model_validator(mode="after")
     def _fits_int64(self) -> FSQConfig:
-        _check_levels(self.levels)
+        self.build()
         return self
 
     def build(self) -> FSQ:
         """Make the quantizer."""
         return FSQ(self.levels, self.layout)
-
-
-def _check_levels(levels: Sequence[int]) -> None:
-    if not levels:
-        raise ConfigError("FSQ: levels is empty, expected one number of levels per channel, such as (8, 5, 5, 5)")
-    for channel, count in enumerate(levels):
-        if not 2 <= count <= MAX_LEVELS:
-            raise ConfigError(f"FSQ: levels[{channel}] is {count}, expected 2 to {MAX_LEVELS}")
-    if math.prod(levels) > 2**63:
-        raise ConfigError(
-            f"FSQ: levels {tuple(levels)} make {math.prod(levels)} codes, which do not fit int64 ids (at most 2^63); "
-            "split the channels over several codebooks with Product"
-        )
 
 
 class Identity(Quantizer):

@@ -46,8 +46,8 @@ class Draw:
     tokens return nothing."""
     vectors: Tensor
     """``(T, G, D)`` this rank's tokens, without gradient; a reference, not a copy."""
-    keep: Tensor | None
-    """``(T,)`` bool, True = real token; all by default."""
+    keep: Tensor
+    """``(T,)`` bool, True = real token."""
     shared: bool = True
     """True: draw from the tokens of all ranks. False: each rank draws from its own."""
 
@@ -233,11 +233,11 @@ def _orders(stats: Sequence[Stats], order: Order | None) -> list[Order | None]:
     draws = [next(iter(entry.draws.values())) if waits else None for entry, waits in zip(stats, waiting, strict=True)]
     device = next(draw.vectors.device for draw in draws if draw is not None)
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    counts = dist.all_gather(torch.stack([zero if draw is None else _keep(draw).sum() for draw in draws])[None])
+    counts = dist.all_gather(torch.stack([zero if draw is None else draw.keep.sum() for draw in draws])[None])
     before = counts[: dist.rank()].sum(dim=0)
     total = counts.sum(dim=0).tolist()
     return [
-        None if draw is None else Order(_number_tokens(_keep(draw), begin), size)
+        None if draw is None else Order(_number_tokens(draw.keep, begin), size)
         for draw, begin, size in zip(draws, before, total, strict=True)
     ]
 
@@ -259,7 +259,7 @@ def _draw_tokens(draws: Mapping[str, Draw], order: Order | None) -> dict[str, Te
 
 def _rows(draw: Draw, count: int, order: Order | None) -> Tensor:
     """Return ``(M,)`` for M draws: the row in ``draw.vectors``, -1 if another rank or no rank has the token."""
-    keep = _keep(draw)
+    keep = draw.keep
     # Without an order every real token is a sample. Their number stays on the device.
     places, size = (_number_tokens(keep, 0), len(keep)) if order is None else order
     filled = keep.sum().clamp(min=1) if order is None else size
@@ -283,20 +283,13 @@ def _rows(draw: Draw, count: int, order: Order | None) -> Tensor:
     return torch.where(found, sample * tokens + token, -1)
 
 
-def _keep(draw: Draw) -> Tensor:
-    return (
-        torch.ones(len(draw.vectors), dtype=torch.bool, device=draw.vectors.device) if draw.keep is None else draw.keep
-    )
-
-
 def _number_tokens(keep: Tensor, begin: Tensor | int) -> Tensor:
     """Return ``(T,)`` consecutive numbers of the real tokens, -1 for padding."""
     return torch.where(keep, begin + keep.cumsum(dim=0) - 1, -1)
 
 
 def _join_draws(a: Draw, b: Draw) -> Draw:
-    keep = None if a.keep is None and b.keep is None else torch.cat((_keep(a), _keep(b)))
-    return Draw(a.stream, a.count, torch.cat((a.vectors, b.vectors)), keep, a.shared)
+    return replace(a, vectors=torch.cat((a.vectors, b.vectors)), keep=torch.cat((a.keep, b.keep)))
 
 
 def _unpack_sums(local: Mapping[str, Tensor], reduced: Iterator[Tensor]) -> dict[str, Tensor]:

@@ -223,7 +223,8 @@ class VQ(TableQuantizer):
             sums[f"{own}vectors"] = sums_by_code(bounded.detach(), ids.squeeze(-1), self.codebook_sizes[0])
         if not self._settings["kmeans"] and not self._draws_wanted():
             return Stats(sums)
-        draw = Draw(stream(self.key, self.step), self._draws, bounded.detach(), keep, shared=self.sync_codebook)
+        real = torch.ones(len(ids), dtype=torch.bool, device=ids.device) if keep is None else keep
+        draw = Draw(stream(self.key, self.step), self._draws, bounded.detach(), real, shared=self.sync_codebook)
         return Stats(sums, {f"{own}drawn": draw})
 
     def _draws_wanted(self) -> int:
@@ -355,9 +356,8 @@ class VQConfig(Config):
 
     @model_validator(mode="after")
     def _fits_together(self) -> VQConfig:
-        vq_weights(self.learning, self.loss_weights.model_dump(exclude_none=True), self.sync_codebook)
-        if self.cosine:
-            check_channels("VQ with cosine", self.dim)
+        with torch.device("meta"):
+            self.build()
         return self
 
     def build(self) -> VQ:
@@ -366,7 +366,7 @@ class VQConfig(Config):
         return VQ(**settings, loss_weights=self.loss_weights.model_dump(exclude_none=True))
 
 
-def vq_weights(learning: Learning, weights: Mapping[str, float] | None, sync_codebook: bool = True) -> dict[str, float]:
+def vq_weights(learning: Learning, weights: Mapping[str, float] | None, sync_codebook: bool) -> dict[str, float]:
     """Return the weights of the losses to compute: commitment (and codebook, if codes learn by it), others if above 0.
 
     Raises:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 
 from vqclip.scenes.scene import Draws, Scene, SceneObject
 
@@ -76,7 +75,12 @@ def holds(meaning: Meaning, scene: Scene, lenient: bool = False) -> bool:
         for said, at in zip(meaning.place, (ordered[0][0].x, ordered[0][0].y), strict=True)
     ):
         return False
-    return meaning.relation is None or is_related(ordered[0], meaning.relation, ordered[1:], lenient)
+    rest = [thing for members in ordered[1:] for thing in members]
+    if meaning.relation == "between":
+        return len(ordered[0]) == 1 and len(rest) == 2 and _is_between(ordered[0][0], rest[0], rest[1], lenient)
+    return meaning.relation is None or all(
+        _has_relation(a, meaning.relation, b, lenient) for a in ordered[0] for b in rest
+    )
 
 
 def is_placed(at: float, third: int, lenient: bool = False) -> bool:
@@ -85,14 +89,6 @@ def is_placed(at: float, third: int, lenient: bool = False) -> bool:
     if third == 0:
         return abs(at - 0.5) <= 0.04 + slack
     return (at - 0.5) * third >= 0.12 - slack
-
-
-def is_related(subject: list[SceneObject], relation: str, others: Sequence[list[SceneObject]], lenient: bool) -> bool:
-    """Return whether every object of the subject has the relation to every object of all the others."""
-    rest = [thing for members in others for thing in members]
-    if relation == "between":
-        return len(subject) == 1 and len(rest) == 2 and _is_between(subject[0], rest[0], rest[1], lenient)
-    return all(_has_relation(a, relation, b, lenient) for a in subject for b in rest)
 
 
 def in_line(members: list[SceneObject], line: str, lenient: bool = False) -> bool:
@@ -210,13 +206,7 @@ def realise(meaning: Meaning, draws: Draws) -> str:
         core += " " + draws.pick(LINE_WORDS[meaning.phrases[0].count, meaning.line])
     if meaning.place != (None, None):
         core += " " + draws.pick(_PLACES[meaning.place])
-    return _frame(core, meaning, draws)
-
-
-def _frame(core: str, meaning: Meaning, draws: Draws) -> str:
-    """Add the background and an opening such as "a drawing of"."""
-    plural = meaning.phrases[0].count > 1
-    frame = draws.pick(FRAMES).format(be="are" if plural else "is") if draws.chance(0.2) else ""
+    frame = draws.pick(FRAMES).format(be="are" if meaning.phrases[0].count > 1 else "is") if draws.chance(0.2) else ""
     if meaning.background is None:
         return frame + core
     article = "an" if meaning.background[0] in "aeiou" else "a"
@@ -230,12 +220,7 @@ def _noun_phrase(phrase: Phrase, draws: Draws, alone: bool) -> str:
     words = [*size, phrase.colour, phrase.shape]
     if phrase.count > 1:
         number = "a pair of" if phrase.count == 2 and draws.chance(0.2) else NUMBERS[phrase.count]
-        return f"{number} {' '.join(words)}{plural_ending(phrase.shape)}"
+        return f"{number} {' '.join(words)}{'es' if phrase.shape.endswith('s') else 's'}"
     if alone and draws.chance(0.15):
         return f"{draws.pick(('one', 'a single'))} {' '.join(words)}"
     return f"{'an' if words[0][0] in 'aeiou' else 'a'} {' '.join(words)}"
-
-
-def plural_ending(shape: str) -> str:
-    """Return "s", or "es" after an s: crosses."""
-    return "es" if shape.endswith("s") else "s"

@@ -115,18 +115,13 @@ def _draw(folder: Path, config: ScenesConfig) -> None:
     write_captioned(paths.val, val_samples(seed, config.val, size), shard)
     for part, split, count in ((paths.test, "test", config.test), (paths.heldout, "heldout", config.heldout)):
         write_labelled(part, labelled_samples(seed, split, count, size), class_names(split), shard)
-    _write_stamp(folder, config)
-    logger.info("drew %d images in %.1f s", total, time.monotonic() - start)
-
-
-def _write_stamp(folder: Path, config: ScenesConfig) -> None:
-    digests = {path: digest_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-    files = {
-        path.relative_to(folder).as_posix(): {"bytes": digest.size, "sha256": digest.sha256}
-        for path, digest in digests.items()
-    }
+    files = {}
+    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+        digest = digest_file(path)
+        files[path.relative_to(folder).as_posix()] = {"bytes": digest.size, "sha256": digest.sha256}
     stamp = {"version": VERSION, "config": config.model_dump(), "pillow": PIL.__version__, "files": files}
     (folder / STAMP).write_text(json.dumps(stamp, indent=1), encoding="utf-8")
+    logger.info("drew %d images in %.1f s", total, time.monotonic() - start)
 
 
 def _check(folder: Path, config: ScenesConfig) -> None:
