@@ -68,19 +68,6 @@ def test_what_is_loaded_without_gradients_can_be_used_with_them(saved, context):
         assert [n for n, p in tokenizer.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_weights_keep_their_type(saved, tmp_path, dtype):
-    model, _ = saved
-    model.to(dtype).save_pretrained(tmp_path / "typed")
-    ids = model.image.encode(torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8))
-    loaded = vqclip.load_tokenizer(tmp_path / "typed", modality="image")
-    assert torch.equal(loaded.decode(ids), model.image.decode(ids))
-    state = CLIP.from_pretrained(tmp_path / "typed").state_dict()
-    assert all(
-        torch.equal(state[name], value) and state[name].dtype == dtype for name, value in model.state_dict().items()
-    )
-
-
 def test_one_tokenizer_alone(saved, tmp_path):
     model, _ = saved
     model.text.save_pretrained(tmp_path / "text")
@@ -222,16 +209,6 @@ def test_the_temperature_is_held_below_its_maximum():
     assert model.logit_scale.exp().item() == pytest.approx(20.0)
     with pytest.raises(ValueError, match="expected init <= max"):
         tiny_model(temperature={"init": 200.0})
-
-
-def test_pretrained_weights_are_not_fetched_again(tmp_path):
-    """The folder says how the network is built, not where its first weights came from."""
-    model = tiny_model().build()
-    tower = model.image.config.tower.model_copy(update={"pretrained": True})
-    model.image.config = model.image.config.model_copy(update={"tower": tower})
-    model.save_pretrained(tmp_path / "tokenizer")
-    stored = json.loads((tmp_path / "tokenizer" / "config.json").read_text())
-    assert stored["image"]["tower"]["pretrained"] is False
 
 
 class Opened(Exception):

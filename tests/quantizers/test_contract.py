@@ -225,27 +225,17 @@ class TestOutput:
         with pytest.raises(ShapeError, match="got codebook 0, expected none: it has no codebook"):
             codebook_matrix(quantizer, 0)
 
-    def test_encode_gives_the_ids_of_forward(self, quantizer: Quantizer) -> None:
+    def test_the_same_in_any_mode_and_arrangement(self, quantizer: Quantizer) -> None:
         x, mask = vectors_for(quantizer, 3, 4).requires_grad_(), ragged_mask(3, 4)
         whole(quantizer)
-        assert torch.equal(quantizer.encode(x), quantizer(x).ids)
         assert torch.equal(quantizer.encode(x, mask), quantizer(x, mask).ids)
-
-    def test_train_and_eval_give_the_same(self, quantizer: Quantizer) -> None:
-        x = vectors_for(quantizer, 3, 4)
-        whole(quantizer)
+        assert torch.equal(quantizer.encode(x), quantizer(x).ids)
         a, b = quantizer.train()(x), quantizer.eval()(x)
         assert torch.equal(a.vectors, b.vectors)
         assert torch.equal(a.ids, b.ids)
         assert_same_stats(Stats({name: a.stats[name] for name in b.stats}), b.stats)
-
-    def test_one_vector_and_strided_input(self, quantizer: Quantizer) -> None:
-        x = vectors_for(quantizer, 4, 3)
-        out = quantizer(x)
-        assert torch.equal(quantizer(x[0, 0]).ids, out.ids[0, 0])
-        assert torch.equal(quantizer(x.transpose(0, 1)).vectors, out.vectors.transpose(0, 1))
-
-    def test_bits(self, quantizer: Quantizer) -> None:
+        assert torch.equal(quantizer(x[0, 0]).ids, b.ids[0, 0])
+        assert torch.equal(quantizer(x.transpose(0, 1)).vectors, b.vectors.transpose(0, 1))
         assert quantizer.bits == pytest.approx(sum(math.log2(size) for size in quantizer.codebook_sizes))
 
     def test_continuous_is_close_and_masked(self, quantizer: Quantizer) -> None:
@@ -522,18 +512,15 @@ class TestGraphs:
 
 
 class TestErrors:
-    def test_wrong_width(self, quantizer: Quantizer) -> None:
-        with pytest.raises(ShapeError, match=rf"\(4, {quantizer.dim + 1}\), expected \(\.\.\., {quantizer.dim}\)"):
-            quantizer(torch.zeros(4, quantizer.dim + 1))
-        with pytest.raises(ShapeError, match=r"shape \(\)"):
-            quantizer(torch.zeros(()))
-
-    def test_integer_input(self, quantizer: Quantizer) -> None:
-        with pytest.raises(ShapeError, match=r"torch\.int64.*floating-point"):
-            quantizer(torch.zeros(4, quantizer.dim, dtype=torch.int64))
-
-    def test_mask(self, quantizer: Quantizer) -> None:
-        x = vectors_for(quantizer, 3, 4)
+    def test_vectors_and_masks(self, quantizer: Quantizer) -> None:
+        width, x = quantizer.dim, vectors_for(quantizer, 3, 4)
+        for wrong, message in (
+            (torch.zeros(4, width + 1), rf"\(4, {width + 1}\), expected \(\.\.\., {width}\)"),
+            (torch.zeros(()), r"shape \(\)"),
+            (torch.zeros(4, width, dtype=torch.int64), r"torch\.int64.*floating-point"),
+        ):
+            with pytest.raises(ShapeError, match=message):
+                quantizer(wrong)
         with pytest.raises(ShapeError, match=r"shape \(3, 5\).*shape \(3, 4\)"):
             quantizer(x, torch.ones(3, 5, dtype=torch.bool))
         with pytest.raises(ShapeError, match=r"mask is torch\.float32"):

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.scatter_gather import gather
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -159,13 +158,10 @@ def test_lightning_updates_after_the_step_from_what_training_step_returned() -> 
         torch.testing.assert_close(*(dict(model.state_dict()) for model in models), rtol=0, atol=0, msg=name)
 
 
-def on_two_ranks(kind: str) -> dict[str, State]:
+def in_shards_on_two_ranks() -> dict[str, State]:
     found = {}
     for name, config in FAMILIES.items():
         model = Model(config)
-        if kind == "ddp":
-            found[name] = train(model, DistributedDataParallel(model), split=(10, 6))
-            continue
         codes = list(model.quantizer.parameters())
 
         def average(codes: Sequence[nn.Parameter] = codes) -> None:
@@ -173,15 +169,14 @@ def on_two_ranks(kind: str) -> dict[str, State]:
                 if each.grad is not None:
                     c10d.all_reduce(each.grad.div_(2))
 
-        mesh = c10d.init_device_mesh("cpu", (2,))
-        fully_shard(model, mesh=mesh, ignored_params=set(codes))
+        fully_shard(model, mesh=c10d.init_device_mesh("cpu", (2,)), ignored_params=set(codes))
         found[name] = train(model, model, average, (10, 6))
     return found
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fully_shard"])
-def test_several_processes_equal_one(ranks: RankPool, kind: str) -> None:
-    for found in ranks(2, on_two_ranks, kind):
+def test_weights_in_shards_equal_one_process(ranks: RankPool) -> None:
+    """Under DDP, `test_training.py` compares them."""
+    for found in ranks(2, in_shards_on_two_ranks):
         for name in FAMILIES:
             assert_same(found[name], name)
 

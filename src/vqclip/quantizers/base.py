@@ -125,11 +125,15 @@ class Quantizer(nn.Module, ABC):
         """Return the columns of the ids that belong to the first stages and codebooks; None: to all.
 
         Raises:
-            ConfigError: a number is less than 1, or more than `extent`.
+            ConfigError: a number is no integer, less than 1, or more than `extent`.
         """
-        whole = self.extent
+        name, whole = type(self).__name__, self.extent
         prefix = Prefix(whole.stages if stages is None else stages, whole.codebooks if codebooks is None else codebooks)
-        prefix.require_within(whole, type(self).__name__)
+        if not all(whole):
+            raise ConfigError(f"{prefix}: {name} has no codes; expected a quantizer with a codebook")
+        for axis, got, most in zip(Prefix._fields, prefix, whole, strict=True):
+            if type(got) is not int or not 1 <= got <= most:
+                raise ConfigError(f"{axis}: got {got!r}, expected 1 to {most}, the {axis} of this {name}")
         return [
             column
             for column, (stage, codebook) in enumerate(self.places)

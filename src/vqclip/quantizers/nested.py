@@ -181,7 +181,20 @@ class Residual(Quantizer):
 
     def __init__(self, layer: Quantizer, depth: int, dropout: bool = False, least: int = 1, groups: int = 1):
         _check_least(depth, least)
-        _check_refinement(layer, depth)
+        if depth > 1:
+            ratio = layer.refinement
+            if ratio is None:
+                raise ConfigError(
+                    f"Residual: the codes of this {type(layer).__name__} cannot be refined; expected FSQ with the "
+                    "layout uniform, LFQ, BSQ, SimVQ, VQ without cosine, or a Product or Residual of them"
+                )
+            if not (isinstance(ratio, Tensor) and ratio.is_meta):  # built for the shapes of its weights alone
+                largest = float(ratio.max()) if isinstance(ratio, Tensor) else ratio
+                if largest**depth > FINEST:
+                    useful = int(math.log(FINEST) / math.log(largest))
+                    raise ConfigError(
+                        f"Residual: depth is {depth}, expected at most {useful}, the precision of float32"
+                    )
         check_size("Residual", layer.dim, len(layer.codebook_sizes) * depth, layer.extent.stages * depth)
         super().__init__(layer.dim, layer.codebook_sizes * depth, layer.loss_weights)
         self.layers = nn.ModuleList(layer.spawn(groups) for _ in range(depth))
@@ -305,23 +318,6 @@ def _refresh_turns(module: nn.Module, keys: object = None) -> None:
 def _check_least(depth: int, least: int) -> None:
     if depth < 1 or not 1 <= least <= depth:
         raise ConfigError(f"Residual: depth is {depth} and least {least}, expected 1 <= least <= depth")
-
-
-def _check_refinement(layer: Quantizer, depth: int) -> None:
-    if depth == 1:
-        return
-    ratio = layer.refinement
-    if ratio is None:
-        raise ConfigError(
-            f"Residual: the codes of this {type(layer).__name__} cannot be refined; expected FSQ with the layout "
-            "uniform, LFQ, BSQ, SimVQ, VQ without cosine, or a Product or Residual of them"
-        )
-    if isinstance(ratio, Tensor) and ratio.is_meta:  # built for the shapes of its weights alone
-        return
-    largest = float(ratio.max()) if isinstance(ratio, Tensor) else ratio
-    if largest**depth > FINEST:
-        useful = int(math.log(FINEST) / math.log(largest))
-        raise ConfigError(f"Residual: depth is {depth}, expected at most {useful}, the precision of float32")
 
 
 class ResidualConfig(Config):

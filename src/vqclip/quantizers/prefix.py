@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from vqclip.errors import ConfigError
-
 
 class Prefix(NamedTuple):
     """The first stages of every `Residual` and the first codebooks of every `Product`.
@@ -41,18 +39,6 @@ class Prefix(NamedTuple):
         """Return the prefix that is the same share of ``to`` as this one is of ``of``, rounded up."""
         stages, codebooks = (-(-part * new // old) for part, old, new in zip(self, of, to, strict=True))
         return Prefix(stages, codebooks)
-
-    def require_within(self, whole: Prefix, name: str) -> None:
-        """Check that the quantizer ``name`` with the extent ``whole`` has this prefix.
-
-        Raises:
-            ConfigError: a number is no integer, less than 1, or more than in ``whole``.
-        """
-        if not all(whole):
-            raise ConfigError(f"{self}: {name} has no codes; expected a quantizer with a codebook")
-        for axis, got, most in zip(self._fields, self, whole, strict=True):
-            if type(got) is not int or not 1 <= got <= most:
-                raise ConfigError(f"{axis}: got {got!r}, expected 1 to {most}, the {axis} of this {name}")
 
 
 def _numbers(most: int) -> Iterator[int]:
