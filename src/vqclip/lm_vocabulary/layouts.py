@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vqclip.config import Modality
@@ -248,9 +249,11 @@ class Vocabulary:
         """
         flat = self.codes(modality).to_vocabulary(ids)
         begin, end = self._marks(modality)
-        row = torch.nn.functional.pad(flat, (1, 1), value=self.pad)
+        row = F.pad(flat, (1, 1), value=self.pad)
         row[:, 0] = begin
-        return row.scatter(1, 1 + _length(flat != self.pad)[:, None], end)
+        places = torch.arange(1, flat.shape[1] + 1, device=flat.device)
+        length = F.pad((flat != self.pad) * places, (1, 0)).amax(dim=1, keepdim=True)  # up to the last code
+        return row.scatter(1, 1 + length, end)
 
     def from_vocabulary(self, rows: Tensor, modality: Modality) -> Tensor:
         """Invert `to_vocabulary`: ``(B, N·C + 2)`` integers → ``(B, N, C)`` int64.
@@ -320,12 +323,6 @@ class Vocabulary:
 
     def _marks(self, modality: Modality) -> tuple[int, int]:
         return self.special[f"begin_{modality}"], self.special[f"end_{modality}"]
-
-
-def _length(present: Tensor) -> Tensor:
-    """Return ``(B,)``: the number of columns up to the last True of ``(B, M)`` bool."""
-    places = torch.arange(1, present.shape[1] + 1, device=present.device)
-    return (present * places).amax(dim=1) if present.shape[1] else present.new_zeros(len(present), dtype=torch.int64)
 
 
 def require_codebooks(sizes: Sequence[int]) -> None:
