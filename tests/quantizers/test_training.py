@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.quantizers.test_distributed import collectives
-from tests.ranks import RankPool
+from tests.ranks import RankPool, for_each
 from vqclip import dist
 from vqclip.quantizers import (
     BSQConfig,
@@ -128,19 +129,51 @@ def trajectory(config: QuantizerConfig, split: Sequence[int], micro_batches: int
     return states
 
 
+WITH_TABLES = [name for name in FAMILIES if "vq" in name and "simvq" not in name]
+
+
 @pytest.fixture(scope="module")
 def alone() -> Callable[[str], list[State]]:
-    return functools.cache(lambda name: trajectory(FAMILIES[name], (16,)))
+    """The states of one process, in which codes have started and are replaced: the comparison is worth something."""
+
+    @functools.cache
+    def states_of(name: str) -> list[State]:
+        replaced = []
+
+        def counting(*args: Tensor) -> tuple[Tensor, Tensor]:
+            codes, where = replacements(*args)
+            replaced.append(int(where.sum()))
+            return codes, where
+
+        with mock.patch("vqclip.quantizers.vq.replacements", counting):
+            states = trajectory(FAMILIES[name], (16,))
+        started = [bool(states[-1][key]) for key in states[0] if key.endswith("has_started")]
+        assert all(started)
+        assert (sum(replaced) > 0) == bool(started) == (name in WITH_TABLES)
+        return states
+
+    return states_of
 
 
-@pytest.mark.parametrize(("name", "split"), CASES)
-def test_equals_one_process(ranks: RankPool, alone: Callable[[str], list[State]], name: str, split: str) -> None:
+@pytest.fixture(scope="module")
+def on_ranks(ranks: RankPool) -> dict[tuple[str, str], list[list[State]]]:
+    """The states of each rank, by names of the family and of the split."""
+    found = {}
+    for split, shares in SPLITS.items():
+        cases = [case for case in CASES if case[1] == split]
+        settings = [(FAMILIES[name], shares, 2) for name, _ in cases]
+        found |= dict(zip(cases, zip(*ranks(len(shares), for_each, trajectory, settings), strict=True), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_equals_one_process(on_ranks, alone: Callable[[str], list[State]], case: tuple[str, str]) -> None:
     """Ranks hold the same bits after every step, and up to rounding what one process does."""
-    first, *others = ranks(len(SPLITS[split]), trajectory, FAMILIES[name], SPLITS[split], 2)
+    first, *others = on_ranks[case]
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
             assert all(torch.equal(mine[key], theirs[key]) for key in mine)
-    for mine, theirs in zip(first, alone(name), strict=True):
+    for mine, theirs in zip(first, alone(case[0]), strict=True):
         for key in mine:
             torch.testing.assert_close(mine[key], theirs[key], rtol=1e-9, atol=1e-9)
 
@@ -171,29 +204,7 @@ def test_without_an_order_and_without_tokens(ranks: RankPool, name: str) -> None
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-WITH_TABLES = [name for name in FAMILIES if "vq" in name and "simvq" not in name]
-WITH_DROPOUT = [name for name, config in FAMILIES.items() if isinstance(config, ResidualConfig)]
-
-
-@pytest.mark.parametrize("name", WITH_TABLES)
-def test_codes_start_and_are_replaced(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The comparison above is worth something."""
-    replaced = []
-
-    def counting(*args: Tensor) -> tuple[Tensor, Tensor]:
-        codes, where = replacements(*args)
-        replaced.append(int(where.sum()))
-        return codes, where
-
-    monkeypatch.setattr("vqclip.quantizers.vq.replacements", counting)
-    states = trajectory(FAMILIES[name], (16,))
-    assert sum(replaced) > 0
-    started = [key for key in states[0] if key.endswith("has_started")]
-    assert started
-    assert all(states[-1][key] for key in started)
-
-
-@pytest.mark.parametrize("name", WITH_DROPOUT)
+@pytest.mark.parametrize("name", ["residual of vq", "residual of product of vq"])
 def test_dropout_leaves_several_depths(name: str) -> None:
     training = Training(FAMILIES[name], (16,))
     first = "0/tokens" if "1/tokens" in training.step(0) else "tokens"
