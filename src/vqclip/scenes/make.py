@@ -145,7 +145,9 @@ def write_captioned(folder: Path, samples: Iterable[Sample], shard_size: int) ->
     folder.mkdir(parents=True)
     for shard, part in enumerate(_parts(samples, shard_size)):
         with (folder / f"{shard:05d}.tar").open("wb") as file:
-            write_tar(file, (_captioned(f"{shard:05d}{number:04d}", sample) for number, sample in enumerate(part)))
+            write_tar(
+                file, (_caption_members(f"{shard:05d}{number:04d}", sample) for number, sample in enumerate(part))
+            )
         stats = {"count": len(part), "successes": len(part), "failed_to_download": 0, "failed_to_resize": 0}
         (folder / f"{shard:05d}_stats.json").write_bytes(_json(stats | {"status_dict": {"success": len(part)}}))
 
@@ -159,17 +161,17 @@ def write_labelled(folder: Path, samples: Iterable[Sample], class_names: list[st
     for shards, part in enumerate(_parts(samples, shard_size), 1):
         with (folder / "test" / f"{shards - 1}.tar").open("wb") as file:
             keys = (f"s{index:07d}" for index in itertools.count((shards - 1) * shard_size))
-            write_tar(file, (_labelled(key, sample, class_names) for key, sample in zip(keys, part, strict=False)))
+            write_tar(file, (_label_members(key, sample, class_names) for key, sample in zip(keys, part, strict=False)))
     (folder / "test" / "nshards.txt").write_bytes(f"{shards}\n".encode())
 
 
-def _captioned(key: str, sample: Sample) -> tuple[str, dict[str, bytes]]:
+def _caption_members(key: str, sample: Sample) -> tuple[str, dict[str, bytes]]:
     assert sample.caption is not None
     size = {name: len(sample.pixels) for name in ("width", "height", "original_width", "original_height")}
     return _members(key, sample, "txt", sample.caption, {"caption": sample.caption, "status": "success", **size})
 
 
-def _labelled(key: str, sample: Sample, class_names: list[str]) -> tuple[str, dict[str, bytes]]:
+def _label_members(key: str, sample: Sample, class_names: list[str]) -> tuple[str, dict[str, bytes]]:
     assert sample.label is not None
     return _members(key, sample, "cls", str(sample.label), {"class": class_names[sample.label]})
 
