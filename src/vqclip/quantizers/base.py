@@ -156,7 +156,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ConfigError, ShapeError: see `columns` and `decode`.
         """
-        self._require_ids(ids)
+        require_ids(type(self).__name__, self.codebook_sizes, ids)
         kept = self.columns(stages, codebooks)
         truncated = torch.full_like(ids, -1, dtype=torch.int64)
         truncated[..., kept] = ids[..., kept].long()
@@ -221,7 +221,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: wrong width or dtype, or an id out of range (not checked under `torch.compile`).
         """
-        self._require_ids(ids)
+        require_ids(type(self).__name__, self.codebook_sizes, ids)
         grouped = ids.long().reshape(math.prod(ids.shape[:-1]), 1, len(self.codebook_sizes))
         with full_precision(ids.device):
             return self._decode(grouped).reshape(*ids.shape[:-1], self.dim)
@@ -408,25 +408,6 @@ class Quantizer(nn.Module, ABC):
                 f"{tuple(x.shape[:-1])}: one entry per token, True = real token"
             )
 
-    def _require_ids(self, ids: Tensor) -> None:
-        """Raise a `ShapeError` for ids of a wrong width or dtype, or out of range."""
-        name, width = type(self).__name__, len(self.codebook_sizes)
-        if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
-            raise ShapeError(f"{name}: ids are {ids.dtype}, expected integers")
-        if ids.ndim == 0 or ids.shape[-1] != width:
-            raise ShapeError(f"{name}: ids have shape {tuple(ids.shape)}, expected (..., {width}): one id per codebook")
-        if torch.compiler.is_compiling():  # the check below depends on values, which a graph cannot
-            return
-        largest = torch.tensor([size - 1 for size in self.codebook_sizes], device=ids.device)
-        wide = ids.long()  # a narrow dtype could not hold the sizes
-        wrong = (wide < -1) | (wide > largest)
-        if bool(wrong.any()):
-            *_, codebook = (int(index) for index in wrong.nonzero()[0])
-            raise ShapeError(
-                f"{name}: id {int(wide[wrong][0])} in codebook {codebook}, expected 0 to {int(largest[codebook])}, or "
-                "-1 for none"
-            )
-
     def _tokens(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the tokens as ``(T, 1, D)`` in float32 or float64, 0 where masked, and the mask as ``(T,)``."""
         tokens = x.reshape(-1, 1, self.dim)
@@ -436,6 +417,27 @@ class Quantizer(nn.Module, ABC):
         keep = mask.reshape(-1)
         # Padding may contain anything, also NaN; it must not reach a statistic or a gradient.
         return tokens.masked_fill(~keep[:, None, None], 0), keep
+
+
+def require_ids(name: str, sizes: Sequence[int], ids: Tensor) -> None:
+    """Raise a `ShapeError` for ids of a wrong width or dtype, or out of range."""
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise ShapeError(f"{name}: ids are {ids.dtype}, expected integers")
+    if ids.ndim == 0 or ids.shape[-1] != len(sizes):
+        raise ShapeError(
+            f"{name}: ids have shape {tuple(ids.shape)}, expected (..., {len(sizes)}): one id per codebook"
+        )
+    if torch.compiler.is_compiling():  # the check below depends on values, which a graph cannot
+        return
+    largest = torch.tensor([size - 1 for size in sizes], device=ids.device)
+    wide = ids.long()  # a narrow dtype could not hold the sizes
+    wrong = (wide < -1) | (wide > largest)
+    if bool(wrong.any()):
+        *_, codebook = (int(index) for index in wrong.nonzero()[0])
+        raise ShapeError(
+            f"{name}: id {int(wide[wrong][0])} in codebook {codebook}, expected 0 to {int(largest[codebook])}, or "
+            "-1 for none"
+        )
 
 
 def resolve_weights(name: str, defaults: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
