@@ -25,7 +25,7 @@ from vqclip.nn.inputs import require_ids
 from vqclip.nn.precision import full_precision
 from vqclip.pixels.grid import pixels_per_token, prime_factors, require_groups
 from vqclip.quantizers import Product, QuantizerConfig, QuantizerOutput
-from vqclip.quantizers.base import require_ids
+from vqclip.quantizers.base import check_ids
 from vqclip.quantizers.stats import random_integers
 from vqclip.seeds import derive_seed
 from vqclip.towers.image import Normalize
@@ -144,7 +144,7 @@ class Detail(nn.Module):
                 )
             ids, columns = ids[..., :needed], needed
         ids = F.pad(ids, (0, most - columns), value=-1)
-        require_ids("detail ids", self.codebook_sizes, ids)  # the quantizer would name itself
+        check_ids("detail ids", self.codebook_sizes, ids)  # the quantizer would name itself
         return self.quantizer.decode(ids)
 
     def add(self, vectors: Tensor) -> Tensor:

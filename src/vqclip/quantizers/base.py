@@ -156,7 +156,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ConfigError, ShapeError: see `columns` and `decode`.
         """
-        require_ids(type(self).__name__, self.codebook_sizes, ids)
+        check_ids(type(self).__name__, self.codebook_sizes, ids)
         kept = self.columns(stages, codebooks)
         truncated = torch.full_like(ids, -1, dtype=torch.int64)
         truncated[..., kept] = ids[..., kept].long()
@@ -221,7 +221,7 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: wrong width or dtype, or an id out of range (not checked under `torch.compile`).
         """
-        require_ids(type(self).__name__, self.codebook_sizes, ids)
+        check_ids(type(self).__name__, self.codebook_sizes, ids)
         grouped = ids.long().reshape(math.prod(ids.shape[:-1]), 1, len(self.codebook_sizes))
         with full_precision(ids.device):
             return self._decode(grouped).reshape(*ids.shape[:-1], self.dim)
@@ -419,7 +419,7 @@ class Quantizer(nn.Module, ABC):
         return tokens.masked_fill(~keep[:, None, None], 0), keep
 
 
-def require_ids(name: str, sizes: Sequence[int], ids: Tensor) -> None:
+def check_ids(name: str, sizes: Sequence[int], ids: Tensor) -> None:
     """Raise a `ShapeError` for ids of a wrong width or dtype, or out of range."""
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise ShapeError(f"{name}: ids are {ids.dtype}, expected integers")
