@@ -72,7 +72,7 @@ def test_a_claim_of_another_machine_holds_while_it_is_renewed(tmp_path, monkeypa
         assert path.stat().st_mtime > time.time() - 60
 
 
-@pytest.mark.parametrize("damage", ["short", "flipped", "missing", "record", "moved"])
+@pytest.mark.parametrize("damage", ["short", "flipped", "decayed", "missing", "record", "moved"])
 def test_what_is_damaged_is_made_again(tmp_path, damage):
     folder = open_folder(tmp_path)
     for item in folder.claim():
@@ -84,13 +84,15 @@ def test_what_is_damaged_is_made_again(tmp_path, damage):
     assert record.facts == {"more": [1]}
     file, path = folder.file(1), tmp_path / "records" / "00001.json"
     changes = {"short": (file, b"ab"), "flipped": (file, b"abd"), "record": (path, path.read_bytes()[:-9])}
+    changes["decayed"], before = changes["flipped"], path.stat().st_mtime_ns
     if damage in changes:
         changes[damage][0].write_bytes(changes[damage][1])
+        os.utime(file, ns=(before, before + (damage == "flipped")))
     elif damage == "moved":
         path.write_bytes((tmp_path / "records" / "00002.json").read_bytes())
     else:
         file.unlink()
-    assert (folder.record(1) is None) == (damage != "flipped")  # only reading the file finds it
+    assert (folder.record(1) is None) == (damage != "decayed")  # only reading the file finds it
     assert folder.record(1, verify=True) is None
     assert list(folder.claim()) == [1]
     assert folder.records() is None

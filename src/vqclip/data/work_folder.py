@@ -46,7 +46,7 @@ from vqclip.data.batch import require_few_bad
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.io.atomic import FileDigest, remove_leftovers, verify_file, write_file, write_file_once
 from vqclip.io.file_locks import ProcessLock
-from vqclip.io.files import format_bytes
+from vqclip.io.files import Stamp, format_bytes
 from vqclip.io.json_files import add_checksum, describe_differences, read_checked, read_versioned
 from vqclip.process import progress
 
@@ -218,7 +218,10 @@ class WorkFolder:
 
     @classmethod
     def existing(cls, path: Path, layout: FolderLayout) -> Self | None:
-        """Open a folder that was begun, with the settings in it; None if there is none, or it cannot be read."""
+        """Open a folder that was begun, with the settings in it; None if there is none.
+
+        One whose settings are damaged is removed: it is in a cache, and made again.
+        """
         try:
             found = read_versioned(path / SETTINGS_FILE, layout.versions, "it is made again")
             return cls(path, found["settings"], found["items"], layout)
@@ -226,6 +229,8 @@ class WorkFolder:
             return None
         except (CheckpointError, OSError, KeyError) as error:
             logger.warning("%s; it is made again", error)
+            if not isinstance(error, OSError):
+                shutil.rmtree(path, ignore_errors=True)
             return None
 
     def file(self, item: int) -> Path:
@@ -317,7 +322,8 @@ class WorkFolder:
 
         Args:
             item: its number.
-            verify: read the file, and compare its checksum; the record of one that is damaged is removed.
+            verify: read the file, and compare its checksum; the record of one that is damaged is removed. Otherwise
+                that is done where the file was written to after its record.
         """
         path, file = self.record_path(item), self.file(item)
         if not path.exists():
@@ -326,10 +332,13 @@ class WorkFolder:
             record = read_checked(path, ItemRecord, self.layout.versions, "it is made again")
             if (record.settings, record.item, record.name) != (self.digest, item, file.name):
                 raise CheckpointError(f"{path}: the record of another item or folder")
-            if verify:
+            now, recorded = Stamp.of(file), Stamp.of(path)
+            if now.size != record.file.size:
+                raise CheckpointError(f"{file}: got {now.size} bytes, expected {record.file.size}")
+            if verify or now.modified_ns > recorded.modified_ns:
                 verify_file(file, record.file, "its record")
-            elif (size := file.stat().st_size) != record.file.size:
-                raise CheckpointError(f"{file}: got {size} bytes, expected {record.file.size}")
+                with contextlib.suppress(OSError):  # a read-only folder
+                    os.utime(path)
             return record
         except FileNotFoundError:
             return None
@@ -407,8 +416,8 @@ def _count_kinds(bad: Iterable[BadRecord]) -> dict[str, int]:
 
 
 def require_room(folder: Path, size: int, remedy: str) -> None:
-    """Raise DataError if a disk has no room for so many bytes."""
-    free = shutil.disk_usage(folder).free
+    """Raise DataError if the disk of a folder, which may be missing, has no room for so many bytes."""
+    free = shutil.disk_usage(next(each for each in (folder, *folder.absolute().parents) if each.exists())).free
     if size > free:
         raise DataError(
             f"{folder} has room for {format_bytes(free)}, and about {format_bytes(size)} are needed; {remedy}"

@@ -92,6 +92,7 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
             "class 'a': classnames has it more than once",
         ),
         ("filepath,label\na.jpg,n01440764\n", [], "the classes are WordNet ids without names (n01440764)"),
+        ("filepath,title\n/none/a.jpg,x\n", [], "No such file or directory. Is this a path of another machine?"),
         ("filepath,cls\na.jpg,\n", ["label=cls"], "row 2: a.jpg: the class is empty"),
         (f"filepath,cls\na.jpg,{'1' * 5000}\n", ["label=cls", "classnames=[a, b]"], "row 2: a.jpg: class '111"),
         (f"{'x' * 100_000},{'y' * 100_000}\n1,2\n", [], "its columns: 'xxx"),
@@ -154,6 +155,7 @@ PEOPLE = [
     ("t.csv", ROWS.replace("y", "é").encode("latin-1"), "encoding=latin-1", XY | {"b.jpg": ("é",)}, ""),
     ("t.csv", "a.jpg,x\nb.jpg,y\n", "", XY, "no header: the first row is 'a.jpg', 'x'"),
     ("t.token", "a.jpg#0\tx\na.jpg#1\tz, 3\nb.jpg#0\ty\n", "", XY | {"a.jpg": ("x", "z, 3")}, "no header"),
+    ("t.txt", "a.jpg\tx, 1\nb.jpg\ty, 2\n", "", {"a.jpg": ("x, 1",), "b.jpg": ("y, 2",)}, "no header"),
     ("t.csv", "1,a.jpg,x\n2,b.jpg,y\n", "columns=[id,image,caption]", XY, ""),
     (
         "t.csv",
@@ -187,10 +189,12 @@ PEOPLE = [
     ),
     ("t.csv", "image,caption,split\na.jpg,x,train\nb.jpg,y,val\n", "where.split=train", X, "left out: 1 row"),
     ("t.csv", ROWS.replace("b.jpg", "sub\\b.jpg"), "", X | {"sub/b.jpg": ("y",)}, ""),
+    ("t.csv", ROWS.replace("b.jpg", "sub%2Fb.jpg"), "", X | {"sub/b.jpg": ("y",)}, ""),
     ("t.csv", ROWS.replace(".jpg", ""), "", XY, ""),
     ("t.json", [{"image_id": 139, "caption": "x"}], "", {"000000000139.jpg": ("x",)}, ""),
     ("t.csv", "image,caption\nd.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
     ("above/t.csv", "image,caption\nd.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
+    ("above/t.csv", "image,caption\nsub/d.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
     ("t.csv", "image,label\na.jpg,dog\nb.jpg,cat\n", "", {"a.jpg": 1, "b.jpg": 0}, ""),
     ("t.csv", "image,cls\na.jpg,3.0\nb.jpg,1\n", "label=cls classnames=[a,b,c,d]", {"a.jpg": 3, "b.jpg": 1}, ""),
     (
@@ -265,6 +269,14 @@ def test_only_changed_files_are_read_again(folder: Path, monkeypatch: pytest.Mon
         file.write_bytes(file.read_bytes()[:-30])
     assert parse_source(folder / "t.csv").build().read(1).captions == ("y",)
     assert len(read) == 7
+
+
+def test_images_that_come_later_are_found_in_their_folder(folder: Path) -> None:
+    (folder / "later").mkdir()
+    with pytest.raises(DataError, match="none of the 1 images can be read"):
+        table(folder, "image,caption\nnew.jpg,x\n")
+    (folder / "later" / "new.jpg").write_bytes(encode(pixels(5)))
+    assert parse_source(folder / "t.csv").build().read(0).captions == ("x",)
 
 
 def test_a_file_that_comes_later_is_found_at_the_next_start(folder: Path) -> None:
@@ -349,6 +361,12 @@ def test_captions_beside_the_images(folder: Path) -> None:
 
 
 def test_layouts_of_folders_that_are_not_plain(folder: Path) -> None:
+    for name in "abc":
+        (folder / f"{name}.txt").write_text("0 0.5 0.5 0.25 0.25\n")
+    with pytest.raises(DataError, match=r"a\.txt: has numbers, such as the boxes of YOLO"):
+        parse_source(folder).build()
+    for name in "abc":
+        (folder / f"{name}.txt").unlink()
     (folder / "a.csv").touch()
     with pytest.raises(DataError, match="3 images without captions; expected a .txt .* named as the path: .*a.csv"):
         parse_source(folder).build()

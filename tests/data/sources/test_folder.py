@@ -119,12 +119,21 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
     [
         ("train/0.jpg train/metadata.csv test/0.jpg test/metadata.csv", [], PARTS),
         ("a/0.jpg a/metadata.jsonl b/0.jpg", [], PARTS),
-        ("train2017/0.jpg val2017/0.jpg", [], PARTS),
+        (
+            "train2017/0.jpg val2017/0.jpg annotations/captions_train2017.json",
+            [],
+            PARTS + ".*as the path: .*captions_tr",
+        ),
         ("train/cat/0.jpg test/cat/0.jpg", [], PARTS),
         (
             "Images/0.jpg captions.txt",
             [],
             "a single subfolder with images, Images, which .* named as the path: .*captions.txt; or set",
+        ),
+        (
+            "JPEGImages/0.jpg annotations.xml",
+            [],
+            "images, JPEGImages, which would be the class of all; or set captions",
         ),
         ("cub/001.a/0.jpg classes.txt parts/x.txt", [], "images, cub, which are in folders .* as the path: .*/cub$"),
         ("002.a_b/0.jpg 010.a/0.jpg", [], ["a b", "a", "before the names of classes are left out: 002.a_b, ..."]),

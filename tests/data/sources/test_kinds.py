@@ -44,6 +44,8 @@ def test_the_kind_of_a_path(tmp_path: Path) -> None:
 def test_a_kind_that_is_not_plain(tmp_path: Path) -> None:
     (tmp_path / "notes.doc").touch()
     (tmp_path / "empty").mkdir()
+    (tmp_path / "zip").mkdir()
+    (tmp_path / "zip" / "images.zip").touch()
     for name in ("0.tar", "a.png", "a.txt"):
         (tmp_path / "both" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "both" / name).touch()
@@ -51,9 +53,13 @@ def test_a_kind_that_is_not_plain(tmp_path: Path) -> None:
         (tmp_path / "empty", "the folder is empty"),
         (tmp_path / "both", "could be of several kinds: shards, folder; name one"),
         (tmp_path / "none", "no such file or folder"),
+        ("images/*.jpg", "an image, or a pattern of images; expected their folder"),
+        (tmp_path / "zip", "contains images.zip, an archive of a kind that is not read; unpack it"),
+        (tmp_path / "zip" / "images.zip", "an archive of a kind that is not read; unpack it, and name the folder"),
         (
             tmp_path,
-            r"its kind is not plain from its contents \(both/, empty/, notes.doc\); name it, kind: one of shards",
+            r"its kind is not plain from its contents \(both/, empty/, notes.doc, zip/\); name it, kind: one of shards"
+            r", .*; or name the path of one with tars or Parquet in it: both",
         ),
         (tmp_path / "notes.doc", "its kind is not plain from its name; .*plain are folders .* end in .tar"),
         ("s3://bucket/folder", "its kind is not plain from its name"),

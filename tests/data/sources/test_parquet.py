@@ -248,6 +248,23 @@ def test_rows_are_packed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert source.read(0).image == IMAGES[9]
 
 
+def test_a_disk_without_room_is_refused_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.parquet")
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    for _ in range(2):
+        assert "has room for 100 bytes" in refusal(path)
+
+
+def test_damage_in_the_cache_is_mended(tmp_path: Path, cache: Path) -> None:
+    path = write(tmp_path / "a.parquet")
+    before = ParquetConfig(path=str(path)).build().fingerprint
+    for name, at in (("settings.json", 9), ("00000.tar", 600)):
+        (file,) = cache.glob(f"packed/*/{name}")
+        file.write_bytes(file.read_bytes()[:at] + b"x" + file.read_bytes()[at + 1 :])
+        assert ParquetConfig(path=str(path)).build().fingerprint == before
+
+
 @pytest.mark.parametrize("group", [3, 4, 100])
 def test_a_row_for_each_caption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int) -> None:
     monkeypatch.setattr(parquet, "_PIECE_ROWS", 3)  # images span pieces
@@ -365,6 +382,8 @@ def test_images_at_urls(tmp_path: Path, server: FaultyServer, cache: Path, pause
         source.read(1)
     assert error.value.kind == "gone"
     shutil.rmtree(cache / "packed")
+    server.for_ever["/1.jpg"] = lambda handler, body: serving.answer(handler, b"\n<!DOCTYPE html><html>")
+    assert "the server sent a page (HTML) instead of an image" in refusal(path, urls="fetch")
     server.for_ever["/1.jpg"] = serving.status(503)
     assert "HTTP 503" in refusal(path, urls="fetch_or_replace", remote={"tries": 2})
     server.for_ever["/1.jpg"] = lambda handler, body: serving.answer(handler, b"", length=65 << 20)

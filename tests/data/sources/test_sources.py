@@ -43,6 +43,8 @@ def test_wrong_layout_is_told_at_once(tmp_path: Path) -> None:
     assert "is it a source of kind: classes?" in message
     path = write_tar(tmp_path / "b.tar", {"1.txt": b""})
     assert "the members end in .txt (1)" in refusal(CaptionShardsConfig(path=str(path)).build)
+    path = write_tar(tmp_path / "e.tar", {"d/0.tar": b"x"})
+    assert "end in .tar (1). It contains tars: unpack it" in refusal(CaptionShardsConfig(path=str(path)).build)
     path = write_tar(tmp_path / "d.tar", {"txt/0.txt": b"x", "imgs/0.jpg": b""})
     assert "an image 'imgs/0' and a txt 'txt/0': pack" in refusal(CaptionShardsConfig(path=str(path)).build)
 

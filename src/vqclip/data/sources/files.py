@@ -241,7 +241,10 @@ class FileSource:
         try:
             self.read(int(is_row.argmax()))
         except DataError as error:
-            hint = f". Relative paths refer to {self._root}; images names another folder" if is_row.any() else ""
+            hint = f". Relative paths refer to {self._root}; images names another folder"
+            if os.path.isabs(self._table.paths.read(int(is_row.argmax()))):
+                hint = ". Is this a path of another machine? Write it relative to the table, or to a folder, images"
+            hint = hint if is_row.any() and error.kind != "URL" else ""
             raise DataError(
                 f"{self._listing}: none of the {len(self)} images can be read; the first: {error}{hint}"
             ) from None
@@ -375,7 +378,9 @@ def resolve_path(text: str, root: Path) -> str:
     protocol = protocol_of(text)
     if protocol not in (None, "file"):
         raise DataError(
-            f"{display_url(text)}: a URL; expected a file on this machine (img2dataset downloads tables of URLs)", "URL"
+            f"{display_url(text)}: a URL; expected a file on this machine (img2dataset downloads tables of URLs, and "
+            "those in Parquet are fetched with urls: fetch)",
+            "URL",
         )
     path = text if protocol is None else local_path(text)
     path = os.path.normpath(path) if os.pardir in path else path

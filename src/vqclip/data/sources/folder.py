@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import Counter
@@ -28,7 +29,7 @@ from vqclip.data.sources.files import FileSourceConfig
 from vqclip.data.sources.listing import FileTable, TableBuilder, list_images
 from vqclip.data.sources.tables import CsvConfig, JsonConfig
 from vqclip.errors import DataError, encodable
-from vqclip.io.files import walk_files
+from vqclip.io.files import read_bounded, walk_files
 
 Captions = Literal["classes", "txt", "txt_lines", "json", "metadata", "names"]
 METADATA = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.json", "captions.json")
@@ -141,6 +142,7 @@ class FolderConfig(FileSourceConfig):
         texts, ending = _text_ending(images, paths)
         objects = _count_beside(images, ".json", paths)
         if images and 2 * max(texts, objects) >= len(images):
+            _refuse_boxes(folder, min({caption_path(path, ending) for path in images} & paths))
             return "txt" if 2 * texts >= len(images) else "json"
         if texts or objects:
             raise DataError(
@@ -164,17 +166,18 @@ class FolderConfig(FileSourceConfig):
         inside = sorted({path.partition("/")[0] for path in paths if "/" in path})
         own = sorted({path.partition("/")[0] for path in images if "/" in path})
         described = [name for name in inside if any(f"{name}/{file}" in paths for file in METADATA)]
-        if described or (inside and all(map(is_split, inside))):
+        parts = own or inside
+        if described or (parts and all(map(is_split, parts))):
             raise DataError(
                 f"{folder}: its subfolders are parts of a data set, not classes; name one of them as the path: "
-                f"{', '.join(str(folder / name) for name in described or inside)}{hint}"
+                f"{', '.join(str(folder / name) for name in described or parts)}{hint}"
             )
         if len(own) == 1 and all(path.count("/") > 1 for path in images):
             raise DataError(
                 f"{folder}: a single subfolder with images, {own[0]}, which are in folders of their own; if these are "
                 f"classes, it is named as the path: {folder / own[0]}"
             )
-        if len(own) == 1 and hint:
+        if len(own) == 1:
             raise DataError(
                 f"{folder}: a single subfolder with images, {own[0]}, which would be the class of all{hint}; or set "
                 "captions: classes"
@@ -272,6 +275,16 @@ def _text_ending(images: Sequence[str], paths: set[str]) -> tuple[int, str]:
 
 def _count_beside(images: Sequence[str], ending: str, paths: set[str]) -> int:
     return sum(caption_path(path, ending) in paths for path in images)
+
+
+def _refuse_boxes(folder: Path, file: str) -> None:
+    """Raise DataError if a file beside an image has a class and four or more numbers in its first line."""
+    with contextlib.suppress(OSError):
+        if re.match(rb"\d+( -?[\d.]+){4,}\s*(\n|$)", read_bounded(folder / file, 1000)):
+            raise DataError(
+                f"{folder / file}: has numbers, such as the boxes of YOLO, which are no captions; set captions: txt if "
+                "they are, or captions: classes or names"
+            )
 
 
 def _caption_of(path: str) -> str:

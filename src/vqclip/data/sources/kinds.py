@@ -58,6 +58,7 @@ _ENDINGS = {
     "parquet": (".parquet",),
 }
 """Endings of names of files that are plainly of a kind."""
+_ARCHIVES = (".zip", ".rar", ".7z", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 
 
 def parse_source(path: str | Path | Sequence[str], overrides: Sequence[str] = (), **defaults: Any) -> SourceConfigBase:
@@ -175,6 +176,10 @@ def _find_kind(path: str) -> str:
             found = [kind for kind in ("csv", "tsv", "json") if name.removesuffix(".gz").endswith(_ENDINGS[kind])]
         if not found and is_local and not os.path.exists(local) and not any(mark in path for mark in "{*?["):
             raise DataError(f"{local.absolute()}: no such file or folder; expected a data set")
+        if name.endswith(_ARCHIVES):
+            raise DataError(f"{shown}: an archive of a kind that is not read; unpack it, and name the folder")
+        if name.endswith(IMAGE_ENDINGS):
+            raise DataError(f"{shown}: an image, or a pattern of images; expected their folder, or a table of them")
         if not found:
             plain = ", ".join(ending for endings in _ENDINGS.values() for ending in endings)
             raise DataError(
@@ -192,6 +197,7 @@ def _kinds_in(folder: Path) -> list[str]:
     A folder of images has images in it; or there is no other kind, and there are metadata or folders without tars.
     """
     try:
+        below: list[str] = []
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
         files = {name for name in names if not os.path.isdir(folder / name)}
         has_tars, has_images = any(map(is_tar, files)), any(name.lower().endswith(IMAGE_ENDINGS) for name in files)
@@ -205,8 +211,9 @@ def _kinds_in(folder: Path) -> list[str]:
         if is_saved_by_datasets(files):
             found.append("hf")
         if not has_images and not found:
-            no_tars = not any(is_tar(file.name) for file in folder.glob("[!.]*/*"))
-            has_images = bool(files & {*METADATA}) or (len(files) < len(names) and no_tars)
+            packed = (*TAR_ENDINGS, *_ENDINGS["parquet"])
+            below = sorted({file.parent.name for file in folder.glob("[!.]*/*") if file.name.endswith(packed)})
+            has_images = bool(files & {*METADATA}) or (len(files) < len(names) and not below)
         if has_images:
             found.append("folder")
     except OSError as error:
@@ -215,8 +222,13 @@ def _kinds_in(folder: Path) -> list[str]:
         raise DataError(f"{folder.absolute()}: the folder is empty; expected a data set")
     if not found:
         shown = ", ".join(name if name in files else f"{name}/" for name in names[:5])
+        if archive := next((name for name in names if name.lower().endswith(_ARCHIVES)), None):
+            raise DataError(
+                f"{folder.absolute()}: contains {archive}, an archive of a kind that is not read; unpack it"
+            )
         raise DataError(
             f"{folder.absolute()}: its kind is not plain from its contents ({shown}); name it, kind: one of "
             f"{', '.join(KINDS)}"
+            + (f"; or name the path of one with tars or Parquet in it: {', '.join(below)}" if below else "")
         )
     return found

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -302,11 +303,14 @@ class _Spelling:
     """Width of numbers, such as COCO's ids: 139 is 000000000139.jpg."""
     slashes: bool = False
     """Replace backslashes, as Windows has them."""
+    quoted: bool = False
+    """Replace %20 and the like, as in URLs."""
 
     def __call__(self, path: str) -> str:
         if not path or protocol_of(path) is not None or os.pardir in path.split("/"):
             return path
         path = path.replace("\\", "/") if self.slashes else path
+        path = unquote(path) if self.quoted else path
         if self.ending and not path.lower().endswith(IMAGE_ENDINGS):
             path = (path.zfill(self.digits) if path.isdigit() else path) + self.ending
         return os.path.join(self.folder, path)
@@ -316,14 +320,15 @@ class _Spelling:
         """Return the way in which most of the paths name files; the plain one if none does."""
         paths = [path for path in dict.fromkeys(paths) if path and protocol_of(path) is None][:20]
         slashes = any("\\" in path for path in paths)
+        quoted = any("%" in path for path in paths)
         endings = [("", 0)]
         if any(not path.lower().endswith(IMAGE_ENDINGS) for path in paths):
             digits = (0, 12) if any(path.isdigit() for path in paths) else (0,)
             endings += [(ending, width) for width in digits for ending in (*IMAGE_ENDINGS, ".JPG", ".PNG")]
 
         def best(folders: Iterable[str]) -> list[_Spelling]:
-            both = sorted({False, slashes})
-            ways = [cls(folder, *each, way) for folder in folders for way in both for each in endings]
+            marks = itertools.product(sorted({False, slashes}), sorted({False, quoted}))
+            ways = [cls(folder, *each, *mark) for folder, mark, each in itertools.product(folders, marks, endings)]
             counts = [sum(os.path.isfile(root / way(path)) for path in paths) for way in ways]
             most = max(counts, default=0)
             return [way for way, count in zip(ways, counts, strict=True) if count == most > 0]
@@ -338,7 +343,7 @@ class _Spelling:
                 folders = sorted(each.name for each in os.scandir(above) if each.is_dir() and each.name[0] != ".")
             except OSError:
                 folders = []
-            found = best(f"{start}{name}/" for name in folders[:200])
+            found = best([start] if start else []) or best(f"{start}{name}/" for name in folders[:200])
             places = [str(root / each) for each in dict.fromkeys(way.folder for way in found)]
             if len(places) > 1:
                 raise DataError(
@@ -347,6 +352,8 @@ class _Spelling:
             if places:
                 builder.notes.append(f"images found in {places[0]}; images names another folder")
                 return found[0]
+            for name in folders[:200]:  # the images may come later
+                builder.read_from(above / name)
         return cls()
 
 

@@ -179,8 +179,8 @@ class Packing:
             "has_prompts": stream.has_prompts,
             "notes": list(stream.notes),
         }
+        require_room(path, size, "set VQCLIP_CACHE to a folder on a larger disk")  # before the folder is there
         folder = WorkFolder(path, settings, len(stream.pieces), _LAYOUT)
-        require_room(path, size, "set VQCLIP_CACHE to a folder on a larger disk")
         logger.info("packing %s: %d pieces, about %s, into %s", stream, folder.items, format_bytes(size), path)
         return folder
 
@@ -297,7 +297,10 @@ def write_piece(
         samples = counts.pop("samples")
         record = folder.add_record(piece, file, samples, bad, **counts)
     except OSError as error:
-        raise StorageError(f"{folder.file(piece)}: cannot be written: {error.strerror}") from None
+        raise StorageError(
+            f"{folder.file(piece)}: cannot be written: {error.strerror}; make room and start again (what is finished "
+            f"stays), or name another folder ({folder.layout.option})"
+        ) from None
     size, done = format_bytes(file.size), folder.items - folder.missing()
     logger.info("packed %d of %d pieces into %s: %d samples, %s", done, folder.items, folder.path, samples, size)
     return record

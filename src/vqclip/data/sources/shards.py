@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from vqclip.data.remote.files import Shard
+from vqclip.data.remote.files import Shard, is_tar
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import display_url
 from vqclip.data.sources.base import Part, Place, RawSample, SourceConfigBase
@@ -247,7 +247,9 @@ def _require_members(tars: TarReader, kind: str, path: object) -> None:
     if not found:
         raise DataError(f"{path}: every tar is empty; expected samples, such as 000000000.jpg and 000000000.txt")
     hint = " Set image_member and caption_member to the endings of the images and captions."
-    if facts.ambiguous:
+    if any(is_tar(f".{name}") for name in facts.endings):
+        hint = " It contains tars: unpack it, and name their folder."
+    elif facts.ambiguous:
         hint = f" {describe_left_out(tars.index)[-1]}."
     elif tars.count("image") and kind == "txt" and tars.count("cls"):
         hint = " The samples have a .cls: is it a source of kind: classes?"

@@ -12,6 +12,7 @@ import base64
 import binascii
 import contextlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,7 @@ _BASE64_COLUMNS = ("image_base64", "base64", "b64")
 _URLS = ("url", "image_url")
 _BASE64 = ("/9j/", "iVBORw0KGgo", "UklGR", "R0lGOD")
 """Beginnings of images in base64."""
+_HTML = re.compile(rb"\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
 _MANY_CLASSES = 1000
 """With more classes than this, and a class for every second row, a column of texts is not one of classes."""
 _THREADS, _AHEAD = 16, 64
@@ -294,7 +296,12 @@ class TableStream(ABC):
         self._config.require_allowed(path, name)
         try:
             if protocol_of(path) not in (None, "file"):
-                return fetch_bytes(path, self._config.remote, MAX_BYTES["image"])
+                data = fetch_bytes(path, self._config.remote, MAX_BYTES["image"])
+                if _HTML.match(data):  # what servers send for images that are gone, with the status of success
+                    raise StorageError(
+                        f"{display_url(path)}: the server sent a page (HTML) instead of an image", "gone"
+                    )
+                return data
             if self._folder is None:
                 raise DataError("the image is a path; a table at a URL has images or URLs in it", "path outside")
             file = self._folder / resolve_path(path, self._folder)

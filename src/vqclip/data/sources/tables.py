@@ -73,7 +73,7 @@ class CsvConfig(ListConfig):
                 separator, first = separator or match[1], first[1:]
             if separator is None:
                 default = "\t" if self.kind == "tsv" else ","
-                separator = max((default, *_SEPARATORS), key=lambda each: _share(first, each))
+                separator = max((default, *_SEPARATORS), key=lambda each: _fits(first, each))
             unbalanced: list[int] = []
             rows = _parse(itertools.chain(first, lines), separator, self.quotes, unbalanced)
             header = next(((number, cells) for number, cells in rows if any(map(str.strip, cells))), None)
@@ -158,10 +158,14 @@ def _is_image(cell: str) -> bool:
     return bool(_URL.match(text)) or re.sub(r"#\d+$", "", text).endswith(IMAGE_ENDINGS)
 
 
-def _share(lines: Sequence[str], separator: str) -> float:
-    """Return the share of lines that a separator divides into as many columns as the first one."""
+def _fits(lines: Sequence[str], separator: str) -> tuple[float, bool]:
+    """Return the share of lines that a separator divides into as many columns as the first one.
+
+    And whether a cell of the first one is then an image; otherwise a comma in each caption is as good as a tab.
+    """
     widths = [line.count(separator) for line in lines if line.strip()]
-    return widths.count(widths[0]) / len(widths) if widths and widths[0] else 0.0
+    share = widths.count(widths[0]) / len(widths) if widths and widths[0] else 0.0
+    return share, bool(lines) and any(map(_is_image, lines[0].split(separator)))
 
 
 def _parse(

@@ -123,9 +123,9 @@ def find_unpacked(shards: Sequence[Shard], ask: bool, cache: Path | None = None)
                 sizes[number] = size
     if not sizes:
         return None
-    found = UnpackedTars(path, {"numbers": [*sizes]}, len(sizes), _LAYOUT)
     size = sum(sizes.values())
     require_room(path, size, "set VQCLIP_CACHE to a folder on a larger disk")
+    found = UnpackedTars(path, {"numbers": [*sizes]}, len(sizes), _LAYOUT)
     logger.info(
         "copying %d shards that cannot be read at random places, such as %s, into %s: %s or more",
         len(sizes),
