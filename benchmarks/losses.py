@@ -244,7 +244,7 @@ def machine() -> str:
     """CPU, instruction set, and how fast both kernels multiply on one thread; or the GPU's name."""
     if DEVICE.type == "cuda":
         return torch.cuda.get_device_name()
-    from vqclip.losses.products import product
+    from vqclip.losses.tiled import product
 
     torch.set_num_threads(1)
     left, right = torch.randn(2, 2048, WIDTH)

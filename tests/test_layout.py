@@ -116,7 +116,7 @@ def test_every_part_has_its_layer():
         ("vqclip.data.order", "from vqclip.towers import image"),
         ("vqclip.quantizers.fsq", "import vqclip.tokenizer"),
         ("vqclip.quantizers.fsq", "def f():\n    from ..data import order"),
-        ("vqclip.losses.sigmoid", "from vqclip.model import CLIP"),
+        ("vqclip.losses.contrastive", "from vqclip.model import CLIP"),
         ("vqclip.config", "from vqclip import dist"),
         ("vqclip.model", "from . import train"),
         ("vqclip.errors", "if TYPE_CHECKING:\n    from vqclip.train import X"),

@@ -60,6 +60,12 @@ def retrieval(shards: Path) -> list[dict[str, Any]]:
     return [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
 
 
+def identity_of(tree: dict[str, Any]) -> dict[str, Any]:
+    """The settings that define the trajectory of a run, of no particular samples."""
+    config = load_task_config(tree)
+    return config.run_identity(config.build_task(torch.device("cpu"), torch.float32), {})
+
+
 def run(tree: dict[str, Any], cache: str) -> dict[str, Any]:
     """Train in this process (a rank, or alone) and tell what happened."""
     os.environ["VQCLIP_CACHE"] = cache

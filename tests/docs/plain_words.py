@@ -66,10 +66,6 @@ NOUNS = {"Kept", "Facts", "Share", "_Share", "Attempt", "ReadingHalf", "Doubting
 DEFENDED: dict[tuple[str, str], str] = {
     ("src/vqclip/scenes/captions.py", "a picture of"): "part of the drawn data",
     ("src/vqclip/scenes/splits.py", "a picture of one"): "part of the drawn data",
-    (
-        "src/vqclip/train/tasks/contrastive_config.py",
-        "(dropout is drawn by micro-batch)",
-    ): "a key in the checkpoints of runs with dropout",
 }
 """(file, text of the finding) → the reason why it stays."""
 

@@ -10,18 +10,25 @@ from typing import NamedTuple, get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from pydantic import TypeAdapter
-from torch import nn
+from pydantic import TypeAdapter, ValidationError
 
+from tests.losses.test_tiled import assert_equals_one_process, pairs, tile_bytes, value_and_gradients
 from tests.ranks import RankError, for_each
 from vqclip import dist
 from vqclip.config import Config
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.losses import ContrastiveConfig, LossConfig, SigmoidConfig
-from vqclip.losses.features import Implementation
+from vqclip.losses import (
+    ContrastiveConfig,
+    ContrastiveLoss,
+    Implementation,
+    LossConfig,
+    SigmoidConfig,
+    pair_keys,
+    weighted_total,
+)
 
 
-def softmax_by_hand(image, text, scale, bias):
+def softmax_by_hand(image, text, scale):
     """−log of the softmax probability of the partner, over rows and over columns, pair by pair."""
     logits = [[scale * (i @ t) for t in text] for i in image]
     total = 0.0
@@ -42,12 +49,29 @@ def sigmoid_by_hand(image, text, scale, bias):
     return total / len(image)
 
 
+def softmax_without(image, text, scale, keys):
+    """Every row and column with its own pair and the pairs of other keys alone."""
+    logits = scale * image @ text.T
+    losses = []
+    for scores in (logits, logits.T):
+        for k, row in enumerate(scores):
+            others = torch.cat([row[k, None], row[keys != keys[k]]])
+            losses.append(others.logsumexp(0) - row[k])
+    return torch.stack(losses).mean()
+
+
+def sigmoid_without(image, text, scale, bias, keys):
+    logits = scale * image @ text.T + bias
+    asked = keys[:, None] != keys
+    return (F.softplus(logits[asked]).sum() + F.softplus(-logits.diagonal()).sum()) / len(keys)
+
+
 class Case(NamedTuple):
     config: Config
     by_hand: Callable[..., float]
+    without: Callable[..., torch.Tensor]  # with keys of pairs that are no negatives
     peer: str  # the class in open_clip.loss that computes the same in one process
-    scale: float
-    bias: float | None
+    numbers: tuple[float, ...]  # scale, and bias if the loss has one
 
 
 IMPLEMENTATIONS = get_args(Implementation)
@@ -55,13 +79,14 @@ IMPLEMENTATIONS = get_args(Implementation)
 LOSSES = {
     f"{name}, {impl}": Case(config(impl=impl), *others)
     for name, config, *others in (
-        ("contrastive", ContrastiveConfig, softmax_by_hand, "ClipLoss", 14.0, None),
-        ("sigmoid", SigmoidConfig, sigmoid_by_hand, "SigLipLoss", 10.0, -8.0),
+        ("contrastive", ContrastiveConfig, softmax_by_hand, softmax_without, "ClipLoss", (14.0,)),
+        ("sigmoid", SigmoidConfig, sigmoid_by_hand, sigmoid_without, "SigLipLoss", (10.0, -8.0)),
     )
     for impl in IMPLEMENTATIONS
 }
 
-SPLITS = [(12,), (6, 6), (12, 9), (5, 0), (4, 4, 4), (7, 4, 9), (0, 3, 2), (3, 3, 3, 3), (2, 5, 0, 4)]
+SPLITS = [(12,), (6, 6), (12, 9), (5, 0), (4, 4, 4), (7, 4, 9), (0, 3, 2), (3, 3, 3, 3), (2, 5, 0, 4), (5, 0, 6, 2)]
+KEYS = torch.tensor([0, 1, 2, 1, 3, 0, 1, 4, 5, 6, 7])
 
 
 @pytest.fixture(params=LOSSES.values(), ids=LOSSES.keys())
@@ -69,50 +94,35 @@ def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
-def features(count, dtype=torch.float64, seed=0):
-    """Image and text features of `count` pairs that are more alike than chance."""
-    generator = torch.Generator().manual_seed(seed)
-    image, noise = torch.randn(2, count, 5, dtype=torch.float64, generator=generator)
-    return F.normalize(image, dim=1).to(dtype), F.normalize(image + noise, dim=1).to(dtype)
-
-
-def leaves(case, dtype=torch.float64):
-    """Scale, and bias if there is one, as parameters."""
-    return [torch.tensor(v, dtype=dtype, requires_grad=True) for v in (case.scale, case.bias) if v is not None]
-
-
-def value_and_gradients(loss_fn, image, text, numbers):
-    image, text = image.clone().requires_grad_(), text.clone().requires_grad_()
-    loss = loss_fn(image, text, *numbers)
-    loss.backward()
-    return loss.detach(), image.grad, text.grad, [number.grad for number in numbers]
+def numbers_of(case, dtype=torch.float64):
+    return [torch.tensor(number, dtype=dtype) for number in case.numbers]
 
 
 def test_equals_the_formula_pair_by_pair(case):
-    image, text = features(9)
-    loss = case.config.build()(image, text, *leaves(case))
-    assert loss.item() == pytest.approx(case.by_hand(image, text, case.scale, case.bias), rel=1e-12)
+    image, text = pairs(9)
+    loss = case.config.build()(image, text, *numbers_of(case))
+    assert loss.item() == pytest.approx(case.by_hand(image, text, *case.numbers), rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_equals_open_clip_in_one_process(case, dtype):
     peer = getattr(pytest.importorskip("open_clip.loss"), case.peer)()  # not above: the ranks need no open_clip
-    pair = features(16, dtype)
-    ours = value_and_gradients(case.config.build(), *pair, leaves(case, dtype))
-    theirs = value_and_gradients(peer, *pair, leaves(case, dtype))
+    both = (case.config.build(), peer)
+    ours, theirs = (value_and_gradients(loss, *pairs(16, dtype=dtype), case.numbers) for loss in both)
     tolerance = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
-    for a, b in zip(ours[:3], theirs[:3], strict=True):
-        torch.testing.assert_close(a, b, **tolerance)
-    torch.testing.assert_close(ours[3], theirs[3], **tolerance)
+    torch.testing.assert_close(ours, theirs, **tolerance)
 
 
-def on_a_rank(case_name, image, text, sizes):
-    case = LOSSES[case_name]
-    mine = [t.split(list(sizes))[dist.rank()] for t in (image, text)]
-    asking = value_and_gradients(case.config.build(), *mine, leaves(case))
-    knowing = value_and_gradients(functools.partial(case.config.build(), sizes=sizes), *mine, leaves(case))
-    assert all(torch.equal(*pair) for pair in zip(asking[:3], knowing[:3], strict=True))
-    return knowing
+def on_a_rank(case_name, sizes):
+    case, mine = LOSSES[case_name], [t.split(list(sizes))[dist.rank()] for t in pairs(sum(sizes))]
+    loss = case.config.build()
+    asking = value_and_gradients(loss, *mine, case.numbers)
+    knowing = value_and_gradients(functools.partial(loss, sizes=sizes), *mine, case.numbers)
+    assert all(torch.equal(*pair) for pair in zip(asking, knowing, strict=True))
+    with torch.no_grad():
+        torch.testing.assert_close(loss(*mine, *numbers_of(case)), asking[0], rtol=1e-12, atol=0)
+    with tile_bytes(500, 2):
+        return asking, value_and_gradients(loss, *mine, case.numbers)
 
 
 @pytest.mark.parametrize(
@@ -124,122 +134,81 @@ def on_a_rank(case_name, image, text, sizes):
     ids=str,
 )
 def test_loss_and_gradients_on_any_ranks_equal_one_process(ranks, sizes):
-    image, text = features(sum(sizes))
-    found = ranks(len(sizes), for_each, on_a_rank, [(name, image, text, sizes) for name in LOSSES])
+    """In one tile and in many, with gradients and without."""
+    found = ranks(len(sizes), for_each, on_a_rank, [(name, sizes) for name in LOSSES])
     for name, results in zip(LOSSES, zip(*found, strict=True), strict=True):
-        loss, image_grad, text_grad, number_grads = on_a_rank(name, image, text, [sum(sizes)])
-        for each in results:
-            torch.testing.assert_close(each[0], loss, rtol=1e-9, atol=0)
-            # A scalar that every rank uses has the whole gradient on every rank, which is also DDP's average of it.
-            torch.testing.assert_close(each[3], number_grads, rtol=1e-9, atol=1e-12)
-        # Features get W times theirs (see vqclip.dist).
-        for k, whole in ((1, image_grad), (2, text_grad)):
-            torch.testing.assert_close(torch.cat([r[k] for r in results]), len(sizes) * whole, rtol=1e-9, atol=1e-12)
-
-
-class Towers(nn.Module):
-    """A model as small as can be: two towers, and the loss's numbers as parameters."""
-
-    def __init__(self, case):
-        super().__init__()
-        torch.manual_seed(0)
-        self.image, self.text = (nn.Linear(5, 4, bias=False, dtype=torch.float64) for _ in range(2))
-        self.numbers = nn.ParameterList(leaves(case))
-
-    def forward(self, image, text):
-        both = F.normalize(self.image(image), dim=1), F.normalize(self.text(text), dim=1)
-        return *both, *(number * 1 for number in self.numbers)
-
-
-def train_three_steps(case_name, image, text, sizes):
-    case = LOSSES[case_name]
-    loss_fn = case.config.build()
-    model = dist.wrap_ddp(Towers(case))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    image, text = (t.split(list(sizes))[dist.rank()] for t in (image, text))
-    losses = []
-    for _ in range(3):
-        loss = loss_fn(*model(image, text))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: p.detach() for name, p in dist.unwrap_ddp(model).named_parameters()}
-
-
-@pytest.mark.parametrize("sizes", [(12, 9), (7, 4, 9), (5, 0, 3, 4)], ids=str)
-@pytest.mark.parametrize("name", LOSSES)
-def test_training_under_ddp_equals_one_process(ranks, name, sizes):
-    image, text = features(sum(sizes))
-    losses, weights = train_three_steps(name, image, text, [sum(sizes)])
-    assert losses[2] < losses[0]
-    for got, trained in ranks(len(sizes), train_three_steps, name, image, text, sizes):
-        assert got == pytest.approx(losses, rel=1e-9)
-        torch.testing.assert_close(trained, weights, rtol=1e-9, atol=1e-12)
+        whole, _ = on_a_rank(name, (sum(sizes),))
+        for tiles in zip(*results, strict=True):
+            assert_equals_one_process(tiles, whole)
 
 
 def test_computes_in_full_precision_under_autocast(case):
-    image, text = features(8, torch.float32)
     loss_fn = case.config.build()
 
     def under_autocast(*inputs):
         with torch.autocast("cpu", torch.bfloat16):
             return loss_fn(*inputs)
 
-    plain = value_and_gradients(loss_fn, image, text, leaves(case, torch.float32))
-    under = value_and_gradients(under_autocast, image, text, leaves(case, torch.float32))
+    plain, under = (
+        value_and_gradients(loss, *pairs(8, dtype=torch.float32), case.numbers) for loss in (loss_fn, under_autocast)
+    )
     assert under[0].dtype == torch.float32
-    for a, b in zip(plain[:3], under[:3], strict=True):
-        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(plain, under, strict=True))
 
 
 def test_half_precision_features_are_widened_first(case):
-    image, text = (t.bfloat16() for t in features(8))
-    loss, image_grad, *_ = value_and_gradients(case.config.build(), image, text, leaves(case, torch.float32))
+    image, text = pairs(8, dtype=torch.bfloat16)
+    numbers = numbers_of(case, torch.float32)
+    loss = case.config.build()(image.requires_grad_(), text, *numbers)
+    loss.backward()
     assert loss.dtype == torch.float32
-    assert image_grad.dtype == torch.bfloat16
-    assert loss == case.config.build()(image.float(), text.float(), *leaves(case, torch.float32))
+    assert image.grad.dtype == torch.bfloat16
+    assert loss == case.config.build()(image.float(), text.float(), *numbers)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 100.0, 1e4])
 @pytest.mark.parametrize("kind", ["equal pairs", "opposite pairs", "one point"])
 def test_stays_finite_at_the_extremes(case, scale, kind):
-    image, _ = features(6, torch.float32)
+    image, _ = pairs(6, dtype=torch.float32)
     image = image[:1].expand_as(image) if kind == "one point" else image
     text = -image if kind == "opposite pairs" else image
-    numbers = leaves(case, torch.float32)
-    numbers[0] = torch.tensor(scale, requires_grad=True)
-    loss, *gradients, number_grads = value_and_gradients(case.config.build(), image, text, numbers)
-    assert loss >= 0
-    assert all(torch.isfinite(t).all() for t in [loss, *gradients, *number_grads])
+    found = value_and_gradients(case.config.build(), image, text, (scale, *case.numbers[1:]))
+    assert found[0] >= 0
+    assert all(torch.isfinite(each).all() for each in found)
 
 
 def test_the_order_of_pairs_does_not_matter(case):
-    image, text = features(7)
+    image, text = pairs(7)
     order = torch.randperm(7, generator=torch.Generator().manual_seed(0))
-    loss_fn, numbers = case.config.build(), leaves(case)
+    loss_fn, numbers = case.config.build(), numbers_of(case)
     torch.testing.assert_close(
         loss_fn(image, text, *numbers), loss_fn(image[order], text[order], *numbers), rtol=1e-12, atol=0
     )
 
 
-@pytest.mark.parametrize("shapes", [((4, 5), (3, 5)), ((4, 5), (4, 6)), ((4,), (4,))], ids=str)
-def test_features_that_do_not_pair_up_are_refused(case, shapes):
-    image, text = (torch.randn(shape) for shape in shapes)
-    with pytest.raises(ShapeError, match=r"got image \(4.*expected \(B, E\)"):
-        case.config.build()(image, text, *leaves(case, torch.float32))
-
-
-def test_a_bias_too_many_or_too_few_is_refused(case):
-    scale = torch.tensor(10.0)
-    wrong = scale if case.bias is None else None
+def test_wrong_arguments_are_refused(case):
+    loss, (scale, *bias), (image, text) = case.config.build(), numbers_of(case), pairs(4)
+    for wrong in ((image, text[:3]), (image, text[:, :2]), (image[:, 0], text[:, 0])):
+        with pytest.raises(ShapeError, match=r"got image \(4.*expected \(B, E\)"):
+            loss(*wrong, scale, *bias)
     with pytest.raises(ConfigError, match=r"model\.temperature\.bias"):
-        case.config.build()(*features(4), scale, wrong)
+        loss(image, text, scale, None if bias else scale)
+    with pytest.raises(ShapeError, match=r"scale: got shape \(1,\), expected \(\): pass scale.squeeze\(\)"):
+        loss(image, text, scale[None], *bias)
+    with pytest.raises(ShapeError, match=r"keys: got \(2,\) of torch\.int64, expected \(4,\)"):
+        loss(image, text, scale, *(bias or [None]), torch.arange(2))
+    if case.config.impl != "gather":
+        with pytest.raises(ShapeError, match="the global batch is empty"):
+            loss(image[:0], text[:0], scale, *bias)
+        with pytest.raises(ShapeError, match=r"sizes: got \[3\], and 4 pairs on rank 0 of 1"):
+            loss(image, text, scale, *bias, sizes=[3])
+    with pytest.raises(ConfigError, match="impl: got 'square', expected one of tiled, ring, gather"):
+        type(loss)("square")
 
 
 def unlike_widths(case_name):
     case = LOSSES[case_name]
-    case.config.build()(*(t[:, : 5 - dist.rank()] for t in features(4)), *leaves(case))
+    case.config.build()(*(t[:, : 5 - dist.rank()] for t in pairs(4)), *numbers_of(case))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -248,18 +217,63 @@ def test_ranks_with_unlike_features_are_told_apart(ranks, name):
         ranks(2, unlike_widths, name, timeout=20.0)
 
 
-def without_gradients(case_name, image, text, sizes):
-    with torch.no_grad():
-        mine = [t.split(list(sizes))[dist.rank()] for t in (image, text)]
-        return LOSSES[case_name].config.build()(*mine, *leaves(LOSSES[case_name]))
+def with_keys_on_a_rank(case_name, sizes, tile):
+    case, mine = LOSSES[case_name], [t.split(sizes)[dist.rank()] for t in (*pairs(11), KEYS)]
+    loss, bias = case.config.build(), [None] * (2 - len(case.numbers))
+    with tile_bytes(*tile):
+        return value_and_gradients(lambda *inputs: loss(*inputs, *bias, mine[2]), *mine[:2], case.numbers)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_without_gradients_the_value_is_the_same(ranks, name):
-    image, text = features(5)
-    loss = without_gradients(name, image, text, [5])
-    for value in ranks(2, without_gradients, name, image, text, [3, 2]):
-        torch.testing.assert_close(value, loss, rtol=1e-12, atol=0)
+@pytest.mark.parametrize(
+    ("sizes", "tiles"),
+    [([11], [(10**6, 4), (200, 0), (200, 400)]), ([6, 5], [(10**6, 4), (200, 400)]), ([4, 0, 7], [(200, 0)])],
+    ids=str,
+)
+def test_pairs_of_one_key_are_no_negatives(ranks, sizes, tiles):
+    cases = [(name, sizes, tile) for name in LOSSES for tile in tiles]
+    found = ranks(len(sizes), for_each, with_keys_on_a_rank, cases)
+    for (name, *_), results in zip(cases, zip(*found, strict=True), strict=True):
+        by_hand = functools.partial(LOSSES[name].without, keys=KEYS)
+        assert_equals_one_process(results, value_and_gradients(by_hand, *pairs(11), LOSSES[name].numbers))
+
+
+def smoothed_on_a_rank(impl, sizes):
+    mine = [t.split(sizes)[dist.rank()] for t in pairs(11)]
+    return value_and_gradients(ContrastiveLoss(impl, label_smoothing=0.2), *mine, (14.0,))
+
+
+@pytest.mark.parametrize("sizes", [[11], [6, 5], [4, 0, 7]], ids=str)
+def test_label_smoothing_is_that_of_torch(ranks, sizes):
+    def by_torch(image, text, scale):
+        logits, targets = scale * image @ text.T, torch.arange(11)
+        return sum(F.cross_entropy(scores, targets, label_smoothing=0.2) for scores in (logits, logits.T)) / 2
+
+    expected = value_and_gradients(by_torch, *pairs(11), (14.0,))
+    found = ranks(len(sizes), for_each, smoothed_on_a_rank, [(impl, sizes) for impl in IMPLEMENTATIONS])
+    for results in zip(*found, strict=True):
+        assert_equals_one_process(results, expected)
+
+
+def test_keys_of_samples_and_of_captions():
+    ids, tokens = torch.tensor([7, 8, 7]), torch.tensor([[1, 2, 0], [1, 2, 0], [2, 1, 0]])
+    assert pair_keys(None, ids, tokens) is None
+    assert pair_keys("sample_id", ids, tokens) is ids
+    keys = pair_keys("caption", ids, tokens)
+    assert keys.dtype == torch.int64
+    assert keys[0] == keys[1] != keys[2]
+    short = torch.cartesian_prod(*[torch.arange(12)] * 4)
+    assert len(pair_keys("caption", short[:, 0], short).unique()) == len(short)
+
+
+def test_settings_that_do_not_go_together_are_refused():
+    with pytest.raises(ConfigError, match=r"label_smoothing: got 0\.1 together with positives"):
+        ContrastiveLoss(label_smoothing=0.1, positives="caption")
+    with pytest.raises(ValidationError, match="positives"):
+        ContrastiveConfig(label_smoothing=0.1, positives="caption")
+    with pytest.raises(ConfigError, match=r"loss\.positives: got 'caption', but no keys were passed"):
+        ContrastiveLoss(positives="caption")(*pairs(3), torch.tensor(1.0))
+    with pytest.raises(ConfigError, match=r"got 1\.5, expected a number from 0 to 1"):
+        ContrastiveLoss(label_smoothing=1.5)
 
 
 def test_the_configuration_finds_it_by_kind(case):
@@ -267,5 +281,21 @@ def test_the_configuration_finds_it_by_kind(case):
     assert parsed == case.config
     loss = parsed.build()
     assert loss.name == parsed.kind
-    assert parsed.needs_bias == (case.bias is not None)
+    assert parsed.needs_bias == (len(case.numbers) == 2)
     assert not list(loss.parameters())
+
+
+def test_weighted_total():
+    """A term without weight may be NaN; a weight on a device is not read, which on `meta` is an error."""
+    values = {"a": 2.0, "b": 3.0, "c": torch.nan}
+    terms = {name: torch.tensor(value, requires_grad=True) for name, value in values.items()}
+    total = weighted_total(terms, {"a": 1.0, "b": 0.5, "c": 0.0})
+    assert total.item() == 3.5
+    total.backward()
+    assert [term.grad for term in terms.values()] == [1.0, 0.5, None]
+    value = torch.zeros((), device="meta")
+    assert weighted_total({"a": value, "b": value}, {"a": 1.0, "b": value}).device == value.device
+    mixed = {"a": torch.tensor(1.0), "b": torch.tensor(1e-12, dtype=torch.float64)}
+    assert weighted_total(mixed, {"a": 1.0, "b": 1.0}).item() == 1.0 + 1e-12
+    with pytest.raises(AssertionError, match="terms {'a'} and weights"):
+        weighted_total({"a": torch.tensor(1.0)}, {})

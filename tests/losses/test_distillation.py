@@ -12,8 +12,7 @@ from tests.ranks import for_each
 from vqclip import dist
 from vqclip.dist._torch_versions import TORCH_VERSION
 from vqclip.errors import ShapeError
-from vqclip.losses import DistillationLoss
-from vqclip.losses.features import Implementation
+from vqclip.losses import DistillationLoss, Implementation
 
 IMPLEMENTATIONS = get_args(Implementation)
 TEACHER_SCALE = torch.tensor(20.0, dtype=torch.float64)

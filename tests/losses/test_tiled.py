@@ -13,16 +13,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.quantizers.test_distributed import collectives
 from tests.ranks import RankError, for_each
 from vqclip import dist
 from vqclip.dist._torch_versions import REDUCE_SCATTER
-from vqclip.errors import ConfigError, DistributedError, ShapeError
-from vqclip.losses import ContrastiveLoss, SigmoidLoss, tiled, tiles
-from vqclip.losses.features import Implementation
+from vqclip.errors import ConfigError, DistributedError
+from vqclip.losses import ContrastiveLoss, Implementation, SigmoidLoss, tiled
 
 IMPLEMENTATIONS = get_args(Implementation)
 KINDS = {"contrastive": (ContrastiveLoss, (14.0,)), "sigmoid": (SigmoidLoss, (10.0, -8.0))}
@@ -44,12 +41,12 @@ def value_and_gradients(loss_fn, image, text, numbers):
 
 @contextmanager
 def tile_bytes(tile, kept) -> Iterator[None]:
-    before = tiles.TILE_BYTES, tiled.KEPT_TILES
-    tiles.TILE_BYTES, tiled.KEPT_TILES = tile, kept
+    before = tiled.TILE_BYTES, tiled.KEPT_TILES
+    tiled.TILE_BYTES, tiled.KEPT_TILES = tile, kept
     try:
         yield
     finally:
-        tiles.TILE_BYTES, tiled.KEPT_TILES = before
+        tiled.TILE_BYTES, tiled.KEPT_TILES = before
 
 
 WITHOUT_SQUARE = list(tiled.EXCHANGES)
@@ -76,23 +73,6 @@ def assert_equals_one_process(results, expected):
         torch.testing.assert_close(torch.cat([r[k] for r in results]), len(results) * whole, rtol=1e-9, atol=1e-12)
 
 
-def on_a_rank(kind, impl, sizes):
-    loss, numbers = KINDS[kind]
-    mine = [t.split(sizes)[dist.rank()] for t in pairs(sum(sizes))]
-    with tile_bytes(500, 2):
-        return value_and_gradients(loss(impl), *mine, numbers)
-
-
-@pytest.mark.parametrize("sizes", [[12, 9], pytest.param([7, 4, 9], marks=pytest.mark.slow), [5, 0, 6, 2]], ids=str)
-def test_many_tiles_on_many_ranks(ranks, sizes):
-    cases = [(kind, impl, sizes) for kind in KINDS for impl in IMPLEMENTATIONS]
-    found = ranks(len(sizes), for_each, on_a_rank, cases)
-    for (kind, *_), results in zip(cases, zip(*found, strict=True), strict=True):
-        loss, numbers = KINDS[kind]
-        expected = value_and_gradients(loss("gather"), *pairs(sum(sizes)), numbers)
-        assert_equals_one_process(results, expected)
-
-
 def in_fp32_on_a_rank(kind, impl, sizes):
     loss, numbers = KINDS[kind]
     mine = [t.float().split(sizes)[dist.rank()] for t in pairs(sum(sizes))]
@@ -114,7 +94,7 @@ def test_fp32_on_many_ranks(ranks, sizes):
 
 def ring_shifts(kind, sizes):
     """The bytes of every shift, and the shifts that begin (a number) and end (its negative) between blocks (0)."""
-    sent, order, start, compute = [], [], dist.start_ring_shift, tiles.Tiles.of
+    sent, order, start, compute = [], [], dist.start_ring_shift, tiled.Tiles.of
 
     def recorded(tensors, rows):
         sent.append(sum(each.nbytes for each in tensors))
@@ -124,7 +104,7 @@ def ring_shifts(kind, sizes):
 
     with (
         mock.patch.object(dist, "start_ring_shift", recorded),
-        mock.patch.object(tiles.Tiles, "of", lambda self, block: order.append(0) or compute(self, block)),
+        mock.patch.object(tiled.Tiles, "of", lambda self, block: order.append(0) or compute(self, block)),
     ):
         in_fp32_on_a_rank(kind, "ring", sizes)
     return sent, order
@@ -181,15 +161,6 @@ def test_derivatives_of_other_kinds_are_refused(kind, impl):
         torch.func.jvp(lambda x: loss(impl)(x, text, *numbers), (image.detach(),), (image.detach(),))
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_scale_with_dimensions_is_refused(kind, impl):
-    loss, numbers = KINDS[kind]
-    numbers = [torch.tensor([numbers[0]]), *map(torch.tensor, numbers[1:])]
-    with pytest.raises(ShapeError, match=r"scale: got shape \(1,\), expected \(\): pass scale.squeeze\(\)"):
-        loss(impl)(*pairs(5), *numbers)
-
-
 @pytest.mark.parametrize("impl", WITHOUT_SQUARE)
 @pytest.mark.parametrize(
     ("kind", "numbers", "likeness"),
@@ -232,64 +203,23 @@ def errors(found, exact):
 
 @pytest.mark.parametrize("impl", WITHOUT_SQUARE)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("spread", "scale"), [(10.0, 14.0), (10.0, 100.0), (0.3, 100.0), (0.05, 100.0)])
-def test_fp32_is_as_near_to_fp64_as_the_reference(kind, impl, spread, scale):
+@pytest.mark.parametrize(
+    ("spread", "scale", "sign"),
+    [(10.0, 14.0, 1), (10.0, 100.0, 1), (0.3, 100.0, 1), (0.05, 100.0, 1), (0.01, 100.0, 1), (0.01, 100.0, -1)],
+)
+def test_fp32_is_as_near_to_fp64_as_the_reference(kind, impl, spread, scale, sign):
     """Features in a cone (a small spread) have gradients that are small differences of large terms."""
     image, text = pairs(300, width=32)
-    image, text = (F.normalize(image[:1] + spread * features, dim=1) for features in (image, text))
+    image, text = F.normalize(image[:1] + spread * image, dim=1), F.normalize(sign * image[:1] + spread * text, dim=1)
     loss, numbers = KINDS[kind]
     numbers = (scale, *numbers[1:])
     exact = value_and_gradients(loss("gather"), image.float().double(), text.float().double(), numbers)
     found = errors(value_and_gradients(loss(impl), image.float(), text.float(), numbers), exact)
     reference = errors(value_and_gradients(loss("gather"), image.float(), text.float(), numbers), exact)
     for mine, theirs in zip(found, reference, strict=True):
-        assert mine <= max(5e-6, 4 * theirs)
+        assert mine <= max(5e-6 if spread > 0.01 else 2e-5, 4 * theirs)
     if spread > 1:
         assert max(found) <= 5e-6
-
-
-@pytest.mark.parametrize("impl", WITHOUT_SQUARE)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sign", [-1, 1])
-def test_temperature_100_with_all_cosines_alike(kind, impl, sign):
-    image, noise = pairs(32, width=8)
-    image = F.normalize(image[:1] + 1e-2 * image, dim=1)
-    text = F.normalize(sign * image[:1] + 1e-2 * noise, dim=1)
-    loss, numbers = KINDS[kind]
-    numbers = (100.0, *numbers[1:])
-    exact = value_and_gradients(loss("gather"), image.float().double(), text.float().double(), numbers)
-    found = value_and_gradients(loss(impl), image.float(), text.float(), numbers)
-    reference = errors(value_and_gradients(loss("gather"), image.float(), text.float(), numbers), exact)
-    assert all(torch.isfinite(value).all() for value in found)
-    for mine, theirs in zip(errors(found, exact), reference, strict=True):
-        assert mine <= max(1e-5, 4 * theirs)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Numbers of the largest tensor that is made in the context."""
-
-    def __init__(self):
-        super().__init__()
-        self.size = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.size = max(self.size, leaf.untyped_storage().nbytes() // leaf.element_size())
-        return out
-
-
-@pytest.mark.parametrize("impl", WITHOUT_SQUARE)
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_square_of_logits(kind, impl):
-    image, text = pairs(200, dtype=torch.float32)
-    scale, bias = torch.tensor(14.0), torch.tensor(-8.0)
-    inside = {"contrastive": tiled._softmax, "sigmoid": tiled._sigmoid}[kind]  # no mode sees into the operator
-    numbers = (scale,) if kind == "contrastive" else (scale, bias)
-    with tile_bytes(4 * 200 * 20, 0), LargestTensor() as largest:
-        inside(image, text, *numbers, None, tiled.EXCHANGES[impl](text, True), True)
-    assert 63 * 63 <= largest.size < 200 * 200 // 2
 
 
 def backward_of_a_step(kind, impl):
@@ -333,7 +263,7 @@ def test_compiles_to_one_graph(kind, impl):
 def test_the_operator_is_sound(kind):
     image, text = pairs(6, dtype=torch.float32)
     inputs = (image, text, torch.tensor(10.0), torch.tensor(-8.0), torch.arange(6) // 2, [], None)
-    inputs += ("softmax" if kind == "contrastive" else kind, "tiled")
+    inputs += (kind, "tiled")
     op = torch.ops.vqclip.tiled_loss
     checks = ("test_schema", "test_faketensor")
     for wants_grad in (True, False):
@@ -342,12 +272,6 @@ def test_the_operator_is_sound(kind):
         torch.library.opcheck(op.default, (*strided, wants_grad), test_utils=checks)
         strided = (image.T.contiguous().T, text, *inputs[2:])
         torch.library.opcheck(op.default, (*strided, wants_grad), test_utils=checks)
-
-
-def test_unknown_implementations_are_refused():
-    for loss, _ in KINDS.values():
-        with pytest.raises(ConfigError, match="impl: got 'square', expected one of tiled, ring, gather"):
-            loss("square")
 
 
 def dies_in_the_middle(impl, where):
@@ -374,19 +298,6 @@ def test_a_rank_that_dies_in_the_loss_ends_the_others(ranks, impl, where, named)
     assert "rank 1 of 2: the process died with exit code 9" in str(failure.value)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_global_batch_is_refused(kind):
-    loss, numbers = KINDS[kind]
-    with pytest.raises(ShapeError, match="the global batch is empty"):
-        value_and_gradients(loss(), *pairs(0), numbers)
-
-
-@pytest.mark.parametrize("impl", ["tiled", "ring"])
-def test_sizes_that_do_not_fit_are_refused(impl):
-    with pytest.raises(ShapeError, match=r"sizes: got \[3\], and 4 pairs on rank 0 of 1"):
-        ContrastiveLoss(impl)(*pairs(4), torch.tensor(1.0), sizes=[3])
-
-
 @pytest.mark.parametrize("rows", [1, 2, 3, 31, 33, 4096])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("spread", [1e-3, 1.0, 40.0])
@@ -396,9 +307,9 @@ def test_the_sum_of_softplus(rows, dtype, rtol, spread, mean):
     x[0, 0] = -torch.inf
     x = x.to(dtype)
     exact = torch.logaddexp(x.double(), torch.zeros_like(x, dtype=torch.float64)).sum()
-    torch.testing.assert_close(tiles.softplus_sum(x).double(), exact, rtol=rtol, atol=0)
-    assert tiles.softplus_sum(torch.full((rows, 2), torch.nan)).isnan()
-    assert tiles.softplus_sum(torch.full((rows, 2), torch.inf)) == torch.inf
+    torch.testing.assert_close(tiled.softplus_sum(x).double(), exact, rtol=rtol, atol=0)
+    assert tiled.softplus_sum(torch.full((rows, 2), torch.nan)).isnan()
+    assert tiled.softplus_sum(torch.full((rows, 2), torch.inf)) == torch.inf
 
 
 @pytest.mark.parametrize(
@@ -406,6 +317,34 @@ def test_the_sum_of_softplus(rows, dtype, rtol, spread, mean):
 )
 def test_tiles_follow_the_memory_of_a_gpu(memory, dtype, side, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(tiles, "gpu_memory", lambda device: int(memory * 2**30))
-        assert tiles.tile_side(torch.zeros(1, dtype=dtype)) == side
-    assert tiles.tile_side(torch.zeros(1)) == 1024
+        patch.setattr(tiled, "gpu_memory", lambda device: int(memory * 2**30))
+        assert tiled.tile_side(torch.zeros(1, dtype=dtype)) == side
+    assert tiled.tile_side(torch.zeros(1)) == 1024
+
+
+def matrix(rows: int, columns: int, transposed: bool, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (columns, rows) if transposed else (rows, columns)
+    made = torch.randn(shape, generator=generator, dtype=dtype)
+    return made.T if transposed else made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 3, 7), (0, 4, 5), (3, 4, 0), (64, 33, 130)])
+def test_products_are_those_of_fp64(shape, transposed, dtype):
+    """In every way that they are called."""
+    rows, inner, columns = shape
+    left, right = matrix(rows, inner, transposed[0], 1, dtype), matrix(inner, columns, transposed[1], 2, dtype)
+    wanted = left.double() @ right.double()
+    found = tiled.product(left, right)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    total = torch.ones(rows, columns, dtype=dtype)
+    tiled.add_product_(total, left, right)
+    torch.testing.assert_close(total.double(), 1 + wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_this_torch_has_the_fast_product():
+    """So that a PyTorch that renames the operator is noticed: the losses would be right, at half the speed."""
+    assert torch.backends.mkldnn.is_available() == tiled.HAS_ONEDNN

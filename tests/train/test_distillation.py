@@ -75,7 +75,7 @@ def build_step(terms, micro_batches=1, model=None):
     config = configured(*terms, model=model)
     student = config.model.build().double()
     compute, optim = ComputeConfig(precision="fp64", micro_batches=micro_batches), OptimConfig(lr=1e-3, warmup_steps=0)
-    distillation = Distillation.build(config.distillation, student, seed=3)
+    distillation = Distillation(config.distillation, student, seed=3)
     task = ContrastiveTask(student, ContrastiveConfig().build(), distillation=distillation)
     return student, TrainStep(task, optim.build(student), optim.schedule(10), compute, None, 3)
 

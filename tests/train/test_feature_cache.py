@@ -19,7 +19,7 @@ from tests.data.making import caption_members, write_tar
 from tests.models import BUSY_RESIDUAL
 from tests.ranks import RankError
 from tests.train.test_resume import start, wait_for
-from tests.training import TIMES, all_equal, largest_difference, metrics, run, run_tree, weights
+from tests.training import TIMES, all_equal, identity_of, largest_difference, metrics, run, run_tree, weights
 from vqclip.data.features import FeatureFolder
 from vqclip.data.samples import read_decoded
 from vqclip.errors import ConfigError, DataError, NonFiniteError, StorageError
@@ -185,61 +185,46 @@ def test_each_view_is_seen_and_an_uncached_run_sees_the_same(tmp_path, shards):
 SHORT = {"train__steps": 4}
 
 
-def damage(path, how):
-    data = bytearray(path.read_bytes())
-    if how == "a flipped bit":
-        data[-5] ^= 1
-    elif how == "cut short":
-        data = data[:-4]
-    elif how == "missing":
-        path.unlink()
-        return
-    path.write_bytes(data)
+def swap(one, other):
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
 
 
-def test_a_damaged_shard_is_computed_again(tmp_path, shards):
-    """At once if its size shows it; otherwise after the run that read the damage has stopped."""
-    tree = tree_of(tmp_path, shards, cache_of(tmp_path), train__steps=20)
-    cache = str(tmp_path / "cache")
+DAMAGE = {
+    "a flipped bit": lambda paths, records: paths[1].write_bytes(flipped(paths[1].read_bytes())),
+    "cut short": lambda paths, records: paths[1].write_bytes(paths[1].read_bytes()[:-4]),
+    "missing": lambda paths, records: paths[1].unlink(),
+    "a damaged record": lambda paths, records: records[1].write_bytes(
+        records[1].read_bytes().replace(b'"samples"', b'"sampels"')
+    ),
+    "two exchanged with their records": lambda paths, records: (swap(*paths[:2]), swap(*records[:2])),
+}
+
+
+def flipped(data):
+    return data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
+
+
+def test_damaged_shards_are_computed_again(tmp_path, shards):
+    """At once if a size or a record shows it; otherwise after the run that read the damage has stopped."""
+    tree, cache = tree_of(tmp_path, shards, cache_of(tmp_path), train__steps=20), str(tmp_path / "cache")
     run(tree, cache)
-    before = {path: path.read_bytes() for path in shards_of(tmp_path)}
-    assert len(before) > 2
-    for how in ("a flipped bit", "cut short", "missing"):
-        times = {path: path.stat().st_mtime_ns for path in before}
-        chosen = list(before)[1]
-        damage(chosen, how)
+    paths = shards_of(tmp_path)
+    records = [path.with_name("records") / f"{path.stem}.json" for path in paths]
+    before = {path: path.read_bytes() for path in (*paths, *records)}
+    assert len(paths) > 2
+    for how, damage in DAMAGE.items():
+        times = {path: path.stat().st_mtime_ns for path in paths}
+        damage(paths, records)
         shutil.rmtree(tmp_path / "tiny")
         if how == "a flipped bit":
             with pytest.raises(DataError, match=r"safetensors: the features of sample \d+ .*start the run again"):
                 run(tree, cache)
         run(tree, cache)
         assert {path: path.read_bytes() for path in before} == before
-        assert [path for path in before if path.stat().st_mtime_ns != times[path]] == [chosen], how
-
-
-def test_a_damaged_record_is_written_again(tmp_path, shards):
-    tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
-    run(tree, str(tmp_path / "cache"))
-    record = next((tmp_path / "features").glob("image-*/records/00000.json"))
-    before = record.read_bytes()
-    record.write_bytes(before.replace(b'"samples"', b'"sampels"'))
-    shutil.rmtree(tmp_path / "tiny")
-    run(tree, str(tmp_path / "cache"))
-    assert record.read_bytes() == before
-
-
-def test_a_shard_that_was_moved_with_its_record_is_computed_again(tmp_path, shards):
-    tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
-    run(tree, str(tmp_path / "cache"))
-    folder = next((tmp_path / "features").glob("image-*"))
-    names = [[f"{shard:05d}.safetensors", f"records/{shard:05d}.json"] for shard in range(2)]
-    before = {name: (folder / name).read_bytes() for pair in names for name in pair}
-    for mine, other in zip(*names, strict=True):
-        (folder / mine).write_bytes(before[other])
-        (folder / other).write_bytes(before[mine])
-    shutil.rmtree(tmp_path / "tiny")
-    run(tree, str(tmp_path / "cache"))
-    assert {name: (folder / name).read_bytes() for name in before} == before
+        written = [path for path in paths if path.stat().st_mtime_ns != times[path]]
+        assert written == (paths[:2] if how.startswith("two") else paths[1:2]), how
 
 
 @pytest.mark.slow
@@ -301,20 +286,9 @@ def test_other_settings_have_another_folder(tmp_path, shards):
     for name, changes in {"none": {}, **CHANGES}.items():
         run(tree_of(tmp_path / name, shards, cache_of(tmp_path), **SHORT, **changes), cache)
         found[name] = {path.name for path in (tmp_path / "features").iterdir()}
-    steps = list(itertools.pairwise(found.values()))
-    new = {
-        name: sorted(n.partition("-")[0] for n in after - before)
-        for name, (before, after) in zip(CHANGES, steps, strict=True)
-    }
-    images, both = ["image"], ["image", "text"]
-    assert new == {
-        "weights": both,
-        "transform": images,
-        "views": images,
-        "dtype": both,
-        "precision": both,
-        "pixels": images,
-    }
+    for name, (before, after) in zip(CHANGES, itertools.pairwise(found.values()), strict=True):
+        changed = ["image", "text"] if name in ("weights", "dtype", "precision") else ["image"]
+        assert sorted(new.partition("-")[0] for new in after - before) == changed, name
 
 
 def test_data_and_vocabulary_are_part_of_the_settings(tmp_path, shards):
@@ -324,9 +298,8 @@ def test_data_and_vocabulary_are_part_of_the_settings(tmp_path, shards):
     run(tree_of(tmp_path / "b", other, cache_of(tmp_path), **SHORT), cache)
     assert len(list((tmp_path / "features").iterdir())) == 2  # the same bytes under other names
     write_tar(other / "00001.tar", caption_members(100, 9))
-    tree = tree_of(tmp_path / "c", other, cache_of(tmp_path), **SHORT)
-    tree["data"]["sources"][0]["captions"] = "txt"
-    run(tree, cache)
+    source = {"kind": "shards", "path": str(other), "captions": "txt"}
+    run(tree_of(tmp_path / "c", other, cache_of(tmp_path), **SHORT, data__sources=[source]), cache)
     assert len(list((tmp_path / "features").iterdir())) == 4
 
 
@@ -372,8 +345,8 @@ def test_half_precision_rounds_features_once(tmp_path, shards, dtype):
     assert half == pytest.approx(exact, rel=0.05)
     sizes = [path.stat().st_size for path in shards_of(tmp_path)]
     assert max(sizes) < 64 * 4 * 16 * 4
-    config = TrainConfig.model_validate(tree_of(tmp_path, shards, cache_of(tmp_path, dtype=dtype)))
-    assert config.identity({}, towers_draw=False)["data"]["feature_cache"]["dtype"] == dtype
+    identity = identity_of(tree_of(tmp_path, shards, cache_of(tmp_path, dtype=dtype)))
+    assert identity["data"]["feature_cache"]["dtype"] == dtype
 
 
 def poisoned(tokenizer, value):

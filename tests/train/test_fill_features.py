@@ -10,7 +10,7 @@ import pytest
 from tests.commands import command
 from tests.on_ray import small_ray
 from tests.train.test_feature_cache import cache_of, run, shards, tree_of
-from vqclip.train.feature_jobs import FeatureJob
+from vqclip.train.feature_cache import FeatureJob
 
 main = command("data")
 

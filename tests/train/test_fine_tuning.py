@@ -9,8 +9,17 @@ from safetensors.torch import load_file
 
 from tests.models import BUSY_VQ, FSQ, VQ
 from tests.train.test_resume import assert_same_run, differences_after_a_resume
-from tests.training import all_equal, largest_difference, metrics, retrieval, run, run_compiled, run_tree, weights
-from vqclip.train import TrainConfig
+from tests.training import (
+    all_equal,
+    identity_of,
+    largest_difference,
+    metrics,
+    retrieval,
+    run,
+    run_compiled,
+    run_tree,
+    weights,
+)
 
 STEPS = 12
 LEARNED_VQ = VQ | {"learning": "gradient"}
@@ -84,11 +93,7 @@ def test_a_resumed_run_equals_the_one_that_saved_in_every_attribute(ranks, tmp_p
 
 def test_every_setting_is_part_of_the_identity(tmp_path, shards):
     tree = fine_tuning(tmp_path, shards)
-
-    def identity(changed):
-        return TrainConfig.model_validate(changed).identity({}, towers_draw=False)
-
-    base = identity(tree)
+    base = identity_of(tree)
     for section, key, value in (
         ("optim", "layer_decay", 0.7),
         ("optim", "overrides", tree["optim"]["overrides"][:1]),
@@ -99,9 +104,9 @@ def test_every_setting_is_part_of_the_identity(tmp_path, shards):
         ("train", "bottleneck", None),
         ("data", "order", "windowed"),
     ):
-        assert identity(tree | {section: tree[section] | {key: value}}) != base
+        assert identity_of(tree | {section: tree[section] | {key: value}}) != base
     both = tree["train"] | {"ema": tree["train"]["ema"] | {"evaluate": "both"}}
-    assert identity(tree | {"train": both}) == base  # changes no weight
+    assert identity_of(tree | {"train": both}) == base  # changes no weight
 
 
 @pytest.mark.slow

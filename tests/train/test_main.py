@@ -753,7 +753,7 @@ def while_indexing(monkeypatch, number):
 
 
 def while_building(monkeypatch, number):
-    monkeypatch.setattr("vqclip.train.tasks.contrastive_config.towers_draw", signals(number))
+    monkeypatch.setattr("vqclip.train.tasks.contrastive.towers_draw", signals(number))
 
 
 @pytest.mark.parametrize("when", [while_indexing, while_building])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from unittest import mock
 
@@ -13,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.data.making import caption_shards
-from tests.models import FSQ, IDENTITY, PRODUCT, tiny_model
-from tests.train.test_resume import start, wait_for
+from tests.models import BUSY_RESIDUAL, FSQ, IDENTITY, PRODUCT, tiny_model
+from tests.test_world_size import ENTROPY_LFQ
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
 from vqclip import dist, load_tokenizer
 from vqclip.cli.main import main
@@ -25,7 +23,7 @@ from vqclip.quantizers import Stats
 from vqclip.tokenizer.stored import fingerprint
 from vqclip.train import run as train
 from vqclip.train.export import load_model
-from vqclip.train.pixel_sums import error_metrics
+from vqclip.train.reconstruction import error_metrics
 from vqclip.train.step import TrainStep
 from vqclip.train.tasks.kinds import load_task_config
 
@@ -154,38 +152,34 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, whole, shards, tokenizer):
     assert all_equal(saved(tmp_path), saved(folder))
 
 
-@pytest.mark.slow
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path, whole):
-    folder, tree = whole
-    tree = tree | {"run": tree["run"] | {"folder": str(tmp_path / "killed")}}
-    longer = {"train": tree["train"] | {"steps": 40}}
-    process = start(tree | longer, str(folder / "cache"))
-    wait_for((tmp_path / "killed" / "tiny" / "checkpoints" / "step-00000010").exists, process)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.join(timeout=30)
-    run(tree | longer, str(folder / "cache"))
-    once = tree | longer | {"run": tree["run"] | {"folder": str(tmp_path / "once")}}
-    run(once, str(folder / "cache"))
-    assert all_equal(saved(tmp_path / "killed", 40), saved(tmp_path / "once", 40))
-
-
-def assert_same_trajectory(one, other):
-    assert largest_difference(saved(one), saved(other)) < 1e-9
-    for line, also in zip(metrics(one), metrics(other), strict=True):
+@pytest.mark.parametrize(
+    ("quantizer", "processes", "micro_batches"),
+    [
+        (BUSY_RESIDUAL, 2, 2),
+        pytest.param(BUSY_RESIDUAL, 3, 1, marks=pytest.mark.slow),
+        pytest.param(ENTROPY_LFQ, 1, 3, marks=pytest.mark.slow),
+        pytest.param(ENTROPY_LFQ, 3, 2, marks=pytest.mark.slow),
+        pytest.param(FSQ, 2, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_give_the_same_trajectory(tmp_path, shards, tokenizer, ranks, quantizer, processes, micro_batches):
+    cache, changes = str(tmp_path / "cache"), {"detail": DETAIL | {"quantizer": quantizer}}
+    run(pixel_tree(tmp_path / "one", shards, tokenizer, **changes), cache)
+    ranks(
+        processes,
+        run,
+        pixel_tree(tmp_path / "more", shards, tokenizer, train__micro_batches=micro_batches, **changes),
+        cache,
+    )
+    one, more = saved(tmp_path / "one"), saved(tmp_path / "more")
+    assert largest_difference(one, more) < 1e-9
+    before = saved(tmp_path / "one", 2)
+    trained = [name for name in one if ".detail.branch." in name or name.endswith("layers.0.codebook")]
+    assert not any(one[name].equal(before[name]) for name in trained if name.startswith("model/"))
+    for line, also in zip(metrics(tmp_path / "one"), metrics(tmp_path / "more"), strict=True):
+        assert ("loss/detail/token_entropy" in line) == (quantizer == ENTROPY_LFQ)
         for name in ("loss/total", "grad_norm", "pixels/mse"):
             assert line[name] == pytest.approx(also[name], rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("processes", "micro_batches"),
-    [(2, 2), *[pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 3), (2, 1), (3, 1), (3, 2))]],
-)
-def test_processes_give_the_same_trajectory(tmp_path, shards, tokenizer, ranks, processes, micro_batches):
-    cache = str(tmp_path / "cache")
-    run(pixel_tree(tmp_path / "one", shards, tokenizer, detail=DETAIL), cache)
-    tree = pixel_tree(tmp_path / "more", shards, tokenizer, detail=DETAIL, train__micro_batches=micro_batches)
-    ranks(processes, run, tree, cache)
-    assert_same_trajectory(tmp_path / "one", tmp_path / "more")
 
 
 def test_stored_ids_train_the_same_bits(tmp_path, shards, tokenizer):
@@ -254,11 +248,7 @@ def test_ranks_with_other_tokenizers_are_refused(tmp_path, shards, tokenizer, ra
             ": rank 1 loaded another tokenizer than rank 0; expected the same files, byte for byte, on every machine"
         )
         assert message.startswith("tokenizer: ")
-
-
-def test_every_rank_hears_of_a_tokenizer_that_one_lacks(tmp_path, shards, tokenizer, ranks):
-    folders = [str(tokenizer), "no/such/folder"]
-    for message in ranks(2, error_of_tokenizers, pixel_tree(tmp_path, shards, tokenizer), folders):
+    for message in ranks(2, error_of_tokenizers, tree, [good, "no/such/folder"]):
         assert message.startswith("tokenizer: no/such/folder: no such folder; expected")
 
 

@@ -13,7 +13,7 @@ import torch
 from tests.models import tiny_model
 from tests.train.test_distillation import folders, pretrained, term  # noqa: F401 (fixtures)
 from tests.train.test_feature_cache import cache_of, shards, timeless, tree_of  # noqa: F401 (fixture)
-from tests.training import all_equal, largest_difference, run, weights
+from tests.training import all_equal, identity_of, run, weights
 from vqclip.errors import NonFiniteError
 from vqclip.train import TrainConfig
 from vqclip.train.distillation import FeatureTerm
@@ -111,34 +111,6 @@ def test_features_belong_to_the_teachers_weights_and_not_to_its_path(tmp_path, s
     assert counts == [3, 3, 6]
 
 
-@pytest.mark.slow
-def test_a_resumed_run_continues_bit_for_bit(tmp_path, shards, folders):  # noqa: F811
-    terms = [term("embeddings", folders["same"])]
-    config = tree(tmp_path / "a", shards, terms, cache_of(tmp_path))
-    run(config, str(tmp_path))
-    expected = weights(tmp_path / "a", 6)
-    shutil.rmtree(tmp_path / "a" / "tiny" / "checkpoints" / "step-00000006")
-    run(config, str(tmp_path))
-    assert all_equal(weights(tmp_path / "a", 6), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["embeddings", "text_features"])
-def test_one_and_three_processes_train_the_same_model(ranks, tmp_path, shards, folders, kind):  # noqa: F811
-    found = []
-    frozen = BOTH if kind == "embeddings" else ("image",)
-    for world_size in (1, 3):
-        folder = tmp_path / str(world_size)
-        terms = [term(kind, folders["same"])]
-        config = tree(folder, shards, terms, cache_of(folder), frozen, train__precision="fp64")
-        ranks(world_size, run, config, str(tmp_path), init=False)
-        found.append(weights(folder, 6))
-        stored = {path.name: path.read_bytes() for path in (folder / "features").glob("*/*.features")}
-        found.append(stored)
-    assert largest_difference(found[0], found[2]) < 1e-6
-    assert found[1] == found[3]
-
-
 def test_teachers_that_need_images_are_stored_or_refused(tmp_path, shards, folders):  # noqa: F811
     def config(**changes):
         return TrainConfig.model_validate(tree(tmp_path, shards, [term("embeddings", folders["same"])], **changes))
@@ -155,8 +127,7 @@ def test_teachers_that_need_images_are_stored_or_refused(tmp_path, shards, folde
 
 def test_rounded_outputs_of_teachers_belong_to_the_identity(tmp_path, shards, folders):  # noqa: F811
     def data(**cache):
-        config = tree(tmp_path, shards, [term("embeddings", folders["same"])], cache)
-        return TrainConfig.model_validate(config).identity({}, towers_draw=False)["data"]
+        return identity_of(tree(tmp_path, shards, [term("embeddings", folders["same"])], cache))["data"]
 
     assert "feature_cache" not in data()
     assert data(dtype="bf16")["feature_cache"]["teachers"] == ["embeddings"]

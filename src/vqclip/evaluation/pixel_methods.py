@@ -21,12 +21,10 @@ from vqclip.errors import name_section
 from vqclip.evaluation.encode import MODES, Mode, load_ids, save_ids
 from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.reconstructions import DecodedPrefix, decoded_prefixes
-from vqclip.pixels.losses.base import PixelTerm
-from vqclip.pixels.losses.lpips import LPIPSConfig
-from vqclip.pixels.losses.perceptual import PerceptualConfig
+from vqclip.pixels.codecs import Codec, best_within, compress
+from vqclip.pixels.frechet import FrechetConfig, FrechetFeatures, Moments, frechet_distance
 from vqclip.pixels.metrics import compare_images, to_uint8
-from vqclip.pixels.metrics.codecs import Codec, best_within, compress
-from vqclip.pixels.metrics.frechet import FrechetConfig, FrechetFeatures, Moments, frechet_distance
+from vqclip.pixels.terms import LPIPSConfig, PerceptualConfig, PixelTerm
 from vqclip.process import progress
 from vqclip.tokenizer import ImageTokenizer
 

@@ -27,8 +27,8 @@ from vqclip.evaluation.pixel_methods import QUANTIZED, DistanceConfigs, Distance
 from vqclip.evaluation.reconstructions import pixel_transform
 from vqclip.evaluation.results import PixelResult, PixelRow, Result, fill_modes
 from vqclip.model import CLIP
+from vqclip.pixels.codecs import Codec
 from vqclip.pixels.metrics import MS_SSIM_SIZE, SSIM_SIZE, mean_figures, psnr
-from vqclip.pixels.metrics.codecs import Codec
 from vqclip.process import progress
 from vqclip.tokenizer import ImageTokenizer
 

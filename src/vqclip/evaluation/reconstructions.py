@@ -27,8 +27,8 @@ from vqclip.evaluation.details import (
     ShownImage,
     exact_thumbnail,
 )
+from vqclip.pixels.codecs import best_within, compress
 from vqclip.pixels.metrics import compare_images, mean_figures, to_uint8
-from vqclip.pixels.metrics.codecs import best_within, compress
 from vqclip.quantizers import Prefix
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import ImageTokenizer

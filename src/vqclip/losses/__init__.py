@@ -2,29 +2,33 @@
 
 After `vqclip.model`, which makes the embeddings; before the training step.
 
-Each kind is one file with its config class, and one line in the union `LossConfig`.
+    contrastive.py   the losses, their configuration, and a readable reference of each: ``impl: gather``
+    tiled.py         the default: the same numbers without the G × G matrix of logits
+    exchange.py      how the texts of all ranks reach a rank: all at once (``tiled``), or in a ``ring``
 
-Where the loss is summed over ranks: `tiles.FeatureGradients.finish` (``tiled`` and ``ring``); ``gather`` needs no sum,
-because `features.gather_features` collects all features first.
+Where the loss is summed over ranks: `tiled.FeatureGradients.finish`; ``gather`` needs no sum, because it collects all
+features first.
 """
 
-from typing import Annotated
-
-from pydantic import Field
-
-from vqclip.losses.contrastive import ContrastiveConfig, ContrastiveLoss
-from vqclip.losses.distillation import DistillationLoss
-from vqclip.losses.features import Loss, Positives, pair_keys
-from vqclip.losses.sigmoid import SigmoidConfig, SigmoidLoss
-from vqclip.losses.total import weighted_total
-
-LossConfig = Annotated[ContrastiveConfig | SigmoidConfig, Field(discriminator="kind")]
-"""Configuration of any contrastive loss, chosen by ``kind``."""
+from vqclip.losses.contrastive import (
+    ContrastiveConfig,
+    ContrastiveLoss,
+    DistillationLoss,
+    Implementation,
+    Loss,
+    LossConfig,
+    Positives,
+    SigmoidConfig,
+    SigmoidLoss,
+    pair_keys,
+    weighted_total,
+)
 
 __all__ = [
     "ContrastiveConfig",
     "ContrastiveLoss",
     "DistillationLoss",
+    "Implementation",
     "Loss",
     "LossConfig",
     "Positives",

@@ -1,19 +1,18 @@
 """Iteration over the texts of all ranks, for losses in which each rank holds only its own images.
 
-    exchange = Gathered(text, ...) or Ring(text, ...)
+    exchange = Exchange(text, ...) or Ring(text, ...)
     sums = exchange.empty(like, 0.0)                   # one entry per text
     for block in exchange.blocks(sums):                # every rank sees all texts, block by block
         block.carried[0] += f(own images, block.texts) # this rank's part for these texts
     own = exchange.collect_sum(sums)                   # the sum over ranks, for this rank's texts
 
-`Gathered`: every rank holds all texts, in one block; the sum over ranks is a reduce-scatter at the end. `Ring`: blocks
+`Exchange`: every rank holds all texts, in one block; the sum over ranks is a reduce-scatter at the end. `Ring`: blocks
 move from rank to rank until their carried tensors are back at their owner. The next texts arrive while the current ones
 are processed; carried tensors follow afterwards. A rank holds its own block, the current one, and the next one.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -37,8 +36,8 @@ class Block(NamedTuple):
     """``(C, ...)`` each, not to be modified."""
 
 
-class Exchange(ABC):
-    """The texts of all ranks. The constructor and every method are collectives.
+class Exchange:
+    """All texts on every rank. The constructor and every method are collectives.
 
     Args:
         text: ``(B, E)`` this rank's texts.
@@ -64,57 +63,27 @@ class Exchange(ABC):
         self.count = sum(self.sizes)
         if self.count == 0:
             raise ShapeError("features: the global batch is empty, expected at least one pair on one rank")
-        self.start = self._start_of(dist.rank())
+        self.start = sum(self.sizes[: dist.rank()])
+        self._texts = self.share(text)
 
-    @abstractmethod
-    def to_carried(self, own: Tensor) -> Tensor:
-        """Make ``(B, ...)`` values of this rank's texts into a tensor that `blocks` can carry."""
-
-    @abstractmethod
-    def empty(self, own: Tensor, fill: float) -> Tensor:
-        """Return a tensor that `blocks` can carry, with the shape ``(B, ...)`` and dtype of ``own``, filled."""
-
-    @abstractmethod
-    def blocks(self, *carried: Tensor, constant: Sequence[Tensor] = ()) -> Iterator[Block]:
-        """Yield all texts once, with their parts of the carried and constant tensors. Must be iterated to the end."""
-
-    @abstractmethod
-    def collect_sum(self, carried: Tensor) -> Tensor:
-        """Return the sum over ranks of a carried tensor for this rank's texts, ``(B, ...)``."""
-
-    @abstractmethod
-    def collect_logsumexp(self, carried: Tensor) -> Tensor:
-        """Return the logarithm of the sum over ranks of a carried tensor's exponentials, ``(B, ...)``."""
-
-    def _start_of(self, rank: int) -> int:
-        return sum(self.sizes[:rank])
-
-
-class Gathered(Exchange):
-    """All texts on every rank."""
-
-    def __init__(self, text: Tensor, wants_grad: bool, note: str = "", sizes: Sequence[int] | None = None):
-        super().__init__(text, wants_grad, note, sizes)
-        self._texts = self.to_carried(text)
-
-    def to_carried(self, own: Tensor) -> Tensor:
-        """See `Exchange`."""
+    def share(self, own: Tensor) -> Tensor:
+        """Make ``(B, ...)`` values of this rank's texts into a constant tensor of `blocks`."""
         return dist.all_gather(own, self.sizes)
 
     def empty(self, own: Tensor, fill: float) -> Tensor:
-        """See `Exchange`."""
+        """Return a tensor that `blocks` can carry, with the shape ``(B, ...)`` and dtype of ``own``, filled."""
         return own.new_full((self.count, *own.shape[1:]), fill)
 
     def blocks(self, *carried: Tensor, constant: Sequence[Tensor] = ()) -> Iterator[Block]:
-        """See `Exchange`."""
+        """Yield all texts once, with their parts of the carried and constant tensors. Must be iterated to the end."""
         yield Block(self._texts, slice(0, self.count), carried, tuple(constant))
 
     def collect_sum(self, carried: Tensor) -> Tensor:
-        """See `Exchange`."""
+        """Return the sum over ranks of a carried tensor for this rank's texts, ``(B, ...)``."""
         return dist.reduce_scatter(carried, self.sizes)
 
     def collect_logsumexp(self, carried: Tensor) -> Tensor:
-        """See `Exchange`."""
+        """Return the logarithm of the sum over ranks of a carried tensor's exponentials, ``(B, ...)``."""
         highest = dist.reduce_(carried.clone(), "max")
         # A column without another row remains -inf.
         total = (carried - highest.masked_fill(highest == -torch.inf, 0)).exp_()
@@ -123,30 +92,29 @@ class Gathered(Exchange):
 
 
 class Ring(Exchange):
-    """The texts of one rank after the other, with up to twice the traffic of `Gathered` (on two ranks)."""
+    """The texts of one rank after the other, with up to twice the traffic of `Exchange` (on two ranks)."""
 
     def __init__(self, text: Tensor, wants_grad: bool, note: str = "", sizes: Sequence[int] | None = None):
         super().__init__(text, wants_grad, note, sizes)
-        self._text = text
         # NCCL needs all ranks in a job's first collective, and empty ranks take no part in shifts.
         if min(self.sizes) == 0:
             dist.reduce_(text.new_zeros(()))
 
-    def to_carried(self, own: Tensor) -> Tensor:
-        """See `Exchange`."""
-        return own.clone()
+    def share(self, own: Tensor) -> Tensor:
+        """Return the values themselves, which `blocks` moves from rank to rank."""
+        return own
 
     def empty(self, own: Tensor, fill: float) -> Tensor:
-        """See `Exchange`."""
+        """Return a tensor for this rank's texts, which is carried to all ranks and back."""
         return own.new_full(own.shape, fill)
 
     def blocks(self, *carried: Tensor, constant: Sequence[Tensor] = ()) -> Iterator[Block]:
-        """See `Exchange`."""
+        """Yield the texts of this rank, then those of the rank before it, and so on."""
         ranks, here = len(self.sizes), dist.rank()
-        texts, moving = self._text, list(carried)
+        texts, moving = self._texts, list(carried)
         for hop in range(ranks):
             owner, is_last = (here - hop) % ranks, hop == ranks - 1
-            start, rows = self._start_of(owner), self.sizes[(owner - 1) % ranks]
+            start, rows = sum(self.sizes[:owner]), self.sizes[(owner - 1) % ranks]
             arriving = None if is_last else dist.start_ring_shift([texts, *constant], rows)
             yield Block(texts, slice(start, start + self.sizes[owner]), tuple(moving), tuple(constant))
             moving = dist.start_ring_shift(moving, rows)()
@@ -156,9 +124,9 @@ class Ring(Exchange):
             own.copy_(returned)
 
     def collect_sum(self, carried: Tensor) -> Tensor:
-        """See `Exchange`."""
+        """Return the tensor itself: it has been on every rank."""
         return carried
 
     def collect_logsumexp(self, carried: Tensor) -> Tensor:
-        """See `Exchange`."""
+        """Return the tensor itself: it has been on every rank."""
         return carried

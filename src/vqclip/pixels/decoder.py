@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,7 @@ from vqclip.config import Config, parse_config
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.attention import Block, heads_divide_width
-from vqclip.pixels.detail import Detail, DetailConfig
-from vqclip.pixels.grid import pixels_per_token, prime_factors, require_groups
+from vqclip.pixels.detail import Detail, DetailConfig, pixels_per_token, prime_factors, require_groups
 from vqclip.quantizers import Stats
 
 __all__ = [
@@ -86,15 +85,17 @@ class PixelDecoder(nn.Module):
         if vectors.shape[0] == 0:  # not every layer of torch has a backward without samples
             one = [None if each is None else F.pad(each, (0, 0, 0, 0, 0, 1)) for each in (vectors, detail)]
             return self(*one)[:0]
-        further: Tensor | None = None
-        if self.detail is not None:
-            further = self._detail(vectors, self.detail.dim, detail)
-            vectors = torch.cat((vectors, further), dim=-1)
-        elif detail is not None:
-            raise ShapeError("detail: got vectors for a decoder without detail codebooks; expected None")
-        pixels = self.layers(vectors.to(next(self.layers.parameters()).dtype))
-        if self.detail is not None and further is not None:
-            pixels = pixels + self.detail.add(further)
+        dtype = next(self.layers.parameters()).dtype
+        if self.detail is None:
+            if detail is not None:
+                raise ShapeError("detail: got vectors for a decoder without detail codebooks; expected None")
+            pixels = self.layers(vectors.to(dtype))
+        else:
+            shape = (*vectors.shape[:2], self.detail.dim)
+            detail = vectors.new_zeros(shape) if detail is None else detail
+            if tuple(detail.shape) != shape:
+                raise ShapeError(f"detail: got shape {tuple(detail.shape)}, expected {shape}")
+            pixels = self.layers(torch.cat((vectors, detail), dim=-1).to(dtype)) + self.detail.add(detail)
         # Around 0, half precision has more digits than around 0.5.
         return pixels.to(torch.promote_types(pixels.dtype, torch.float32)) + 0.5
 
@@ -131,13 +132,6 @@ class PixelDecoder(nn.Module):
         if stages is not None:
             raise ConfigError(f"detail: got {stages} stages; expected None, as this decoder has no detail codebooks")
         return ids, None
-
-    def _detail(self, vectors: Tensor, dim: int, detail: Tensor | None) -> Tensor:
-        if detail is None:
-            return vectors.new_zeros(*vectors.shape[:2], dim)
-        if tuple(detail.shape) != (*vectors.shape[:2], dim):
-            raise ShapeError(f"detail: got shape {tuple(detail.shape)}, expected {(*vectors.shape[:2], dim)}")
-        return detail
 
 
 class _Transformer(nn.Module):
@@ -325,24 +319,13 @@ class PixelsConfig(Config):
         return PixelDecoder(self, self.decoder.layers(width, num_tokens, self.image_size), dim, num_tokens, detail)
 
 
-class _ImageTokenizer(Protocol):
-    modality: str
-    pixels: PixelDecoder | None
-
-    @property
-    def quantizer(self) -> Any: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-
-def attach(tokenizer: _ImageTokenizer, decoder: PixelDecoder) -> None:
+def attach(tokenizer: Any, decoder: PixelDecoder) -> None:
     """Make a pixel decoder a part of an image tokenizer: of its `decode_pixels`, and of the folder that it writes.
 
     The ids, embeddings and fingerprint of the tokenizer do not change.
 
     Args:
-        tokenizer: an image tokenizer, with a tower or without; a decoder that it has is replaced.
+        tokenizer: an image tokenizer, with a tower or without, such as ``model.image``; its decoder is replaced.
         decoder: made for the width of its codes and its number of tokens.
 
     Raises:

@@ -23,14 +23,13 @@ from vqclip.config.bounds import MAX_CODEBOOKS, MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError, name_section
 from vqclip.nn.inputs import require_ids
 from vqclip.nn.precision import full_precision
-from vqclip.pixels.grid import pixels_per_token, prime_factors, require_groups
 from vqclip.quantizers import Product, QuantizerConfig, QuantizerOutput
 from vqclip.quantizers.base import check_ids
 from vqclip.quantizers.stats import random_integers
 from vqclip.seeds import derive_seed
 from vqclip.towers.image import Normalize
 
-__all__ = ["Detail", "DetailConfig"]
+__all__ = ["Detail", "DetailConfig", "pixels_per_token", "prime_factors", "require_groups"]
 
 
 class _Fold(nn.Module):
@@ -222,3 +221,39 @@ class DetailConfig(Config):
             )
         pixels = pixels_per_token(num_tokens, image_size)
         return Detail(_Branch(self, quantizer.dim, pixels, image_size), quantizer, self.dropout, pixels)
+
+
+def pixels_per_token(num_tokens: int, image_size: int) -> int:
+    """Return the height and width in pixels of a token's part of the image.
+
+    Raises:
+        ConfigError: the tokens are no square grid, or do not divide the image.
+    """
+    side = math.isqrt(num_tokens)
+    if side**2 != num_tokens or image_size % side:
+        raise ConfigError(
+            f"pixels: got {num_tokens} tokens for images of {image_size} x {image_size} pixels; expected a square grid "
+            "of tokens whose side divides the image's"
+        )
+    return image_size // side
+
+
+def prime_factors(number: int) -> list[int]:
+    """Return the prime factors of ``number``, largest first."""
+    factors, factor = [], 2
+    while number > 1:
+        if number % factor:
+            factor += 1
+        else:
+            factors.append(factor)
+            number //= factor
+    return factors[::-1]
+
+
+def require_groups(channels: int, max_channels: int, channels_per_group: int) -> None:
+    """Raise ValueError unless the groups of a normalisation divide the channels."""
+    if channels % channels_per_group or max_channels % channels_per_group:
+        raise ValueError(
+            f"got channels {channels}, max_channels {max_channels} and channels_per_group {channels_per_group}; "
+            "expected channels that are multiples of channels_per_group"
+        )

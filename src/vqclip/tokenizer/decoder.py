@@ -26,7 +26,6 @@ from vqclip.nn.pooling import PooledEmbedding
 from vqclip.nn.precision import Precision, autocast, full_precision
 from vqclip.nn.projection import LinearProjectionConfig, Projection, ProjectionConfig
 from vqclip.pixels.decoder import PIXELS_FILE, PixelDecoder
-from vqclip.pixels.pil import to_pil
 from vqclip.quantizers import Quantizer, QuantizerConfig, codebook_matrix
 
 if TYPE_CHECKING:
@@ -222,7 +221,17 @@ class TokenizerDecoder(nn.Module):
         Raises:
             ShapeError: for another shape, dtype or range, or NaN.
         """
-        return to_pil(pixels)
+        from PIL import Image
+
+        if pixels.ndim != 4 or pixels.shape[1] != 3:
+            raise ShapeError(f"pixels: got shape {tuple(pixels.shape)}, expected (B, 3, H, W)")
+        if pixels.is_floating_point():
+            if not bool(((pixels >= 0) & (pixels <= 1)).all()):  # false for NaN, too
+                raise ShapeError("pixels: got NaN or numbers outside of 0 to 1, expected 0 to 1: clamp(0, 1)")
+            pixels = (pixels.detach() * 255).round().to(torch.uint8)
+        if pixels.dtype != torch.uint8:
+            raise ShapeError(f"pixels: got dtype {pixels.dtype}, expected floating point (0..1) or uint8 (0..255)")
+        return [Image.fromarray(image) for image in pixels.permute(0, 2, 3, 1).contiguous().cpu().numpy()]
 
     def truncate(self, ids: Tensor, stages: int | None = None, codebooks: int | None = None) -> Tensor:
         """Replace the ids ``(B, N, C)`` outside of the first stages and codebooks by -1, to use fewer bits.

@@ -14,7 +14,7 @@ from vqclip.errors import ShapeError, VqclipError
 from vqclip.nn.inputs import require_image, require_images
 from vqclip.nn.precision import Precision
 from vqclip.pixels.decoder import attach
-from vqclip.pixels.training import PixelTrainingConfig
+from vqclip.pixels.losses import PixelTrainingConfig
 from vqclip.tokenizer.base import Tokenizer, TokenizerConfig
 from vqclip.towers import ImageTower, ImageTowerConfig
 

@@ -24,7 +24,7 @@ from vqclip.runlog.metrics import EVALUATION
 from vqclip.runlog.trackers import RunFacts, TensorBoardConfig, Trackers
 from vqclip.tokenizer import Tokenizer
 from vqclip.train.ema import EmaConfig
-from vqclip.train.feature_jobs import FeatureMaker
+from vqclip.train.feature_cache import FeatureMaker
 from vqclip.train.guards import GuardConfig
 from vqclip.train.optim import OptimConfig
 from vqclip.train.step import ComputeConfig

@@ -1,8 +1,8 @@
 """Distillation: terms of the training loss that make the model follow frozen teachers.
 
-    Distillation.build(config.distillation, model, seed)   teachers are loaded, each for its term
-    sums  = distillation.compare(out, samples, step)        towers' features beside the teachers'; sums over tokens
-    terms, weights = distillation.losses(...)               over the global batch
+    distillation = Distillation(configs, model, seed)      teachers are loaded, each for its term
+    sums  = distillation.compare(out, samples, step)       towers' features beside the teachers'; sums over tokens
+    terms, weights = distillation.losses(...)              over the global batch
 
 Embeddings are compared by `vqclip.losses.DistillationLoss`. Features of tokens are compared after the forward of a
 microbatch; their sums are reduced over ranks in the step's one exchange. Teachers are no part of the model: they have
@@ -11,8 +11,9 @@ no gradient, no optimizer state, and are not saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,24 +26,20 @@ from vqclip import dist
 from vqclip.config import Config, Modality
 from vqclip.errors import ConfigError, VqclipError
 from vqclip.io.tensors import module_digest
-from vqclip.losses import DistillationLoss
-from vqclip.losses.features import Implementation
+from vqclip.losses import DistillationLoss, Implementation
 from vqclip.model import CLIP, CLIPOutput
 from vqclip.nn.precision import full_precision
 from vqclip.quantizers import Stats
 from vqclip.seeds import derive_seed
-from vqclip.tokenizer import TextTokenizer, Tokenizer
+from vqclip.tokenizer import Tokenizer
 from vqclip.towers import ImageTower, TextTower
-from vqclip.train.feature_jobs import FeatureMaker, tower_origin, vocabulary_origin
+from vqclip.train.feature_cache import FeatureMaker, maker_for
 from vqclip.train.tasks.base import RankBatch
 from vqclip.train.teachers import (
     EmbeddingTeacher,
-    FolderTeacher,
     FolderTeacherConfig,
     InitialTeacherConfig,
-    OpenCLIPTeacher,
     OpenCLIPTeacherConfig,
-    find_tower,
     freeze,
     tower_features,
 )
@@ -100,14 +97,8 @@ class EmbeddingTerm:
 
     def __init__(self, config: EmbeddingDistillationConfig, name: str, student: CLIP):
         self.config, self.name, self.student, self.loss = config, name, student, DistillationLoss(config.impl)
-        teacher = (
-            OpenCLIPTeacher(config.teacher)
-            if isinstance(config.teacher, OpenCLIPTeacherConfig)
-            else FolderTeacher(config.teacher)
-        )
-        self.digest = module_digest(freeze(teacher))  # before its dtype changes
-        self.teacher = teacher.to(student.logit_scale.device, student.logit_scale.dtype)
-        self.scale = teacher.scale.detach().clone()
+        self.teacher, self.digest = freeze(config.teacher.build(), student)
+        self.scale = self.teacher.scale.detach().clone()
 
     def embed(self, parts: Sequence[RankBatch]) -> tuple[Tensor, Tensor]:
         """Return the teacher's embeddings ``(B, F)`` of images and captions, stored or computed."""
@@ -127,18 +118,24 @@ class EmbeddingTerm:
         assert teacher is not None
         with torch.no_grad():
             width = teacher.of_images(torch.zeros(1, 3, size, size, device=self.scale.device)).shape[-1]
-        origin = {"teacher": teacher.digest()}
-
-        def maker(modality: Modality, embed: Callable[[Tensor], Tensor], **others: Any) -> FeatureMaker:
-            what = f"teacher of {self.name} ({modality}s)"
-            return FeatureMaker(
-                modality, what, lambda rows: embed(rows)[:, None], 1, width, self.scale.device, **others
-            )
-
-        return {
-            f"{self.name}/image": maker("image", teacher.of_images, origin=origin | {"image_size": size}),
-            f"{self.name}/text": maker("text", teacher.of_tokens, origin=origin, tokenize=teacher.vocabulary),
-        }
+        shared: dict[str, Any] = {"tokens": 1, "width": width, "device": self.scale.device}
+        origin = {"teacher": module_digest(teacher, json.dumps(teacher.origin, sort_keys=True))}
+        images = FeatureMaker(
+            modality="image",
+            network=f"teacher of {self.name} (images)",
+            compute=lambda rows: teacher.of_images(rows)[:, None],
+            origin=origin | {"image_size": size},
+            **shared,
+        )
+        texts = FeatureMaker(
+            modality="text",
+            network=f"teacher of {self.name} (texts)",
+            compute=lambda rows: teacher.of_tokens(rows)[:, None],
+            origin=origin,
+            tokenize=teacher.vocabulary,
+            **shared,
+        )
+        return {f"{self.name}/image": images, f"{self.name}/text": texts}
 
 
 class FeatureTerm:
@@ -156,48 +153,34 @@ class FeatureTerm:
                 f"got {config.kind} for a frozen tower (model.{self.modality}.tower.train: none), which cannot follow "
                 "a teacher; expected a tower that trains, or no such term"
             )
-        teacher, self._teacher_config = find_tower(config.teacher, self.modality, student)
+        teacher, self._teacher_config = config.teacher.build_tower(self.modality, student)
         _require_same_tokens(teacher, tower)
         self.comparison = FeatureComparison(tower.width, teacher.width, seed).to(student.logit_scale.device)
-        self.digest = module_digest(freeze(teacher))  # before its dtype changes
-        self.teacher = teacher.to(student.logit_scale.device, student.logit_scale.dtype)
-
-    def follow(self, samples: RankBatch) -> Tensor:
-        """Return the teacher's features ``(B, N, D)``, stored or computed."""
-        inputs = samples.images if self.modality == "image" else samples.tokens
-        if self.name in samples.features:
-            found = samples.features[self.name]
-            return found if self.modality == "image" else found[:, : inputs.shape[1]]
-        assert self.teacher is not None
-        with torch.no_grad():
-            return tower_features(self.teacher, inputs)
+        self.teacher, self.digest = freeze(teacher, student)
 
     def compare(self, out: CLIPOutput, samples: RankBatch) -> Stats:
         """Return the sum over this rank's tokens, and their count; see `FeatureComparison`."""
-        features = out.image_features if self.modality == "image" else out.text_features
+        is_image = self.modality == "image"
+        features, inputs = (out.image_features, samples.images) if is_image else (out.text_features, samples.tokens)
         assert features is not None
-        mask = self.tokenizer.mask(samples.tokens) if self.modality == "text" else None
-        return self.comparison(features, self.follow(samples), mask)
+        if self.name in samples.features:  # stored
+            wanted = samples.features[self.name]
+            wanted = wanted if is_image else wanted[:, : inputs.shape[1]]
+        else:
+            assert self.teacher is not None
+            with torch.no_grad():
+                wanted = tower_features(self.teacher, inputs)
+        return self.comparison(features, wanted, None if is_image else self.tokenizer.mask(inputs))
 
     def makers(self) -> dict[str, FeatureMaker]:
         """Return the maker of the teacher's features; a frozen tower of a run with this tower has the same ones."""
-        theirs, tower = self.teacher, self.tokenizer.tower
+        theirs, tower, resized = self.teacher, self.tokenizer.tower, {}
         assert theirs is not None
-        origin = tower_origin(theirs, self._teacher_config) | vocabulary_origin(self.tokenizer)
         if isinstance(tower, ImageTower) and isinstance(theirs, ImageTower) and tower.image_size != theirs.image_size:
-            origin["image_size"] = tower.image_size  # of the pixels that are resized for the teacher
-        return {
-            self.name: FeatureMaker(
-                modality=self.modality,
-                network=f"teacher of {self.name}",
-                compute=partial(tower_features, theirs),
-                tokens=tower.num_tokens,
-                width=theirs.width,
-                device=self.tokenizer.device,
-                origin=origin,
-                tokenize=self.tokenizer.preprocess if isinstance(self.tokenizer, TextTokenizer) else None,
-            )
-        }
+            resized["image_size"] = tower.image_size  # of the pixels that are resized for the teacher
+        network, compute = f"teacher of {self.name}", partial(tower_features, theirs)
+        config, tokens = self._teacher_config, tower.num_tokens
+        return {self.name: maker_for(self.tokenizer, theirs, config, network, compute, tokens, **resized)}
 
 
 class FeatureComparison(nn.Module):
@@ -244,82 +227,68 @@ class FeatureComparison(nn.Module):
 
 
 class Distillation:
-    """Terms of the loss that follow teachers.
+    """Terms of the loss that follow teachers. The constructor loads them to the model's device and dtype: a collective.
 
     Args:
-        terms: by name.
+        configs: the terms; none for a run without distillation.
+        model: the student, with its initial weights.
+        seed: run seed.
+
+    Attributes:
+        identity: settings and teachers that define the trajectory, with digests of the weights in place of their paths.
+        ends: first steps without a term; None for one that stays.
+
+    Raises:
+        ConfigError: on every rank, for a teacher that cannot be loaded or does not fit the student; names the key.
     """
 
-    def __init__(self, terms: dict[str, EmbeddingTerm | FeatureTerm]):
-        self.terms = terms
-        self.identity = [_identity(term.config, term.digest) for term in terms.values()]
-        """Settings and teachers that define the trajectory."""
-        self.ends = {term.config.until_step for term in terms.values()}
-        """First steps without a term; None for one that stays."""
-
-    @staticmethod
-    def build(configs: Sequence[DistillationConfig], model: CLIP, seed: int) -> Distillation | None:
-        """Load the teachers to the model's device and dtype; None without terms. A collective.
-
-        Args:
-            configs: the terms.
-            model: the student, with its initial weights.
-            seed: run seed.
-
-        Raises:
-            ConfigError: on every rank, for a teacher that cannot be loaded or does not fit the student; names the key.
-        """
-        if not configs:
-            return None
-        terms: dict[str, EmbeddingTerm | FeatureTerm] = {}
+    def __init__(self, configs: Sequence[DistillationConfig], model: CLIP, seed: int):
+        self.terms: dict[str, EmbeddingTerm | FeatureTerm] = {}
+        self.identity: list[dict[str, Any]] = []
         kinds = [config.kind for config in configs]
-        with dist.raise_on_all_ranks():
+        with dist.raise_on_all_ranks() if configs else nullcontext():
             for number, config in enumerate(configs):
                 turn = kinds[: number + 1].count(config.kind)
                 name = config.kind if turn == 1 else f"{config.kind}_{turn}"
+                term: EmbeddingTerm | FeatureTerm
                 with _name_errors(f"distillation[{number}]"):
                     if isinstance(config, EmbeddingDistillationConfig):
-                        terms[name] = EmbeddingTerm(config, name, model)
+                        term = EmbeddingTerm(config, name, model)
                     else:
-                        terms[name] = FeatureTerm(config, name, model, derive_seed(seed, "distillation", name))
-        if others := dist.differing_ranks([term.digest for term in terms.values()]):
+                        term = FeatureTerm(config, name, model, derive_seed(seed, "distillation", name))
+                settings = config.model_dump(mode="json", exclude={"teacher": {"folder", "pretrained"}})
+                self.identity.append(settings | {"teacher": settings["teacher"] | {"digest": term.digest}})
+                self.terms[name] = term
+        if configs and (others := dist.differing_ranks([term.digest for term in self.terms.values()])):
             raise ConfigError(
                 f"distillation: rank {', '.join(others)} loaded other teachers than rank 0; expected the same files on "
                 "every machine"
             )
-        return Distillation(terms)
-
-    def makers(self, stores: Callable[[DistillationTerm], bool]) -> dict[str, FeatureMaker]:
-        """Return the makers of what the teachers compute for the terms that ``stores`` chooses, by name."""
-        chosen = [term for term in self.terms.values() if stores(term.config)]
-        return {key: maker for term in chosen for key, maker in term.makers().items()}
-
-    def release_teachers(self, stores: Callable[[DistillationTerm], bool]) -> None:
-        """Forget the teachers of the terms that ``stores`` chooses: batches contain what they would compute."""
-        for term in self.terms.values():
-            if stores(term.config):
-                term.teacher = None
+        self.ends = {config.until_step for config in configs}
 
     def compares_features(self, step: int) -> bool:
         """Return whether `compare` needs the towers' features in step number ``step``."""
         return any(isinstance(term, FeatureTerm) for term in self._terms_at(step))
 
-    def compare(self, out: CLIPOutput, samples: RankBatch, step: int) -> Stats:
-        """Compare features of tokens; return the sums and counts of this rank by term.
+    def compare(self, out: CLIPOutput, samples: RankBatch, step: int) -> dict[str, Stats]:
+        """Compare features of tokens; return the sums of this rank as ``distillation/<term>``.
 
         Args:
             out: of the model, with the towers' features.
             samples: in a microbatch of this rank.
             step: number of the step.
         """
-        found = {}
-        for term in self._terms_at(step):
-            if isinstance(term, FeatureTerm):
-                found[term.name] = term.compare(out, samples)
-        return Stats.nest(found)
+        terms = [term for term in self._terms_at(step) if isinstance(term, FeatureTerm)]
+        return {f"distillation/{term.name}": term.compare(out, samples) for term in terms}
 
     def losses(
-        self, image: Tensor, text: Tensor, scale: Tensor, sums: Stats | None, parts: Sequence[RankBatch], step: int
+        self,
+        image: Tensor,
+        text: Tensor,
+        scale: Tensor,
+        sums: Mapping[str, Stats],
+        parts: Sequence[RankBatch],
+        step: int,
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return the unweighted terms of this step over the global batch, and their weights. A collective.
 
@@ -327,7 +296,7 @@ class Distillation:
             image: ``(B, E)`` embeddings of all samples of this rank.
             text: ``(B, E)`` of their captions.
             scale: () of the logits.
-            sums: of `compare`, of all ranks; None if no features were compared.
+            sums: those of `compare`, of all ranks.
             parts: the samples in the parts in which the teachers run.
             step: number of the step.
         """
@@ -338,21 +307,12 @@ class Distillation:
             if isinstance(term, EmbeddingTerm):
                 terms[key] = term.loss(image, text, scale, *term.embed(parts), term.scale, parts[0].sizes)
             else:
-                assert sums is not None
-                found = sums.under(term.name)
-                terms[key] = found["sum"] / found["count"]
+                terms[key] = sums[key]["sum"] / sums[key]["count"]
         return terms, weights
 
     def _terms_at(self, step: int) -> list[EmbeddingTerm | FeatureTerm]:
         ends = ((term, term.config.until_step) for term in self.terms.values())
         return [term for term, end in ends if end is None or step < end]
-
-
-def _identity(config: DistillationTerm, digest: str) -> dict[str, Any]:
-    """Return what defines the trajectory: the digest of the teacher's weights in place of their path."""
-    settings = config.model_dump(mode="json")
-    teacher = {name: value for name, value in settings["teacher"].items() if name not in ("folder", "pretrained")}
-    return settings | {"teacher": teacher | {"digest": digest}}
 
 
 def _require_same_tokens(teacher: ImageTower | TextTower, student: ImageTower | TextTower) -> None:

@@ -1,8 +1,11 @@
 """Store the features of frozen towers and teachers before the first step, and let the loader read them.
 
-    one job computes at a time (lock)  ->  every rank verifies a part of the shards  ->  what is missing is divided
-    compute for some seconds; meet, so that an error or a request to stop on one rank ends all; repeat
-    every rank checks that it sees all shards  ->  TrainData.use_features
+    FeatureMaker     a frozen tower or teacher, and everything about it that determines its features
+    FeatureJob.run   blocks of samples, read in the data workers -> network -> stored dtype -> shard
+    store_features   one job computes at a time (lock)  ->  every rank verifies a part of the shards
+                     ->  what is missing is divided; compute for some seconds; meet, so that an error or a request to
+                     stop on one rank ends all; repeat  ->  every rank checks that it sees all shards
+                     ->  TrainData.use_features
 
 Nothing here changes what a step computes: in fp32 a step gets the bits that the tower would give it.
 """
@@ -10,34 +13,40 @@ Nothing here changes what a step computes: in fp32 a step gets the bits that the
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
 import logging
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from vqclip import dist
-from vqclip.data import TrainData
+from vqclip.config import Modality
+from vqclip.data import DataConfig, TrainData
+from vqclip.data.batch import BadSample
 from vqclip.data.features import TORCH_DTYPES, FeatureFolder, FeatureReader, FeatureSettings, choose_shard_samples
+from vqclip.data.in_order import InOrderReader, SamplesRead
 from vqclip.data.samples import SampleMaker
-from vqclip.data.workers import explain_worker_deaths
-from vqclip.errors import ConfigError, DataError
+from vqclip.data.workers import explain_worker_deaths, ordered_map
+from vqclip.errors import ConfigError, DataError, NonFiniteError
 from vqclip.io.file_locks import ProcessLock
 from vqclip.io.files import format_bytes
+from vqclip.io.tensors import module_digest
+from vqclip.nn.precision import Precision, autocast
 from vqclip.process import progress
 from vqclip.runlog.bar import ProgressBar
 from vqclip.seeds import derive_seed
+from vqclip.tokenizer import TextTokenizer, Tokenizer
+from vqclip.towers import ImageTower, TextTower
 from vqclip.towers.frozen import chunk_size
-from vqclip.train.feature_jobs import FeatureJob, FeatureMaker
-from vqclip.train.tasks.base import Task
-
-if TYPE_CHECKING:
-    from vqclip.train.config import TaskConfig
+from vqclip.towers.training import TowerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +64,75 @@ _SHOWN = 5
 """Settings that are listed where features of other settings cannot be used."""
 _PROBED = 32
 """Samples whose captions are counted to estimate the size."""
+_CAPTION_CHUNKS = 16
+"""Chunks of captions between two heartbeats."""
 
 
-def store_features(config: TaskConfig, task: Task[Any], data: TrainData) -> None:
-    """Compute the features that `data.feature_cache` asks for and that are not there yet. A collective.
+@dataclass(frozen=True)
+class FeatureMaker:
+    """A frozen network whose features are stored."""
+
+    modality: Modality
+    network: str
+    """Name of the network, for messages, such as "image tower"."""
+    compute: Callable[[Tensor], Tensor]
+    """Images ``(R, 3, S, S)`` or token numbers ``(R, T)`` → features ``(R, N, D)``, the same bits in every batch."""
+    tokens: int
+    """N, tokens of a sample."""
+    width: int
+    """D, features of a token."""
+    device: torch.device
+    origin: dict[str, Any]
+    """Everything about the network and its input that determines the features."""
+    tokenize: Callable[[list[str]], Tensor] | None = None
+    """Captions → token numbers; None for images."""
+
+
+def tower_maker(tokenizer: Tokenizer) -> FeatureMaker:
+    """Return the maker of a frozen tower's features, reduced if `Tokenizer.reduces_early`."""
+    tower, config, network = tokenizer.tower, tokenizer.config, f"{tokenizer.modality} tower"
+    if not tokenizer.reduces_early:
+        return maker_for(tokenizer, tower, config.tower, network, tokenizer.tower_features, tower.num_tokens)
+    assert tokenizer.reduce is not None
+    assert config.reduce is not None
+    tokens, reduce = tokenizer.reduce.num_tokens, config.reduce.model_dump(mode="json")
+    return maker_for(tokenizer, tower, config.tower, network, tokenizer.tower_features, tokens, reduce=reduce)
+
+
+def maker_for(
+    tokenizer: Tokenizer,
+    tower: ImageTower | TextTower,
+    config: TowerConfig,
+    network: str,
+    compute: Callable[[Tensor], Tensor],
+    tokens: int,
+    **origin: Any,
+) -> FeatureMaker:
+    """Return the maker of what a tower computes of a tokenizer's images or captions; see `FeatureMaker`."""
+    settings = f"{type(tower).__name__} {config.model_dump_json(exclude={'train'})}"
+    origin["tower"] = module_digest(tower, settings)
+    tokenize = None
+    if isinstance(tokenizer, TextTokenizer):
+        tokenize = vocabulary = tokenizer.preprocess
+        files = sorted(vocabulary.files().items())
+        origin["vocabulary"] = vocabulary.describe()
+        origin["vocabulary_files"] = {name: hashlib.sha256(content).hexdigest() for name, content in files}
+        origin["context_length"] = vocabulary.context_length
+    modality: Modality = "image" if tokenize is None else "text"
+    return FeatureMaker(modality, network, compute, tokens, tower.width, tokenizer.device, origin, tokenize)
+
+
+def store_features(
+    makers: Mapping[str, FeatureMaker], data: TrainData, config: DataConfig, precision: Precision, seed: int
+) -> None:
+    """Compute the features that are not stored yet. A collective.
 
     Args:
-        config: of the run.
-        task: with the weights of the run's first step; it drops the teachers whose outputs are stored.
+        makers: name → network whose features are stored, with the weights of the run's first step.
         data: reads the features from now on.
+        config: of the data, with a feature cache if there are makers.
+        precision: of the run's steps.
+        seed: of the run.
 
     Raises:
         ConfigError: not enough space, a folder that cannot be used, or features too large for the dtype.
@@ -71,63 +140,57 @@ def store_features(config: TaskConfig, task: Task[Any], data: TrainData) -> None
         NonFiniteError: the features of a sample contain NaN or infinity.
         StopRequested: a signal asked for a stop; finished shards stay.
     """
-    if config.data.feature_cache is None:
-        return
-    jobs = feature_jobs(config, task, data)
-    folders: dict[Path, FeatureFolder] = {}
+    jobs = feature_jobs(makers, data, config, precision, seed)
+    readers: dict[Path, FeatureReader] = {}
     for job in jobs.values():
         if others := dist.differing_ranks(job.folder.settings.digest):
             raise ConfigError(
                 f"data.feature_cache: rank {', '.join(others)} has other settings of {job.maker.modality} features "
                 "than rank 0; expected the same weights, kind of device and versions of the libraries on every machine"
             )
-        if job.folder.path not in folders:  # two terms may have one teacher
-            _complete(job.folder, job)
-            folders[job.folder.path] = job.folder
-    data.use_features({name: FeatureReader(folders[job.folder.path]) for name, job in jobs.items()})
-    config.release_stored(task)
+        if job.folder.path not in readers:  # two terms may have one teacher
+            _complete(job)
+            readers[job.folder.path] = FeatureReader(job.folder)
+    data.use_features({name: readers[job.folder.path] for name, job in jobs.items()})
 
 
-def feature_jobs(config: TaskConfig, task: Task[Any], data: TrainData) -> dict[str, FeatureJob]:
-    """Return a job for each network whose features are stored, by name; two of them may have one folder."""
-    cache, jobs = config.data.feature_cache, {}
-    assert cache is not None
-    for name, maker in config.feature_makers(task).items():
-        folder = FeatureFolder(cache.path, feature_settings(config, maker, data))
-        jobs[name] = FeatureJob(maker, config.train.precision, data, folder)
-    return jobs
+def feature_jobs(
+    makers: Mapping[str, FeatureMaker], data: TrainData, config: DataConfig, precision: Precision, seed: int
+) -> dict[str, FeatureJob]:
+    """Return a job for each maker, by name; two of them may have one folder. See `store_features`.
 
-
-def feature_settings(config: TaskConfig, maker: FeatureMaker, data: TrainData) -> FeatureSettings:
-    """Return the settings of stored features: fingerprints of everything that determines their values.
-
-    They are the same on any number of processes and of threads; the number of threads may change the last bits.
+    The settings of a folder are fingerprints of everything that determines the features. They are the same on any
+    number of processes and of threads; the number of threads may change the last bits.
     """
-    cache, chunk, is_image = config.data.feature_cache, chunk_size(maker.device), maker.modality == "image"
-    assert cache is not None
-    origin: dict[str, Any] = {
-        "data": [source.fingerprint for source in data.samples.sources],
-        "precision": config.train.precision,
-        "device": device_name(maker.device),
-        "chunk": chunk,
-        "made_with": library_versions(),
-    }
-    if is_image:
-        origin["transform"] = config.data.transform.model_dump(mode="json")
-        origin["views"] = config.data.views
-        origin["augmentation_seed"] = derive_seed(config.run.seed, "data", "augmentation")
-        origin["max_pixels"] = config.data.max_pixels
-    views = config.data.views or 1 if is_image else 1
-    sample_bytes = views * maker.tokens * maker.width * TORCH_DTYPES[cache.dtype].itemsize
-    return FeatureSettings(
-        modality=maker.modality,
-        samples=len(data),
-        shard_samples=choose_shard_samples(len(data), sample_bytes, chunk),
-        tokens=maker.tokens,
-        width=maker.width,
-        dtype=cache.dtype,
-        origin=origin | maker.origin,
-    )
+    jobs = {}
+    for name, maker in makers.items():
+        cache, chunk, is_image = config.feature_cache, chunk_size(maker.device), maker.modality == "image"
+        assert cache is not None
+        origin: dict[str, Any] = {
+            "data": [source.fingerprint for source in data.samples.sources],
+            "precision": precision,
+            "device": device_name(maker.device),
+            "chunk": chunk,
+            "made_with": library_versions(),
+        }
+        if is_image:
+            origin["transform"] = config.transform.model_dump(mode="json")
+            origin["views"] = config.views
+            origin["augmentation_seed"] = derive_seed(seed, "data", "augmentation")
+            origin["max_pixels"] = config.max_pixels
+        views = config.views or 1 if is_image else 1
+        sample_bytes = views * maker.tokens * maker.width * TORCH_DTYPES[cache.dtype].itemsize
+        settings = FeatureSettings(
+            modality=maker.modality,
+            samples=len(data),
+            shard_samples=choose_shard_samples(len(data), sample_bytes, chunk),
+            tokens=maker.tokens,
+            width=maker.width,
+            dtype=cache.dtype,
+            origin=origin | maker.origin,
+        )
+        jobs[name] = FeatureJob(maker, precision, data, FeatureFolder(cache.path, settings))
+    return jobs
 
 
 def device_name(device: torch.device) -> str:
@@ -146,14 +209,15 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def _complete(folder: FeatureFolder, job: FeatureJob) -> None:
+def _complete(job: FeatureJob) -> None:
     """Verify the shards and compute those that are missing or damaged; nothing is written where all are there."""
+    folder = job.folder
     with dist.raise_on_all_ranks():
         folder.make()
     missing = _find_missing(folder, range(folder.settings.shards))
     with computing_alone(folder) if missing else contextlib.nullcontext():
         missing = _find_missing(folder, missing)  # another job may have computed them by now
-        dist.run_on_main(lambda: _announce(folder, job, missing))
+        dist.run_on_main(lambda: _announce(job, missing))
         if missing:
             dist.run_on_main(folder.work.remove_leftovers)
             settings = folder.settings
@@ -183,9 +247,19 @@ def wait_until_visible(folder: FeatureFolder) -> None:
 def computing_alone(folder: FeatureFolder) -> Iterator[None]:
     """Wait until no other job computes in the folder, and keep others from it within the block. A collective."""
     lock = ProcessLock(folder.lock_path)
+
+    def try_acquire() -> str | None:
+        try:
+            return lock.try_acquire()
+        except OSError as error:
+            raise ConfigError(
+                f"data.feature_cache.folder: {folder.lock_path} cannot be opened ({error.strerror}), and features are "
+                "missing or damaged; expected a folder that can be written to, or one in which all features are there"
+            ) from error
+
     try:
         told = False
-        while (holder := dist.run_on_main(lambda: _try_acquire(lock, folder))) is not None:
+        while (holder := dist.run_on_main(try_acquire)) is not None:
             if dist.is_main() and not told:
                 logger.info("feature cache: waiting for another job (%s), which computes in %s", holder, folder.path)
             told = True
@@ -195,16 +269,6 @@ def computing_alone(folder: FeatureFolder) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _try_acquire(lock: ProcessLock, folder: FeatureFolder) -> str | None:
-    try:
-        return lock.try_acquire()
-    except OSError as error:
-        raise ConfigError(
-            f"data.feature_cache.folder: {folder.lock_path} cannot be opened ({error.strerror}), and features are "
-            "missing or damaged; expected a folder that can be written to, or one in which all features are there"
-        ) from error
 
 
 def _find_missing(folder: FeatureFolder, shards: Sequence[int]) -> list[int]:
@@ -245,9 +309,9 @@ def _in_rounds(work: Iterator[int]) -> Iterator[int]:
         getattr(work, "close", lambda: None)()
 
 
-def _announce(folder: FeatureFolder, job: FeatureJob, missing: list[int]) -> None:
+def _announce(job: FeatureJob, missing: list[int]) -> None:
     """Log the size of the features, and require enough space for those that are missing."""
-    settings, samples = folder.settings, job.samples
+    folder, settings, samples = job.folder, job.folder.settings, job.samples
     rows = float(samples.views or 1) if settings.modality == "image" else _captions_per_sample(samples)
     unit = "views" if settings.modality == "image" else "captions"
     what = (
@@ -282,3 +346,112 @@ def _captions_per_sample(samples: SampleMaker) -> float:
         with contextlib.suppress(DataError):
             counts.append(len(samples.read_captions(sample_id)))
     return sum(counts) / len(counts) if counts else 1.0
+
+
+class FeatureJob:
+    """Computes shards of features; the networks see chunks of one shape, so the bits depend on no other sample.
+
+    Args:
+        maker: computes the features.
+        precision: of the run's steps.
+        data: reads the samples.
+        folder: where the shards are written.
+    """
+
+    def __init__(self, maker: FeatureMaker, precision: Precision, data: TrainData, folder: FeatureFolder):
+        self.maker, self._precision, self.folder = maker, precision, folder
+        self.samples, self._options = data.samples, data.options
+
+    def run(self, shards: Sequence[int]) -> Iterator[int]:
+        """Compute and write shards; yield the number of samples done since the last time.
+
+        Raises:
+            NonFiniteError: features of a sample contain NaN or infinity.
+            ConfigError: features are too large for the stored dtype.
+            DataError: the samples cannot be read.
+        """
+        size, options = chunk_size(self.maker.device), self._options
+        settings = self.folder.settings
+        sizes = [len(settings.shard_range(number)) for number in range(settings.shards)]
+        read = self.samples.make_views if settings.modality == "image" else self.samples.read_captions
+        reader = InOrderReader[Tensor | tuple[str, ...]](read, sizes, shards, size)
+        blocks = ordered_map(
+            reader,
+            range(len(reader)),
+            options.workers,
+            prefetch=options.prefetch,
+            timeout_s=options.timeout_s,
+            start_method=options.start_method,
+        )
+        tokenize = self.maker.tokenize
+        prepare: Callable[[list[Tensor | str]], Tensor] = torch.stack if tokenize is None else tokenize  # type: ignore[assignment]
+        rows_at_once = size if tokenize is None else _CAPTION_CHUNKS * size
+        shard = _ShardInWork()
+        with contextlib.closing(blocks):
+            for block in blocks:
+                is_last = block.ids[-1] + 1 == settings.shard_range(block.shard).stop
+                shard.add(block)
+                while len(shard.waiting) >= (1 if is_last else rows_at_once):
+                    part, shard.waiting = shard.waiting[:rows_at_once], shard.waiting[rows_at_once:]
+                    shard.rows.append(self._compute(prepare(part)))
+                    yield 0
+                if is_last:
+                    self._write(block.shard, shard)
+                    shard = _ShardInWork()
+                yield len(block.ids)
+
+    @torch.no_grad()
+    def _compute(self, inputs: Tensor) -> Tensor:
+        """Return the features ``(R, N, D)`` of some rows in the stored dtype; those that are not finite stay so."""
+        with autocast(self.maker.device, self._precision):
+            features = self.maker.compute(inputs.to(self.maker.device))
+        stored = features.to(self.folder.settings.torch_dtype)
+        return torch.where(features.isfinite(), stored, torch.nan).cpu()  # infinity is then too large a number
+
+    def _write(self, number: int, shard: _ShardInWork) -> None:
+        settings, network = self.folder.settings, self.maker.network
+        rows = torch.cat([torch.empty(0, settings.tokens, settings.width, dtype=settings.torch_dtype), *shard.rows])
+        for row in (~rows.isfinite()).flatten(1).any(1).nonzero().flatten().tolist():
+            place = next(place for place, entries in enumerate(shard.entries) if row in entries)
+            source, index = self.samples.locate(settings.shard_range(number)[place])
+            name = source.name(index)
+            if rows[row].isnan().any():
+                raise NonFiniteError(
+                    f"{name}: the {network}'s features contain NaN or infinity; are its weights those that "
+                    "were meant, and does it need train.precision: fp32?"
+                )
+            raise ConfigError(
+                f"data.feature_cache.dtype: got {settings.dtype}, but the {network}'s features of {name} exceed its "
+                "range; expected bf16 or fp32"
+            )
+        self.folder.write(number, shard.entries, rows, shard.bad)
+
+
+@dataclass
+class _ShardInWork:
+    """Rows and entries of a shard that is being computed; equal captions are computed once."""
+
+    entries: list[list[int]] = field(default_factory=list)
+    """Numbers of the rows of the views or captions, for each sample."""
+    rows: list[Tensor] = field(default_factory=list)
+    """``(R, N, D)`` each, computed."""
+    waiting: list[Tensor | str] = field(default_factory=list)
+    """Images or captions of the rows that follow."""
+    bad: list[BadSample] = field(default_factory=list)
+    count: int = 0
+    """Rows, those that wait included."""
+    row_of: dict[str, int] = field(default_factory=dict)
+    """Caption → its row."""
+
+    def add(self, block: SamplesRead[Tensor | tuple[str, ...]]) -> None:
+        """Add a block of samples."""
+        self.bad += block.bad
+        for sample_id in block.ids:
+            entry = []
+            for value in block.found.get(sample_id, ()):
+                row = self.row_of.setdefault(value, self.count) if isinstance(value, str) else self.count
+                if row == self.count:  # a new one
+                    self.waiting.append(value)
+                    self.count += 1
+                entry.append(row)
+            self.entries.append(entry)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vqclip import dist
-from vqclip.data.features import FeatureFolder, FeatureSettings
+from vqclip.data.features import FeatureCacheConfig, FeatureFolder, FeatureSettings
 from vqclip.data.on_ray import RayCluster, RayOptions, connect_to_ray
 from vqclip.errors import ConfigError
 from vqclip.runlog.bar import ProgressBar
@@ -33,7 +33,8 @@ def fill_features(config: TaskConfig) -> None:
         joined = dist.init(device, config.run.timeout_s)
         try:
             task = build_task(config, device)
-            store_features(config, task, build_data(config, task))
+            data = build_data(config, task)
+            store_features(config.feature_makers(task), data, config.data, config.train.precision, config.run.seed)
         finally:
             if joined:
                 dist.shutdown()
@@ -47,9 +48,7 @@ def fill_features_on_ray(config: TaskConfig, ray: RayOptions) -> str:
     Raises:
         VqclipError: for anything a user can correct; the message says how.
     """
-    _require_cache(config)
-    cache = config.data.feature_cache
-    assert cache is not None
+    cache = _require_cache(config)
     parent = cache.path.expanduser().absolute()
     cache = cache.model_copy(update={"folder": parent})
     config = config.model_copy(update={"data": config.data.model_copy(update={"feature_cache": cache})})
@@ -62,9 +61,10 @@ def fill_features_on_ray(config: TaskConfig, ray: RayOptions) -> str:
         return _compute(job, folders, cluster)
 
 
-def _require_cache(config: TaskConfig) -> None:
+def _require_cache(config: TaskConfig) -> FeatureCacheConfig:
     if config.data.feature_cache is None:
         raise ConfigError("data.feature_cache: got null; expected a cache to fill, such as data.feature_cache={}")
+    return config.data.feature_cache
 
 
 @dataclass
@@ -79,8 +79,10 @@ class _RayJob:
     def open(self) -> Callable[[int], dict[str, Any]]:
         """Return the function of an item; see `RayCluster.map`."""
         device = dist.choose_device("cuda" if self.on_gpu else "cpu", "run.device")
-        task = build_task(self.config, device)
-        every = feature_jobs(self.config, task, build_data(self.config, task))
+        config = self.config
+        task = build_task(config, device)
+        makers, data = config.feature_makers(task), build_data(config, task)
+        every = feature_jobs(makers, data, config.data, config.train.precision, config.run.seed)
         jobs = list({job.folder.path: job for job in every.values()}.values())
         settings = tuple(job.folder.settings.model_dump_json() for job in jobs)
         if not self.settings:

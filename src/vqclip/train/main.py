@@ -186,7 +186,8 @@ def _run(
     _leave_if_requested(stop)
     _write_config(config, mirror)
     if resumed.step < config.train.steps:
-        store_features(config, task, data)
+        store_features(config.feature_makers(task), data, config.data, config.train.precision, config.run.seed)
+        config.release_stored(task)
 
     limits, ends_process = (config.run.step_timeout_s, config.run.timeout_s), owns_process or dist.is_distributed()
     with (

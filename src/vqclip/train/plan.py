@@ -25,7 +25,7 @@ from vqclip.nn.precision import AUTOCAST_DTYPES
 from vqclip.towers.blocks import block_names
 from vqclip.train.config import TaskConfig
 from vqclip.train.main import build_task, require_samples
-from vqclip.train.tasks.contrastive_config import TrainConfig
+from vqclip.train.tasks.contrastive import TrainConfig
 
 __all__ = ["StepPlan", "plan_step"]
 

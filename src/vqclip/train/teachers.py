@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -37,6 +35,40 @@ class OpenCLIPTeacherConfig(Config):
     pretrained: str
     """Tag of pretrained weights (`open_clip.list_pretrained()`) or the path of a local file."""
 
+    def build(self) -> EmbeddingTeacher:
+        """Load the whole model."""
+        import open_clip
+
+        clip: Any = create_open_clip(self.model, self.pretrained)
+        size, settings = clip.visual.image_size, open_clip.get_model_config(self.model) or {}
+        size = int(size[0] if isinstance(size, tuple) else size)
+        normalize = Normalize(size, clip.visual.preprocess_cfg["mean"], clip.visual.preprocess_cfg["std"])
+        vocabulary: Any = BPE(int(clip.context_length))
+        if not {"hf_tokenizer_name", "hf_model_name"}.isdisjoint(settings.get("text_cfg", {})):
+            try:
+                vocabulary = open_clip.get_tokenizer(self.model)
+            except (OSError, ImportError, ValueError) as error:
+                raise ConfigError(
+                    f"teacher.model: the vocabulary of {self.model!r} cannot be loaded: {error}"
+                ) from error
+        teacher = EmbeddingTeacher(
+            clip,
+            size,
+            vocabulary,
+            embed_images=lambda images: clip.encode_image(normalize(images), normalize=True),
+            embed_texts=lambda tokens: clip.encode_text(tokens, normalize=True),
+            origin={"model": self.model, "open_clip": settings},
+        )
+        teacher.normalize = normalize  # moves with the teacher
+        return teacher
+
+    def build_tower(self, modality: Modality, student: CLIP) -> tuple[ImageTower | TextTower, TowerConfig]:
+        """Load the tower of a modality; return it with its configuration."""
+        schema = OpenCLIPImageTowerConfig if modality == "image" else OpenCLIPTextTowerConfig
+        # Not trained, so that batch normalisation is accepted.
+        config = schema(model=self.model, pretrained=self.pretrained, train="none")
+        return config.build(), config
+
 
 class FolderTeacherConfig(Config):
     """Both tokenizers of a vqclip folder."""
@@ -47,39 +79,74 @@ class FolderTeacherConfig(Config):
     quantized: bool = False
     """true: the teacher's embeddings pass through its codes; false: its quantizers are bypassed."""
 
+    def build(self) -> EmbeddingTeacher:
+        """Load both tokenizers."""
+        clip = CLIP.from_pretrained(find_folder(self.folder))
+        files = {name: hashlib.sha256(content).hexdigest() for name, content in clip.files().items()}
+        return EmbeddingTeacher(
+            clip,
+            clip.image.tower.image_size,
+            clip.text.preprocess,
+            lambda images: clip.image(images).embedding if self.quantized else clip.image.continuous(images),
+            lambda tokens: clip.text(tokens).embedding if self.quantized else clip.text.continuous(tokens),
+            origin={"folder": clip.section(), "files": files, "quantized": self.quantized},
+        )
+
+    def build_tower(self, modality: Modality, student: CLIP) -> tuple[ImageTower | TextTower, TowerConfig]:
+        """Load the tower of a modality; return it with its configuration."""
+        tokenizer = load_tokenizer(find_folder(self.folder), modality)
+        return tokenizer.tower, tokenizer.config.tower
+
 
 class InitialTeacherConfig(Config):
     """A frozen copy of the tower with the weights that the run starts from, which must be pretrained."""
 
     kind: Literal["initial"] = "initial"
 
+    def build_tower(self, modality: Modality, student: CLIP) -> tuple[ImageTower | TextTower, TowerConfig]:
+        """Copy the student's tower of a modality; return it with its configuration.
 
-class EmbeddingTeacher(nn.Module, ABC):
+        Raises:
+            ConfigError: the tower has no pretrained weights.
+        """
+        if not getattr(student.config, modality).tower.is_pretrained:
+            raise ConfigError(
+                f"teacher: got kind 'initial', but model.{modality}.tower starts from random weights; expected "
+                "pretrained ones, or another teacher"
+            )
+        tokenizer = getattr(student, modality)
+        return copy.deepcopy(tokenizer.tower), tokenizer.config.tower
+
+
+class EmbeddingTeacher(nn.Module):
     """A model whose embeddings of images and texts are followed, in chunks: the same bits in every batch.
 
-    Attributes:
+    Args:
+        clip: the model; ``logit_scale`` is the logarithm of its temperature.
         image_size: height and width of its images in pixels; others are resized.
         vocabulary: maps captions to its token numbers ``(B, N)``.
+        embed_images: maps ``(B, 3, S, S)`` uint8 or 0..1, at its size, to ``(B, F)`` unit-norm.
+        embed_texts: maps ``(B, N)`` token numbers to ``(B, F)`` unit-norm.
         origin: JSON-able settings that determine the embeddings beside the tensors of the module.
     """
 
-    clip: Any
-    image_size: int
-    vocabulary: Any
-    origin: dict[str, Any]
+    def __init__(
+        self,
+        clip: Any,
+        image_size: int,
+        vocabulary: Any,
+        embed_images: Callable[[Tensor], Tensor],
+        embed_texts: Callable[[Tensor], Tensor],
+        origin: dict[str, Any],
+    ):
+        super().__init__()
+        self.clip, self.image_size, self.vocabulary, self.origin = clip, image_size, vocabulary, origin
+        self.embed_images, self.embed_texts = embed_images, embed_texts
 
     @property
     def scale(self) -> Tensor:
         """() factor of the logits."""
         return self.clip.logit_scale.exp().reshape(())
-
-    @abstractmethod
-    def embed_images(self, images: Tensor) -> Tensor:
-        """Map ``(B, 3, S, S)`` uint8 or 0..1, at its size, to ``(B, F)`` unit-norm."""
-
-    @abstractmethod
-    def embed_texts(self, tokens: Tensor) -> Tensor:
-        """Map ``(B, N)`` numbers of its vocabulary to ``(B, F)`` unit-norm."""
 
     @torch.no_grad()
     def forward(self, images: Tensor, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -96,95 +163,20 @@ class EmbeddingTeacher(nn.Module, ABC):
         """Return the embeddings ``(B, F)`` of captions."""
         return run_in_chunks(lambda rows: self.embed_texts(rows).to(self.scale.dtype), tokens)
 
-    def digest(self) -> str:
-        """Return the SHA-256 of all that determines the embeddings."""
-        return module_digest(self, json.dumps(self.origin, sort_keys=True))
 
+def freeze(teacher: _ModuleT, student: CLIP) -> tuple[_ModuleT, str]:
+    """Move a teacher to the student's device and dtype, in evaluation mode and without gradients.
 
-class OpenCLIPTeacher(EmbeddingTeacher):
-    """The embeddings of an open_clip model."""
-
-    def __init__(self, config: OpenCLIPTeacherConfig):
-        import open_clip
-
-        super().__init__()
-        self.clip = create_open_clip(config.model, config.pretrained)
-        visual, settings = self.clip.visual, open_clip.get_model_config(config.model) or {}
-        self.image_size = int(visual.image_size[0] if isinstance(visual.image_size, tuple) else visual.image_size)
-        self.normalize = Normalize(self.image_size, visual.preprocess_cfg["mean"], visual.preprocess_cfg["std"])
-        self.origin = {"model": config.model, "open_clip": settings}
-        self.vocabulary: Any = BPE(int(self.clip.context_length))
-        if not {"hf_tokenizer_name", "hf_model_name"}.isdisjoint(settings.get("text_cfg", {})):
-            try:
-                self.vocabulary = open_clip.get_tokenizer(config.model)
-            except (OSError, ImportError, ValueError) as error:
-                raise ConfigError(
-                    f"teacher.model: the vocabulary of {config.model!r} cannot be loaded: {error}"
-                ) from error
-
-    def embed_images(self, images: Tensor) -> Tensor:
-        """See `EmbeddingTeacher`."""
-        return self.clip.encode_image(self.normalize(images), normalize=True)
-
-    def embed_texts(self, tokens: Tensor) -> Tensor:
-        """See `EmbeddingTeacher`."""
-        return self.clip.encode_text(tokens, normalize=True)
-
-
-class FolderTeacher(EmbeddingTeacher):
-    """The embeddings of a vqclip folder, with or without its codes."""
-
-    def __init__(self, config: FolderTeacherConfig):
-        super().__init__()
-        self.clip = CLIP.from_pretrained(find_folder(config.folder))
-        self.quantized = config.quantized
-        self.image_size, self.vocabulary = self.clip.image.tower.image_size, self.clip.text.preprocess
-        files = {name: hashlib.sha256(content).hexdigest() for name, content in self.clip.files().items()}
-        self.origin = {"folder": self.clip.section(), "files": files, "quantized": self.quantized}
-
-    def embed_images(self, images: Tensor) -> Tensor:
-        """See `EmbeddingTeacher`."""
-        return self.clip.image(images).embedding if self.quantized else self.clip.image.continuous(images)
-
-    def embed_texts(self, tokens: Tensor) -> Tensor:
-        """See `EmbeddingTeacher`."""
-        return self.clip.text(tokens).embedding if self.quantized else self.clip.text.continuous(tokens)
-
-
-def find_tower(
-    config: OpenCLIPTeacherConfig | FolderTeacherConfig | InitialTeacherConfig, modality: Modality, student: CLIP
-) -> tuple[ImageTower | TextTower, TowerConfig]:
-    """Load a teacher's tower, or copy the student's; return it with its configuration.
-
-    Raises:
-        ConfigError: an initial tower without pretrained weights.
-    """
-    if isinstance(config, OpenCLIPTeacherConfig):
-        schema = OpenCLIPImageTowerConfig if modality == "image" else OpenCLIPTextTowerConfig
-        # Not trained, so that batch normalisation is accepted.
-        found = schema(model=config.model, pretrained=config.pretrained, train="none")
-        return found.build(), found
-    if isinstance(config, FolderTeacherConfig):
-        tokenizer = load_tokenizer(find_folder(config.folder), modality)
-        return tokenizer.tower, tokenizer.config.tower
-    if not getattr(student.config, modality).tower.is_pretrained:
-        raise ConfigError(
-            f"teacher: got kind 'initial', but model.{modality}.tower starts from random weights; expected pretrained "
-            "ones, or another teacher"
-        )
-    tokenizer = getattr(student, modality)
-    return copy.deepcopy(tokenizer.tower), tokenizer.config.tower
-
-
-def freeze(teacher: _ModuleT) -> _ModuleT:
-    """Put a teacher into evaluation mode without gradients, after checking its weights.
+    Returns:
+        The teacher, and the digest of the weights that were loaded.
 
     Raises:
         ConfigError: they contain NaN or infinity.
     """
     if bad := nonfinite_names(teacher.state_dict()):
         raise ConfigError(f"the teacher's weights contain NaN or infinity: {first_names(bad)}; expected intact weights")
-    return teacher.requires_grad_(False).eval()
+    digest = module_digest(teacher.requires_grad_(False).eval())  # before the dtype changes
+    return teacher.to(student.logit_scale.device, student.logit_scale.dtype), digest
 
 
 def tower_features(tower: ImageTower | TextTower, inputs: Tensor) -> Tensor:

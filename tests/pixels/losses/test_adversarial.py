@@ -14,7 +14,7 @@ from vqclip.quantizers import Stats, sync
 
 
 def judge_of(losses):
-    return losses.adversaries["adversarial"].discriminator
+    return losses.adversaries["adversarial"].judge
 
 
 def test_values_and_gradients_by_hand():
@@ -25,7 +25,7 @@ def test_values_and_gradients_by_hand():
     logits = [judge([each]) for each in (made.detach(), real.double() / 255)]
     hinge = (F.relu(1 + logits[0]) + F.relu(1 - logits[1])).mean() / 2
     torch.testing.assert_close(terms["adversarial/discriminator"], hinge)
-    trained = list(judge.parameters())
+    trained = list(losses.adversaries.parameters())
     theirs = torch.autograd.grad(terms["adversarial/discriminator"], trained, retain_graph=True)
     for one, other in zip(theirs, torch.autograd.grad(hinge, trained), strict=True):
         torch.testing.assert_close(one, other)

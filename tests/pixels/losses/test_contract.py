@@ -36,7 +36,7 @@ TERMS = {
 
 
 def build(terms, dtype=torch.float64) -> PixelLosses:
-    losses = PixelLosses.build(TypeAdapter(PixelLossesConfig).validate_python(terms), SIZE, seed=0).to(dtype)
+    losses = PixelLosses(TypeAdapter(PixelLossesConfig).validate_python(terms), SIZE, seed=0).to(dtype)
     for weight in losses.parameters():
         weight.data *= 3  # so that some patches are outside of the hinge's margins
     return losses
@@ -96,24 +96,17 @@ def test_gradients_are_right(losses):
         assert torch.autograd.gradcheck(lambda *x, name=name: sums(*x)[name], point, fast_mode=True), name
 
 
-def test_autocast_changes_nothing(losses):
+def test_sums_are_equal_under_autocast_and_without_gradient(losses):
     losses, (made, real) = losses.float(), images(3, torch.float32)
     plain = losses(made, real, 0)
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = losses(made, real, 0)
-    assert all(torch.equal(plain[name], cast[name]) for name in plain)
+    for mode in (torch.autocast("cpu", torch.bfloat16), torch.no_grad()):
+        with mode:
+            found = losses(made, real, 0)
+        assert all(torch.equal(plain[name], found[name]) for name in plain)
+    assert not any(each.requires_grad for each in found.values())
     half = losses(made.bfloat16(), real, 0)
     assert all(total.dtype == torch.float64 for name, total in half.items() if name != "count")
     total_of(losses, half).backward()
-
-
-def test_sums_without_gradient_are_equal(losses):
-    made, real = images(3)
-    with torch.no_grad():
-        without = losses(made, real, 0)
-    for name, total in losses(made, real, 0).items():
-        assert torch.equal(total, without[name])
-        assert not without[name].requires_grad
 
 
 def test_values_by_hand():

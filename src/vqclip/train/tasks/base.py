@@ -31,6 +31,7 @@ from vqclip.losses import Positives, pair_keys
 from vqclip.model import CLIP
 from vqclip.nn.precision import Precision, autocast
 from vqclip.quantizers import Order, Quantizer, Stats
+from vqclip.seeds import derive_seed
 from vqclip.tokenizer import Tokenizer
 from vqclip.towers import ImageTower, TextTower
 
@@ -138,7 +139,12 @@ class Task(ABC, Generic[SamplesT]):
         """
 
     def update(self, sums: Mapping[str, Stats]) -> None:
-        """Update what no gradient trains, after the optimizer's step: the tensors of `tensors_to_update`, in place."""
+        """Update what no gradient trains, after the optimizer's step: the tensors of `tensors_to_update`, in place.
+
+        By default, update the quantizers.
+        """
+        for name, quantizer in self.quantizers().items():
+            quantizer.update(sums[name])
 
     def tensors_to_update(self) -> list[Tensor]:
         """Return the tensors that `update` changes; by default those of the quantizers."""
@@ -147,8 +153,10 @@ class Task(ABC, Generic[SamplesT]):
     # What changes from step to step.
 
     def configure(self, seed: int, precision: Precision) -> None:
-        """Set the key of the task's random draws, and the precision of a step, before the first one."""
+        """Set the key of the quantizers' random draws, and the precision of a step, before the first one."""
         self.precision = precision
+        for name, quantizer in self.quantizers().items():
+            quantizer.set_seed(derive_seed(seed, "quantizer", name))
 
     def mark_dynamic(self, local: SamplesT) -> None:
         """Mark the axes of the samples whose lengths differ between batches, for `torch.compile`."""
@@ -193,19 +201,21 @@ class Task(ABC, Generic[SamplesT]):
         """The tokenizers that are trained or used, by modality."""
 
     @property
-    @abstractmethod
     def evaluated(self) -> nn.Module:
-        """Model that evaluations get, and that `export` writes."""
+        """Model that evaluations get, and that `export` writes; by default the model that is trained."""
+        return self.model
 
     @property
-    @abstractmethod
     def trained_parts(self) -> dict[str, nn.Module]:
-        """Name → module, for the numbers of trained weights in the summary."""
+        """Name → module, for the numbers of trained weights in the summary; by default the tokenizers."""
+        return {name: each for name, each in self.tokenizers.items()}
 
     @property
-    @abstractmethod
     def image_size(self) -> int:
-        """Height and width of the images in pixels."""
+        """Height and width of the images in pixels, as the image tower takes them."""
+        tower = self.tokenizers["image"].tower
+        assert isinstance(tower, ImageTower)
+        return tower.image_size
 
     @property
     @abstractmethod

@@ -1,35 +1,41 @@
-"""Contrastive training of an image and a text tokenizer."""
+"""Contrastive training of an image and a text tokenizer: its task, and its configuration tree."""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
+from vqclip import dist
 from vqclip.config import Modality
 from vqclip.data import Batch
 from vqclip.data.batch_maker import Tokenize
 from vqclip.errors import ConfigError
-from vqclip.losses import Loss
-from vqclip.model import CLIP
-from vqclip.nn.precision import Precision, autocast
-from vqclip.pixels.losses import PixelLosses
+from vqclip.losses import Loss, LossConfig
+from vqclip.model import CLIP, ModelConfig
+from vqclip.nn.precision import autocast
+from vqclip.pixels.losses import PixelLosses, require_starts
 from vqclip.quantizers import Quantizer, Stats, sync
-from vqclip.seeds import derive_seed
 from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.saving import write_tokenizer_files
 from vqclip.towers import ImageTower, TextTower
-from vqclip.train.config import BottleneckConfig
-from vqclip.train.distillation import Distillation
-from vqclip.train.pixel_sums import error_metrics
-from vqclip.train.reconstruction import ReconstructingCLIP
+from vqclip.towers.training import FromStep
+from vqclip.train.config import BottleneckConfig, TaskConfig
+from vqclip.train.distillation import Distillation, DistillationConfig, DistillationTerm
+from vqclip.train.feature_cache import FeatureMaker, tower_maker
+from vqclip.train.reconstruction import ReconstructingCLIP, error_metrics
 from vqclip.train.tasks.base import RankBatch, Task, TaskOutput, make_rank_batch
 
-__all__ = ["ContrastiveTask", "towers_draw"]
+__all__ = ["ContrastiveTask", "TrainConfig", "towers_draw"]
+
+logger = logging.getLogger(__name__)
 
 
 class ContrastiveTask(Task[RankBatch]):
@@ -54,7 +60,8 @@ class ContrastiveTask(Task[RankBatch]):
         pixels: PixelLosses | None = None,
     ):
         super().__init__(model)
-        self.loss, self.bottleneck, self.distillation = loss, bottleneck, distillation
+        self.loss, self.bottleneck = loss, bottleneck
+        self.distillation = Distillation((), model, seed=0) if distillation is None else distillation
         self.reconstruction = None if pixels is None else ReconstructingCLIP(model, pixels)
 
     @property
@@ -65,26 +72,21 @@ class ContrastiveTask(Task[RankBatch]):
     @property
     def discriminators(self) -> nn.Module | None:
         """Discriminators of the losses on pixels."""
-        return None if self.reconstruction is None else self.reconstruction.losses
+        return None if self.reconstruction is None else self.reconstruction.pixels.losses
 
     def require_shardable(self, what: str) -> None:
         """Raise ConfigError with a pixel decoder or teachers."""
-        others = {"model.image.pixels": self.reconstruction, "distillation": self.distillation}
-        if used := [key for key, each in others.items() if each is not None]:
+        others = {"model.image.pixels": self.reconstruction is not None, "distillation": bool(self.distillation.terms)}
+        if used := [key for key, is_used in others.items() if is_used]:
             raise ConfigError(f"{what} with {' and '.join(used)}; expected ddp, or a run without")
 
     def clipped_apart(self) -> list[list[nn.Parameter]]:
         """Return the tokenizers, the pixel decoder and the discriminators."""
         if self.reconstruction is None:
             return super().clipped_apart()
-        decoder = set(self.reconstruction.decoder.parameters())
+        decoder = set(self.reconstruction.pixels.decoder.parameters())
         others = [each for each in self.model.parameters() if each not in decoder]
-        return [others, list(decoder), list(self.reconstruction.losses.parameters())]
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        return self.model.logit_scale.device
+        return [others, list(decoder), list(self.reconstruction.pixels.losses.parameters())]
 
     def local(self, batch: Batch) -> RankBatch:
         """Move a batch to the device, and run the frozen towers whose features are not in the cache."""
@@ -92,19 +94,21 @@ class ContrastiveTask(Task[RankBatch]):
 
     def run(self, network: nn.Module, local: RankBatch, step: int) -> TaskOutput:
         """Return the embeddings, the statistics of the quantizers and of the terms on features, and the temperature."""
-        compares = self.distillation is not None and self.distillation.compares_features(step)
-        known = (local.features.get("image"), local.features.get("text"))
-        inputs = (local.images, local.tokens, *known, compares)
+        inputs = {
+            "images": local.images,
+            "tokens": local.tokens,
+            "image_features": local.features.get("image"),
+            "text_features": local.features.get("text"),
+            "keep_features": self.distillation.compares_features(step),
+        }
         with nullcontext() if self.bottleneck is None else self.bottleneck.at(step, self.model):
             if self.reconstruction is None:
-                out, stats = network(*inputs), {}
+                out, decoded = network(**inputs), {}
             else:
-                out, stats = network(*inputs, places=local.order.places, step=step)
+                out, decoded = network(**inputs, places=local.order.places, step=step)
         rows = {"image": out.image.embedding, "text": out.text.embedding}
-        stats = {"image": out.image.stats, "text": out.text.stats, **stats}
-        if compares:
-            assert self.distillation is not None
-            stats["distillation"] = self.distillation.compare(out, local, step)
+        stats = {"image": out.image.stats, "text": out.text.stats, **decoded}
+        stats |= self.distillation.compare(out, local, step)
         return TaskOutput(rows, stats, _temperature(out.scale, out.bias))
 
     def shared(self) -> dict[str, Tensor]:
@@ -115,8 +119,8 @@ class ContrastiveTask(Task[RankBatch]):
         """Return the quantizers' statistics, the terms on features and the sum of the embeddings, over all ranks."""
         totals = {name: each.detach().double().sum(dim=0) for name, each in out.rows.items()}
         totals["count"] = torch.full((), len(local), device=self.device)
-        *found, embedded = sync([*out.stats.values(), Stats(totals)], local.order, histograms=False)
-        return dict(zip(out.stats, found, strict=True)) | {"embedded": embedded}
+        every = {**out.stats, "embedded": Stats(totals)}
+        return dict(zip(every, sync([*every.values()], local.order, histograms=False), strict=True))
 
     def losses(
         self, out: TaskOutput, sums: Mapping[str, Stats], parts: Sequence[RankBatch], step: int
@@ -130,30 +134,23 @@ class ContrastiveTask(Task[RankBatch]):
             for name, term in quantizer.losses(sums[modality]).items():
                 terms[f"{modality}/{name}"] = term
                 weights[f"{modality}/{name}"] = quantizer.loss_weights[name]
-        if self.reconstruction is not None:
-            of_pixels = self.reconstruction.terms(sums, step)
-            terms, weights = terms | of_pixels[0], weights | of_pixels[1]
-        if self.distillation is None:
-            return terms, weights
+        if "pixels" in sums:
+            assert self.reconstruction is not None
+            of_pixels, factors = self.reconstruction.pixels.losses.terms(sums["pixels"].sums, step)
+            terms |= {f"pixels/{name}": term for name, term in of_pixels.items()}
+            weights |= {f"pixels/{name}": factor for name, factor in factors.items()}
         with autocast(self.device, self.precision):
-            further = self.distillation.losses(image, text, scale, sums.get("distillation"), parts, step)
-        return terms | further[0], weights | further[1]
+            further, their_weights = self.distillation.losses(image, text, scale, sums, parts, step)
+        return terms | further, weights | their_weights
 
     def update(self, sums: Mapping[str, Stats]) -> None:
         """Limit the temperature, and update the codebooks."""
         self.model.clamp_temperature()
-        for name, quantizer in self.quantizers().items():
-            quantizer.update(sums[name])
+        super().update(sums)
 
     def tensors_to_update(self) -> list[Tensor]:
         """Return the temperature and the tensors of the quantizers."""
         return [self.model.logit_scale, *super().tensors_to_update()]
-
-    def configure(self, seed: int, precision: Precision) -> None:
-        """Key the quantizers' draws."""
-        super().configure(seed, precision)
-        for name, quantizer in self.quantizers().items():
-            quantizer.set_seed(derive_seed(seed, "quantizer", name))
 
     def mark_dynamic(self, local: RankBatch) -> None:
         """Mark the length of the captions: one graph for all lengths."""
@@ -170,7 +167,7 @@ class ContrastiveTask(Task[RankBatch]):
         steps: set[int | None] = {tower.first_step for tower in self.towers.values()}
         steps.add(None if self.bottleneck is None else self.bottleneck.steps)
         steps |= set() if self.reconstruction is None else self.reconstruction.changing_steps
-        return steps | (set() if self.distillation is None else self.distillation.ends)
+        return steps | self.distillation.ends
 
     def quantizers(self) -> dict[str, Quantizer]:
         """Return those of both tokenizers."""
@@ -188,7 +185,10 @@ class ContrastiveTask(Task[RankBatch]):
         found |= error_metrics(sums["errors"]) if "errors" in sums else {}
         for modality, quantizer in self.quantizers().items():
             found |= {f"{modality}/{name}": value for name, value in quantizer.metrics(sums[modality]).items()}
-            found[f"{modality}/embedding_cosine"] = _mean_cosine(sums["embedded"], modality)
+            # The mean of all pairs of unit vectors, from their sum.
+            total, count = sums["embedded"][modality].double(), sums["embedded"]["count"].double()
+            squares = total.square().sum() - count
+            found[f"{modality}/embedding_cosine"] = squares / (count * (count - 1)).clamp(min=1)
         return found
 
     def progress(self, batch_size: int) -> tuple[str, float | str]:
@@ -199,21 +199,6 @@ class ContrastiveTask(Task[RankBatch]):
     def tokenizers(self) -> dict[Modality, Tokenizer]:
         """Both tokenizers."""
         return {"image": self.model.image, "text": self.model.text}
-
-    @property
-    def evaluated(self) -> CLIP:
-        """The model."""
-        return self.model
-
-    @property
-    def trained_parts(self) -> dict[str, nn.Module]:
-        """Both tokenizers."""
-        return {"image": self.model.image, "text": self.model.text}
-
-    @property
-    def image_size(self) -> int:
-        """Size that the image tower takes."""
-        return self.model.image.tower.image_size
 
     @property
     def tokenize(self) -> Tokenize:
@@ -250,20 +235,174 @@ def towers_draw(model: CLIP) -> bool:
     Runs the towers and compares the generators' states, as the modules that draw have many names. The generators are
     left unchanged.
     """
-    device = model.logit_scale.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        before = _generator_states(device)
+    gpus = [model.logit_scale.device] if model.logit_scale.is_cuda else []
+
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
+
+    with torch.random.fork_rng(devices=gpus):
+        before = states()
         for tower in (model.image.tower, model.text.tower):
             with tower.unfrozen():
                 tower(tower.example())
-        return any(not old.equal(new) for old, new in zip(before, _generator_states(device), strict=True))
+        return any(not old.equal(new) for old, new in zip(before, states(), strict=True))
 
 
-def _generator_states(device: torch.device) -> list[Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+class TrainConfig(TaskConfig):
+    """Whole configuration of a contrastive run."""
 
+    task: Literal["contrastive"] = "contrastive"
+    """Contrastive training of an image and a text tokenizer."""
+    model: ModelConfig
+    """The two tokenizers."""
+    loss: LossConfig
+    """The loss over the global batch."""
+    distillation: tuple[DistillationConfig, ...] = ()
+    """Further terms of the loss, which follow frozen teachers."""
 
-def _mean_cosine(embedded: Stats, modality: str) -> Tensor:
-    """Return the () mean cosine of all pairs of a batch of unit vectors, from their sum and ``count``."""
-    count = embedded["count"].double()
-    return (embedded[modality].double().square().sum() - count) / (count * (count - 1)).clamp(min=1)
+    @model_validator(mode="after")
+    def _loss_and_temperature_fit(self) -> TrainConfig:
+        needs, has = self.loss.needs_bias, self.model.temperature.bias is not None
+        if needs and not has:
+            raise ValueError(
+                f"loss.kind {self.loss.kind!r} needs model.temperature.bias (SigLIP starts at -10); got null"
+            )
+        if has and not needs:
+            raise ValueError(
+                f"loss.kind {self.loss.kind!r} does not use model.temperature.bias; got {self.model.temperature.bias}, "
+                "expected null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _towers_train_within_the_run(self) -> TrainConfig:
+        for name in ("image", "text"):
+            train = getattr(self.model, name).tower.train
+            if isinstance(train, FromStep) and train.from_step >= self.train.steps:
+                raise ValueError(
+                    f"model.{name}.tower.train.from_step: got {train.from_step}, but the run has {self.train.steps} "
+                    "steps; expected fewer, or `train: none`"
+                )
+        return self
+
+    def has_codes(self) -> bool:
+        """Return whether both tokenizers have codes."""
+        return "identity" not in (self.model.image.quantizer.kind, self.model.text.quantizer.kind)
+
+    @model_validator(mode="after")
+    def _stored_features_are_of_frozen_towers(self) -> TrainConfig:
+        needs_pixels = [
+            term.kind for term in self.distillation if term.kind != "text_features" and not self.stores_teacher(term)
+        ]
+        if "image" in self.cached_modalities and needs_pixels:
+            raise ValueError(
+                f"data.feature_cache.teachers: got false with a distillation term of kind {needs_pixels[0]}, whose "
+                "teacher needs images, which stored image features replace; expected true, or modalities: [text]"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pixels_are_decoded_within_the_run(self) -> TrainConfig:
+        if (pixels := self.model.image.pixels) is None:
+            return self
+        key = "model.image.pixels"
+        for name, got, most in (
+            ("start_step", pixels.start_step, self.train.steps - 1),
+            ("one_in", pixels.one_in, self.train.batch_size),
+        ):
+            if got > most:
+                raise ValueError(
+                    f"{key}.{name}: got {got}; expected at most {most} in a run of {self.train.steps} "
+                    f"steps of {self.train.batch_size} samples"
+                )
+        require_starts(pixels.losses, self.train.steps, f"{key}.losses")
+        if "image" in self.cached_modalities:
+            raise ValueError(
+                f"{key}: got a pixel decoder with data.feature_cache, whose stored image features replace the images "
+                "that it learns from; expected modalities: [text] there, or no feature cache"
+            )
+        return self
+
+    def build_task(self, device: torch.device, dtype: torch.dtype) -> ContrastiveTask:
+        """Build the model with the weights of the first step, and all that trains it. A collective.
+
+        Weights that are not pretrained are drawn from torch's global generator.
+        """
+        model = self.model.build()
+        if model.inherited is not None:
+            logger.info("%s", model.inherited.describe())
+        model = model.to(device, dtype)
+        distillation = Distillation(self.distillation, model, self.run.seed)
+        losses = None
+        if (pixels := self.model.image.pixels) is not None:
+            size, key = model.image.tower.image_size, "model.image.pixels.losses"
+            losses = PixelLosses(pixels.losses, size, self.run.seed, key).to(device, dtype)
+        return ContrastiveTask(model, self.loss.build(), self.train.bottleneck, distillation, losses)
+
+    def feature_makers(self, task: Task[Any]) -> dict[str, FeatureMaker]:
+        """Return a maker for each network whose outputs are stored before the first step, by name."""
+        assert isinstance(task, ContrastiveTask)
+        makers: dict[str, FeatureMaker] = {name: tower_maker(task.tokenizers[name]) for name in self.cached_modalities}
+        for term in task.distillation.terms.values():
+            makers |= term.makers() if self.stores_teacher(term.config) else {}
+        return makers
+
+    def release_stored(self, task: Task[Any]) -> None:
+        """Drop the networks whose outputs batches contain from now on."""
+        assert isinstance(task, ContrastiveTask)
+        for term in task.distillation.terms.values():
+            term.teacher = None if self.stores_teacher(term.config) else term.teacher
+
+    def stores_teacher(self, term: DistillationTerm) -> bool:
+        """Return whether all that a term's teacher computes is stored before the first step."""
+        cache = self.data.feature_cache
+        repeats = self.data.views is not None or term.kind == "text_features"
+        return cache is not None and cache.teachers and repeats
+
+    @property
+    def cached_modalities(self) -> tuple[Modality, ...]:
+        """Modalities whose towers' features are stored before the first step."""
+        if self.data.feature_cache is None:
+            return ()
+        training: dict[Modality, object] = {"image": self.model.image.tower.train, "text": self.model.text.tower.train}
+        alone = not any(self.stores_teacher(term) for term in self.distillation)
+        return self.data.feature_cache.choose(training, self.data.views, alone=alone)
+
+    def run_identity(self, task: Task[Any], samples: dict[str, Any]) -> dict[str, object]:
+        """Return the settings that define the trajectory: they must be the same when a run resumes.
+
+        If the towers draw random numbers, the numbers of processes and of microbatches are among them, because every
+        rank draws for each of its microbatches. Files that a tower's folder contains can change between a run and its
+        resumption, while the configuration that names them stays, so what is read from them is among them too. See also
+        `shared_identity`.
+
+        Args:
+            task: with the weights of the first step.
+            samples: fingerprint of the data.
+        """
+        assert isinstance(task, ContrastiveTask)
+        stored: dict[str, Any] = {}
+        if (cache := self.data.feature_cache) is not None and (cache.dtype != "fp32" or self.train.precision == "fp64"):
+            stored = {"dtype": cache.dtype, "modalities": list(self.cached_modalities)}  # the values are rounded
+            if teachers := [term.kind for term in self.distillation if self.stores_teacher(term)]:
+                stored["teachers"] = teachers
+        own = {
+            "model": self.model.model_dump(mode="json", exclude={"image": {"pixels": {"losses"}}}),
+            "model.image.pixels.losses": [],
+            "loss": self.loss.model_dump(mode="json"),
+            "distillation": task.distillation.identity,
+        }
+        if task.reconstruction is not None:  # with digests of their networks in place of paths
+            own["model.image.pixels.losses"] = task.reconstruction.pixels.losses.identity
+        settings = self.shared_identity(samples | ({"feature_cache": stored} if stored else {}), own)
+        for modality, tokenizer in task.tokenizers.items():
+            given = getattr(self.model, modality).tower.model_dump(mode="json")
+            complete = tokenizer.config.tower.model_dump(mode="json")
+            read = {name: value for name, value in complete.items() if value != given[name]}
+            read |= {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files().items()}
+            if read:
+                settings[f"model.{modality}.tower (from its folder)"] = read
+        if towers_draw(task.model):
+            settings["processes (dropout is drawn by rank)"] = dist.world_size()
+            settings["train.micro_batches (dropout is drawn by microbatch)"] = self.train.micro_batches
+        return settings

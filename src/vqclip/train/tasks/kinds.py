@@ -11,7 +11,7 @@ from pydantic import ConfigDict
 from vqclip.config import Config, load_config
 from vqclip.errors import ConfigError
 from vqclip.train.config import TaskConfig
-from vqclip.train.tasks.contrastive_config import TrainConfig
+from vqclip.train.tasks.contrastive import TrainConfig
 from vqclip.train.tasks.pixels import PixelTrainConfig
 
 __all__ = ["TASKS", "load_task_config"]

@@ -26,7 +26,6 @@ from vqclip.data.features import TORCH_DTYPES
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.json_files import Strict, read_plain, write_plain
 from vqclip.model import CLIP, ImageModel, load_pretrained
-from vqclip.nn.precision import Precision
 from vqclip.pixels import (
     ConvolutionalPixelsConfig,
     DetailConfig,
@@ -35,17 +34,17 @@ from vqclip.pixels import (
     PixelsConfig,
     attach,
 )
-from vqclip.pixels.grid import pixels_per_token
+from vqclip.pixels.detail import pixels_per_token
 from vqclip.pixels.losses import PixelLosses, PixelLossesConfig, require_starts
-from vqclip.pixels.losses.distances import L1Config
+from vqclip.pixels.terms import L1Config
 from vqclip.quantizers import Order, Quantizer, Stats, sync
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import ImageTokenizer, Tokenizer
 from vqclip.tokenizer.stored import fingerprint
 from vqclip.towers.frozen import run_in_chunks
 from vqclip.train.config import TaskConfig
-from vqclip.train.feature_jobs import FeatureMaker
-from vqclip.train.pixel_sums import error_metrics, sums_of_decoded
+from vqclip.train.feature_cache import FeatureMaker
+from vqclip.train.reconstruction import Reconstruction, error_metrics
 from vqclip.train.tasks.base import Task, TaskOutput, copy_images
 
 __all__ = ["PixelTask", "PixelTrainConfig"]
@@ -74,18 +73,6 @@ class PixelBatch:
 
     def __len__(self) -> int:
         return len(self.images)
-
-
-class Reconstruction(nn.Module):
-    """Code vectors → images → sums of the losses; what DDP wraps."""
-
-    def __init__(self, decoder: PixelDecoder, losses: PixelLosses):
-        super().__init__()
-        self.decoder, self.losses = decoder, losses
-
-    def forward(self, batch: PixelBatch, step: int) -> dict[str, Stats]:
-        """Return the sums of the losses, of the errors, and of the detail codebooks."""
-        return sums_of_decoded(self.decoder, self.losses, batch.vectors, batch.images, batch.order.places, step)
 
 
 class _Described(Strict):
@@ -141,7 +128,7 @@ class PixelTask(Task[PixelBatch]):
 
     def run(self, network: nn.Module, local: PixelBatch, step: int) -> TaskOutput:
         """Return the sums of the losses."""
-        return TaskOutput(stats=network(local, step))
+        return TaskOutput(stats=network(local.vectors, local.images, local.order.places, step))
 
     def reduce(self, out: TaskOutput, local: PixelBatch) -> dict[str, Stats]:
         """Return the sums over all ranks."""
@@ -156,17 +143,6 @@ class PixelTask(Task[PixelBatch]):
             for term, value in quantizer.losses(sums[name]).items():
                 terms[f"{name}/{term}"], weights[f"{name}/{term}"] = value, quantizer.loss_weights[term]
         return terms, weights
-
-    def update(self, sums: Mapping[str, Stats]) -> None:
-        """Update the detail codebooks."""
-        for name, quantizer in self.quantizers().items():
-            quantizer.update(sums[name])
-
-    def configure(self, seed: int, precision: Precision) -> None:
-        """Key the draws of the detail codebooks."""
-        super().configure(seed, precision)
-        for name, quantizer in self.quantizers().items():
-            quantizer.set_seed(derive_seed(seed, "quantizer", name))
 
     def move_to_step(self, step: int) -> bool:
         """Freeze or unfreeze the discriminators."""
@@ -207,11 +183,6 @@ class PixelTask(Task[PixelBatch]):
     def trained_parts(self) -> dict[str, nn.Module]:
         """The decoder."""
         return {"decoder": self.decoder}
-
-    @property
-    def image_size(self) -> int:
-        """Size that the image tower takes."""
-        return self.image.tower.image_size
 
     @property
     def tokenize(self) -> Tokenize:
@@ -291,7 +262,7 @@ class PixelTrainConfig(TaskConfig):
         """
         with dist.raise_on_all_ranks():
             whole, decoder = self._build_model(device, dtype)
-        losses = PixelLosses.build(self.losses, decoder.image_size, self.run.seed).to(device, dtype)
+        losses = PixelLosses(self.losses, decoder.image_size, self.run.seed).to(device, dtype)
         task = PixelTask(whole, decoder, losses)
         texts = [fingerprint(each) for name, each in task.tokenizers.items() if name == "text"]
         if others := dist.differing_ranks([task.digest, *texts]):

@@ -70,7 +70,14 @@ class FeatureNetwork(nn.Module):
 
     def __init__(self, tower: ImageTower, layers: Sequence[int] | None = None):
         super().__init__()
-        names = _choose_blocks(tower, layers)
+        names = block_names(tower)
+        if layers is not None:
+            if wrong := [number for number in layers if not -len(names) <= number < len(names)]:
+                raise ConfigError(
+                    f"layers: got {wrong[0]}; this network has {len(names)} blocks, {names[0]} to {names[-1]}; "
+                    f"expected 0 to {len(names) - 1}, or -{len(names)} to -1 from the output"
+                )
+            names = [names[number] for number in sorted({number % len(names) for number in layers})]
         self.digest = module_digest(tower, f"{tower.image_size} {names}")
         self.tower, self._caught = tower, list[Tensor]()
         self._channels_last = bool(getattr(tower.backbone, "channels_last", False))
@@ -151,15 +158,3 @@ def make_constant(module: nn.Module) -> None:
             part.register_buffer(name, parameter.detach(), persistent=False)
         for name, buffer in list(part.named_buffers(recurse=False)):
             part.register_buffer(name, buffer, persistent=False)
-
-
-def _choose_blocks(tower: ImageTower, layers: Sequence[int] | None) -> list[str]:
-    names = block_names(tower)
-    if layers is None:
-        return names
-    if wrong := [number for number in layers if not -len(names) <= number < len(names)]:
-        raise ConfigError(
-            f"layers: got {wrong[0]}; this network has {len(names)} blocks, {names[0]} to {names[-1]}; expected 0 to "
-            f"{len(names) - 1}, or -{len(names)} to -1 from the output"
-        )
-    return [names[number] for number in sorted({number % len(names) for number in layers})]

@@ -1,4 +1,11 @@
-"""Discriminators: images → one number for each of their parts, above 0 where the part looks real."""
+"""The adversarial term: made images are to look real to a discriminator, which trains in the same step.
+
+    generator       mean of -D(made)                                        gradient at the pixels only
+    discriminator   mean of (max(0, 1 - D(real)) + max(0, 1 + D(made))) / 2   gradient at its own weights only
+
+Hinge loss (Lim & Ye 2017, https://arxiv.org/abs/1705.02894; Miyato et al. 2018, https://arxiv.org/abs/1802.05957). Both
+come from one pass of the discriminator over the made images, and are in one total, so that there is one backward.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +22,57 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError, name_section
-from vqclip.pixels.losses.networks import FeatureNetwork, Layers, NetworkConfig, build_network
+from vqclip.pixels.networks import FeatureNetwork, Layers, NetworkConfig, build_network
+from vqclip.pixels.terms import PixelTermConfig
 
-__all__ = ["Discriminator", "DiscriminatorConfig", "FeatureDiscriminatorConfig", "PatchDiscriminatorConfig"]
+__all__ = ["AdversarialConfig", "Discriminator", "FeatureDiscriminatorConfig", "PatchDiscriminatorConfig"]
 
 _SLOPE = 0.2
 _PER_GROUP = 16
 
 
 class Discriminator(nn.Module, ABC):
-    """Judge of images: a frozen part, which may be empty, and one that trains. No batch normalisation.
+    """Judge of images, and its loss: a frozen part, which may be empty, and one that trains. No batch normalisation.
 
     Attributes:
         digest: of the frozen weights; None without any.
+        lr_ratio: factor on the learning rate of its weights; the optimizer reads it.
     """
 
     digest: str | None = None
+    lr_ratio: float = 1.0
 
     def frozen_features(self, images: Tensor) -> list[Tensor]:
-        """``(B, 3, H, W)``, about 0..1 → inputs of `forward`, each ``(B, ...)``."""
+        """``(B, 3, H, W)``, about 0..1 → inputs of `judge`, each ``(B, ...)``."""
         return [images]
 
     @abstractmethod
-    def forward(self, features: Sequence[Tensor]) -> Tensor:
+    def judge(self, features: Sequence[Tensor]) -> Tensor:
         """Features → ``(B, P)``, one number for each of P parts of the image."""
+
+    @torch.enable_grad()
+    def forward(self, pixels: Tensor, real: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the sums over the first ``count`` images.
+
+        Args:
+            pixels: ``(B, 3, H, W)`` made images, a leaf that requires a gradient.
+            real: ``(B, 3, H, W)`` in 0..1.
+            count: number of images that count.
+
+        Returns:
+            The sum of the generator, () float64, without graph; its gradient at the pixels; and the sum of the
+            discriminator, () float64, with a graph to the discriminator's weights alone.
+        """
+        seen = self.frozen_features(pixels)
+        inputs = [each.detach().requires_grad_() for each in seen]  # ends the discriminator's graph before the pixels
+        made = self.judge(inputs)
+        with torch.no_grad():
+            seen_real = self.frozen_features(real)
+        margins = (F.relu(1 - self.judge(seen_real)) + F.relu(1 + made)) / 2
+        generator, discriminator = (each.mean(dim=1)[:count].double().sum() for each in (-made, margins))
+        at_inputs = torch.autograd.grad(generator, inputs, retain_graph=True)
+        (gradient,) = torch.autograd.grad(seen, pixels, at_inputs)
+        return generator.detach(), gradient, discriminator
 
 
 class _Patches(Discriminator):
@@ -54,7 +88,7 @@ class _Patches(Discriminator):
             parts += [nn.GroupNorm(max(1, after // _PER_GROUP), after), nn.LeakyReLU(_SLOPE)]
         self.network = nn.Sequential(*parts, nn.Conv2d(widths[-1], 1, 4, padding=1))
 
-    def forward(self, features: Sequence[Tensor]) -> Tensor:
+    def judge(self, features: Sequence[Tensor]) -> Tensor:
         return self.network(2 * features[0] - 1).flatten(1)
 
 
@@ -97,7 +131,7 @@ class _Heads(Discriminator):
     def frozen_features(self, images: Tensor) -> list[Tensor]:
         return [F.layer_norm(each, each.shape[-1:]) for each in self.network(images)]
 
-    def forward(self, features: Sequence[Tensor]) -> Tensor:
+    def judge(self, features: Sequence[Tensor]) -> Tensor:
         return torch.cat([head(each).squeeze(-1) for head, each in zip(self.heads, features, strict=True)], dim=1)
 
 
@@ -128,3 +162,30 @@ class FeatureDiscriminatorConfig(Config):
 
 DiscriminatorConfig = Annotated[PatchDiscriminatorConfig | FeatureDiscriminatorConfig, Field(discriminator="kind")]
 """Any discriminator, chosen by ``kind``."""
+
+
+class AdversarialConfig(PixelTermConfig):
+    """Made images are to look real to a discriminator, which trains in the same step from `start_step` on."""
+
+    kind: Literal["adversarial"] = "adversarial"
+    """A discriminator and the hinge loss."""
+    weight: float = Field(0.5, gt=0, le=1e6)
+    """Factor of the term; with `adaptive`, its part in the gradient at the pixels, relative to all other terms."""
+    start_step: int = Field(ge=0)
+    """First step with this term; before it the discriminator does not train either. Half of the run is usual."""
+    adaptive: bool = True
+    """Multiply `weight` by the ratio of the other terms' gradient norm at the pixels to this term's."""
+    discriminator: DiscriminatorConfig = PatchDiscriminatorConfig()
+    """Network that judges the images."""
+    lr_ratio: float = Field(1.0, gt=0, le=1000)
+    """Factor on the learning rate of the discriminator."""
+
+    def build(self, image_size: int) -> Discriminator:
+        """Make the discriminator with random weights (torch's global generator).
+
+        Raises:
+            ConfigError: it does not fit the images, or its frozen network cannot be loaded.
+        """
+        made = self.discriminator.build(image_size)
+        made.lr_ratio = self.lr_ratio
+        return made

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.pixels.losses.networks import FeatureNetwork, NetworkConfig, build_network
+from vqclip.pixels.networks import FeatureNetwork, NetworkConfig, build_network
 from vqclip.towers.weights import explain, require_plain_size
 
 __all__ = ["FrechetConfig", "FrechetFeatures", "InceptionConfig", "Moments", "frechet_distance"]
@@ -91,9 +91,29 @@ class InceptionConfig(Config):
         Raises:
             ConfigError: torch-fidelity is missing, or the file is missing, damaged or of other tensors.
         """
-        network, digest = _load_inception(self.weights)
+        try:
+            from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+        except ImportError as error:
+            raise ConfigError(
+                f"network: kind inception needs torch-fidelity ({error}); expected pip install 'vqclip[fidelity]'"
+            ) from error
+        path = self.weights.expanduser()
+        try:
+            require_plain_size(path)
+            content = path.read_bytes()
+            state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            with tempfile.TemporaryDirectory(prefix="vqclip-inception-") as folder:
+                # torch-fidelity would run code in a file; this one contains tensors only.
+                torch.save(state, plain := Path(folder, "weights.pth"))
+                network = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=str(plain))
+        except Exception as error:  # damaged files raise errors of any kind
+            raise ConfigError(
+                f"network.weights: {path} cannot be used ({explain(error)}); expected a file of "
+                "torch-fidelity's Inception weights"
+            ) from error
+        digest = hashlib.sha256(content).hexdigest()
         name = "FID" if digest == INCEPTION_SHA256 else f"Fréchet distance (Inception, other weights {digest[:8]})"
-        return FrechetFeatures(name, network, lambda images: network(images)[0].float())
+        return FrechetFeatures(name, network.eval(), lambda images: network(images)[0].float())
 
 
 class FrechetConfig(Config):
@@ -118,28 +138,3 @@ class FrechetConfig(Config):
             network,
             lambda images: network(images.float() / 255)[0].mean(dim=1),
         )
-
-
-def _load_inception(path: Path) -> tuple[nn.Module, str]:
-    """Return torch-fidelity's network with weights of a file, and the SHA-256 of the file."""
-    try:
-        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-    except ImportError as error:
-        raise ConfigError(
-            f"network: kind inception needs torch-fidelity ({error}); expected pip install 'vqclip[fidelity]'"
-        ) from error
-    path = path.expanduser()
-    try:
-        require_plain_size(path)
-        content = path.read_bytes()
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        with tempfile.TemporaryDirectory(prefix="vqclip-inception-") as folder:
-            # torch-fidelity would run code in a file; this one contains tensors only.
-            torch.save(state, plain := Path(folder, "weights.pth"))
-            network = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=str(plain))
-    except Exception as error:  # damaged files raise errors of any kind
-        raise ConfigError(
-            f"network.weights: {path} cannot be used ({explain(error)}); expected a file of "
-            "torch-fidelity's Inception weights"
-        ) from error
-    return network.eval(), hashlib.sha256(content).hexdigest()

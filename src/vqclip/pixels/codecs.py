@@ -7,7 +7,7 @@ neither can make a file of 100 bytes, whatever the image; `compress` then makes 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -48,7 +48,35 @@ def compress(pixels: Tensor, codec: Codec, budget: int, factors: Sequence[int] =
         One for each factor.
     """
     image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-    return [_decode(file, image.size) for file in _files(image, codec, budget, factors)]
+    return [_compress(image, codec, budget, factor) for factor in factors]
+
+
+def _compress(image: Image.Image, codec: Codec, budget: int, factor: int) -> Compressed:
+    width, height = (max(1, round(side / factor)) for side in image.size)
+    smaller = image if factor == 1 else image.resize((width, height), Image.Resampling.LANCZOS)
+
+    def encode(quality: int) -> bytes:
+        file = io.BytesIO()
+        smaller.save(file, codec, quality=quality, **_OPTIONS[codec])
+        return file.getvalue()
+
+    best, low, high = encode(0), 0, _BEST + 1  # low fits and high does not, or is too much
+    if len(best) <= budget:
+        while low + 1 < high:
+            quality = (low + high) // 2
+            file = encode(quality)
+            if len(file) <= budget:
+                best, low = file, quality
+            else:
+                high = quality
+        for quality in range(high + 1, min(high + _FURTHER, _BEST) + 1):
+            file = encode(quality)
+            best = file if len(file) <= budget else best
+    made = Image.open(io.BytesIO(best)).convert("RGB")
+    if made.size != image.size:
+        made = made.resize(image.size, Image.Resampling.BICUBIC)
+    pixels = torch.frombuffer(bytearray(made.tobytes()), dtype=torch.uint8)
+    return Compressed(pixels.view(image.height, image.width, 3).permute(2, 0, 1).contiguous(), len(best))
 
 
 def best_within(found: Sequence[Compressed], pixels: Tensor, budget: int) -> Compressed:
@@ -57,37 +85,3 @@ def best_within(found: Sequence[Compressed], pixels: Tensor, budget: int) -> Com
     if not fitting:
         return min(found, key=lambda each: each.bytes)
     return min(fitting, key=lambda each: int((each.pixels.int() - pixels.int()).square().sum()))
-
-
-def _files(image: Image.Image, codec: Codec, budget: int, factors: Sequence[int]) -> Iterator[bytes]:
-    """Yield for each factor the file of the largest quality that fits, or of the lowest quality."""
-    for factor in factors:
-        width, height = (max(1, round(side / factor)) for side in image.size)
-        smaller = image if factor == 1 else image.resize((width, height), Image.Resampling.LANCZOS)
-        best, low, high = _encode(smaller, codec, 0), 0, _BEST + 1  # low fits and high does not, or is too much
-        if len(best) <= budget:
-            while low + 1 < high:
-                quality = (low + high) // 2
-                file = _encode(smaller, codec, quality)
-                if len(file) <= budget:
-                    best, low = file, quality
-                else:
-                    high = quality
-            for quality in range(high + 1, min(high + _FURTHER, _BEST) + 1):
-                file = _encode(smaller, codec, quality)
-                best = file if len(file) <= budget else best
-        yield best
-
-
-def _encode(image: Image.Image, codec: Codec, quality: int) -> bytes:
-    file = io.BytesIO()
-    image.save(file, codec, quality=quality, **_OPTIONS[codec])
-    return file.getvalue()
-
-
-def _decode(file: bytes, size: tuple[int, int]) -> Compressed:
-    image = Image.open(io.BytesIO(file)).convert("RGB")
-    if image.size != size:
-        image = image.resize(size, Image.Resampling.BICUBIC)
-    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return Compressed(pixels.view(size[1], size[0], 3).permute(2, 0, 1).contiguous(), len(file))
