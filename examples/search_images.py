@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     floats = 4 * image.embed_dim
     print(f"{len(index)} images, {index.nbytes / len(index):.0f} bytes each ({floats} as a float32 embedding)")
 
-    queries = text.embed(text.encode(options.queries)).detach()
+    queries = text.embed(text.encode(options.queries))
     found = CodeSearch(index, image).search(queries, options.k)
     for number, query in enumerate(options.queries):
         best = hits(index, found, number, source)

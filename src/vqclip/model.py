@@ -16,12 +16,11 @@ from vqclip.nn.temperature import DEFAULT_SCALE, TemperatureConfig
 from vqclip.quantizers import Quantizer
 from vqclip.tokenizer import ImageTokenizer, ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput
 from vqclip.tokenizer.folder import TokenizerFolder, find_folder
-from vqclip.tokenizer.hub import save_and_push
-from vqclip.tokenizer.loading import load_whole
-from vqclip.tokenizer.saving import save_folder
+from vqclip.tokenizer.loading import load_pixels, load_whole, read_tokenizer_config
+from vqclip.tokenizer.saving import save_and_push, save_folder
 from vqclip.tokenizer.stored import merged_state
-from vqclip.towers.open_clip import InheritedWeights, find_inherited, pretrained_temperature, share_models
-from vqclip.towers.training import rename_tower_errors
+from vqclip.towers.base import rename_tower_errors
+from vqclip.towers.open_clip import InheritedWeights, find_inherited, share_models
 
 
 class BothTowersConfig(Config):
@@ -127,8 +126,8 @@ class CLIP(nn.Module):
                 self.text = config.text.build(config.embed_dim)
         self.inherited: InheritedWeights | None = None
         both = config.towers
-        tensors = {} if both is None else shared.tensors_of(both.model, both.pretrained)
-        start = config.temperature.start(pretrained_temperature(tensors))
+        tensors = shared[both.model, both.pretrained][1] if both is not None and both.pretrained is not None else {}
+        start = config.temperature.start(tensors)
         if both is not None and tensors:
             towers = (self.image.tower, self.text.tower)
             source = f"{both.model} ({both.pretrained})"
@@ -250,8 +249,8 @@ def load_pretrained(folder: str | Path) -> CLIP | ImageModel:
 def _load_both(opened: TokenizerFolder) -> CLIP:
     config = ModelConfig(
         embed_dim=opened.section("image").embed_dim,
-        image=opened.tokenizer_config("image", ImageTokenizerConfig),
-        text=opened.tokenizer_config("text", TextTokenizerConfig),
+        image=read_tokenizer_config(opened, "image"),
+        text=read_tokenizer_config(opened, "text"),
         temperature=opened.config.temperature or TemperatureConfig(),  # never absent beside two tokenizers
     )
 
@@ -262,5 +261,5 @@ def _load_both(opened: TokenizerFolder) -> CLIP:
         return built
 
     model = opened.load(build)
-    opened.load_pixels(model.image)
+    load_pixels(opened, model.image)
     return model

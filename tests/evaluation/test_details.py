@@ -34,7 +34,7 @@ from vqclip.evaluation.image_details import ImageDetails, choose_examples, class
 from vqclip.evaluation.intervals import wilson
 from vqclip.evaluation.ranking import Ranks
 from vqclip.model import CLIP
-from vqclip.nn.reduction import QueryReduction
+from vqclip.nn.layers import QueryReduction
 from vqclip.quantizers import QuantizerConfig
 
 SMALL = DetailsConfig(hits=2, misses=3, nearest=2)

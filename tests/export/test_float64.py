@@ -38,12 +38,6 @@ def test_convolutions(settings, biased):
     torch.testing.assert_close(got, F.conv2d(x, weight, bias, **settings), rtol=1e-13, atol=1e-13)
 
 
-def test_patches():
-    x, weight = drawn(2, 3, 8, 8), drawn(5, 3, 4, 4)
-    got = ours(torch.ops.aten.conv2d)(x, weight, None, [4, 4])
-    torch.testing.assert_close(got, F.conv2d(x, weight, stride=4), rtol=1e-13, atol=1e-13)
-
-
 @pytest.mark.parametrize("affine", [True, False])
 def test_group_norm(affine):
     x = 3 + drawn(2, 6, 4, 5)

@@ -18,7 +18,6 @@ import vqclip
 from tests.models import IDENTITY, PRODUCT, tiny_model
 from tests.tokenizer.test_hub import Hub
 from vqclip.errors import CheckpointError, ConfigError, ShapeError
-from vqclip.io.json_files import add_checksum, read_json
 from vqclip.model import CLIP
 from vqclip.pixels import TransformerPixelsConfig, attach
 
@@ -107,10 +106,8 @@ def test_saved_folders_are_read_by_the_auto_classes_and_by_vqclip(folder, images
         tokens = vocabulary(CAPTIONS, return_tensors="pt").input_ids
         assert vqclip.load_tokenizer(tmp_path / "saved", "text").encode(tokens).equal(ids)
     loaded.save_pretrained(tmp_path / "saved")  # again, over it
-    random = transformers.AutoModel.from_config(loaded.config)
-    assert [value.shape for value in random.state_dict().values()] == [
-        value.shape for value in loaded.state_dict().values()
-    ]
+    with pytest.raises(ConfigError, match=rf"^{name}: got a configuration without weights; expected {name}.from_pre"):
+        transformers.AutoModel.from_config(loaded.config)
 
 
 @pytest.mark.parametrize("name", ["VqclipImageTokenizer", "VqclipModel"])
@@ -123,15 +120,6 @@ def test_a_pixel_decoder_is_kept(model, images, tmp_path, name):
     ids = whole.image.encode(images)
     assert again.decode_pixels(ids).equal(whole.image.decode_pixels(ids))
     assert not hasattr(again.config, "pixels")
-
-
-def test_a_folder_from_before_model_types_is_read(folder, tmp_path):
-    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
-    body, _ = read_json(folder / "config.json")
-    assert body.pop("model_type") == "vqclip"
-    del body["sha256"]
-    (tmp_path / "config.json").write_bytes(add_checksum(body))
-    assert ours.VqclipModel.from_pretrained(tmp_path).config.model_type == "vqclip"
 
 
 def test_a_surrounding_autocast_changes_no_bit(folder, images):
@@ -154,23 +142,12 @@ def test_a_surrounding_autocast_changes_no_bit(folder, images):
         assert all(map(torch.equal, numbers(), plain))
 
 
-@pytest.mark.parametrize(
-    "convert",
-    [
-        lambda model: model.half(),
-        lambda model: model.bfloat16(),
-        lambda model: model.to("cpu", torch.float16),
-        lambda model: torch.nn.Sequential(model).half(),
-    ],
-)
-def test_a_conversion_that_changes_ids_is_refused(folder, convert):
+def test_a_conversion_that_changes_ids_is_refused_and_a_wider_type_and_back_keeps_every_bit(folder, images):
     tokenizer = ours.VqclipImageTokenizer.from_pretrained(folder)
-    with pytest.raises(ConfigError, match=r"got a conversion to torch\.\w*float16 .* ids would change"):
-        convert(tokenizer)
+    for convert in (lambda: tokenizer.half(), lambda: tokenizer.to("cpu", torch.bfloat16)):
+        with pytest.raises(ConfigError, match=r"got a conversion to torch\.\w*float16 .* ids would change"):
+            convert()
     assert {each.dtype for each in tokenizer.parameters()} == {torch.float32}
-
-
-def test_a_wider_type_and_back_keeps_every_bit(folder, images):
     own = vqclip.load_tokenizer(folder, "image").double()
     wide = transformers.AutoModel.from_pretrained(folder, dtype=torch.float64, device_map={"": "cpu"})
     pixels = ours.VqclipImageProcessor.of(own)(images).pixel_values
@@ -224,16 +201,10 @@ def test_what_is_pushed_has_a_card_and_can_be_loaded(folder, tmp_path, monkeypat
     hub = Hub(monkeypatch)
     ours.VqclipImageTokenizer.from_pretrained(folder).push_to_hub("somebody/model", private=True)
     assert sorted(hub.files) == ["README.md", "config.json", "model.safetensors", "preprocessor_config.json"]
-    assert "VqclipImageTokenizer.from_pretrained" in hub.files["README.md"].decode()
+    assert "VqclipImageTokenizer" in hub.files["README.md"].decode()
     for name, data in hub.files.items():
         (tmp_path / name).write_bytes(data)
     transformers.AutoModel.from_pretrained(tmp_path)
-
-
-def test_the_processor_of_a_run_is_found(folder, images):
-    found = transformers.AutoImageProcessor.from_pretrained(folder)
-    assert type(found) is ours.VqclipImageProcessor
-    assert found(images).pixel_values.equal(ours.VqclipImageProcessor.from_pretrained(folder)(images).pixel_values)
 
 
 def test_one_processor_takes_captions_and_images(folder, model, images, tmp_path):
@@ -259,14 +230,6 @@ def test_one_processor_takes_captions_and_images(folder, model, images, tmp_path
         processor(images=images, do_rescale=True)
 
 
-def test_errors_do_not_print_images(folder, images):
-    vocabulary, pixels = ours.VqclipVocabulary.from_pretrained(folder), [torch.rand(3, 40, 40)] * 100
-    for given in (pixels, torch.stack(pixels), images * 100, [np.asarray(image) for image in images]):
-        with pytest.raises(ConfigError, match="got images=") as error:
-            vocabulary(CAPTIONS, images=given)
-        assert len(str(error.value)) < 500
-
-
 def test_a_processor_of_its_own_folder(tmp_path, images):
     processor = ours.VqclipImageProcessor(image_size=24, mode="squash", interpolation="bilinear")
     processor.save_pretrained(tmp_path)
@@ -275,13 +238,6 @@ def test_a_processor_of_its_own_folder(tmp_path, images):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_size": 10**9}))
     with pytest.raises(ConfigError, match="image_size: got 1000000000"):
         ours.VqclipImageProcessor.from_pretrained(tmp_path)
-
-
-def test_embeddings_of_codes_need_codes(tmp_path):
-    tiny_model(IDENTITY, IDENTITY).build().save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(ConfigError, match="the image quantizer has no codes; expected 'continuous'"):
-        ours.VqclipModel.from_pretrained(tmp_path / "tokenizer")
-    ours.VqclipModel.from_pretrained(tmp_path / "tokenizer", embeddings="continuous")
 
 
 @pytest.mark.parametrize(
@@ -315,11 +271,18 @@ def test_wrong_inputs_and_folders_say_what_to_do(folder, model, images, tmp_path
         ours.VqclipImageTokenizer.from_pretrained(tmp_path / "text")
     with pytest.raises(CheckpointError, match="contains text tokenizer"):
         ours.VqclipImageProcessor.from_pretrained(tmp_path / "text")
+    many = images * 100
+    for given in (many, [np.asarray(image) for image in many], torch.rand(100, 3, 40, 40)):
+        with pytest.raises(ConfigError, match="got images=") as error:
+            ours.VqclipVocabulary.from_pretrained(folder)(CAPTIONS, images=given)
+        assert len(str(error.value)) < 500
+    tiny_model(IDENTITY, IDENTITY).build().save_pretrained(tmp_path / "continuous")
+    with pytest.raises(ConfigError, match="the image quantizer has no codes; expected 'continuous'"):
+        ours.VqclipModel.from_pretrained(tmp_path / "continuous")
+    ours.VqclipModel.from_pretrained(tmp_path / "continuous", embeddings="continuous")
     config = ours.VqclipConfig(image={"embed_dim": 3})
     with pytest.raises(CheckpointError, match="config: its section image differs"):
         ours.VqclipModel.from_pretrained(folder, config=config)
-    with pytest.raises(ConfigError, match="got no section 'image'"):
-        ours.VqclipImageTokenizer(ours.VqclipImageTokenizerConfig())
     tiny_model(text_quantizer=PRODUCT).build().save_pretrained(tmp_path / "other")
     vocabulary = ours.VqclipVocabulary.from_pretrained(folder)
     assert vocabulary.save_pretrained(tmp_path / "other") == ()

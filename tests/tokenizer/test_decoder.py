@@ -47,7 +47,9 @@ def test_a_reader_does_not_encode(saved):
 def test_a_reader_that_is_loaded_without_gradients_can_be_trained(saved, context):
     with context():
         reader = readers(saved[1])["text"]
-    reader.embed(torch.zeros(2, 12, 1, dtype=torch.int64))[:, 0].sum().backward()
+    ids = torch.zeros(2, 12, 1, dtype=torch.int64)
+    assert not reader.embed(ids).requires_grad
+    reader.requires_grad_().embed(ids)[:, 0].sum().backward()
     assert [name for name, weight in reader.named_parameters() if weight.grad is None] == []
 
 

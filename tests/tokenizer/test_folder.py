@@ -1,39 +1,73 @@
+"""Tokenizer folders: what is loaded is what was saved, and what does not fit is refused, however it is loaded."""
+
 from __future__ import annotations
 
 import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import vqclip
-from tests.models import FSQ, NESTED, RESIDUAL, VQ, tiny_model
-from tests.test_model import edited, rewritten
+from tests.models import FSQ, NESTED, RESIDUAL, VQ, reseal, tiny_model
 from vqclip.errors import CheckpointError
 from vqclip.io import tensors
 from vqclip.model import CLIP
+from vqclip.tokenizer import decoder
 
 BIAS = "image.project_out.0.bias"
+LOADERS = {
+    "whole": lambda folder: vqclip.load_tokenizer(folder, "image"),
+    "reader": lambda folder: vqclip.load_tokenizer(folder, "image", encode=False),
+    "model": CLIP.from_pretrained,
+}
+
+
+def edited(change):
+    """A damage that changes the configuration, with the hashes that belong to it."""
+    return lambda folder: reseal(folder, change)
+
+
+def rewritten(change):
+    """A damage that changes the tensors; whoever made it gave the hashes that belong to it."""
+
+    def damage(folder):
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors")
+        reseal(folder)
+
+    return damage
+
+
+def of_file(name, change):
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def flip_in_tower(data):
+    """One bit of the tower, whose weights a reader does not use."""
+    changed, start = bytearray(data), 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    name = next(name for name in header if name.startswith("image.tower."))
+    changed[start + header[name]["data_offsets"][0]] ^= 1
+    return bytes(changed)
+
+
+def set_each(**values):
+    """A damage to the sections of both modalities."""
+    return edited(lambda config: [config[name].update(values) for name in ("image", "text")])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("quantizer", [FSQ, VQ | {"learning": "gradient"}], ids=["fsq", "vq"])
 def test_weights_keep_their_type(tmp_path, dtype, quantizer):
     """Codebooks stay in float32 under bfloat16, whichever tensor comes first."""
-    model = tiny_model(quantizer).build().eval().to(dtype)
+    model = tiny_model(quantizer, quantizer).build().eval().to(dtype)
     model.save_pretrained(tmp_path)
-    reader = vqclip.load_tokenizer(tmp_path, "image", encode=False)
-    theirs = model.image.state_dict()
-    assert all(theirs[k].dtype == v.dtype and torch.equal(theirs[k], v) for k, v in reader.state_dict().items())
-
-
-def flip_in_tower(folder):
-    """One bit of the tower, whose weights a reader does not use."""
-    path = folder / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    name = next(name for name in header if name.startswith("image.tower."))
-    data[8 + int.from_bytes(data[:8], "little") + header[name]["data_offsets"][0]] ^= 1
-    path.write_bytes(data)
+    for name, load in LOADERS.items():
+        theirs, loaded = (model if name == "model" else model.image).state_dict(), load(tmp_path).state_dict()
+        assert name == "reader" or loaded.keys() == theirs.keys()
+        assert all(theirs[k].dtype == v.dtype and torch.equal(theirs[k], v) for k, v in loaded.items())
 
 
 @pytest.mark.parametrize(
@@ -42,29 +76,71 @@ def flip_in_tower(folder):
         (rewritten(lambda state: state.pop(BIAS)), "missing image.project_out.0.bias"),
         (rewritten(lambda state: state.update({"image.surplus": torch.zeros(1)})), "unexpected image.surplus"),
         (rewritten(lambda state: state.update({"image.towers": torch.zeros(1)})), "unexpected image.towers"),
+        (rewritten(lambda state: state.update({"imagery.x": torch.zeros(1)})), "unexpected imagery.x$"),
+        (rewritten(lambda state: state.update({"logit_scale.x": torch.zeros(1)})), "unexpected logit_scale.x$"),
         (rewritten(lambda state: state.update({BIAS: torch.zeros(3)})), r"bias: got shape \(3,\), expected \(16,\)"),
-        (flip_in_tower, "SHA-256"),
-        (edited(lambda c: c["image"].update(num_tokens=5)), r"pool.position: got shape \(4, 16\), expected \(5, 16\)"),
+        (
+            rewritten(lambda state: state.update({BIAS: torch.zeros(16).half()})),
+            "image.project_out.0.bias: got dtype torch.float16, expected torch.float32",
+        ),
+        (of_file("model.safetensors", flip_in_tower), "SHA-256"),
+        (of_file("model.safetensors", lambda data: data[: len(data) // 2]), "damaged or cut short"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no such file"),
+        (of_file("config.json", lambda data: b"{"), "not JSON"),
+        (of_file("config.json", lambda data: data.replace(b'"width": 16', b'"width": 32', 1)), "or was edited"),
+        (
+            of_file("config.json", lambda data: json.dumps(json.loads(data) | {"format_version": 1}).encode()),
+            "format_version is 1, this vqclip reads 3; expected a folder that save_pretrained",
+        ),
+        (edited(lambda c: c.update(id_layout=99)), "id_layout is 99, this vqclip reads 1"),
         (edited(lambda c: c["image"].update(widht=3)), "config.json: image.widht: got 3; Extra inputs"),
         (edited(lambda c: c["image"].pop("quantizer")), "config.json: image.quantizer: Field required"),
-        (
-            edited(lambda c: c["image"].update(fewest_tokens="4")),
-            "image.fewest_tokens: got .4.; Input should be a valid int",
-        ),
+        (edited(lambda c: c["image"].update(embed_dim="16")), "image.embed_dim: got .16.; Input should be a valid int"),
+        (edited(lambda c: c["text"].update(embed_dim=32)), "got embed_dim 16 for image and 32 for text"),
+        (edited(lambda c: c["text"].update(preprocess={})), "text.preprocess: got a section; expected none"),
+        (edited(lambda c: c["text"].pop("fewest_tokens")), "config.json: text.fewest_tokens: Field required"),
+        (edited(lambda c: c.pop("temperature")), "expected a temperature too"),
+        (edited(lambda c: c.pop("image")), "got a temperature with fewer than two tokenizers"),
         (edited(lambda c: c.update(surplus=1)), "config.json: surplus: got 1; Extra inputs"),
         (edited(lambda c: c.update(image=3)), "config.json: image: got 3; Input should be a valid dict"),
-        (edited(lambda c: c.pop("image")), "got a temperature with fewer than two tokenizers"),
         (
             edited(lambda c: c["image"].update(project_out={"kind": "attention", "heads": 5})),
             "config.json: image: projection between widths",
         ),
+        (set_each(num_tokens=10**12), "num_tokens: got -?\\d+; Input should be less than or equal to 1048576"),
+        (set_each(embed_dim=10**9), "embed_dim: got -?\\d+; Input should be less than or equal to 65536"),
+        (set_each(width=2**17), "width: got -?\\d+; Input should be less than or equal to 65536"),
+        (set_each(depth=2**20), "depth: got -?\\d+; Input should be less than or equal to 1024"),
+        (set_each(quantizer=VQ | {"dim": 10**9}), "vq.dim: got -?\\d+; Input should be less than or equal to 65536"),
+        (set_each(quantizer=RESIDUAL | {"depth": 10**9}), "residual.depth: got .*less than or equal to 256"),
+        (set_each(fewest_tokens=13), "got num_tokens (4|12) and fewest_tokens 13; expected fewest_tokens <= num"),
+        (set_each(fewest_tokens=0), "fewest_tokens: got -?\\d+; Input should be greater than or equal to 1"),
     ],
 )
-def test_a_reader_is_loaded_strictly(saved, damage, message):
-    _, folder = saved
-    damage(folder)
-    with pytest.raises(CheckpointError, match=message):
-        vqclip.load_tokenizer(folder, "image", encode=False)
+def test_a_folder_is_judged_alike_whatever_is_loaded_from_it(saved, damage, message):
+    damage(saved[1])
+    loads = [*LOADERS.values()]
+    if not message.startswith(("unexpected image.", "image.project_out.0.bias: got dtype")):
+        loads.append(lambda folder: vqclip.load_tokenizer(folder, "text", encode=False))
+    for load in loads:
+        with pytest.raises(CheckpointError, match=message):
+            load(saved[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["image"]["tower"]["args"].update(pretrained_cfg={"file": "x"}), "got 'pretrained_cfg'"),
+        (lambda c: c["image"]["tower"]["args"].update(num_heads=3), "config.json: image.tower.args: timm model"),
+        (lambda c: c["image"].update(fewest_tokens=2), r"config.json: image.fewest_tokens: got 2; this tower has 4"),
+    ],
+)
+def test_a_tower_that_does_not_fit_is_refused_where_it_is_built(saved, change, message):
+    edited(change)(saved[1])
+    for name in ("whole", "model"):
+        with pytest.raises(CheckpointError, match=message):
+            LOADERS[name](saved[1])
+    LOADERS["reader"](saved[1])
 
 
 @pytest.mark.parametrize("encode", [True, False])
@@ -84,77 +160,42 @@ def test_the_weights_are_opened_once_and_what_was_verified_is_read(saved, monkey
     assert (folder / "model.safetensors").read_bytes() == b"another file"
 
 
-def set_each(**values):
-    """A damage to the sections of both modalities."""
-    return edited(lambda config: [config[name].update(values) for name in ("image", "text")])
-
-
-@pytest.mark.parametrize("modality", ["image", "text"])
-@pytest.mark.parametrize("encode", [True, False])
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (
-            rewritten(lambda state: state.update(stray=torch.zeros(1))),
-            "does not fit its config.json: unexpected stray$",
-        ),
-        (rewritten(lambda state: state.update({"imagery.x": torch.zeros(1)})), "unexpected imagery.x$"),
-        (rewritten(lambda state: state.update({"logit_scale.x": torch.zeros(1)})), "unexpected logit_scale.x$"),
-        (set_each(num_tokens=10**12), "num_tokens: got -?\\d+; Input should be less than or equal to 1048576"),
-        (set_each(embed_dim=10**9), "embed_dim: got -?\\d+; Input should be less than or equal to 65536"),
-        (set_each(width=2**17), "width: got -?\\d+; Input should be less than or equal to 65536"),
-        (set_each(depth=2**20), "depth: got -?\\d+; Input should be less than or equal to 1024"),
-        (set_each(quantizer=VQ | {"dim": 10**9}), "vq.dim: got -?\\d+; Input should be less than or equal to 65536"),
-        (
-            set_each(quantizer=RESIDUAL | {"depth": 10**9}),
-            "residual.depth: got -?\\d+; Input should be less than or equal to 256",
-        ),
-        (set_each(fewest_tokens=13), "got num_tokens (4|12) and fewest_tokens 13; expected fewest_tokens <= num"),
-        (edited(lambda c: c["text"].update(preprocess={})), "text.preprocess: got a section; expected none"),
-        (set_each(fewest_tokens=0), "fewest_tokens: got -?\\d+; Input should be greater than or equal to 1"),
-        (set_each(num_tokens=None), "config.json: image.num_tokens: got None; Input should be a valid integer"),
-        (edited(lambda c: c["text"].pop("fewest_tokens")), "config.json: text.fewest_tokens: Field required"),
-    ],
-)
-def test_a_folder_is_judged_alike_whatever_is_loaded_from_it(saved, damage, message, modality, encode):
-    _, folder = saved
-    damage(folder)
-    with pytest.raises(CheckpointError, match=message):
-        vqclip.load_tokenizer(folder, modality, encode=encode)
-
-
-@pytest.mark.parametrize("encode", [True, False])
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"num_tokens": 2**20}, r"image.pool.position: got shape \(4, 16\), expected \(1048576, 16\)"),
         ({"embed_dim": 2**16}, r"image.pool.head.weight: got shape \(16, 16\), expected \(65536, 16\)"),
-        ({"width": 2**16}, r"image.pool.attention.query.weight: got shape \(16, 16\), expected \(65536, 65536\)"),
-        ({"depth": 2**10}, r"missing image.pool.blocks.1.mlp.0.weight"),
+        ({"width": 2**16}, r"image.project_out.0.weight: got shape \(16, 6\), expected \(65536, 6\)"),
+        ({"depth": 2**10}, r"missing image.pool.blocks.1."),
         ({"quantizer": VQ | {"codebook_size": 2**20, "dim": 2**16}}, r"missing image.quantizer.codebook; "),
-        ({"quantizer": NESTED}, r"config.json: image.quantizer: Product: got 4294967296 codebooks"),
+        ({"quantizer": NESTED}, r"config.json: image: Product: got 4294967296 codebooks"),
         (
             {"quantizer": NESTED | {"layer": {"kind": "identity", "dim": 2**16}}},
-            "config.json: image.quantizer: Product: got 0 codebooks and 4294967296 channels",
+            "config.json: image: Product: got 0 codebooks and 4294967296 channels",
         ),
     ],
 )
-def test_sizes_are_compared_with_the_weights_before_anything_is_built(saved, monkeypatch, encode, values, message):
-    """Or memory is taken for whatever the configuration asks for."""
-    _, folder = saved
-    set_each(**values)(folder)
-    monkeypatch.setattr("vqclip.tokenizer.decoder.PooledEmbedding", lambda *sizes: pytest.fail(f"built: {sizes}"))
-    monkeypatch.setattr("vqclip.tokenizer.base.Tokenizer.__init__", lambda *_: pytest.fail("built"))
-    with pytest.raises(CheckpointError, match=message):
-        vqclip.load_tokenizer(folder, "image", encode=encode)
+def test_sizes_are_compared_with_the_weights_before_memory_is_taken(saved, monkeypatch, values, message):
+    set_each(**values)(saved[1])
+    made = decoder.PooledEmbedding
+
+    def make(*sizes):
+        pool = made(*sizes)
+        assert pool.position.is_meta
+        return pool
+
+    monkeypatch.setattr(decoder, "PooledEmbedding", make)
+    for load in LOADERS.values():
+        with pytest.raises(CheckpointError, match=message):
+            load(saved[1])
 
 
 def test_tensors_of_the_modality_that_is_not_there_are_strays(saved, tmp_path):
     model, _ = saved
     model.text.save_pretrained(tmp_path / "text")
-    for encode in (True, False):
+    for load in LOADERS.values():
         with pytest.raises(CheckpointError, match="contains text tokenizer; expected one of modality 'image'"):
-            vqclip.load_tokenizer(tmp_path / "text", "image", encode=encode)
+            load(tmp_path / "text")
     rewritten(lambda state: state.update({"image.x": torch.zeros(1), "logit_scale": torch.zeros(())}))(
         tmp_path / "text"
     )
@@ -163,9 +204,15 @@ def test_tensors_of_the_modality_that_is_not_there_are_strays(saved, tmp_path):
             vqclip.load_tokenizer(tmp_path / "text", "text", encode=encode)
 
 
-def test_stored_numbers_of_tokens_are_those_of_the_tower(saved):
-    _, folder = saved
-    edited(lambda c: c["text"].update(fewest_tokens=2))(folder)
-    for load in (lambda: vqclip.load_tokenizer(folder, "text"), lambda: CLIP.from_pretrained(folder)):
-        with pytest.raises(CheckpointError, match=r"config.json: text.fewest_tokens: got 2; this tower has 1"):
-            load()
+def test_a_temperature_beside_one_tokenizer_is_refused(saved, tmp_path):
+    saved[0].text.save_pretrained(tmp_path / "text")
+    edited(lambda c: c.update(temperature={"init": 10.0}))(tmp_path / "text")
+    with pytest.raises(CheckpointError, match="got a temperature with fewer than two tokenizers"):
+        vqclip.load_tokenizer(tmp_path / "text", modality="text")
+
+
+def test_a_missing_folder_and_a_wrong_modality_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere: no such folder; expected a folder that save_pretrained wrote"):
+        vqclip.load_tokenizer(tmp_path / "nowhere", modality="image")
+    with pytest.raises(ValueError, match='expected "image" or "text"'):
+        vqclip.load_tokenizer(tmp_path, modality="audio")

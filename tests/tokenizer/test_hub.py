@@ -14,7 +14,7 @@ from tests.models import tiny_model
 from vqclip.errors import CheckpointError
 from vqclip.model import CLIP
 from vqclip.pixels import ConvolutionalPixelsConfig, attach
-from vqclip.tokenizer.hub import push_folder
+from vqclip.tokenizer.saving import push_folder
 
 ADDRESS = "https://hub/somebody/model/commit/1"
 
@@ -83,21 +83,6 @@ def test_a_folder_is_pushed_with_its_card_and_nothing_else(hub, tmp_path):
     assert hub.calls[2][2] == {"revision": "v2", "message": "second"}
 
 
-def test_what_cannot_be_pushed_is_refused(hub, tmp_path, monkeypatch):
-    with pytest.raises(CheckpointError, match="hub: got the name 'model', expected owner/name"):
-        push_folder(tmp_path, "model")
-    with pytest.raises(CheckpointError, match="expected a tokenizer folder"):
-        push_folder(tmp_path, "somebody/model")
-    tiny_model().build().save_pretrained(tmp_path)
-    monkeypatch.setattr(hub, "create_repo", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("offline")))
-    with pytest.raises(CheckpointError, match="somebody/model: could not be sent to the hub: ConnectionError: offline"):
-        push_folder(tmp_path, "somebody/model")
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="damaged or cut short"):
-        push_folder(tmp_path, "somebody/model")
-    assert not hub.files
-
-
 def test_a_revision_is_asked_for(tmp_path, monkeypatch):
     tiny_model().build().save_pretrained(tmp_path)
     asked = []
@@ -123,9 +108,21 @@ def test_a_hub_that_cannot_be_reached_is_named(monkeypatch, tmp_path):
         vqclip.load_tokenizer("somebody/model", "text", revision="v2")
 
 
-def test_a_link_is_not_followed_to_the_hub(tmp_path):
-    tiny_model().build().save_pretrained(tmp_path / "tokenizer")
+def test_what_cannot_be_pushed_is_refused_and_a_link_is_not_followed(hub, tmp_path, monkeypatch):
+    folder = tmp_path / "tokenizer"
+    with pytest.raises(CheckpointError, match="hub: got the name 'model', expected owner/name"):
+        push_folder(folder, "model")
+    with pytest.raises(CheckpointError, match="expected a tokenizer folder"):
+        push_folder(folder, "somebody/model")
+    tiny_model().build().save_pretrained(folder)
+    monkeypatch.setattr(hub, "create_repo", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("offline")))
+    with pytest.raises(CheckpointError, match="somebody/model: could not be sent to the hub: ConnectionError: offline"):
+        push_folder(folder, "somebody/model")
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="damaged or cut short"):
+        push_folder(folder, "somebody/model")
     (tmp_path / "secret").write_text("a key")
-    (tmp_path / "tokenizer" / "README.md").symlink_to(tmp_path / "secret")
+    (folder / "README.md").symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match=r"README\.md: is a link"):
-        push_folder(tmp_path / "tokenizer", "somebody/model")
+        push_folder(folder, "somebody/model")
+    assert not hub.files

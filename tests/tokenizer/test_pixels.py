@@ -12,9 +12,12 @@ from tests.checkpoint.making import save_checkpoint
 from tests.models import FSQ, RESIDUAL_FSQ, tiny_model
 from tests.pixels.test_decoder import BATCH_TOLERANCE, CONFIGS
 from vqclip import dist
+from vqclip.data.decode import pil_to_uint8
+from vqclip.data.transforms import EvalTransformConfig
 from vqclip.errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, VqclipError
 from vqclip.model import CLIP
 from vqclip.pixels import attach
+from vqclip.tokenizer.decoder import TokenizerDecoder
 from vqclip.tokenizer.folder import load_weights
 from vqclip.tokenizer.saving import write_tokenizer_files
 from vqclip.tokenizer.stored import fingerprint
@@ -156,27 +159,20 @@ def test_pixels_of_vectors_have_gradients_and_are_not_clamped(folders):
     assert made.max() > 1
 
 
-def test_images_can_be_shown(folders):
-    tokenizer = folders[0].image
-    ids = tokenizer.encode(images())
-    shown = tokenizer.to_pil(tokenizer.decode_pixels(ids))
+def test_images_can_be_shown():
+    to_pil, preprocess = TokenizerDecoder.to_pil, EvalTransformConfig().build(16)
+    shown = to_pil(torch.rand(3, 3, 16, 16))
     assert [(each.mode, each.size) for each in shown] == [("RGB", (16, 16))] * 3
-    assert tokenizer.preprocess(tokenizer.to_pil(images())[1]).equal(images()[1])
-    assert tokenizer.preprocess(tokenizer.to_pil(images() / 255)[1]).equal(images()[1])
-
-
-@pytest.mark.parametrize(
-    ("pixels", "message"),
-    [
+    for pixels in (images(), images() / 255):
+        assert preprocess(pil_to_uint8(to_pil(pixels)[1])).equal(images()[1])
+    for wrong, message in (
         (torch.zeros(3, 4, 4), r"got shape \(3, 4, 4\), expected \(B, 3, H, W\)"),
         (torch.full((1, 3, 4, 4), torch.nan), "got NaN or numbers outside of 0 to 1"),
         (torch.full((1, 3, 4, 4), 1.1), "got NaN or numbers outside of 0 to 1"),
         (torch.zeros(1, 3, 4, 4, dtype=torch.int64), "got dtype torch.int64, expected floating point"),
-    ],
-)
-def test_wrong_pixels_are_not_shown(folders, pixels, message):
-    with pytest.raises(ShapeError, match=message):
-        folders[0].image.to_pil(pixels)
+    ):
+        with pytest.raises(ShapeError, match=message):
+            to_pil(wrong)
 
 
 def test_a_tokenizer_without_a_decoder_says_so(folders):

@@ -16,6 +16,8 @@ CNN = {"depths": [1, 1, 1, 1], "dims": [8, 8, 16, 24], "output_stride": 16}
     ("name", "args", "tokens", "width"),
     [
         ("vit_tiny_patch16_224", VIT, 16, 16),
+        ("deit_tiny_patch16_224", {"depth": 1}, 4, 192),
+        ("beit_base_patch16_224", {"depth": 1, "embed_dim": 16, "num_heads": 2}, 4, 16),
         ("convnext_atto", CNN, 4, 24),
         ("resnet10t", {"norm_layer": "layernorm2d", "channels": [8, 8, 16, 24]}, 1, 24),
         (
@@ -30,19 +32,11 @@ def test_a_timm_tower_gives_a_sequence_of_patch_features(name, args, tokens, wid
     tower = TimmTowerConfig(name=name, image_size=32, args=args).build()
     assert (tower.num_tokens, tower.width) == (tokens, width)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    assert tower(images).shape == (2, tokens, width)
     assert tower(images[:0]).shape == (0, tokens, width)
-
-
-def test_every_trained_parameter_of_a_tower_gets_a_gradient():
-    """One without would make DDP wait for it."""
-    for config in (
-        TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, args=VIT),
-        TimmTowerConfig(name="convnext_atto", image_size=32, args=CNN),
-    ):
-        tower = config.build()
-        tower(torch.rand(2, 3, tower.image_size, tower.image_size)).sum().backward()
-        assert [n for n, p in tower.named_parameters() if p.requires_grad and p.grad is None] == []
+    features = tower(images)
+    assert features.shape == (2, tokens, width)
+    features.sum().backward()  # a parameter without a gradient would make DDP wait for it
+    assert [n for n, p in tower.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
 def test_bytes_and_floats_are_the_same_pixels():
@@ -83,19 +77,6 @@ def test_group_norm_takes_the_place_of_batch_norm():
 
 
 @pytest.mark.parametrize(
-    ("name", "args", "tokens"),
-    [
-        ("deit_tiny_patch16_224", {"depth": 1}, 16),
-        ("beit_base_patch16_224", {"depth": 1, "embed_dim": 16, "num_heads": 2}, 16),
-        ("swin_tiny_patch4_window7_224", {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 1]}, 64),
-        ("convnext_atto", CNN, 16),
-    ],
-)
-def test_any_model_gets_the_image_size(name, args, tokens):
-    assert TimmTowerConfig(name=name, image_size=64, args=args).build().num_tokens == tokens
-
-
-@pytest.mark.parametrize(
     ("change", "size", "message"),
     [
         ({"num_heads": 3}, 16, r"tower.args: timm model 'vit_tiny_patch16_224' refuses.*'num_heads': 3.*divisible"),
@@ -122,23 +103,18 @@ def test_args_say_nothing_of_weights_or_what_the_tower_decides(name):
         TimmTowerConfig.model_validate({"name": "vit_tiny_patch16_224", "image_size": 16, "args": {name: None}})
 
 
-def test_weights_from_two_places_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="got pretrained true and checkpoint .*weights.pt, .*expected one of the two"):
-        TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, pretrained=True, checkpoint=tmp_path / "weights.pt")
-
-
-def test_an_unknown_timm_name_or_argument_is_refused():
-    with pytest.raises(ConfigError, match="no model 'vit_tini_patch16'; did you mean one of: .*vit_tiny_patch16"):
-        TimmTowerConfig(name="vit_tini_patch16", image_size=32).build()
-    with pytest.raises(ConfigError, match="convnext_atto.*refuses.*dimz"):
-        TimmTowerConfig(name="convnext_atto", image_size=32, args={"dimz": 3}).build()
-
-
-def test_a_name_like_no_other_is_refused_without_a_guess():
-    with pytest.raises(ConfigError, match=r"timm has no model 'zzzz'; timm.list_models\(\) gives the names$"):
-        TimmTowerConfig(name="zzzz", image_size=32).build()
+def test_an_unknown_name_or_argument_is_refused(tmp_path):
+    for name, args, message in (
+        ("vit_tini_patch16", {}, "no model 'vit_tini_patch16'; did you mean one of: .*vit_tiny_patch16"),
+        ("convnext_atto", {"dimz": 3}, "convnext_atto.*refuses.*dimz"),
+        ("zzzz", {}, r"timm has no model 'zzzz'; timm.list_models\(\) gives the names$"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            TimmTowerConfig(name=name, image_size=32, args=args).build()
     with pytest.raises(ConfigError, match=r"no model 'zzzz'; open_clip.list_models\(\) gives the names$"):
         OpenCLIPImageTowerConfig(model="zzzz").build()
+    with pytest.raises(ValueError, match="got pretrained true and checkpoint .*weights.pt, .*expected one of the two"):
+        TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, pretrained=True, checkpoint=tmp_path / "weights.pt")
 
 
 def test_weights_that_cannot_be_fetched_are_a_clear_error(monkeypatch):
@@ -183,27 +159,23 @@ def test_the_scale_of_a_convolutions_weights_means_nothing(tower):
     torch.testing.assert_close(tower(images), before, atol=1e-4, rtol=1e-4)
 
 
-def test_groups_that_do_not_divide_the_channels_are_refused():
-    with pytest.raises(ValueError, match=r"got channels \[8, 18\] and channels_per_group 4; expected channels that"):
-        ConvolutionalTowerConfig(image_size=32, channels=[8, 18])
-
-
-@pytest.mark.parametrize(("size", "multiple"), [(60, 64), (36, 32), (8, 16)])
-def test_a_picture_that_the_stages_do_not_halve_is_refused(size, multiple):
-    """It would have other tokens than the (image_size / 2^stages)² that are promised."""
-    message = f"got image_size {size} and 4 stages in channels; expected .* multiple of 2\\^4, such as {multiple}"
+@pytest.mark.parametrize(
+    ("size", "channels", "per_group", "message"),
+    [
+        (32, [8, 18], 4, r"got channels \[8, 18\] and channels_per_group 4; expected channels that"),
+        (60, [8] * 4, 4, "got image_size 60 and 4 stages in channels; expected .* multiple of 2\\^4, such as 64"),
+        (8, [8] * 4, 4, "got image_size 8 .* such as 16"),  # it would have other tokens than those that are promised
+        (16, [8] * 4, 1, "got channels_per_group 1 with a single token.*expected channels_per_group 2"),
+    ],
+)
+def test_sizes_that_the_stages_do_not_halve_or_group_are_refused(size, channels, per_group, message):
     with pytest.raises(ValueError, match=message):
-        ConvolutionalTowerConfig(image_size=size, channels=[8] * 4)
+        ConvolutionalTowerConfig(image_size=size, channels=channels, channels_per_group=per_group)
 
 
-def test_a_group_of_one_number_is_refused():
-    with pytest.raises(ValueError, match="got channels_per_group 1 with a single token.*expected channels_per_group 2"):
-        ConvolutionalTowerConfig(image_size=16, channels=[8] * 4, channels_per_group=1)
+def test_the_smallest_groups_and_stages():
     for size, per_group in ((16, 2), (32, 1)):
         config = ConvolutionalTowerConfig(image_size=size, channels=[8] * 4, channels_per_group=per_group)
         assert config.build().num_tokens == (size // 16) ** 2
-
-
-def test_a_stage_has_a_channel_at_least():
     with pytest.raises(ConfigError, match=r"channels\[1\]: got 0 \(int\); expected an integer >= 1"):
         load_config(ConvolutionalTowerConfig, overrides=["image_size=32", "channels=[8, 0]"])

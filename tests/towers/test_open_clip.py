@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from argparse import Namespace
 from unittest import mock
 
 import open_clip
@@ -17,7 +16,10 @@ from tests.data.hostile import marking_pickle
 from tests.open_clip_models import both_towers, save_open_clip
 from vqclip.errors import ConfigError
 from vqclip.model import CLIP, ModelConfig
-from vqclip.towers.open_clip import OpenCLIPImageTowerConfig, find_inherited
+from vqclip.towers.open_clip import OpenCLIPImageTowerConfig, OpenCLIPTextTowerConfig, find_inherited
+
+EVIL = object()
+"""In place of a state dict: a pickle that runs code."""
 
 
 def test_open_clip_models_that_give_no_patch_features_are_refused(monkeypatch):
@@ -59,18 +61,6 @@ def test_an_open_clip_tower_has_the_weights_of_the_file(tiny_open_clip):
     torch.testing.assert_close(tower(images), features)
     tower.train()(images).sum().backward()
     assert [n for n, p in tower.named_parameters() if p.requires_grad and p.grad is None] == []
-
-
-@pytest.mark.parametrize("key", ["state_dict", "model"])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.module."])
-def test_layouts_of_other_programs_are_read(tiny_open_clip, tmp_path, prefix, key, caplog):
-    model, name, _ = tiny_open_clip
-    state = {f"{prefix}{each}": tensor for each, tensor in model.state_dict().items()}
-    torch.save({key: state, "epoch": 1, "args": Namespace(lr=1.0)}, tmp_path / "weights.pt")
-    with caplog.at_level("INFO", logger="vqclip"):
-        tower = OpenCLIPImageTowerConfig(model=name, pretrained=str(tmp_path / "weights.pt")).build()
-    assert (f"all names begin with {prefix}, which is removed" in caplog.text) == bool(prefix)
-    assert torch.equal(tower.backbone.visual.conv1.weight, model.visual.conv1.weight)
 
 
 @pytest.fixture
@@ -132,61 +122,48 @@ def test_the_last_blocks_of_a_resnet_train_without_their_batch_norm(resnet):
 
 
 def test_an_open_clip_text_tower_has_the_weights_of_the_file(tiny_open_clip):
-    from vqclip.towers.open_clip import OpenCLIPTextTowerConfig
-
     model, name, weights = tiny_open_clip
     config = OpenCLIPTextTowerConfig(model=name, pretrained=weights)
     tower = config.build().eval()
     tokens = config.vocabulary()(["a cat", "a much longer caption about a dog"])
-    features = model.ln_final(model.transformer(*_embedded(model, tokens)))
+    embedded = model.token_embedding(tokens) + model.positional_embedding
+    features = model.ln_final(model.transformer(embedded, model.attn_mask))
     torch.testing.assert_close(tower(tokens), features)
     tower(tokens).sum().backward()
     assert [n for n, p in tower.named_parameters() if p.grad is None] == []
 
 
-def test_open_clip_weights_that_do_not_fit_are_refused(tiny_open_clip, tmp_path):
-    _, name, _ = tiny_open_clip
-    torch.save({"nothing": torch.zeros(1)}, tmp_path / "weights.pt")
-    with pytest.raises(
-        ConfigError, match=r"tower.pretrained: .*weights.pt' cannot be loaded as weights of vqclip-test"
-    ):
-        OpenCLIPImageTowerConfig(model=name, pretrained=str(tmp_path / "weights.pt")).build()
+def narrow(state):
+    name = next(each for each in state if each.endswith("positional_embedding") and "visual" not in each)
+    return {**state, name: state[name][:, :-2].clone()}
 
 
-def test_open_clip_weights_with_nan_are_refused(tiny_open_clip, tmp_path):
+def with_nan(state):
+    return {**state, "visual.conv1.weight": torch.full_like(state["visual.conv1.weight"], float("nan"))}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda state: {"nothing": torch.zeros(1)}, r"weights.pt' cannot be loaded as weights of vqclip-test"),
+        (with_nan, r"weights.pt' contain NaN or infinity: visual\.conv1"),
+        (narrow, r"weights.pt' cannot be loaded .*expected a state dict of this model"),
+        (lambda state: [1, 2], "expected a state dict"),
+        (lambda state: {}, r"expected a (\.safetensors|state dict)"),
+        (lambda state: torch.zeros(3), "expected a state dict"),
+        (lambda state: {"state_dict": [1]}, "expected a state dict"),
+        (lambda state: b"", r"expected a \.safetensors"),
+        (lambda state: EVIL, r"weights.pt cannot be read: it is damaged, .*code in it is never run"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_and_pickles_are_not_run(tiny_open_clip, tmp_path, content, message):
     model, name, _ = tiny_open_clip
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    state["visual.conv1.weight"][0] = float("nan")
-    torch.save(state, tmp_path / "weights.pt")
-    with pytest.raises(ConfigError, match=r"tower\.pretrained: .*weights.pt' contain NaN or infinity: visual\.conv1"):
-        OpenCLIPImageTowerConfig(model=name, pretrained=str(tmp_path / "weights.pt")).build()
-
-
-@pytest.mark.parametrize("content", [[1, 2], {}, torch.zeros(3), {"state_dict": [1]}, None])
-def test_what_is_no_state_dict_is_refused(tiny_open_clip, tmp_path, content):
-    _, name, _ = tiny_open_clip
-    path = tmp_path / "weights.pt"
-    path.touch() if content is None else torch.save(content, path)
-    with pytest.raises(ConfigError, match=r"^tower.pretrained: .*weights.pt.*expected a (\.safetensors|state dict)"):
+    path, made = tmp_path / "weights.pt", content(model.state_dict())
+    if made is EVIL:
+        made = marking_pickle(tmp_path / "was here")
+    path.write_bytes(made) if isinstance(made, bytes) else torch.save(made, path)
+    with pytest.raises(ConfigError, match=rf"^tower.pretrained: .*{message}"):
         OpenCLIPImageTowerConfig(model=name, pretrained=str(path)).build()
-
-
-def test_weights_of_another_width_are_refused(tiny_open_clip, tmp_path):
-    model, name, _ = tiny_open_clip
-    state = model.state_dict()
-    name_of = next(each for each in state if each.endswith("positional_embedding") and "visual" not in each)
-    torch.save({**state, name_of: state[name_of][:, :-2].clone()}, tmp_path / "weights.pt")
-    with pytest.raises(ConfigError, match=r"weights.pt' cannot be loaded .*expected a state dict of this model"):
-        OpenCLIPImageTowerConfig(model=name, pretrained=str(tmp_path / "weights.pt")).build()
-
-
-def test_open_clip_weights_that_are_a_pickle_are_not_run(tiny_open_clip, tmp_path):
-    _, name, _ = tiny_open_clip
-    (tmp_path / "weights.pt").write_bytes(marking_pickle(tmp_path / "was here"))
-    with pytest.raises(
-        ConfigError, match=r"^tower.pretrained: .*weights.pt cannot be read: it is damaged, .*code in it is never run"
-    ):
-        OpenCLIPImageTowerConfig(model=name, pretrained=str(tmp_path / "weights.pt")).build()
     assert not (tmp_path / "was here").exists()
 
 
@@ -200,10 +177,6 @@ def test_an_unknown_open_clip_model_or_tag_is_refused():
         OpenCLIPImageTowerConfig(model="ViT-B-32", pretrained="laion").build()
     with pytest.raises(ConfigError, match="trained with QuickGELU.*expected ViT-B-32-quickgelu"):
         OpenCLIPImageTowerConfig(model="ViT-B-32", pretrained="openai").build()
-
-
-def _embedded(model, tokens):
-    return model.token_embedding(tokens) + model.positional_embedding, model.attn_mask
 
 
 def test_shapes_of_an_open_clip_model_need_no_memory(tiny_open_clip):
@@ -223,7 +196,7 @@ def build(weights, **changes):
     return ModelConfig.model_validate(both_towers("vqclip-inherited", weights, **changes)).build()
 
 
-def test_one_line_initialises_both_towers_and_the_temperature(saved):
+def test_one_line_initialises_both_towers_and_the_temperature_and_lists_what_was_not_taken(saved, tmp_path):
     theirs, weights = saved
     with mock.patch("open_clip.create_model", wraps=open_clip.create_model) as create:
         model = build(weights)
@@ -232,34 +205,29 @@ def test_one_line_initialises_both_towers_and_the_temperature(saved):
     torch.testing.assert_close(model.text.tower.transformer.token_embedding.weight, theirs.token_embedding.weight)
     assert model.logit_scale.item() == 3.0
     assert model.config.temperature.init == pytest.approx(math.exp(3))
-
-
-def test_what_was_not_taken_is_listed(saved):
-    model = build(saved[1])
     inherited = model.inherited
     assert inherited.left == {"visual.proj": (32, 16), "text.text_projection": (32, 16)}
     assert {"visual.class_embedding", "text.positional_embedding", "logit_scale"} <= inherited.taken.keys()
-    assert len(inherited.taken) + len(inherited.left) == len(saved[0].state_dict())
+    assert len(inherited.taken) + len(inherited.left) == len(theirs.state_dict())
     assert "did not take 2 tensors (1,024 numbers): visual.proj, text.text_projection" in inherited.describe()
     assert "model.temperature.init: 20.0855, from the pretrained weights" in inherited.describe()
+    model.eval().save_pretrained(tmp_path / "folder")
+    loaded = CLIP.from_pretrained(tmp_path / "folder")  # a folder has numbers and no checkpoint
+    assert loaded.config.temperature == model.config.temperature
+    assert (loaded.logit_scale.item(), loaded.inherited) == (3.0, None)
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    torch.testing.assert_close(loaded.image.continuous(images), model.image.continuous(images))
 
 
-def test_a_temperature_in_the_configuration_wins(saved):
+def test_the_temperature_is_the_weights_or_the_configurations(tmp_path, saved):
     model = build(saved[1], temperature={"init": 10.0})
     assert model.logit_scale.item() == pytest.approx(math.log(10))
     assert "logit_scale" in model.inherited.left
     assert "10 as configured; the pretrained weights have 20.0855" in model.inherited.describe()
-
-
-def test_random_towers_have_no_checkpoint(saved):
-    model = build(None)
-    assert model.inherited is None
-    assert model.config.temperature.init == 1 / 0.07
+    random = build(None)
+    assert (random.inherited, random.config.temperature.init) == (None, 1 / 0.07)
     with pytest.raises(ConfigError, match=r"model\.temperature\.bias: got 'pretrained', but the weights"):
         build(None, temperature={"bias": "pretrained"})
-
-
-def test_a_scale_above_the_maximum_is_refused(tmp_path, saved):
     _, weights = save_open_clip(tmp_path, "vqclip-inherited", math.log(117.3))
     with pytest.raises(ConfigError, match=r"model\.temperature\.max: got 100, below the scale 117\.3 .* at least 118"):
         build(weights)
@@ -294,17 +262,6 @@ def test_weights_that_do_not_affect_the_features_count_as_left():
     tower.unused = ("1.weight",)
     found = find_inherited("x", tensors, [tower], ())
     assert (found.taken, found.left) == ({"visual.trunk.proj": (3, 2)}, {"visual.trunk.attn_pool": (4, 3)})
-
-
-def test_a_folder_has_numbers_and_no_checkpoint(tmp_path, saved):
-    model = build(saved[1]).eval()
-    model.save_pretrained(tmp_path / "folder")
-    loaded = CLIP.from_pretrained(tmp_path / "folder")
-    assert loaded.config.temperature == model.config.temperature
-    assert loaded.logit_scale.item() == 3.0
-    assert loaded.inherited is None
-    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    torch.testing.assert_close(loaded.image.continuous(images), model.image.continuous(images))
 
 
 def test_the_start_of_a_run_lists_it(saved, caplog):

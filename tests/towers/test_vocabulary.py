@@ -1,14 +1,70 @@
+"""Captions to token numbers: open_clip's byte pairs, and fast tokenizers of transformers."""
+
 from __future__ import annotations
 
 import pickle
 
+import open_clip
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 
 from tests.towers.transformers_models import CAPTIONS, sentence_pieces, word_pieces
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.towers.vocabulary import FastVocabulary
+from vqclip.towers.vocabulary import BPE, CaptionLengths, FastVocabulary, _bpe
+
+
+def test_the_byte_pairs_are_open_clips():
+    captions = ["a small red star to the left of a large blue circle", ""]
+    assert torch.equal(BPE(32)(captions), open_clip.get_tokenizer("ViT-B-32")(captions, context_length=32))
+    assert BPE(8)([captions[0]]).shape == (1, 8)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("<end_of_text>", "<START_OF_TEXT>", "&lt;end_of_text&gt;", "!<end_of_text>"),
+        *("\uff1cend_of_text\uff1e", "a<end_of_text>b"),
+    ],
+)
+def test_a_caption_cannot_write_a_mark_of_open_clip(text):
+    """It is read like the same words between other brackets, and what follows stays."""
+    tokens = BPE(24)([f"{text} a star", "a star"])
+    marks = (tokens == BPE.end_of_text) | (tokens == BPE.end_of_text - 1)
+    assert marks.sum(1).tolist() == [2, 2]
+    real = tokens[0][BPE(24).mask(tokens)[0]].tolist()
+    assert real[-3:] == tokens[1, 1:4].tolist()
+    words = BPE(24)(["end of text", "start of text"])[:, 1:4].tolist()
+    found = [number for number in real if number in words[0] + words[1]]
+    assert found in words
+
+
+def test_the_vocabulary_forgets(monkeypatch):
+    """open_clip remembers every word it has ever met: on captions of chance without an end."""
+    monkeypatch.setattr("vqclip.towers.vocabulary._CACHED_WORDS", 10)
+    captions = [f"word{chr(97 + n % 26) * (n + 1)} {n}" for n in range(79, -1, -1)]
+    theirs = open_clip.tokenizer.SimpleTokenizer()(captions, context_length=32)
+    assert torch.equal(BPE(32)(captions), theirs)
+    assert len(_bpe().cache) <= 10
+    assert max(map(len, _bpe().cache)) <= 64
+
+
+def test_captions_that_are_cut_are_counted_and_told():
+    captions = ["a b", "a b c d", "a " * 9, "word " * 5000, "a b"]
+    tokens, lengths = BPE(6).with_lengths(captions)
+    assert lengths == [4, 6, 11, 4097, 4]
+    assert torch.equal(tokens, BPE(6)(captions))
+    assert tokens[:, -1].tolist() == [0, 49407, 49407, 49407, 0]
+    counts = CaptionLengths({4: 900, 6: 60, 11: 38, 4097: 2})
+    assert [counts.length_for(percent) for percent in (90, 95, 99, 100)] == [4, 6, 11, 4097]
+    assert counts.describe_cuts(6, "model.text.tower.context_length") == (
+        "4.0 % of captions (40 of 1,000) are longer than model.text.tower.context_length 6 and were cut; "
+        "11 would hold 99 % and more than 4096 would hold 100 % of them"
+    )
+    assert "10.0 % of captions (100 of 1,000)" in counts.describe_cuts(5)
+    assert "and were cut; 6 would hold 95 % and 11 would hold 99 % of them" in counts.describe_cuts(5)
+    assert counts.describe_cuts(4097) is None
+    assert CaptionLengths().describe_cuts(4) is None
 
 
 def vocabulary(tokenizer: Tokenizer, length: int = 12) -> FastVocabulary:
@@ -59,15 +115,17 @@ def test_the_unknown_token_is_removed_where_it_is_a_mark():
     assert (tokens == 1).sum() == 1
 
 
-def test_any_str_is_a_caption():
-    tokens = vocabulary(word_pieces())(["\ud800 a", "\0", "é你好"])
-    assert (tokens[:, 0] == 2).all()
+def test_any_str_is_a_caption_and_nothing_else():
+    words = vocabulary(word_pieces())
+    assert (words(["\ud800 a", "\0", "é你好"])[:, 0] == 2).all()
+    for each in (words, BPE(8)):
+        with pytest.raises(ShapeError, match="expected a list of str"):
+            each("a red star")
 
 
 def test_wrong_rows_are_refused():
     words = vocabulary(word_pieces())
-    rows = words(CAPTIONS)
-    words.require_rows(rows)
+    words.require_rows(words(CAPTIONS))
     for row, message in (
         ([words.size], f"got the number {words.size}, expected 0 to"),
         ([-2], "got the number -2"),
@@ -76,8 +134,6 @@ def test_wrong_rows_are_refused():
     ):
         with pytest.raises(ShapeError, match=message):
             words.require_rows(torch.tensor([[*row, *[-1] * (12 - len(row))]]))
-    with pytest.raises(ShapeError, match="expected a list of str"):
-        words("a red star")
 
 
 def test_it_is_pickled_as_the_file():
@@ -96,7 +152,7 @@ def test_damaged_files_are_refused(content):
 def test_tokenizers_without_marks_are_refused():
     tokenizer = word_pieces()
     tokenizer.post_processor = None
-    with pytest.raises(ConfigError, match="adds no marks"):
+    with pytest.raises(ConfigError, match="does not put fixed marks such as"):
         vocabulary(tokenizer)
     with pytest.raises(ConfigError, match="context_length: got 2; expected more than the 2 marks"):
         vocabulary(word_pieces(), 2)

@@ -25,7 +25,7 @@ from vqclip.data.samples import read_decoded
 from vqclip.errors import ConfigError, DataError, NonFiniteError, StorageError
 from vqclip.io.file_locks import ProcessLock
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
-from vqclip.towers.frozen import chunk_size
+from vqclip.towers.base import chunk_size
 from vqclip.train import TrainConfig, feature_cache
 from vqclip.train.step import TrainStep
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vqclip.data import Source
-    from vqclip.export.program import AnyTokenizer
+    from vqclip.export.to_onnx import AnyTokenizer
 
 __all__ = ["CopyRun", "Export", "ExportTokenizer", "batches"]
 
@@ -65,8 +65,7 @@ class Export(Command, words=("tokenizer",)):
         """Export a tokenizer, and compare; or write towers into an open_clip model."""
         from vqclip.data import mask_credentials
         from vqclip.data.prepare import open_images
-        from vqclip.export.agreement import verify, verify_program
-        from vqclip.export.runtime import OnnxTokenizer
+        from vqclip.export.runtime import OnnxTokenizer, verify, verify_program
         from vqclip.export.to_onnx import export_onnx
         from vqclip.tokenizer.loading import load_tokenizer
 
@@ -83,7 +82,7 @@ class Export(Command, words=("tokenizer",)):
         if self.compare_only and self.precision:
             raise ConfigError("--precision: got it with --compare-only, which writes no files; expected one of them")
         source = None if self.data is None else open_images(self.data, self.split)
-        precision = OnnxTokenizer(self.out).precision if self.compare_only else self.precision
+        precision = OnnxTokenizer(self.out).info.precision if self.compare_only else self.precision
         tokenizer = load_tokenizer(self.tokenizer, self.modality)
         if precision == "fp64":
             tokenizer.double()

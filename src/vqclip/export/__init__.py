@@ -11,10 +11,8 @@ open_clip's format: `vqclip.export.open_clip`.
 After `vqclip.tokenizer`, which it exports; before `vqclip.cli`.
 """
 
-from vqclip.export.agreement import Agreement, verify, verify_program
-from vqclip.export.program import PARTS, Part, export_program, parts_of
-from vqclip.export.runtime import OnnxTokenizer
-from vqclip.export.to_onnx import export_onnx
+from vqclip.export.runtime import Agreement, OnnxTokenizer, verify, verify_program
+from vqclip.export.to_onnx import PARTS, Part, export_onnx, export_program, parts_of
 
 __all__ = [
     "PARTS",

@@ -1,19 +1,43 @@
-"""Run a tokenizer from its ONNX files: numpy in, numpy out, without torch."""
+"""Run a tokenizer from its ONNX files (numpy in, numpy out), and compare an exported tokenizer with the original.
+
+Another runtime, or another batch size, adds numbers in another order, so features differ in their last bits. A feature
+that close to the border between two codes gets the other code. `Agreement.between_batches` counts how often that
+happens between two batch sizes of the tokenizer itself.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from vqclip.errors import BackendError, CheckpointError, ConfigError, ShapeError
-from vqclip.export.program import PARTS, Part
-from vqclip.export.to_onnx import INFO_FILE, OUTPUTS, VERSIONS, require
-from vqclip.io.atomic import FileDigest, verify_file
-from vqclip.io.json_files import read_versioned
+from vqclip.errors import BackendError, CheckpointError, ConfigError, DataError, NonFiniteError, ShapeError
+from vqclip.export.to_onnx import (
+    INFO_FILE,
+    OUTPUTS,
+    VERSIONS,
+    AnyTokenizer,
+    ExportInfo,
+    Part,
+    PartInfo,
+    export_program,
+    parts_of,
+    require,
+)
+from vqclip.io.atomic import verify_file
+from vqclip.io.json_files import read_checked
+from vqclip.tokenizer import ImageTokenizer
+from vqclip.tokenizer.stored import fingerprint, pixels_fingerprint
 
-__all__ = ["OnnxTokenizer"]
+__all__ = ["Agreement", "OnnxTokenizer", "verify", "verify_program"]
+
+Method = Callable[[Tensor], Tensor]
 
 
 class OnnxTokenizer:
@@ -25,9 +49,7 @@ class OnnxTokenizer:
         providers: execution providers of onnxruntime, in order of preference.
 
     Attributes:
-        info: content of ``export.json`` without format and versions.
-        precision: ``"fp32"`` or ``"fp64"``: precision of the graphs.
-        parts: the parts that the folder has; see `Part`.
+        info: content of ``export.json``.
 
     Raises:
         CheckpointError: a file is missing, damaged, or of another version.
@@ -38,29 +60,28 @@ class OnnxTokenizer:
         self, folder: str | Path, threads: int | None = None, providers: tuple[str, ...] = ("CPUExecutionProvider",)
     ):
         folder = Path(folder)
-        self.info = _read_info(folder)
+        self.info = read_checked(folder / INFO_FILE, ExportInfo, VERSIONS, "export it again", "; export_onnx writes it")
         runtime = require("onnxruntime")
-        self.precision = str(self.info.get("precision", "fp32"))
         available = runtime.get_available_providers()
         if unknown := [name for name in providers if name not in available]:
             raise ConfigError(f"providers: got {unknown[0]}, expected some of {', '.join(available)}")
         if threads is not None and threads < 1:
             raise ConfigError(f"threads: got {threads}, expected at least 1")
-        self.parts = _parts(folder, self.info)
-        self._inputs = {part: _input(folder, self.info, part) for part in self.parts}
-        self._codebook_sizes = _codebook_sizes(folder, self.info, self._inputs["decode"][1][-1:])
+        self._codebook_sizes = np.array(self.info.codebook_sizes, dtype=np.uint64)
         self._sessions: dict[Part, Any] = {}
-        for part in self.parts:
-            path = folder / f"{part}.onnx"
-            for name, digest in _file_digests(folder, self.info, part).items():
+        for part, stored in self.info.parts.items():
+            path, data = folder / f"{part}.onnx", folder / f"{part}.onnx.data"
+            if data.exists() and data.name not in stored.data:
+                raise CheckpointError(f"{folder / INFO_FILE}: contains no digest of {data.name}; export it again")
+            for name, digest in {path.name: stored.file, **stored.data}.items():
                 verify_file(folder / name, digest, INFO_FILE)
+            options = _options(runtime, self.info.precision, threads)
             try:
-                self._sessions[part] = runtime.InferenceSession(
-                    str(path), _options(runtime, self.precision, threads), providers=list(providers)
-                )
+                session = runtime.InferenceSession(str(path), options, providers=list(providers))
             except Exception as error:  # its exceptions have no root of their own
                 raise CheckpointError(f"{path}: onnxruntime cannot load it: {error}") from error
-            _require_interface(path, self._sessions[part], self._inputs[part], part)
+            _require_interface(path, session, stored, part)
+            self._sessions[part] = session
 
     def encode(self, inputs: np.ndarray) -> np.ndarray:
         """Encode pixels ``(B, 3, H, W)`` uint8 or token numbers ``(B, N)`` int64 to ids ``(B, N, C)`` int64.
@@ -97,15 +118,16 @@ class OnnxTokenizer:
             ConfigError: the tokenizer had no pixel decoder when it was exported.
             ShapeError, BackendError: see `decode`.
         """
-        if "decode_pixels" not in self.parts:
+        if "decode_pixels" not in self.info.parts:
             raise ConfigError(
-                f"decode_pixels: got files of a tokenizer without a pixel decoder: {', '.join(self.parts)}; export "
-                "one with a decoder"
+                f"decode_pixels: got files of a tokenizer without a pixel decoder: {', '.join(self.info.parts)}; "
+                "export one with a decoder"
             )
         return self._run("decode_pixels", ids)
 
     def _run(self, part: Part, value: np.ndarray) -> np.ndarray:
-        name, shape, dtype = self._inputs[part]
+        ((name, stated),) = self.info.parts[part].inputs.items()
+        shape, dtype = tuple(stated.shape[1:]), stated.dtype
         wanted = f"({', '.join(map(str, ('B', *shape)))}) {dtype}"
         if not isinstance(value, np.ndarray):
             raise ShapeError(f"{name} of {part}: got a {type(value).__name__}, expected a numpy array {wanted}")
@@ -139,70 +161,127 @@ def _options(runtime: Any, precision: str, threads: int | None) -> Any:
     return options
 
 
-def _read_info(folder: Path) -> dict[str, Any]:
-    path = folder / INFO_FILE
-    try:
-        return read_versioned(path, VERSIONS, "export it again")
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}); vqclip.export.export_onnx writes it"
-        ) from error
-
-
-def _parts(folder: Path, info: dict[str, Any]) -> tuple[Part, ...]:
-    found = info.get("parts")
-    if not isinstance(found, dict) or set(found) not in ({*PARTS}, {*PARTS, "decode_pixels"}):
-        raise CheckpointError(
-            f"{folder / INFO_FILE}: describes other parts than {', '.join(PARTS)} and decode_pixels; export it again"
-        )
-    return (*PARTS, "decode_pixels") if "decode_pixels" in found else PARTS
-
-
-def _input(folder: Path, info: dict[str, Any], part: Part) -> tuple[str, tuple[int, ...], str]:
-    """Return name, shape without the batch, and dtype of the input of a part."""
-    try:
-        ((name, tensor),) = info["parts"][part]["inputs"].items()
-        shape, dtype = tensor["shape"], tensor["dtype"]
-        if not all(type(size) is int for size in shape[1:]) or not isinstance(dtype, str):
-            raise ValueError(f"shape {shape!r}, dtype {dtype!r}")
-        return name, tuple(shape[1:]), dtype
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / INFO_FILE}: does not describe the input of {part}.onnx ({error!r}); export it again"
-        ) from error
-
-
-def _codebook_sizes(folder: Path, info: dict[str, Any], shape: tuple[int, ...]) -> np.ndarray:
-    """Return ``(C,)`` uint64: K of each codebook."""
-    try:
-        if not all(type(size) is int for size in info["codebook_sizes"]):
-            raise ValueError(f"{info['codebook_sizes']!r}, expected whole numbers")
-        sizes = np.array(info["codebook_sizes"], dtype=np.uint64)
-        if sizes.shape != shape:
-            raise ValueError(f"shape {sizes.shape}, expected {shape}")
-        return sizes
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{folder / INFO_FILE}: does not give the codebook sizes ({error!r})") from error
-
-
-def _require_interface(path: Path, session: Any, stated: tuple[str, tuple[int, ...], str], part: Part) -> None:
+def _require_interface(path: Path, session: Any, stored: PartInfo, part: Part) -> None:
     """Check that a graph takes the inputs in `INFO_FILE` and has the output of its part; else raise CheckpointError."""
     found = [(each.name, tuple(each.shape[1:]), each.type) for each in session.get_inputs()]
-    name, shape, dtype = stated
+    ((name, stated),) = stored.inputs.items()
+    shape, dtype = tuple(stated.shape[1:]), stated.dtype
     if found != [(name, shape, f"tensor({dtype})")]:
         raise CheckpointError(f"{path}: takes {found}, but {INFO_FILE} says {name} {shape} {dtype}; export it again")
     if (outputs := [each.name for each in session.get_outputs()]) != [OUTPUTS[part]]:
         raise CheckpointError(f"{path}: gives {outputs}, expected {[OUTPUTS[part]]}; export it again")
 
 
-def _file_digests(folder: Path, info: dict[str, Any], part: Part) -> dict[str, FileDigest]:
-    """Return the digests of a part's graph and, if its weights are in a file of their own, of that file."""
-    stated, name = info["parts"][part], f"{part}.onnx"
-    try:
-        digests = {name: FileDigest(**stated["file"])}
-        if "data" in stated or (folder / f"{name}.data").exists():
-            name = f"{name}.data"
-            digests[name] = FileDigest(**stated["data"][name])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / INFO_FILE}: contains no digest of {name}; export it again") from error
-    return digests
+@dataclass(frozen=True)
+class Agreement:
+    """Comparison of two ways of running one tokenizer on the same inputs."""
+
+    samples: int
+    """Inputs compared."""
+    ids: int
+    """Ids of the tokenizer, without padding."""
+    differing_ids: int
+    """Ids for which the other way returns another value."""
+    differing_samples: int
+    """Samples with such an id."""
+    between_batches: int
+    """Ids that change in the tokenizer itself when every batch is split into two halves."""
+    vectors: float
+    """Largest absolute difference of `decode`, from equal ids."""
+    embeddings: float
+    """Largest absolute difference of `embed`, from equal ids."""
+    pixels: float | None = None
+    """Largest absolute difference of `decode_pixels`, of values in 0..1, from equal ids; None without a decoder."""
+
+    @property
+    def rate(self) -> float:
+        """Fraction of equal ids; 1 if there are no ids."""
+        return 1 - self.differing_ids / max(1, self.ids)
+
+    def __str__(self) -> str:
+        pixels = "" if self.pixels is None else f", pixels by {self.pixels:.1e}"
+        return (
+            f"{self.ids - self.differing_ids:,} of {self.ids:,} ids equal ({100 * self.rate:.5f} %), "
+            f"{self.differing_samples:,} of {self.samples:,} samples with another id; the tokenizer itself with "
+            f"batches of half the size: {self.between_batches:,} other ids; from equal ids: vectors differ by at most "
+            f"{self.vectors:.1e}, embeddings by {self.embeddings:.1e}{pixels}"
+        )
+
+
+def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor]) -> Agreement:
+    """Compare ONNX files, run by onnxruntime, with the original tokenizer.
+
+    Args:
+        folder: folder that `export_onnx` wrote.
+        tokenizer: the original, in evaluation mode.
+        batches: stacked inputs from ``tokenizer.preprocess``: any number of batches of any size.
+
+    Raises:
+        CheckpointError: the files are damaged, or made from another tokenizer.
+        DataError: there are no inputs.
+        NonFiniteError: a vector or an embedding of either is NaN or infinite.
+    """
+    runtime = OnnxTokenizer(folder)
+    for name, theirs, ours in (
+        ("tokenizer", runtime.info.tokenizer_sha256, fingerprint(tokenizer)),
+        ("pixel decoder", runtime.info.pixels_sha256, pixels_fingerprint(tokenizer)),
+    ):
+        if theirs != ours:
+            raise CheckpointError(
+                f"{Path(folder) / INFO_FILE}: made from the {name} {theirs}, expected {ours}, the given one; export it "
+                "again"
+            )
+
+    def method(part: Part) -> Method:
+        run = getattr(runtime, part)
+        return lambda inputs: torch.from_numpy(run(inputs.cpu().numpy())).to(inputs.device)
+
+    return _compare(tokenizer, batches, {part: method(part) for part in runtime.info.parts})
+
+
+def verify_program(tokenizer: AnyTokenizer, batches: Iterable[Tensor]) -> Agreement:
+    """Compare the programs of `export_program` with the original tokenizer; see `verify`."""
+    return _compare(
+        tokenizer, batches, {part: export_program(tokenizer, part).module() for part in parts_of(tokenizer)}
+    )
+
+
+@torch.no_grad()
+def _compare(tokenizer: AnyTokenizer, batches: Iterable[Tensor], other: Mapping[Part, Method]) -> Agreement:
+    samples = ids = differing_ids = differing_samples = between = 0
+    vectors = embeddings = pixels = 0.0
+    for batch in batches:
+        if not len(batch):
+            continue
+        ours = tokenizer.encode(batch)
+        wrong = other["encode"](batch) != ours
+        halves = torch.cat([tokenizer.encode(half) for half in batch.split(-(-len(batch) // 2))])
+        samples += len(batch)
+        ids += int((ours >= 0).sum())
+        differing_ids += int(wrong.sum())
+        differing_samples += int(wrong.flatten(1).any(dim=1).sum())
+        between += int((halves != ours).sum())
+        vectors = max(vectors, _distance("decode", other["decode"](ours), tokenizer.decode(ours)))
+        embeddings = max(embeddings, _distance("embed", other["embed"](ours), tokenizer.embed(ours)))
+        if "decode_pixels" in other:
+            assert isinstance(tokenizer, ImageTokenizer)
+            every = tokenizer.encode_pixels(batch)
+            pixels = max(
+                pixels, _distance("decode_pixels", other["decode_pixels"](every), tokenizer.decode_pixels(every))
+            )
+    if not samples:
+        raise DataError("verify: got no inputs, expected at least one batch with a sample")
+    made = pixels if "decode_pixels" in other else None
+    return Agreement(samples, ids, differing_ids, differing_samples, between, vectors, embeddings, made)
+
+
+def _distance(part: Part, theirs: Tensor, ours: Tensor) -> float:
+    """Return the largest absolute difference; raise NonFiniteError for NaN, which Python's ``max`` would ignore."""
+    distance = float((theirs - ours).abs().max())
+    if not math.isfinite(distance):
+        bad = {name: int((~each.isfinite()).sum()) for name, each in (("exported", theirs), ("tokenizer", ours))}
+        raise NonFiniteError(
+            f"{part}: got {bad['exported']} of {theirs.numel()} numbers NaN or infinite from the export and "
+            f"{bad['tokenizer']} from the tokenizer, expected finite ones; such an export must not be used"
+        )
+    return distance

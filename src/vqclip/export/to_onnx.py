@@ -1,27 +1,46 @@
-"""Export the parts of a tokenizer as ONNX files, with a JSON file that describes their inputs and outputs."""
+"""Write the parts of a tokenizer as graphs of torch operators, and these as ONNX files with a JSON description.
+
+Shapes: B samples, N tokens, C codebooks.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
-from torch import Tensor
-from torch.export import ExportedProgram
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
 
 from vqclip import __version__
+from vqclip.config import Modality
 from vqclip.errors import ConfigError
 from vqclip.export.float64 import DECOMPOSITIONS
-from vqclip.export.program import AnyTokenizer, Part, example_inputs, export_program, parts_of
-from vqclip.io.atomic import digest_file, replace_folder, require_replaceable
-from vqclip.io.json_files import add_checksum
-from vqclip.tokenizer import ImageTokenizer
+from vqclip.io.atomic import FileDigest, digest_file, replace_folder, require_replaceable
+from vqclip.io.json_files import Strict, add_checksum
+from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.folder import ID_LAYOUT_VERSION
 from vqclip.tokenizer.stored import fingerprint, pixels_fingerprint
 
-__all__ = ["INFO_FILE", "OUTPUTS", "VERSIONS", "export_onnx", "require"]
+AnyTokenizer = ImageTokenizer | TextTokenizer
+Part = Literal["encode", "decode", "embed", "decode_pixels"]
+"""Exported methods of a tokenizer.
 
+- encode: outputs of `preprocess` → ids.
+- decode: ids → vectors.
+- embed: ids → joint embedding.
+- decode_pixels: ids, with detail ids if there are any (-1 for left-out ones) → images; only of a tokenizer with a pixel
+  decoder.
+"""
+PARTS: tuple[Part, ...] = ("encode", "decode", "embed")
+"""Parts of every tokenizer, in the order of export."""
+
+_EXAMPLES = 3
+"""Batch size of example inputs; not 1, which a graph could take for a constant."""
+_MOST = 2**20
+"""Largest batch size."""
 INFO_FILE = "export.json"
 VERSIONS = {"format": "vqclip-onnx", "format_version": 2, "id_layout": ID_LAYOUT_VERSION}
 _PRECISIONS = {torch.float32: "fp32", torch.float64: "fp64"}
@@ -34,6 +53,142 @@ OUTPUTS: dict[Part, str] = {
     "decode_pixels": "pixels",
 }
 """Names of the outputs; none equals an operator's name (such as embedding), which nodes inside a graph have."""
+
+
+class _Method(nn.Module):
+    """One method of a tokenizer as a module, for `torch.export`."""
+
+    def __init__(self, tokenizer: AnyTokenizer, name: str):
+        super().__init__()
+        self.tokenizer, self.name = tokenizer, name
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Call the method."""
+        method = getattr(self.tokenizer, self.name)
+        return method(inputs)
+
+
+def parts_of(tokenizer: AnyTokenizer) -> tuple[Part, ...]:
+    """Return the parts of a tokenizer, in the order of export."""
+    return PARTS if tokenizer.pixels is None else (*PARTS, "decode_pixels")
+
+
+def export_program(tokenizer: AnyTokenizer, part: Part) -> ExportedProgram:
+    """Export a part of a tokenizer as a program for any batch size from 1; `torch.export.save` writes it to a file.
+
+    The graph has the tokenizer's weights, in their dtype, on their device. It takes the inputs of the method of that
+    name, with these restrictions:
+
+    - pixels ``(B, 3, H, W)`` must be uint8;
+    - token numbers ``(B, N)`` and ids ``(B, N, C)`` int64 must have all N positions, with padding.
+
+    Values are not checked: a number outside the vocabulary or an id outside its codebook gives no clear error.
+
+    Args:
+        tokenizer: the tokenizer; in evaluation mode during the export.
+        part: the part.
+
+    Raises:
+        ConfigError: an unknown part, or a tokenizer without codes.
+    """
+    if part not in (parts := parts_of(tokenizer)):
+        raise ConfigError(f"part: got {part!r}, expected one of {', '.join(parts)}, the parts of this tokenizer")
+    if not tokenizer.codebook_sizes:
+        raise ConfigError(
+            f"export: the {tokenizer.modality} tokenizer's quantizer is {type(tokenizer.quantizer).__name__}, which "
+            "has no codes to encode to; expected a tokenizer trained with fsq, lfq, bsq, vq, simvq, residual or product"
+        )
+    training = tokenizer.training
+    tokenizer.eval()
+    try:
+        with torch.no_grad():
+            batch = Dim("batch", min=1, max=_MOST)
+            inputs = example_inputs(tokenizer, part)
+            return torch.export.export(_Method(tokenizer, part), (inputs,), dynamic_shapes=({0: batch},), strict=False)
+    finally:
+        tokenizer.train(training)
+
+
+def example_inputs(tokenizer: AnyTokenizer, part: Part, count: int = _EXAMPLES) -> Tensor:
+    """Return inputs of a part: black pixels ``(count, 3, H, W)`` uint8, empty captions ``(count, N)`` or id 0."""
+    device = tokenizer.device
+    if part != "encode":
+        codebooks = len(tokenizer.codebook_sizes)
+        if part == "decode_pixels" and tokenizer.pixels is not None and tokenizer.pixels.detail is not None:
+            codebooks += len(tokenizer.pixels.detail.codebook_sizes)
+        return torch.zeros(count, tokenizer.num_tokens, codebooks, dtype=torch.int64, device=device)
+    if isinstance(tokenizer, ImageTokenizer):
+        size = tokenizer.tower.image_size
+        return torch.zeros(count, 3, size, size, dtype=torch.uint8, device=device)
+    return tokenizer.preprocess([""] * count).to(device)
+
+
+class ArrayInfo(Strict):
+    """An input or output."""
+
+    dtype: str
+    """Name of the dtype, as of numpy."""
+    shape: list[int | None] = Field(min_length=2)
+    """Sizes; null is the batch size, which comes first."""
+
+    @model_validator(mode="after")
+    def _batch_comes_first(self) -> ArrayInfo:
+        if self.shape[0] is not None or None in self.shape[1:]:
+            raise ValueError(f"got {self.shape}; expected null for the batch size, then sizes")
+        return self
+
+
+class PartInfo(Strict):
+    """A part of a tokenizer in `INFO_FILE`."""
+
+    file: FileDigest
+    """Digest of the graph."""
+    data: dict[str, FileDigest] = {}
+    """Digest of the file of its weights, if they are not in the graph."""
+    inputs: dict[str, ArrayInfo] = Field(min_length=1, max_length=1)
+    """Name → its input."""
+    outputs: dict[str, ArrayInfo] = Field(min_length=1, max_length=1)
+    """Name → its output."""
+
+
+class ExportInfo(Strict):
+    """Content of `INFO_FILE` without its versions and checksum."""
+
+    precision: Literal["fp32", "fp64"]
+    """Precision in which the graphs compute."""
+    vqclip: str
+    """Version that wrote it."""
+    torch: str
+    """Version that wrote it."""
+    opset: int
+    """Of ONNX."""
+    modality: Modality
+    """Of the tokenizer."""
+    tokenizer_sha256: str
+    """`fingerprint` of the tokenizer."""
+    pixels_sha256: str | None
+    """`pixels_fingerprint` of the tokenizer."""
+    codebook_sizes: list[Annotated[int, Field(ge=1)]]
+    """K of each codebook."""
+    num_tokens: int
+    """N, tokens a sample."""
+    embed_dim: int
+    """E, width of the joint embedding."""
+    preprocess: dict[str, Any]
+    """Preparation of the inputs of ``encode``."""
+    parts: dict[Part, PartInfo]
+    """Graphs by the name of the method."""
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> ExportInfo:
+        if set(self.parts) not in ({*PARTS}, {*PARTS, "decode_pixels"}):
+            raise ValueError(
+                f"parts: got {', '.join(self.parts)}; expected {', '.join(PARTS)} and perhaps decode_pixels"
+            )
+        (ids,) = self.parts["decode"].inputs.values()
+        if ids.shape[-1] != len(self.codebook_sizes):
+            raise ValueError(f"codebook_sizes: got {len(self.codebook_sizes)}; the input of decode has {ids.shape[-1]}")
+        return self
 
 
 def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
@@ -70,7 +225,8 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
     def fill(aside: Path) -> None:
         for part, program in programs.items():
             _translate(program, part, precision, aside / f"{part}.onnx")
-        (aside / INFO_FILE).write_bytes(add_checksum({"precision": precision, **_info(tokenizer, aside, programs)}))
+        info = _describe(tokenizer, precision, aside, programs).model_dump(mode="json")
+        (aside / INFO_FILE).write_bytes(add_checksum(VERSIONS | info))
 
     replace_folder(folder, fill)
     return folder
@@ -141,10 +297,22 @@ def _scalar(s: float, dtype: int, layout: str = "", device: str = "", pin_memory
     return op.Constant(value=ir.tensor(s, dtype=ir.DataType(dtype)))
 
 
-def _info(tokenizer: AnyTokenizer, folder: Path, programs: dict[Part, ExportedProgram]) -> dict[str, Any]:
-    """Return the content of ``export.json``; a ``null`` in a shape is the batch size."""
-    return {
-        **VERSIONS,
+def _describe(
+    tokenizer: AnyTokenizer, precision: str, folder: Path, programs: dict[Part, ExportedProgram]
+) -> ExportInfo:
+    """Return the content of ``export.json``."""
+    parts = {}
+    for part, program in programs.items():
+        inputs, path = example_inputs(tokenizer, part), folder / f"{part}.onnx"
+        data = path.with_name(f"{path.name}.data")  # torch moves weights of more than 1.5 GiB to it
+        parts[part] = PartInfo(
+            file=digest_file(path),
+            data={data.name: digest_file(data)} if data.exists() else {},
+            inputs={_input(part): _describe_array(inputs)},
+            outputs={OUTPUTS[part]: _describe_array(program.module()(inputs))},
+        )
+    info = {
+        "precision": precision,
         "vqclip": __version__,
         "torch": str(torch.__version__),
         "opset": _OPSET,
@@ -155,25 +323,13 @@ def _info(tokenizer: AnyTokenizer, folder: Path, programs: dict[Part, ExportedPr
         "num_tokens": tokenizer.num_tokens,
         "embed_dim": tokenizer.embed_dim,
         "preprocess": _preprocess(tokenizer),
-        "parts": {
-            part: _part_info(program, part, example_inputs(tokenizer, part), folder / f"{part}.onnx")
-            for part, program in programs.items()
-        },
+        "parts": parts,
     }
+    return ExportInfo.model_validate(info)
 
 
-def _part_info(program: ExportedProgram, part: Part, inputs: Tensor, path: Path) -> dict[str, Any]:
-    data = path.with_name(f"{path.name}.data")  # torch moves weights of more than 1.5 GiB to it
-    return {
-        "file": digest_file(path).model_dump(),
-        **({"data": {data.name: digest_file(data).model_dump()}} if data.exists() else {}),
-        "inputs": {_input(part): _tensor_info(inputs)},
-        "outputs": {OUTPUTS[part]: _tensor_info(program.module()(inputs))},
-    }
-
-
-def _tensor_info(tensor: Tensor) -> dict[str, Any]:
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": [None, *tensor.shape[1:]]}
+def _describe_array(tensor: Tensor) -> ArrayInfo:
+    return ArrayInfo(dtype=str(tensor.dtype).removeprefix("torch."), shape=[None, *tensor.shape[1:]])
 
 
 def _preprocess(tokenizer: AnyTokenizer) -> dict[str, Any]:

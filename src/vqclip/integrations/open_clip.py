@@ -22,7 +22,7 @@ from vqclip.evaluation.encode import MODES, Mode, id_dtype
 from vqclip.model import CLIP
 from vqclip.nn.precision import autocast, full_precision
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
-from vqclip.tokenizer.image import Preprocess
+from vqclip.tokenizer.encoder import Preprocess
 from vqclip.train.ema import Weights
 from vqclip.train.export import load_model
 

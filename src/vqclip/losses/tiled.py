@@ -31,7 +31,7 @@ from torch import Tensor
 from vqclip import dist
 from vqclip.errors import ConfigError
 from vqclip.losses.exchange import Block, Exchange, Ring
-from vqclip.nn.device import gpu_memory
+from vqclip.nn.precision import gpu_memory
 
 EXCHANGES: dict[str, type[Exchange]] = {"tiled": Exchange, "ring": Ring}
 """Name of the implementation → the exchange of texts between ranks."""

@@ -1,4 +1,4 @@
-"""Floating-point precision of a run, and regions of full precision in it."""
+"""Floating-point precision of a run, regions of full precision in it, and the memory of its device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from vqclip.errors import ConfigError
 
-__all__ = ["AUTOCAST_DTYPES", "Precision", "autocast", "first_derivative_only", "full_precision"]
+__all__ = ["AUTOCAST_DTYPES", "Precision", "autocast", "first_derivative_only", "full_precision", "gpu_memory"]
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 """fp32 and fp64: computed in the dtype of the weights. bf16 and fp16: autocast, with weights in fp32."""
@@ -59,3 +59,10 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *gradients)
 
     return refusing
+
+
+def gpu_memory(device: torch.device) -> int | None:
+    """Return the memory of a GPU in bytes; None on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return None

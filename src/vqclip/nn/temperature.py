@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
@@ -33,41 +35,42 @@ class TemperatureConfig(Config):
             raise ValueError(f"got init {self.init} and max {self.max}; expected init <= max")
         return self
 
-    def start(self, pretrained: PretrainedTemperature | None = None) -> StartTemperature:
+    def start(self, pretrained: Mapping[str, Tensor]) -> StartTemperature:
         """Choose the initial values.
 
         Args:
-            pretrained: values of a checkpoint that the towers were initialised from, if there is one.
+            pretrained: tensors of the checkpoint that the towers start from, with its ``logit_scale`` and
+                ``logit_bias`` if it has them; empty without a checkpoint.
 
         Raises:
             ConfigError: the checkpoint's scale is above `max`, or it lacks the bias that is asked for.
         """
         notes, taken = [], []
         scale, log_scale = self.init or DEFAULT_SCALE, math.log(self.init or DEFAULT_SCALE)
-        if pretrained is not None and self.init is not None:
-            notes.append(
-                f"model.temperature.init: {self.init:g} as configured; the pretrained weights have "
-                f"{math.exp(pretrained.log_scale):g}"
-            )
-        elif pretrained is not None:
-            log_scale = min(self._require_below_max(pretrained.log_scale), math.log(self.max))
-            scale = min(math.exp(log_scale), self.max)
-            taken.append("logit_scale")
-            notes.append(f"model.temperature.init: {scale:g}, from the pretrained weights")
-        bias = self.bias
+        if "logit_scale" in pretrained:
+            theirs = pretrained["logit_scale"].item()
+            if self.init is not None:
+                notes.append(
+                    f"model.temperature.init: {self.init:g} as configured; the pretrained weights have "
+                    f"{math.exp(theirs):g}"
+                )
+            else:
+                log_scale = min(self._require_below_max(theirs), math.log(self.max))
+                scale = min(math.exp(log_scale), self.max)
+                taken.append("logit_scale")
+                notes.append(f"model.temperature.init: {scale:g}, from the pretrained weights")
+        bias, their_bias = self.bias, pretrained["logit_bias"].item() if "logit_bias" in pretrained else None
         if bias == "pretrained":
-            if pretrained is None or pretrained.bias is None:
+            if their_bias is None:
                 raise ConfigError(
                     "model.temperature.bias: got 'pretrained', but the weights that model.towers names "
                     "have no bias; expected a number (SigLIP starts at -10), or null with the contrastive loss"
                 )
-            bias = pretrained.bias
+            bias = their_bias
             taken.append("logit_bias")
-        elif pretrained is not None and pretrained.bias is not None:
+        elif their_bias is not None:
             used = "no bias" if bias is None else f"{bias:g}"
-            notes.append(
-                f"model.temperature.bias: {used} as configured; the pretrained weights have {pretrained.bias:g}"
-            )
+            notes.append(f"model.temperature.bias: {used} as configured; the pretrained weights have {their_bias:g}")
         resolved = self.model_copy(update={"init": scale, "bias": bias})
         return StartTemperature(resolved, log_scale, bias, tuple(taken), tuple(notes))
 
@@ -79,15 +82,6 @@ class TemperatureConfig(Config):
                 f"names; expected at least {math.ceil(scale)}, or an own model.temperature.init"
             )
         return log_scale
-
-
-class PretrainedTemperature(NamedTuple):
-    """Temperature of a checkpoint."""
-
-    log_scale: float
-    """Natural logarithm of the scale."""
-    bias: float | None
-    """Bias of the logits, if it has one."""
 
 
 class StartTemperature(NamedTuple):

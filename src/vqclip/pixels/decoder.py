@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vqclip.config import Config, parse_config
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.nn.attention import Block, heads_divide_width
+from vqclip.nn.layers import Block, heads_divide_width
 from vqclip.pixels.detail import Detail, DetailConfig, pixels_per_token, prime_factors, require_groups
 from vqclip.quantizers import Stats
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.errors import ConfigError, VqclipError
 from vqclip.io.tensors import first_names, module_digest, nonfinite_names
+from vqclip.towers.base import rename_tower_errors
 from vqclip.towers.blocks import block_names
 from vqclip.towers.image import ImageTower, TimmTowerConfig
 from vqclip.towers.open_clip import OpenCLIPImageTowerConfig
-from vqclip.towers.training import rename_tower_errors
 
 __all__ = ["FeatureNetwork", "Layers", "NetworkConfig", "TokenizerNetworkConfig", "build_network", "make_constant"]
 

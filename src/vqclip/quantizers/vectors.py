@@ -11,7 +11,7 @@ from einops import reduce
 from torch import Tensor
 
 from vqclip.errors import ConfigError
-from vqclip.nn.device import gpu_memory
+from vqclip.nn.precision import gpu_memory
 
 SHORT = 1e-6
 """Shorter vectors have no direction."""

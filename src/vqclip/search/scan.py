@@ -8,7 +8,7 @@
 A query is compared with the embeddings of the codes, not with other codes: only one side of the comparison is quantized
 ("asymmetric"; Jégou et al. 2011). Product quantizers use tables, one look-up a codebook, because there the score is a
 sum over codebooks. Here it is not: a token's vector is normalised and the tokens are weighted by a softmax before they
-are summed (`vqclip.nn.pooling`), so no tables give the score (ADR 20).
+are summed (`vqclip.nn.layers`), so no tables give the score (ADR 20).
 
 Shapes: Q queries, U distinct codes, n items, E embedding width, k results.
 """

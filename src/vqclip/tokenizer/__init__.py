@@ -10,11 +10,28 @@ After `vqclip.towers`, `vqclip.quantizers` and `vqclip.nn`, whose modules it com
 trains two of them.
 """
 
-from typing import TYPE_CHECKING
-
-from vqclip import lazy_getattr
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vqclip.tokenizer._public import *  # noqa: F403
+    from vqclip.tokenizer.encoder import ImageTokenizer as ImageTokenizer
+    from vqclip.tokenizer.encoder import ImageTokenizerConfig as ImageTokenizerConfig
+    from vqclip.tokenizer.encoder import TextTokenizer as TextTokenizer
+    from vqclip.tokenizer.encoder import TextTokenizerConfig as TextTokenizerConfig
+    from vqclip.tokenizer.encoder import Tokenizer as Tokenizer
+    from vqclip.tokenizer.encoder import TokenizerOutput as TokenizerOutput
 
-__getattr__ = lazy_getattr(__name__)
+__all__ = [
+    "ImageTokenizer",
+    "ImageTokenizerConfig",
+    "TextTokenizer",
+    "TextTokenizerConfig",
+    "Tokenizer",
+    "TokenizerOutput",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:  # on first use, so that decoding does not import the towers
+        return getattr(import_module(f"{__name__}.encoder"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

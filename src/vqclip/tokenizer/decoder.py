@@ -4,13 +4,13 @@
                    │             └→ pool → unit-norm embedding
                    └→ pixel decoder, if there is one → images
 
-`vqclip.tokenizer.base` adds the part that encodes. Nothing here imports a tower's library, torchvision or Pillow.
+`vqclip.tokenizer.encoder` adds the part that encodes. Nothing here imports a tower's library, torchvision or Pillow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import Field, model_validator
@@ -20,18 +20,14 @@ from vqclip.config import Config
 from vqclip.config.bounds import MAX_LAYERS, MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError, VqclipError
 from vqclip.lm_vocabulary import FlatCodes
-from vqclip.nn.attention import heads_divide_width
 from vqclip.nn.inputs import require_ids
-from vqclip.nn.pooling import PooledEmbedding
+from vqclip.nn.layers import LinearProjectionConfig, PooledEmbedding, Projection, ProjectionConfig, heads_divide_width
 from vqclip.nn.precision import Precision, autocast, full_precision
-from vqclip.nn.projection import LinearProjectionConfig, Projection, ProjectionConfig
 from vqclip.pixels.decoder import PIXELS_FILE, PixelDecoder
 from vqclip.quantizers import Quantizer, QuantizerConfig, codebook_matrix
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-DecoderConfigT = TypeVar("DecoderConfigT", bound="DecoderConfig")
 
 
 class DecoderConfig(Config):
@@ -49,16 +45,6 @@ class DecoderConfig(Config):
     """From the codes to `width`."""
 
     _heads_divide_width = model_validator(mode="after")(heads_divide_width)
-
-    def architecture(self: DecoderConfigT) -> DecoderConfigT:
-        """Return a configuration that fetches no pretrained weights when it is built; a decoder has none."""
-        return self
-
-    def with_stored(
-        self: DecoderConfigT, files: Mapping[str, bytes], shapes: Mapping[str, tuple[int, ...]]
-    ) -> DecoderConfigT:
-        """Return a copy for a tokenizer folder, from its further files and the shapes of the tower's weights."""
-        return self
 
     def build_output(self, quantizer: Quantizer, num_tokens: int, embed_dim: int) -> tuple[Projection, PooledEmbedding]:
         """Make ``project_out`` and ``pool``, with random weights."""

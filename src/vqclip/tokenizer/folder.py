@@ -1,13 +1,12 @@
 """Tokenizer folders: their schema, and its one reader, strict and without pickle.
 
-    config.json ── checksum, format, schema ─┬─> sections of the tokenizers
-         └ size and SHA-256 of the weights   │
-           and of tokenizer.json, if any     │
-    model.safetensors ── bytes, then names and shapes in the header ──> modules, built and filled
-    pixels.safetensors ── likewise, if the configuration has a section on pixels ──> pixel decoder
+    config.json ── checksum, format, schema ──> sections of the tokenizers
+         └ size and SHA-256 of the weights and of tokenizer.json, if any
+    model.safetensors ── bytes, then names and shapes in the header ──> tensors
+    pixels.safetensors ── likewise, if the configuration has a section on pixels
 
-`TokenizerFolder.open` does all the reading up to the modules. It opens each file of weights once, and tensors are read
-from what it compared with the checksum, even if another file has the path by then.
+`TokenizerFolder.open` opens each file of weights once, and tensors are read from what it compared with the checksum,
+even if another file has the path by then. `vqclip.tokenizer.loading` makes modules of them.
 
 A folder contains an image tokenizer, a text tokenizer, or both with their temperature. Weights of a part are stored
 under its name (``image.``, ``text.``), so that one modality is read without the other. Nothing here imports a tower's
@@ -30,10 +29,10 @@ from torch import Tensor, nn
 from vqclip.config import Config, Modality
 from vqclip.config.bounds import EmbedDim, NumTokens
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io import hub
+from vqclip.io import files
 from vqclip.io.atomic import FileDigest, verify_file
-from vqclip.io.files import PICKLED, read_bounded
-from vqclip.io.json_files import read_checked, validate
+from vqclip.io.files import PICKLED
+from vqclip.io.json_files import read_checked
 from vqclip.io.tensors import (
     first_names,
     nonfinite_names,
@@ -43,7 +42,7 @@ from vqclip.io.tensors import (
     tensor_differences,
 )
 from vqclip.nn.temperature import TemperatureConfig
-from vqclip.pixels.decoder import PIXELS_FILE, PixelsConfig, attach
+from vqclip.pixels.decoder import PIXELS_FILE, PixelsConfig
 from vqclip.tokenizer.decoder import DecoderConfig, TokenizerDecoder
 from vqclip.tokenizer.stored import StoredTensors, frozen_file, open_frozen
 
@@ -67,19 +66,16 @@ MODEL_TYPES = {("image",): "vqclip_image_tokenizer", ("text",): "vqclip_text_tok
 """Modalities of a folder → name by which transformers finds the class; see `vqclip.integrations.transformers`."""
 
 _TEMPERATURE = ("logit_scale", "logit_bias")
-_ENCODER_PARTS = ("tower", "reduce", "project_in")
-"""Modules of a tokenizer that decoding does not need."""
 _MAX_FILE_BYTES = 64 << 20
 """Larger further files are not read; the largest `tokenizer.json` in use have 35 MB."""
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-DecoderConfigT = TypeVar("DecoderConfigT", bound=DecoderConfig)
 
 
 class StoredTokenizer(DecoderConfig):
     """A tokenizer's section of ``config.json``.
 
-    The keys that only encoding needs are checked by `TokenizerFolder.tokenizer_config`, for their schemas import the
+    The keys that only encoding needs are checked by `vqclip.tokenizer.loading`, for their schemas import the
     towers.
     """
 
@@ -109,23 +105,9 @@ class StoredTokenizer(DecoderConfig):
             )
         return self
 
-    def expected_shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of weights that show these sizes, by their names in the folder, each after ``prefix``.
-
-        Raises:
-            ConfigError: the quantizer cannot be built.
-        """
-        width = self.width
-        with torch.device("meta"):
-            quantizer = self.quantizer.build().state_dict()
-        pool = {
-            "position": (self.num_tokens, width),
-            **{f"blocks.{number}.mlp.0.weight": (4 * width, width) for number in range(self.depth)},
-            "attention.query.weight": (width, width),
-            "head.weight": (self.embed_dim, width),
-        }
-        shapes = {f"{prefix}pool.{name}": shape for name, shape in pool.items()}
-        return shapes | {f"{prefix}quantizer.{name}": tuple(weight.shape) for name, weight in quantizer.items()}
+    def build(self, modality: Modality) -> TokenizerDecoder:
+        """Make the part that decodes, with random weights."""
+        return self.build_decoder(modality, self.num_tokens, self.fewest_tokens, self.embed_dim)
 
 
 class StoredPixels(PixelsConfig):
@@ -191,9 +173,9 @@ def find_folder(folder: str | Path, revision: str | None = None) -> Path:
     """Return a local tokenizer folder, or fetch one from the hub: JSON, safetensors and card only.
 
     Raises:
-        CheckpointError: see `vqclip.io.hub.find_folder`.
+        CheckpointError: see `vqclip.io.files.find_folder`.
     """
-    return hub.find_folder(folder, revision, FILES)
+    return files.find_folder(folder, revision, FILES)
 
 
 @dataclass(frozen=True)
@@ -220,7 +202,7 @@ class TokenizerFolder:
             CheckpointError: a file is missing, damaged, of another version, or does not fit the schema.
         """
         config = _read_config(path)
-        files = {path / WEIGHTS_FILE: _open_weights(path / WEIGHTS_FILE, config.weights)}
+        opened = {path / WEIGHTS_FILE: _open_weights(path / WEIGHTS_FILE, config.weights)}
         pixels = None
         if config.pixels is not None:
             pixels = StoredTensors({path / PIXELS_FILE: _open_weights(path / PIXELS_FILE, config.pixels.weights)}, {})
@@ -228,18 +210,19 @@ class TokenizerFolder:
             verify_file(path / name, digest, CONFIG_FILE)
         if config.frozen is not None:
             frozen = frozen_file(path, WEIGHTS_FILE)
-            files[frozen] = open_frozen(frozen, config.frozen, path / CONFIG_FILE)
+            opened[frozen] = open_frozen(frozen, config.frozen, path / CONFIG_FILE)
         scales = {f"{modality}.tower.": scale for modality, scale in config.adapters.items()}
-        folder = TokenizerFolder(path, config, StoredTensors(files, scales), pixels)
+        folder = TokenizerFolder(path, config, StoredTensors(opened, scales), pixels)
         folder._require_sizes()
         return folder
 
     def _require_sizes(self) -> None:
-        """Compare the names of all tensors and the shapes of some with the configuration."""
+        """Compare the names of all tensors, and the shapes of those that decode, with the configuration."""
         expected: dict[str, tuple[int, ...]] = {}
         for modality in self.config.modalities:
-            with self._name_config_errors(f"{modality}.quantizer."):
-                expected |= self.section(modality).expected_shapes(f"{modality}.")
+            with self.name_config_errors(f"{modality}."), torch.device("meta"):
+                outline = self.section(modality).build(modality).state_dict()
+            expected |= {f"{modality}.{name}": tuple(tensor.shape) for name, tensor in outline.items()}
         prefixes = tuple(f"{modality}." for modality in self.config.modalities)
         others = () if self.config.temperature is None else _TEMPERATURE
         strays = [
@@ -247,8 +230,9 @@ class TokenizerFolder:
             for name in self.weights.keys()  # noqa: SIM118 (not a mapping)
             if (not name.startswith(prefixes) and name not in others) or name.startswith(PIXELS_PREFIX)
         ]
-        differences = shape_differences(expected, read_shapes(self.weights, expected))
-        _require_no_problems(self.path / WEIGHTS_FILE, strays + differences)
+        require_no_problems(
+            self.path / WEIGHTS_FILE, strays + shape_differences(expected, read_shapes(self.weights, expected))
+        )
 
     def section(self, modality: Modality) -> StoredTokenizer:
         """Return the section of one tokenizer; raise CheckpointError if the folder lacks it."""
@@ -258,62 +242,12 @@ class TokenizerFolder:
             raise CheckpointError(f"{self.path}: contains {held} tokenizer; expected one of modality {modality!r}")
         return found
 
-    def tokenizer_config(self, modality: Modality, schema: type[DecoderConfigT]) -> DecoderConfigT:
-        """Return the whole configuration of a tokenizer, with random weights in place of pretrained ones.
-
-        Raises:
-            CheckpointError: the folder lacks this tokenizer, or its section does not fit the schema.
-        """
-        own = {"embed_dim", "num_tokens", "fewest_tokens"}
-        section = self.section(modality).model_dump(exclude=own, exclude_unset=True)
-        config = validate(self.path / CONFIG_FILE, schema, section, modality).architecture()
-        prefix = f"{modality}.tower."
-        names = [name for name in self.weights.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a mapping)
-        shapes = read_shapes(self.weights, names)
-        files: dict[str, bytes] = {
-            name: read_bounded(self.path / name, digest.size) for name, digest in self.config.files.items()
-        }
-        try:
-            return config.with_stored(files, {name.removeprefix(prefix): shape for name, shape in shapes.items()})
-        except ConfigError as error:
-            raise CheckpointError(f"{self.path / CONFIG_FILE}: {modality}.{error}") from error
-
     def require_counts(self, built: TokenizerDecoder) -> None:
         """Compare the stored numbers of tokens with those of a tokenizer's tower; raise ConfigError if they differ."""
         for key in ("num_tokens", "fewest_tokens"):
             stored, actual = getattr(getattr(self.config, built.modality), key), getattr(built, key)
             if stored != actual:
                 raise ConfigError(f"{built.modality}.{key}: got {stored}; this tower has {actual}")
-
-    def load_decoder(self, modality: Modality) -> TokenizerDecoder:
-        """Return a tokenizer without its tower, in evaluation mode."""
-        stored = self.section(modality)
-        sizes = stored.num_tokens, stored.fewest_tokens, stored.embed_dim
-        tokenizer = self.load(lambda: stored.build_decoder(modality, *sizes), f"{modality}.", without=_ENCODER_PARTS)
-        self.load_pixels(tokenizer)
-        return tokenizer
-
-    def load_pixels(self, tokenizer: TokenizerDecoder) -> None:
-        """Attach the pixel decoder of the folder, if there is one, to the image tokenizer of the folder.
-
-        Raises:
-            CheckpointError: the configuration cannot be built, or the weights do not fit it.
-        """
-        stored = self.config.pixels
-        if stored is None or self.pixels is None or tokenizer.modality != "image":
-            return
-        sizes = tokenizer.quantizer.dim, tokenizer.num_tokens
-        config = PixelsConfig(**{name: getattr(stored, name) for name in PixelsConfig.model_fields})
-        path = self.path / PIXELS_FILE
-        with self._name_config_errors("pixels."), torch.device("meta"):
-            expected = {
-                f"{PIXELS_PREFIX}{name}": tuple(t.shape) for name, t in config.build(*sizes).state_dict().items()
-            }
-        _require_no_problems(path, shape_differences(expected, read_shapes(self.pixels)))  # before memory is taken
-        decoder = config.build(*sizes)
-        _load(path, self.pixels, decoder, PIXELS_PREFIX, adopt_dtype=True)
-        with self._name_config_errors("pixels."):
-            attach(tokenizer, decoder.eval())
 
     @torch.inference_mode(False)  # so that the module can be used outside of inference mode
     def load(self, build: Callable[[], ModuleT], prefix: str = "", without: tuple[str, ...] = ()) -> ModuleT:
@@ -327,16 +261,17 @@ class TokenizerFolder:
         Raises:
             CheckpointError: the configuration cannot be built, or the weights do not fit it.
         """
-        with self._name_config_errors(prefix):
+        with self.name_config_errors(prefix):
             module = build()
-        _load(self.path / WEIGHTS_FILE, self.weights, module, prefix, adopt_dtype=True, without=without)
+        load_open(self.path / WEIGHTS_FILE, self.weights, module, prefix, adopt_dtype=True, without=without)
         for part in module.modules():
             if isinstance(part, TokenizerDecoder):
                 part.stored_dtype = part.pool.position.dtype
         return module.eval()
 
     @contextmanager
-    def _name_config_errors(self, prefix: str) -> Iterator[None]:
+    def name_config_errors(self, prefix: str) -> Iterator[None]:
+        """Raise errors of the configuration below ``prefix`` as those of the folder."""
         try:
             yield
         except ConfigError as error:
@@ -356,7 +291,7 @@ def load_weights(folder: Path, module: nn.Module, constants: Collection[str] = (
         CheckpointError: for a missing or damaged file, for missing, unexpected or wrongly shaped or typed tensors, and
             for NaN or infinity in them.
     """
-    _load(folder / WEIGHTS_FILE, _open_all(folder), module, constants=constants)
+    load_open(folder / WEIGHTS_FILE, _open_all(folder), module, constants=constants)
 
 
 def read_weights(folder: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -371,7 +306,7 @@ def read_weights(folder: Path, expected: Mapping[str, Tensor]) -> dict[str, Tens
     """
     path, file = folder / WEIGHTS_FILE, _open_all(folder)
     state = _read(path, file, file.keys(), {name: tuple(each.shape) for name, each in expected.items()})
-    _require_no_problems(path, tensor_differences(expected, state))
+    require_no_problems(path, tensor_differences(expected, state))
     return state
 
 
@@ -384,7 +319,7 @@ def _read(
     path: Path, file: StoredTensors, names: Collection[str], expected: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """Return tensors of an open file by name, after comparing names and shapes, which takes no memory."""
-    _require_no_problems(path, shape_differences(expected, read_shapes(file, names)))
+    require_no_problems(path, shape_differences(expected, read_shapes(file, names)))
     state = {name: file.get_tensor(name) for name in names}
     if bad := nonfinite_names(state):
         held = file.path_of(bad[0])
@@ -393,7 +328,7 @@ def _read(
     return state
 
 
-def _load(
+def load_open(
     path: Path,
     file: StoredTensors,
     module: nn.Module,
@@ -427,7 +362,7 @@ def _load(
         if floats:  # the most common one: codebooks stay in float32 when the rest is rounded
             module.to(Counter(floats).most_common(1)[0][0])
     filled = module.state_dict()
-    _require_no_problems(path, tensor_differences({name: filled[name] for name in stored}, state, prefix))
+    require_no_problems(path, tensor_differences({name: filled[name] for name in stored}, state, prefix))
     module.load_state_dict(state, strict=not constants)
 
 
@@ -466,6 +401,7 @@ def _mention_pickles(folder: Path) -> str:
     return f"; pickled files are never opened, for a pickle can run code: {', '.join(found[:8])}" if found else ""
 
 
-def _require_no_problems(path: Path, problems: list[str]) -> None:
+def require_no_problems(path: Path, problems: list[str]) -> None:
+    """Raise CheckpointError with the first of the lines in which a file differs from its configuration, if any."""
     if problems:
         raise CheckpointError(f"{path} does not fit its {CONFIG_FILE}: " + "; ".join(problems[:10]))

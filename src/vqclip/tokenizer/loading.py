@@ -1,4 +1,4 @@
-"""`load_tokenizer`: a whole tokenizer, or only the part that decodes ids.
+"""From an opened tokenizer folder to modules: a whole tokenizer, or only the part that decodes ids.
 
 A language model or a retriever needs only that part of a finished tokenizer. It loads in little more than the time of
 ``import torch``: neither a tower's library nor an image library is imported.
@@ -7,14 +7,29 @@ A language model or a retriever needs only that part of a finished tokenizer. It
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
 
 from vqclip.config import Modality
-from vqclip.tokenizer.folder import MODALITIES, TokenizerFolder, find_folder
+from vqclip.errors import CheckpointError, ConfigError
+from vqclip.io.files import read_bounded
+from vqclip.io.json_files import validate
+from vqclip.io.tensors import read_shapes, shape_differences
+from vqclip.pixels.decoder import PIXELS_FILE, PixelsConfig, attach
+from vqclip.tokenizer.decoder import TokenizerDecoder
+from vqclip.tokenizer.folder import (
+    CONFIG_FILE,
+    MODALITIES,
+    PIXELS_PREFIX,
+    TokenizerFolder,
+    find_folder,
+    load_open,
+    require_no_problems,
+)
 
 if TYPE_CHECKING:
     from vqclip.tokenizer import ImageTokenizer, TextTokenizer
-    from vqclip.tokenizer.decoder import TokenizerDecoder
 
 
 @overload
@@ -32,7 +47,10 @@ def load_tokenizer(
 def load_tokenizer(
     folder: str | Path, modality: Modality, *, encode: bool = True, revision: str | None = None
 ) -> TokenizerDecoder:
-    """Load a tokenizer for use: on the CPU, in evaluation mode.
+    """Load a tokenizer for use: on the CPU, in evaluation mode, with weights that require no gradient.
+
+    ``tokenizer.requires_grad_()`` asks for gradients. `vqclip.CLIP.from_pretrained` loads both tokenizers of a folder,
+    and their weights require gradients.
 
     Args:
         folder: folder that `save_pretrained` wrote, or a hub name ``owner/name``.
@@ -48,26 +66,75 @@ def load_tokenizer(
     if modality not in MODALITIES:
         raise ValueError(f'modality: got {modality!r}, expected "image" or "text"')
     opened = TokenizerFolder.open(find_folder(folder, revision))
-    return load_whole(opened, modality) if encode else opened.load_decoder(modality)
+    tokenizer = load_whole(opened, modality) if encode else _load_decoder(opened, modality)
+    return tokenizer.requires_grad_(False)
+
+
+def _load_decoder(opened: TokenizerFolder, modality: Modality) -> TokenizerDecoder:
+    """Load a tokenizer without its tower, and what else decoding does not need."""
+    section = opened.section(modality)
+    without = ("tower", "reduce", "project_in")
+    tokenizer = opened.load(lambda: section.build(modality), f"{modality}.", without)
+    load_pixels(opened, tokenizer)
+    return tokenizer
 
 
 def load_whole(opened: TokenizerFolder, modality: Modality) -> ImageTokenizer | TextTokenizer:
-    """Load a tokenizer with its tower from an opened folder, in evaluation mode."""
-    from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig
-    from vqclip.towers.training import rename_tower_errors
+    """Load a tokenizer with its tower from an opened folder."""
+    from vqclip.towers.base import rename_tower_errors
 
-    config: ImageTokenizerConfig | TextTokenizerConfig
-    if modality == "image":
-        config = opened.tokenizer_config(modality, ImageTokenizerConfig)
-    else:
-        config = opened.tokenizer_config(modality, TextTokenizerConfig)
+    config = read_tokenizer_config(opened, modality)
 
     def build() -> ImageTokenizer | TextTokenizer:
         with rename_tower_errors(f"{modality}.tower"):
-            built = config.build(opened.section(modality).embed_dim)
+            built: ImageTokenizer | TextTokenizer = config.build(opened.section(modality).embed_dim)
         opened.require_counts(built)
         return built
 
     tokenizer = opened.load(build, f"{modality}.")
-    opened.load_pixels(tokenizer)
+    load_pixels(opened, tokenizer)
     return tokenizer
+
+
+def read_tokenizer_config(opened: TokenizerFolder, modality: Modality) -> Any:
+    """Return the whole configuration of a tokenizer, with random weights in place of pretrained ones.
+
+    Raises:
+        CheckpointError: the folder lacks this tokenizer, or its section does not fit the schema.
+    """
+    from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig
+
+    path, prefix = opened.path / CONFIG_FILE, f"{modality}.tower."
+    schema: Any = ImageTokenizerConfig if modality == "image" else TextTokenizerConfig
+    own = {"embed_dim", "num_tokens", "fewest_tokens"}
+    section = opened.section(modality).model_dump(exclude=own, exclude_unset=True)
+    config = validate(path, schema, section, modality).architecture()
+    shapes = read_shapes(opened.weights)
+    shapes = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+    files = {name: read_bounded(opened.path / name, digest.size) for name, digest in opened.config.files.items()}
+    try:
+        return config.with_tower(config.tower.with_stored(files, shapes))
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {modality}.{error}") from error
+
+
+def load_pixels(opened: TokenizerFolder, tokenizer: TokenizerDecoder) -> None:
+    """Attach the pixel decoder of a folder, if there is one, to the image tokenizer of the folder.
+
+    Raises:
+        CheckpointError: the configuration cannot be built, or the weights do not fit it.
+    """
+    stored = opened.config.pixels
+    if stored is None or opened.pixels is None or tokenizer.modality != "image":
+        return
+    sizes = tokenizer.quantizer.dim, tokenizer.num_tokens
+    config = PixelsConfig(**{name: getattr(stored, name) for name in PixelsConfig.model_fields})
+    path = opened.path / PIXELS_FILE
+    with opened.name_config_errors("pixels."), torch.device("meta"):
+        outline = config.build(*sizes).state_dict()
+    expected = {f"{PIXELS_PREFIX}{name}": tuple(tensor.shape) for name, tensor in outline.items()}
+    require_no_problems(path, shape_differences(expected, read_shapes(opened.pixels)))  # before memory is taken
+    decoder = config.build(*sizes)
+    load_open(path, opened.pixels, decoder, PIXELS_PREFIX, adopt_dtype=True)
+    with opened.name_config_errors("pixels."):
+        attach(tokenizer, decoder.eval())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.towers.base import Tower, freeze_unused
-from vqclip.towers.training import TowerConfig, set_training
+from vqclip.towers.base import Tower, TowerConfig, freeze_unused, set_training
 from vqclip.towers.weights import EFFICIENTNET_NAME, load_checkpoint, load_efficientnet
 
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -212,7 +210,7 @@ class TimmTowerConfig(TowerConfig):
 
         if not timm.is_model(self.name):
             raise unknown_model_error("tower.name", "timm", self.name, timm.list_models())
-        with self._translate_errors():
+        try:
             model = self._create()
             _require_whole_patches(model, self.image_size)
             defaults: Any = model.pretrained_cfg or {}
@@ -226,6 +224,22 @@ class TimmTowerConfig(TowerConfig):
             # timm's statistics fit its pretrained weights; without these any will do.
             mean, std = defaults.get("mean", OPENAI_MEAN), defaults.get("std", OPENAI_STD)
             tower = ImageTower(TimmFeatures(model), Normalize(self.image_size, mean, std))
+        except ConfigError:
+            raise
+        except OSError as error:
+            if not self.pretrained:
+                raise
+            raise ConfigError(
+                f"tower.pretrained: the weights of {self.name!r} are not in timm's cache and cannot be downloaded: "
+                f"{type(error).__name__}: {error}; download them on a machine with network access (the cache is "
+                "that of huggingface_hub), give a local file as tower.checkpoint, or start from random weights "
+                "(pretrained: false)"
+            ) from error
+        except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, LookupError, ArithmeticError) as e:
+            raise ConfigError(
+                f"tower.args: timm model {self.name!r} refuses {self.args} at image_size {self.image_size}"
+                f"{' with pretrained weights' if self.pretrained else ''}: {type(e).__name__}: {e}"
+            ) from e
         return set_training(tower, self.train)
 
     def _create(self) -> Any:
@@ -243,28 +257,6 @@ class TimmTowerConfig(TowerConfig):
             if "unexpected keyword argument 'img_size'" not in str(error):
                 raise
         return create_model(self.name, **args)
-
-    @contextmanager
-    def _translate_errors(self) -> Iterator[None]:
-        """Raise the errors of a model's constructor or first forward as ConfigError."""
-        try:
-            yield
-        except ConfigError:
-            raise
-        except OSError as error:
-            if not self.pretrained:
-                raise
-            raise ConfigError(
-                f"tower.pretrained: the weights of {self.name!r} are not in timm's cache and cannot be downloaded: "
-                f"{type(error).__name__}: {error}; download them on a machine with network access (the cache is "
-                "that of huggingface_hub), give a local file as tower.checkpoint, or start from random weights "
-                "(pretrained: false)"
-            ) from error
-        except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, LookupError, ArithmeticError) as e:
-            raise ConfigError(
-                f"tower.args: timm model {self.name!r} refuses {self.args} at image_size {self.image_size}"
-                f"{' with pretrained weights' if self.pretrained else ''}: {type(e).__name__}: {e}"
-            ) from e
 
 
 def unknown_model_error(key: str, library: str, name: str, known: Sequence[str]) -> ConfigError:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import first_names, nonfinite_names
-from vqclip.nn.temperature import PretrainedTemperature
+from vqclip.towers.base import TowerConfig, set_training
 from vqclip.towers.image import ImageTower, Normalize, TimmFeatures, unknown_model_error
 from vqclip.towers.text import OpenCLIPTextTower, TextTower
-from vqclip.towers.training import TowerConfig, set_training
 from vqclip.towers.vocabulary import BPE
 from vqclip.towers.weights import explain, read_state, require_plain_size
 
@@ -139,27 +138,15 @@ class OpenCLIPTextTowerConfig(OpenCLIPTowerConfig):
         return BPE(int(config.get("text_cfg", {}).get("context_length", 77)))
 
 
-@dataclass
-class SharedModels:
-    """The open_clip models that were made in a `share_models` block."""
-
-    models: dict[tuple[str, str | None], Any] = field(default_factory=dict)
-    """By name and pretrained weights."""
-    tensors: dict[tuple[str, str | None], dict[str, Tensor]] = field(default_factory=dict)
-    """All tensors of each by their names, before towers removed what they do not use."""
-
-    def tensors_of(self, model: str, weights: str | None) -> dict[str, Tensor]:
-        """Return the tensors of a model with pretrained weights; none without such weights."""
-        return {} if weights is None else self.tensors[model, weights]
-
-
-_SHARED: ContextVar[SharedModels | None] = ContextVar("shared open_clip models", default=None)
+_Shared = dict[tuple[str, str | None], tuple[Any, dict[str, Tensor]]]
+"""By name and pretrained weights: a model, and all its tensors, before towers removed what they do not use."""
+_SHARED: ContextVar[_Shared | None] = ContextVar("shared open_clip models", default=None)
 
 
 @contextmanager
-def share_models() -> Iterator[SharedModels]:
+def share_models() -> Iterator[_Shared]:
     """Make each open_clip model once in the block, so that both towers take their halves of the same one."""
-    shared = SharedModels()
+    shared: _Shared = {}
     token = _SHARED.set(shared)
     try:
         yield shared
@@ -177,14 +164,13 @@ def create_open_clip(model: str, pretrained: str | None) -> Any:
     Raises:
         ConfigError: a model or tag that open_clip does not know, or weights that cannot be loaded.
     """
-    shared = _SHARED.get()
+    shared, key = _SHARED.get(), (model, pretrained)
     if shared is None:
         return _create(model, pretrained)
-    key = (model, pretrained)
-    if key not in shared.models:
-        shared.models[key] = _create(model, pretrained)
-        shared.tensors[key] = dict(shared.models[key].state_dict(keep_vars=True))
-    return shared.models[key]
+    if key not in shared:
+        made = _create(model, pretrained)
+        shared[key] = made, dict(made.state_dict(keep_vars=True))
+    return shared[key][0]
 
 
 def _create(model: str, pretrained: str | None) -> Any:
@@ -262,14 +248,6 @@ class InheritedWeights:
         if self.left:
             lines.append(f"model.towers: did not take {_count(self.left)}: {first_names(self.left, 20)}")
         return "\n".join((*lines, *self.notes))
-
-
-def pretrained_temperature(tensors: Mapping[str, Tensor]) -> PretrainedTemperature | None:
-    """Return the temperature among the tensors of an open_clip model, None if they have none."""
-    if "logit_scale" not in tensors:
-        return None
-    bias = tensors.get("logit_bias")
-    return PretrainedTemperature(tensors["logit_scale"].item(), None if bias is None else bias.item())
 
 
 def find_inherited(

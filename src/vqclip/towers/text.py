@@ -6,15 +6,15 @@ from abc import abstractmethod
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from einops import repeat
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vqclip.config.bounds import MAX_LAYERS, MAX_WIDTH
 from vqclip.errors import ShapeError
-from vqclip.nn.attention import heads_divide_width
-from vqclip.towers.base import Tower
-from vqclip.towers.training import TowerConfig, set_training
+from vqclip.nn.layers import heads_divide_width
+from vqclip.towers.base import Tower, TowerConfig, set_training
 from vqclip.towers.vocabulary import BPE, MAX_CONTEXT, Vocabulary
 
 
@@ -85,6 +85,13 @@ class TextTower(Tower):
                 f"tokens: got shape {tuple(tokens.shape)} and dtype {tokens.dtype}, expected (B, {columns}) int64; "
                 "tokenizer.preprocess makes such a tensor from captions"
             )
+
+    def pad_inputs(self, inputs: Tensor) -> Tensor:
+        """Add padding to the rows of ``(B, T)`` tokens up to the context length."""
+        missing = self.context_length - inputs.shape[1]
+        if missing <= 0:
+            return inputs
+        return F.pad(inputs, (0, missing), value=self.vocabulary.padding)
 
     def example(self) -> Tensor:
         """Return a row of zeros ``(1, N)`` int64."""

@@ -15,24 +15,21 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from vqclip.errors import ConfigError
+from vqclip.io.files import read_bounded
+from vqclip.io.json_files import MAX_BYTES
 from vqclip.io.tensors import first_names
-from vqclip.towers.base import freeze_unused
+from vqclip.towers.base import TowerConfig, freeze_unused, set_training
 from vqclip.towers.image import OPENAI_MEAN, OPENAI_STD, ImageTower, Normalize
 from vqclip.towers.text import TextTower, attendable
-from vqclip.towers.training import TowerConfig, set_training
 from vqclip.towers.transformers_folder import (
     CONFIG_FILE,
-    VOCABULARY_FILE,
     Part,
     build_network,
     find_encoder,
     network_settings,
-    open_encoder,
-    read_file,
-    read_json,
-    require_weights,
+    read_settings,
 )
-from vqclip.towers.vocabulary import MAX_CONTEXT, FastVocabulary
+from vqclip.towers.vocabulary import MAX_CONTEXT, VOCABULARY_FILE, FastVocabulary
 from vqclip.towers.weights import unpack_minilm
 
 _Channels = tuple[float, float, float]
@@ -105,8 +102,6 @@ class TransformersTowerConfig(TowerConfig):
         """Return the network, and the names of its weights that the folder lacks; for a config that is resolved."""
         assert self.network is not None
         folder = self._folder() if self.pretrained else None
-        if folder is not None:
-            require_weights(folder)
         return build_network(self.network, self.part, folder, dropout=self.dropout, shapes=self._shapes)
 
 
@@ -129,20 +124,18 @@ class TransformersImageTowerConfig(TransformersTowerConfig):
             raise ValueError(f"got std {self.std}; expected numbers above 0")
         return self
 
-    def resolve(self) -> TransformersImageTowerConfig:
+    def resolve(self) -> Self:
         """Return a copy with the network's settings, the image size and the normalisation read from the folder.
 
         Raises:
             ConfigError: a folder that is missing or incomplete, or a model other than an encoder of images.
         """
-        mean, std = self.mean, self.std
-        if self.network is not None:
-            settings = network_settings(self.network, self.part)
-        else:
+        mean, std, settings = self.mean, self.std, self.network
+        if settings is None:
             folder = self._folder()
-            settings = network_settings(read_json(folder / CONFIG_FILE), self.part)
+            settings = network_settings(read_settings(folder / CONFIG_FILE) or {}, self.part)
             if self.pretrained and (mean is None or std is None):  # any will do without weights
-                found = _statistics(folder)
+                found = _read_statistics(folder)
                 mean, std = mean or found[0], std or found[1]
         size = self.image_size or _native_size(settings)
         if size is None:
@@ -158,16 +151,12 @@ class TransformersImageTowerConfig(TransformersTowerConfig):
             ConfigError: a folder that is missing or incomplete, a model other than an encoder of images, an image size
                 that it cannot read, or weights that do not fit.
         """
-        resolved = self.resolve()
-        size, mean, std = resolved.image_size, resolved.mean, resolved.std
-        assert resolved.network is not None
-        assert size is not None
-        assert mean is not None
-        assert std is not None
+        resolved: Any = self.resolve()
+        size, native = resolved.image_size, _native_size(resolved.network)
         network, missing = resolved._build()
-        native = _native_size(resolved.network)
         try:
-            tower = ImageTower(TransformersFeatures(network, size, native), Normalize(size, mean, std))
+            features = TransformersFeatures(network, size, native)
+            tower = ImageTower(features, Normalize(size, resolved.mean, resolved.std))
         except ConfigError:
             raise
         except _CALL_ERRORS as error:
@@ -212,35 +201,33 @@ def _native_size(settings: Mapping[str, Any]) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _statistics(folder: Path) -> tuple[_Channels, _Channels]:
-    """Return mean and deviation of the pixels that the network was trained on."""
-    settings = read_json(folder / "preprocessor_config.json")
+def _read_statistics(folder: Path) -> tuple[_Channels, _Channels]:
+    """Return mean and deviation of the pixels in 0..1 that the network was trained on."""
+    settings = read_settings(folder / "preprocessor_config.json")
     if settings is None:
-        settings = (read_json(folder / "processor_config.json") or {}).get("image_processor")
+        settings = (read_settings(folder / "processor_config.json") or {}).get("image_processor")
     if not isinstance(settings, dict):
         raise ConfigError(
             f"tower.mean: {folder} has no preprocessor_config.json; expected mean and std of the pixels that the "
             "weights were trained on, such as [0.5, 0.5, 0.5]"
         )
-    factor, rescales = settings.get("rescale_factor", 1 / 255), settings.get("do_rescale", True)
-    if not rescales or not isinstance(factor, int | float) or not math.isclose(factor, 1 / 255, rel_tol=1e-3):
-        raise ConfigError(
-            f"tower.mean: preprocessor_config.json in {folder} scales pixels by {factor!r} (do_rescale {rescales!r}); "
-            "expected 1/255, or mean and std of pixels in 0..1 beside name"
-        )
-    if settings.get("do_normalize") is False:
-        return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    keys = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+    given: dict[str, Any] = {"do_rescale": True, "rescale_factor": 1 / 255} | settings
+    if given.get("do_normalize") is False:
+        given |= {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
     try:
         read = TypeAdapter(_Channels).validate_python
-        mean, std = read(settings.get("image_mean")), read(settings.get("image_std"))
-    except ValidationError:
-        mean = std = (0.0, 0.0, 0.0)
-    if min(std) > 0:
-        return mean, std
-    raise ConfigError(
-        f"tower.mean: preprocessor_config.json in {folder} lacks image_mean or image_std; expected three numbers each, "
-        "those of image_std above 0, or mean and std beside name"
-    )
+        mean, std = read(given.get("image_mean")), read(given.get("image_std"))
+        is_plain = bool(given["do_rescale"]) and math.isclose(given["rescale_factor"], 1 / 255, rel_tol=1e-3)
+    except (ValidationError, TypeError):
+        is_plain = False
+    if not is_plain or min(std) <= 0 or not all(map(math.isfinite, (*mean, *std))):
+        raise ConfigError(
+            f"tower.mean: preprocessor_config.json in {folder} has { {key: given.get(key) for key in keys} }; expected "
+            "pixels scaled by 1/255, and image_mean and image_std of three numbers each, those of image_std above 0; "
+            "or mean and std of pixels in 0..1 beside name"
+        )
+    return mean, std
 
 
 def _count_prefix(config: Any, tokens: int, image_size: int) -> int:
@@ -280,7 +267,7 @@ class TransformersTextTowerConfig(TransformersTowerConfig):
 
     _vocabulary: bytes | None = PrivateAttr(None)
 
-    def resolve(self) -> TransformersTextTowerConfig:
+    def resolve(self) -> Self:
         """Return a copy with the network's settings, the context length and the vocabulary read from the folder.
 
         Raises:
@@ -293,16 +280,17 @@ class TransformersTextTowerConfig(TransformersTowerConfig):
                 f"tower.network: got it without a folder's {VOCABULARY_FILE}; expected name or package beside kind"
             )
         folder = self._folder()
-        if not (folder / VOCABULARY_FILE).is_file():
+        if not (path := folder / VOCABULARY_FILE).is_file() or path.stat().st_size > MAX_BYTES:
             raise ConfigError(
-                f"tower.name: {folder}: contains no {VOCABULARY_FILE}, the file of a fast tokenizer; if there is one, "
-                "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes it"
+                f"tower.name: {folder}: contains no {VOCABULARY_FILE} of at most {MAX_BYTES} bytes, the file of a fast "
+                "tokenizer; transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes it if "
+                "there is one"
             )
-        cut = (read_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
+        cut = (read_settings(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
         length = self.context_length or min(cut if isinstance(cut, int) else _DEFAULT_CONTEXT, MAX_CONTEXT)
-        settings = network_settings(read_json(folder / CONFIG_FILE), self.part)
+        settings = network_settings(read_settings(folder / CONFIG_FILE) or {}, self.part)
         found = self.model_copy(update={"network": settings, "context_length": length})
-        found._vocabulary = read_file(folder / VOCABULARY_FILE)
+        found._vocabulary = read_bounded(path, MAX_BYTES)
         return found
 
     def with_stored(self, files: Mapping[str, bytes], shapes: _Shapes) -> Self:
@@ -315,9 +303,7 @@ class TransformersTextTowerConfig(TransformersTowerConfig):
 
     def vocabulary(self) -> FastVocabulary:
         """Return the vocabulary that maps captions to this tower's token numbers."""
-        resolved = self.resolve()
-        assert resolved._vocabulary is not None
-        assert resolved.context_length is not None
+        resolved: Any = self.resolve()
         return FastVocabulary(resolved._vocabulary, resolved.context_length)
 
     @torch.inference_mode(False)  # weights made in inference mode could neither be probed nor trained
@@ -331,27 +317,21 @@ class TransformersTextTowerConfig(TransformersTowerConfig):
         resolved = self.resolve()
         vocabulary = resolved.vocabulary()
         network, missing = resolved._build()
-        rows = network.get_input_embeddings().num_embeddings
+        rows, pad = network.get_input_embeddings().num_embeddings, network.config.pad_token_id
         if vocabulary.size > rows:
             raise ConfigError(
                 f"tower.name: {VOCABULARY_FILE} has {vocabulary.size} tokens, the network {rows}; expected files of "
                 "one model"
             )
-        pad = network.config.pad_token_id
-        width = getattr(network.config, "hidden_size", None) or network.config.d_model
-        tower = TransformersTextTower(
-            network,
-            int(width),
-            vocabulary,
-            pad=pad if isinstance(pad, int) and 0 <= pad < rows else 0,
-            causal=network.config.model_type in _CAUSAL,
-        )
+        if not isinstance(pad, int) or not 0 <= pad < rows:
+            pad = 0
+        tower = TransformersTextTower(network, vocabulary, pad, causal=network.config.model_type in _CAUSAL)
         tower.unused = freeze_unused(tower, _probe(tower))
         _require_trained(network, missing)
         return set_training(tower.train(), self.train)
 
     def _folder(self) -> Path:
-        return super()._folder() if self.package is None else open_encoder(unpack_minilm())
+        return super()._folder() if self.package is None else find_encoder(unpack_minilm())
 
 
 class TransformersTextTower(TextTower):
@@ -359,14 +339,14 @@ class TransformersTextTower(TextTower):
 
     Args:
         transformer: the encoder.
-        width: D, features per token.
         vocabulary: maps captions to its token numbers.
         pad: token number that padding gets.
         causal: a token sees only earlier ones.
     """
 
-    def __init__(self, transformer: Any, width: int, vocabulary: FastVocabulary, pad: int, causal: bool):
-        super().__init__(transformer, width, vocabulary)
+    def __init__(self, transformer: Any, vocabulary: FastVocabulary, pad: int, causal: bool):
+        width = getattr(transformer.config, "hidden_size", None) or transformer.config.d_model
+        super().__init__(transformer, int(width), vocabulary)
         self.pad, self.causal = pad, causal
 
     def features(self, tokens: Tensor, real: Tensor) -> Tensor:
@@ -391,7 +371,7 @@ def _probe(tower: TransformersTextTower) -> Tensor:
         ConfigError: the network cannot read so many tokens, does not give one feature for each, or reads padding.
     """
     tower.eval()
-    longest, short, pad = torch.zeros(1, tower.context_length, dtype=torch.int64), tower.vocabulary(["a b"]), tower.pad
+    length, short, pad = tower.context_length, tower.vocabulary(["a b"]), tower.pad
     real = tower.mask(short)
     try:
         with torch.no_grad():
@@ -400,16 +380,16 @@ def _probe(tower: TransformersTextTower) -> Tensor:
             changed = tower(short)
             tower.pad = pad
         with torch.enable_grad():
-            features: Tensor = tower(longest)
+            features: Tensor = tower(torch.zeros(1, length, dtype=torch.int64))
     except _CALL_ERRORS as error:
         raise ConfigError(
-            f"tower.context_length: the network cannot read {tower.context_length} tokens (and one of padding): "
-            f"{_describe(error)}; expected fewer"
+            f"tower.context_length: the network cannot read {length} tokens (and one of padding): {_describe(error)}; "
+            "expected fewer"
         ) from error
-    if features.shape != (1, tower.context_length, tower.width):
+    if features.shape != (1, length, tower.width):
         raise ConfigError(
             f"tower.name: the network gives features of shape {tuple(features.shape)}; expected one for each token, "
-            f"(1, {tower.context_length}, {tower.width})"
+            f"(1, {length}, {tower.width})"
         )
     if not torch.allclose(unchanged[real], changed[real], rtol=1e-3, atol=1e-4):
         raise ConfigError("tower.name: the network's features depend on padding; expected one that masks it")

@@ -10,7 +10,6 @@ No code of a model is executed and no pickle is opened: `AutoModel` gets ``use_s
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -22,39 +21,39 @@ import torch
 
 from vqclip.config.bounds import MAX_LAYERS
 from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.files import read_bounded
-from vqclip.io.hub import find_folder
+from vqclip.io.files import find_folder
+from vqclip.io.json_files import read_json
 from vqclip.io.tensors import first_names, nonfinite_names, shape_differences
+from vqclip.towers.vocabulary import VOCABULARY_FILE, require_library
 
 logger = logging.getLogger(__name__)
 
 Part = Literal["text", "vision"]
 
-VOCABULARY_FILE = "tokenizer.json"
 CONFIG_FILE = "config.json"
-_MAX_BYTES = 64 << 20
-"""Larger files are not read; the largest `tokenizer.json` in use have 35 MB."""
 _FETCHED = ("*.json", "*.safetensors")
 _NOT_FETCHED = ("onnx/*", "openvino/*", "coreml/*", "*/onnx/*", "*/openvino/*")
 _MAX_NUMBER = 2**24
 """Largest integer in a configuration; the largest vocabularies have a million tokens."""
 _COUNTS = ("layer", "depth", "block", "stage", "expert")
 """Integers whose keys contain one of these are numbers of modules."""
+_RANDOM = ("dropout", "drop_path", "layerdrop")
+"""Parts of the keys of rates at which activations are dropped in training."""
 _NOT_THE_NETWORK = (
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "torchscript"),
     *("gradient_checkpointing", "output_attentions", "output_hidden_states", "return_dict", "use_cache"),
     *("finetuning_task", "task_specific_params", "problem_type", "id2label", "label2id", "num_labels"),
 )
 """Keys that do not describe the network: how it was trained, stored or is run."""
-_FETCHES = ("quantization_config", "use_pretrained_backbone", "use_timm_backbone", "backbone")
-"""Keys with which transformers would fetch other weights or code."""
+_FETCHES = ("quantization_config", "use_pretrained_backbone", "use_timm_backbone", "backbone", "architecture")
+"""Keys with which transformers would fetch other weights or code; the last one is that of its wrapper of timm."""
 _EXPECTED = {
     "text": "text with an attention mask, such as BERT, RoBERTa, MPNet, ModernBERT, T5's encoder or CLIP's text half",
     "vision": "images, such as ViT, DINOv2, CLIP's vision half or ConvNeXt",
 }
 
 
-def find_encoder(name: str, revision: str | None = None) -> Path:
+def find_encoder(name: str | Path, revision: str | None = None) -> Path:
     """Return the folder of a network; a model on the hub is fetched into the hub's cache: JSON and safetensors only.
 
     Args:
@@ -62,62 +61,24 @@ def find_encoder(name: str, revision: str | None = None) -> Path:
         revision: branch, tag or commit on the hub; None for the newest.
 
     Raises:
-        ConfigError: neither exists, the hub cannot be reached, ``config.json`` is missing, or the first module of
-            sentence-transformers is no transformer.
+        ConfigError: neither exists, the hub cannot be reached, or ``config.json`` is missing.
     """
     try:
         root = find_folder(name, revision, _FETCHED, _NOT_FETCHED)
     except CheckpointError as error:
         raise ConfigError(f"tower.name: {error}") from error
-    return open_encoder(root)
+    if (root / CONFIG_FILE).is_file():
+        return root
+    for path in sorted(root.glob(f"0_*/{CONFIG_FILE}")):  # the first module of a folder of sentence-transformers
+        return path.parent
+    raise ConfigError(
+        f"tower.name: {root}: expected {CONFIG_FILE}, model.safetensors and, for text, {VOCABULARY_FILE}; "
+        f"got: {first_names(sorted(path.name for path in root.iterdir())) or 'an empty folder'}"
+    )
 
 
-def open_encoder(root: Path) -> Path:
-    """Return the part of a folder that contains the network; that of sentence-transformers has a ``modules.json``."""
-    modules, inside = read_json(root / "modules.json", list), ""
-    if modules is not None:
-        try:
-            kind, inside = modules[0]["type"], modules[0]["path"]
-            is_inside = (root / inside).resolve().is_relative_to(root.resolve())
-        except (LookupError, TypeError):
-            kind, is_inside = None, False
-        if not is_inside or not str(kind).endswith(".Transformer"):
-            raise ConfigError(
-                f"tower.name: {root / 'modules.json'}: the first module is {kind!r} in {inside!r}; expected a "
-                "Transformer of sentence-transformers in the folder, from which features of tokens are taken"
-            )
-    path = root / inside
-    if not (path / CONFIG_FILE).is_file():
-        found = first_names(sorted(p.name for p in path.iterdir())) if path.is_dir() else "no such folder"
-        raise ConfigError(
-            f"tower.name: {path}: expected {CONFIG_FILE}, model.safetensors and, for text, {VOCABULARY_FILE}; "
-            f"got: {found or 'an empty folder'}"
-        )
-    return path
-
-
-def require_weights(folder: Path) -> None:
-    """Check that a folder has weights in safetensors, and whole ones.
-
-    Raises:
-        ConfigError: no safetensors, or adapters, whose base model transformers would fetch.
-    """
-    names = sorted(path.name for path in folder.iterdir())
-    if "adapter_config.json" in names:
-        raise ConfigError(
-            f"tower.name: {folder}: contains adapters (adapter_config.json) of another model; expected whole "
-            "weights: merge them with peft's merge_and_unload and save_pretrained"
-        )
-    if not {"model.safetensors", "model.safetensors.index.json"} & {*names}:
-        raise ConfigError(
-            f"tower.name: {folder}: contains no model.safetensors, but {first_names(names)}; pickled weights are never "
-            "opened, for a pickle can run code: if you trust them, load them with transformers elsewhere and write "
-            "them with save_pretrained. pretrained: false gives random weights"
-        )
-
-
-def read_json(path: Path, kind: type = dict) -> Any:
-    """Return the content of a JSON file, an object or another ``kind``; None if there is no such file.
+def read_settings(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file of a model; None if there is no such file.
 
     Raises:
         ConfigError: it cannot be read, or is damaged.
@@ -125,28 +86,9 @@ def read_json(path: Path, kind: type = dict) -> Any:
     if not path.is_file():
         return None
     try:
-        found = json.loads(read_file(path), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"tower.name: {path}: not JSON: {error}: the file is damaged") from error
-    if not isinstance(found, kind):
-        expected = "JSON object" if kind is dict else f"JSON {kind.__name__}"
-        raise ConfigError(f"tower.name: {path}: contains no {expected}; the file is damaged")
-    return found
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"contains {name}")
-
-
-def read_file(path: Path) -> bytes:
-    """Return the content of a file; raises ConfigError if it cannot be read or is larger than any in use."""
-    try:
-        content = read_bounded(path, _MAX_BYTES)
-    except OSError as error:
-        raise ConfigError(f"tower.name: {path}: cannot be read ({error.strerror})") from error
-    if len(content) > _MAX_BYTES:
-        raise ConfigError(f"tower.name: {path}: more than {_MAX_BYTES} bytes, which are not read")
-    return content
+        return read_json(path)[0]
+    except (CheckpointError, OSError) as error:
+        raise ConfigError(f"tower.name: {error}") from error
 
 
 def network_settings(config: Mapping[str, Any], part: Part) -> dict[str, Any]:
@@ -167,37 +109,35 @@ def network_settings(config: Mapping[str, Any], part: Part) -> dict[str, Any]:
     section = config.get(f"{part}_config")
     if isinstance(section, dict):
         config = {"model_type": f"{config.get('model_type')}_{part}_model", **section}
-    if str(config.get("model_type")).startswith("timm"):
-        raise ConfigError("tower.name: got a model of timm; expected kind: timm with its name")
-    return _select(config)
-
-
-def _select(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a section, and of the sections in it, that describe the network."""
-    found = {}
-    for key, value in config.items():
-        if key in _FETCHES and value:
-            raise ConfigError(
-                f"tower.name: {CONFIG_FILE} has {key}, with which transformers fetches or converts weights; expected a "
-                "plain encoder"
-            )
-        if key not in _NOT_THE_NETWORK and not key.startswith("_") and not key.endswith("_implementation"):
-            _require_bounded(key, value)
-            found[key] = _select(value) if isinstance(value, dict) else value
+    found: dict[str, Any] = _checked(config, "")
     return found
 
 
-def _require_bounded(key: str, value: Any) -> None:
-    """Refuse numbers for which no memory or time would be enough, and infinity."""
-    if isinstance(value, list):
-        _require_bounded(f"{key}: number of items", len(value))
-        for each in value:
-            _select(each) if isinstance(each, dict) else _require_bounded(key, each)
-    if isinstance(value, float) and not math.isfinite(value):  # 1e999
-        raise ConfigError(f"tower.name: {CONFIG_FILE}: {key}: got {value}; expected a finite number")
+def _checked(value: Any, key: str) -> Any:
+    """Return a setting, and the settings in it that describe the network.
+
+    Refuses numbers for which no memory or time would be enough, and those that are not finite.
+    """
     most = MAX_LAYERS if any(part in key for part in _COUNTS) else _MAX_NUMBER
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"tower.name: {CONFIG_FILE}: {key}: got {value}; expected a finite number")
     if isinstance(value, int) and abs(value) > most:
         raise ConfigError(f"tower.name: {CONFIG_FILE}: {key}: got {value}; expected at most {most}")
+    if isinstance(value, list):
+        _checked(len(value), f"{key}: number of items")
+        return [_checked(each, key) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if found := [name for name in _FETCHES if value.get(name)]:
+        raise ConfigError(
+            f"tower.name: {CONFIG_FILE} has {found[0]}, with which transformers fetches or converts weights; expected "
+            "a plain encoder, or kind: timm for a model of timm"
+        )
+    return {
+        name: _checked(each, name)
+        for name, each in value.items()
+        if name not in _NOT_THE_NETWORK and not name.startswith("_") and not name.endswith("_implementation")
+    }
 
 
 def build_network(
@@ -223,9 +163,19 @@ def build_network(
     Raises:
         ConfigError: an architecture that is unknown or a decoder, settings that it refuses, or weights that do not fit.
     """
-    transformers = require_library("transformers")
-    with _calls_to_transformers(settings):
-        config = _make_config(transformers, settings, dropout)
+    transformers, kind = require_library("transformers"), str(settings.get("model_type"))
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f"tower.name: transformers {transformers.__version__} has no model type {kind!r}; expected one that it "
+            "contains, such as bert or vit: a model's own code is never executed"
+        )
+    if weights is not None:
+        _require_weights(weights)
+    with _calls_to_transformers(kind):
+        config = transformers.CONFIG_MAPPING[kind].from_dict(dict(settings))
+        for key, value in config.to_dict().items():
+            if not dropout and isinstance(value, float) and any(part in key for part in _RANDOM):
+                setattr(config, key, 0.0)
         auto = _auto_class(transformers, config, part)
         if shapes is not None:
             with torch.device("meta"):
@@ -247,11 +197,9 @@ def build_network(
             )
     if network.main_input_name != ("input_ids" if part == "text" else "pixel_values"):
         raise _other_model_error(config, part)
-    problems = [
-        f"{name}: got shape {tuple(got)}, expected {tuple(want)}"
-        for name, got, want in sorted(found.get("mismatched_keys", ()))
-    ]
-    problems += [f"{each}" for each in found.get("error_msgs", ())]
+    mismatched = sorted(found.get("mismatched_keys", ()))
+    problems = [f"{name}: got shape {tuple(got)}, expected {tuple(want)}" for name, got, want in mismatched]
+    problems += [str(each) for each in found.get("error_msgs", ())]
     loaded = {} if weights is None else network.state_dict()
     problems += [f"{name}: contains NaN or infinity" for name in nonfinite_names(loaded)]
     if problems:
@@ -259,19 +207,20 @@ def build_network(
     return network.float(), sorted(found.get("missing_keys", ()))
 
 
-def _make_config(transformers: Any, settings: Mapping[str, Any], dropout: bool) -> Any:
-    kind = settings.get("model_type")
-    if kind not in transformers.CONFIG_MAPPING:
+def _require_weights(folder: Path) -> None:
+    """Check that a folder has weights in safetensors, and whole ones: transformers would fetch those under adapters."""
+    names = sorted(path.name for path in folder.iterdir())
+    if "adapter_config.json" in names:
         raise ConfigError(
-            f"tower.name: transformers {transformers.__version__} has no model type {kind!r}; expected one that it "
-            "contains, such as bert or vit: a model's own code is never executed"
+            f"tower.name: {folder}: contains adapters (adapter_config.json) of another model; expected whole "
+            "weights: merge them with peft's merge_and_unload and save_pretrained"
         )
-    config = transformers.CONFIG_MAPPING[kind].from_dict(dict(settings))
-    if not dropout:
-        for key, value in config.to_dict().items():
-            if isinstance(value, float) and ("dropout" in key or "drop_path" in key or "layerdrop" in key):
-                setattr(config, key, 0.0)
-    return config
+    if not {"model.safetensors", "model.safetensors.index.json"} & {*names}:
+        raise ConfigError(
+            f"tower.name: {folder}: contains no model.safetensors, but {first_names(names)}; pickled weights are never "
+            "opened, for a pickle can run code: if you trust them, load them with transformers elsewhere and write "
+            "them with save_pretrained. pretrained: false gives random weights"
+        )
 
 
 def _auto_class(transformers: Any, config: Any, part: Part) -> Any:
@@ -293,23 +242,8 @@ def _other_model_error(config: Any, part: Part) -> ConfigError:
     )
 
 
-def require_library(name: str) -> Any:
-    """Import a package of the extra ``transformers``.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"tower.kind: transformers needs the package {name}, which is not installed ({error}); "
-            "pip install 'vqclip[transformers]'"
-        ) from error
-
-
 @contextlib.contextmanager
-def _calls_to_transformers(settings: Mapping[str, Any]) -> Iterator[None]:
+def _calls_to_transformers(kind: str) -> Iterator[None]:
     """Turn off messages and progress bars, and raise the errors of constructors and damaged files as ConfigError."""
     messages = import_module("transformers.utils.logging")
     level, bars = messages.get_verbosity(), messages.is_progress_bar_enabled()
@@ -322,8 +256,7 @@ def _calls_to_transformers(settings: Mapping[str, Any]) -> Iterator[None]:
     except Exception as error:  # transformers, huggingface_hub and safetensors raise many kinds
         reason = (str(error).strip().splitlines() or [""])[0]
         raise ConfigError(
-            f"tower.name: transformers cannot make this model of type {settings.get('model_type')!r}: "
-            f"{type(error).__name__}: {reason}"
+            f"tower.name: transformers cannot make this model of type {kind!r}: {type(error).__name__}: {reason}"
         ) from error
     finally:
         messages.set_verbosity(level)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import codecs
 import json
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.inputs import require_captions
-from vqclip.towers.transformers_folder import VOCABULARY_FILE, require_library
 
 MAX_CONTEXT = 4096
 """Largest context length."""
+VOCABULARY_FILE = "tokenizer.json"
+"""Fast tokenizer of a model of transformers."""
 _CACHED_WORDS = 100_000
 _LONG_WORD = 64
 """Longer words, in characters, are not cached."""
@@ -25,11 +28,24 @@ _SIZE = 49408
 _END = "</w>"
 """End of the last token of a word."""
 _END_OF_TEXT = 49407
-_PADDING = -1
-"""Number of a position without a token: unlike a tokenizer's own padding, no caption can contain it."""
 
 
-class Vocabulary(Protocol):
+def require_library(name: str) -> Any:
+    """Import a package of the extra ``transformers``.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"tower.kind: transformers needs the package {name}, which is not installed ({error}); "
+            "pip install 'vqclip[transformers]'"
+        ) from error
+
+
+class Vocabulary(ABC):
     """Maps captions to token numbers. Cheap to send to the workers of a data loader.
 
     Which numbers of a row are padding never depends on the text of a caption: a caption cannot write a mark.
@@ -37,45 +53,68 @@ class Vocabulary(Protocol):
     Attributes:
         context_length: N, token positions per caption; captions are cut or padded to it.
         size: token numbers are below it.
+        before: marks before the tokens of a caption.
+        after: marks after them.
+        padding: number at the positions after the last token.
     """
 
     context_length: int
     size: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    padding: int
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
-        """Map B captions to ``(B, N)`` int64, with padding after the last token.
+        """Map B captions to ``(B, N)`` int64, marks included, with padding after the last token.
 
         Raises:
             ShapeError: not a list or tuple of str.
         """
+        return self.with_lengths(captions)[0]
 
     def with_lengths(self, captions: Sequence[str]) -> tuple[Tensor, list[int]]:
         """Tokenize captions as `__call__` does, and return the length of each before it was cut.
 
         Lengths are in tokens, marks included, and at most `MAX_CONTEXT` + 1.
         """
+        found = [self._numbers(text) for text in require_captions(captions)]
+        marks = len(self.before) + len(self.after)
+        tokens = torch.full((len(found), self.context_length), self.padding, dtype=torch.int64)
+        for row, numbers in zip(tokens, found, strict=True):
+            whole = [*self.before, *numbers[: self.context_length - marks], *self.after]
+            row[: len(whole)] = torch.tensor(whole)
+        return tokens, [min(marks + len(numbers), MAX_CONTEXT + 1) for numbers in found]
 
+    @abstractmethod
+    def _numbers(self, caption: str) -> list[int]:
+        """Return the numbers of the tokens of a caption, without marks."""
+
+    @abstractmethod
     def pieces(self, caption: str) -> tuple[list[str], int]:
         """Return the text of each token of a caption, and how many of them are read before the cut.
 
         Marks are left out. A token that ends inside a character has an empty text, and the next one the character.
         """
 
+    @abstractmethod
     def mask(self, tokens: Tensor) -> Tensor:
         """Return bool of the shape ``(B, N)`` of ``tokens``, True at real tokens, which precede all padding."""
 
+    @abstractmethod
     def require_rows(self, tokens: Tensor) -> None:
         """Check the values of rows; raise ShapeError for one that `__call__` does not make."""
 
     def files(self) -> Mapping[str, bytes]:
         """Return the files, by name, that a tokenizer folder needs to make the vocabulary again."""
+        return {}
 
+    @abstractmethod
     def describe(self) -> str:
         """Return how rows are made, for implementations in other languages."""
 
 
-class BPE:
-    """open_clip's byte-pair vocabulary at a fixed context length.
+class BPE(Vocabulary):
+    """open_clip's byte-pair vocabulary at a fixed context length; rows are padded with 0.
 
     Contains only the length, so that it is cheap to send to data-loader workers; each process loads the tables once.
 
@@ -86,31 +125,14 @@ class BPE:
     size = _SIZE
     end_of_text = _END_OF_TEXT
     """Number of the end mark."""
+    before, after, padding = (_END_OF_TEXT - 1,), (_END_OF_TEXT,), 0
 
     def __init__(self, context_length: int):
         self.context_length = context_length
 
-    def __call__(self, captions: Sequence[str]) -> Tensor:
-        """Map B captions to ``(B, N)`` int64, start and end marks included, padded with 0.
-
-        Raises:
-            ShapeError: not a list or tuple of str.
-        """
-        return self.with_lengths(captions)[0]
-
-    def with_lengths(self, captions: Sequence[str]) -> tuple[Tensor, list[int]]:
-        """Tokenize captions as `__call__` does, and return the length of each before it was cut.
-
-        Lengths are in tokens, start and end marks included, and at most `MAX_CONTEXT` + 1.
-        """
-        bpe = _bpe()
-        rows = [[bpe.sot_token_id, *bpe.encode(text), bpe.eot_token_id] for text in require_captions(captions)]
-        tokens = torch.zeros(len(rows), self.context_length, dtype=torch.int64)
-        for row, numbers in zip(tokens, rows, strict=True):
-            if len(numbers) > self.context_length:
-                numbers = [*numbers[: self.context_length - 1], bpe.eot_token_id]
-            row[: len(numbers)] = torch.tensor(numbers)
-        return tokens, [min(len(numbers), MAX_CONTEXT + 1) for numbers in rows]
+    def _numbers(self, caption: str) -> list[int]:
+        numbers: list[int] = _bpe().encode(caption)
+        return numbers
 
     def pieces(self, caption: str) -> tuple[list[str], int]:
         """Return the text of each token of a caption, and how many of them are read; see `Vocabulary.pieces`."""
@@ -145,10 +167,6 @@ class BPE:
                 f"tokens[{row}]: got a row without the end mark {self.end_of_text}, expected one after the last token; "
                 "tokenizer.preprocess makes such rows from captions"
             )
-
-    def files(self) -> dict[str, bytes]:
-        """Return no files: open_clip contains the tables."""
-        return {}
 
     def describe(self) -> str:
         """Return how rows are made."""
@@ -185,54 +203,86 @@ def _bpe() -> Any:
     return tokenizer
 
 
-class FastVocabulary:
+class FastVocabulary(Vocabulary):
     """A fast tokenizer of transformers at a fixed context length; rows are padded with -1.
 
-    Marks such as ``[SEP]`` or ``</s>`` that a caption writes are ordinary text.
+    Marks such as ``[SEP]`` or ``</s>`` that a caption writes are ordinary text. It is pickled as the file.
 
     Args:
-        content: of ``tokenizer.json``; each process parses it once.
+        content: of ``tokenizer.json``.
         context_length: N, token positions per caption, marks included.
 
     Raises:
         ConfigError: a damaged file, or a tokenizer that adds no mark, so that an empty caption would have no token.
     """
 
+    padding = -1  # unlike a tokenizer's own padding, no caption can contain it
+
     def __init__(self, content: bytes, context_length: int):
-        self._content = content
-        self.context_length = context_length
-        table = _table(content)
-        self.size, marks = table.size, len(table.before) + len(table.after)
-        if marks == 0:
+        self._content, self.context_length = content, context_length
+        tokenizers = require_library("tokenizers")
+        try:
+            self._tokenizer = tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            tokenizer.encode_special_tokens = True
+            marks: list[int] = tokenizer.encode("").ids
+            bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
+            whole: list[int] = tokenizer.encode("a").ids
+        except BaseException as error:  # the library's own errors are plain Exceptions, its panics BaseExceptions
+            if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+                raise
             raise ConfigError(
-                f"tower.name: {VOCABULARY_FILE} adds no marks such as [CLS] or </s>, so that an empty caption would "
-                "have no token; expected the tokenizer of an encoder"
-            )
-        if context_length <= marks:
+                f"tower.name: {VOCABULARY_FILE} cannot be read: {type(error).__name__}: {error}; expected the file "
+                "that a fast tokenizer's save_pretrained writes"
+            ) from error
+        split = next((n for n in range(len(marks) + 1) if [*marks[:n], *bare, *marks[n:]] == whole), None)
+        if split is None or not marks:
             raise ConfigError(
-                f"tower.context_length: got {context_length}; expected more than the {marks} marks that the tokenizer "
-                "adds to each caption"
+                f"tower.name: {VOCABULARY_FILE} does not put fixed marks such as [CLS] or </s> around a text, so that "
+                "an empty caption would have no token; expected the tokenizer of an encoder, such as that of BERT"
             )
+        if context_length <= len(marks):
+            raise ConfigError(
+                f"tower.context_length: got {context_length}; expected more than the {len(marks)} marks that the "
+                "tokenizer adds to each caption"
+            )
+        self.before, self.after = tuple(marks[:split]), tuple(marks[split:])
+        self.size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        model = json.loads(content)["model"]
+        name = model.get("unk_token")  # sentence pieces have its number in place of its text
+        unknown = model.get("unk_id") if name is None else tokenizer.token_to_id(name)
+        self._unknown: int | None = None if unknown in marks else unknown  # CLIP's unknown token is its end mark
+        special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._forbidden = {*special, *marks} - {self._unknown}
 
-    def __call__(self, captions: Sequence[str]) -> Tensor:
-        """Map B captions to ``(B, N)`` int64, marks included; see `Vocabulary`."""
-        return self.with_lengths(captions)[0]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FastVocabulary, (self._content, self.context_length)
 
-    def with_lengths(self, captions: Sequence[str]) -> tuple[Tensor, list[int]]:
-        """Tokenize captions as `__call__` does, and return the length of each before it was cut; see `Vocabulary`."""
-        table = _table(self._content)
-        marks = len(table.before) + len(table.after)
-        rows = [table.read(text).numbers for text in require_captions(captions)]
-        tokens = torch.full((len(rows), self.context_length), _PADDING, dtype=torch.int64)
-        for row, numbers in zip(tokens, rows, strict=True):
-            whole = [*table.before, *numbers[: self.context_length - marks], *table.after]
-            row[: len(whole)] = torch.tensor(whole)
-        return tokens, [min(marks + len(numbers), MAX_CONTEXT + 1) for numbers in rows]
+    def _tokens(self, caption: str) -> list[tuple[int, str]]:
+        """Return number and characters of each token; those with the numbers of marks become the unknown token.
+
+        They are removed if there is none. A vocabulary of sentence pieces has the marks among its pieces, so that
+        `encode_special_tokens` is not enough.
+        """
+        plain = caption.encode(errors="replace").decode()  # without lone surrogates, which JSON can contain
+        encoded, end = self._tokenizer.encode(plain, add_special_tokens=False), 0
+        found: list[tuple[int, str]] = []
+        for number, (_, stop) in zip(encoded.ids, encoded.offsets, strict=True):
+            if number not in self._forbidden and number != self._unknown:
+                found.append((number, plain[end:stop]))
+            elif self._unknown is not None:
+                found.append((self._unknown, f"{self._tokenizer.id_to_token(self._unknown)} "))
+            end = max(end, stop)
+        return found
+
+    def _numbers(self, caption: str) -> list[int]:
+        return [number for number, _ in self._tokens(caption)]
 
     def pieces(self, caption: str) -> tuple[list[str], int]:
         """Return the text of each token of a caption, and how many of them are read; see `Vocabulary.pieces`."""
-        table = _table(self._content)
-        return table.read(caption).pieces, self.context_length - len(table.before) - len(table.after)
+        texts = [text for _, text in self._tokens(caption)]
+        return texts, self.context_length - len(self.before) - len(self.after)
 
     def mask(self, tokens: Tensor) -> Tensor:
         """Return ``(B, N)`` bool, True where there is a token."""
@@ -244,7 +294,7 @@ class FastVocabulary:
         Raises:
             ShapeError: a number outside the vocabulary, a row without tokens, or a token after padding.
         """
-        for number in tokens[(tokens < _PADDING) | (tokens >= self.size)].tolist():
+        for number in tokens[(tokens < self.padding) | (tokens >= self.size)].tolist():
             raise ShapeError(f"tokens: got the number {number}, expected 0 to {self.size - 1}, or -1 at padding")
         real = self.mask(tokens)
         wrong = ~real[:, 0] | (real[:, 1:] & ~real[:, :-1]).any(dim=1)
@@ -264,82 +314,6 @@ class FastVocabulary:
             f"{VOCABULARY_FILE} of the tokenizer folder, with its marks and without its own cut and padding (special "
             "tokens in a caption are ordinary text), then -1 up to the context length"
         )
-
-
-class _Tokens(NamedTuple):
-    """Tokens of a caption, without marks."""
-
-    numbers: list[int]
-    pieces: list[str]
-    """The characters that each was made from, or the unknown token."""
-
-
-class _Table(NamedTuple):
-    """A parsed tokenizer."""
-
-    tokenizer: Any
-    before: tuple[int, ...]
-    """Marks before the tokens of a caption."""
-    after: tuple[int, ...]
-    """Marks after them."""
-    size: int
-    """Token numbers are below it."""
-    marks: frozenset[int]
-    """Special tokens that no caption may contain."""
-    unknown: int | None
-    """Token for text that the vocabulary lacks."""
-
-    def read(self, text: str) -> _Tokens:
-        """Return the tokens of a caption; those with the numbers of marks become the unknown token, or are removed.
-
-        A vocabulary of sentence pieces has the marks among its pieces, so that `encode_special_tokens` is not enough.
-        """
-        plain = text.encode(errors="replace").decode()  # without lone surrogates, which JSON can contain
-        encoded, found, end = self.tokenizer.encode(plain, add_special_tokens=False), _Tokens([], []), 0
-        for number, (_, stop) in zip(encoded.ids, encoded.offsets, strict=True):
-            if number not in self.marks and number != self.unknown:
-                found.numbers.append(number)
-                found.pieces.append(plain[end:stop])
-            elif self.unknown is not None:
-                found.numbers.append(self.unknown)
-                found.pieces.append(f"{self.tokenizer.id_to_token(self.unknown)} ")
-            end = max(end, stop)
-        return found
-
-
-@lru_cache(maxsize=4)
-def _table(content: bytes) -> _Table:
-    tokenizers = require_library("tokenizers")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True
-        marks: list[int] = tokenizer.encode("").ids
-        bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
-        whole: list[int] = tokenizer.encode("a").ids
-    except BaseException as error:  # the library's own errors are plain Exceptions, its panics BaseExceptions
-        if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
-            raise
-        raise ConfigError(
-            f"tower.name: {VOCABULARY_FILE} cannot be read: {type(error).__name__}: {error}; expected the file that a "
-            "fast tokenizer's save_pretrained writes"
-        ) from error
-    splits = [n for n in range(len(marks) + 1) if [*marks[:n], *bare, *marks[n:]] == whole]
-    if not splits:
-        raise ConfigError(
-            f"tower.name: the post-processor in {VOCABULARY_FILE} does not put fixed marks around a text; expected the "
-            "tokenizer of an encoder, such as that of BERT or RoBERTa"
-        )
-    model = json.loads(content)["model"]
-    name = model.get("unk_token")  # sentence pieces have its number in place of its text
-    unknown = model.get("unk_id") if name is None else tokenizer.token_to_id(name)
-    if unknown in marks:  # CLIP's unknown token is its end mark
-        unknown = None
-    special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-    forbidden = frozenset({*special, *marks} - {unknown})
-    return _Table(tokenizer, tuple(marks[: splits[0]]), tuple(marks[splits[0] :]), size, forbidden, unknown)
 
 
 class CaptionLengths(Counter[int]):

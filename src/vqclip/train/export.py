@@ -19,7 +19,7 @@ from vqclip.io.atomic import replace_folder, require_replaceable, write_text
 from vqclip.model import CLIP, load_pretrained
 from vqclip.runlog.metrics import EVALUATION, read_metrics
 from vqclip.tokenizer.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, find_folder, load_weights
-from vqclip.tokenizer.hub import card
+from vqclip.tokenizer.saving import card
 from vqclip.train.ema import CURRENT, Weights, read_averages, use_averages
 from vqclip.train.summary import RunSummary, model_card
 from vqclip.train.tasks.base import Task

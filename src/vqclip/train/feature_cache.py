@@ -45,8 +45,7 @@ from vqclip.runlog.bar import ProgressBar
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import TextTokenizer, Tokenizer
 from vqclip.towers import ImageTower, TextTower
-from vqclip.towers.frozen import chunk_size
-from vqclip.towers.training import TowerConfig
+from vqclip.towers.base import TowerConfig, chunk_size
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from vqclip.errors import printable
 from vqclip.evaluation import Result, format_figure, format_results
 from vqclip.report import REPORT_FILE
 from vqclip.runlog.health import HEALTHY
-from vqclip.tokenizer.hub import card
+from vqclip.tokenizer.saving import card
 from vqclip.towers import CaptionLengths
 
 if TYPE_CHECKING:

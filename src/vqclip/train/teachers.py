@@ -18,10 +18,9 @@ from vqclip.model import CLIP
 from vqclip.tokenizer.folder import find_folder
 from vqclip.tokenizer.loading import load_tokenizer
 from vqclip.towers import BPE, ImageTower, TextTower
-from vqclip.towers.frozen import frozen_features, run_in_chunks
+from vqclip.towers.base import TowerConfig, frozen_features, run_in_chunks
 from vqclip.towers.image import Normalize
 from vqclip.towers.open_clip import OpenCLIPImageTowerConfig, OpenCLIPTextTowerConfig, create_open_clip
-from vqclip.towers.training import TowerConfig
 
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
 

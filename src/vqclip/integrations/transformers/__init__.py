@@ -22,20 +22,32 @@ except ImportError as error:
         "pip install 'vqclip[transformers]'"
     ) from error
 
-from vqclip.integrations.transformers.config import (
+from inspect import signature
+from typing import Any
+
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForZeroShotImageClassification,
+    AutoProcessor,
+    AutoTokenizer,
+)
+
+from vqclip.integrations.transformers.folders import (
     VqclipConfig,
     VqclipImageTokenizerConfig,
     VqclipTextTokenizerConfig,
 )
-from vqclip.integrations.transformers.model import VqclipModel, VqclipOutput
-from vqclip.integrations.transformers.processing import VqclipImageProcessor, VqclipProcessor, VqclipVocabulary
-from vqclip.integrations.transformers.register import register
-from vqclip.integrations.transformers.tokenizers import (
+from vqclip.integrations.transformers.models import (
     VqclipImageTokenizer,
     VqclipImageTokenizerOutput,
+    VqclipModel,
+    VqclipOutput,
     VqclipTextTokenizer,
     VqclipTextTokenizerOutput,
 )
+from vqclip.integrations.transformers.processing import VqclipImageProcessor, VqclipProcessor, VqclipVocabulary
 
 __all__ = [
     "VqclipConfig",
@@ -52,4 +64,20 @@ __all__ = [
     "VqclipVocabulary",
 ]
 
-register()
+_PROCESSOR: dict[str, Any] = {"slow_image_processor_class": VqclipImageProcessor}
+if "image_processor_classes" in signature(AutoImageProcessor.register).parameters:  # version 5 renamed it
+    _PROCESSOR = {"image_processor_classes": {"pil": VqclipImageProcessor, "torchvision": VqclipImageProcessor}}
+_MODELS: dict[Any, Any] = {
+    VqclipConfig: VqclipModel,
+    VqclipImageTokenizerConfig: VqclipImageTokenizer,
+    VqclipTextTokenizerConfig: VqclipTextTokenizer,
+}
+for _config, _model in _MODELS.items():
+    AutoConfig.register(_config.model_type, _config)
+    AutoModel.register(_config, _model)
+    if "text" in _config.sections:
+        AutoTokenizer.register(_config, slow_tokenizer_class=VqclipVocabulary)
+    if "image" in _config.sections:
+        AutoImageProcessor.register(_config, **_PROCESSOR)
+AutoProcessor.register(VqclipConfig, VqclipProcessor)
+AutoModelForZeroShotImageClassification.register(VqclipConfig, VqclipModel)

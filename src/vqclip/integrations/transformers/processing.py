@@ -15,10 +15,10 @@ import vqclip
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransform, EvalTransformConfig
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.integrations.transformers.base import local_folder, require_no_options
+from vqclip.integrations.transformers.folders import local_folder, require_no_options
 from vqclip.nn.inputs import require_images
-from vqclip.tokenizer import TextTokenizerConfig
 from vqclip.tokenizer.folder import CONFIG_FILE, PROCESSOR_FILE, TokenizerFolder
+from vqclip.tokenizer.loading import read_tokenizer_config
 
 if TYPE_CHECKING:
     from vqclip.tokenizer import ImageTokenizer
@@ -143,7 +143,7 @@ class VqclipVocabulary:
         """
         require_no_options(f"{cls.__name__}.from_pretrained", options)
         folder = TokenizerFolder.open(local_folder(pretrained_model_name_or_path, revision))
-        return cls(folder.tokenizer_config("text", TextTokenizerConfig).tower.vocabulary())
+        return cls(read_tokenizer_config(folder, "text").tower.vocabulary())
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **_: Any) -> tuple[str, ...]:
         """Check that a folder contains this vocabulary: it is a part of the model's folder, written with it.

@@ -26,7 +26,7 @@ from vqclip.quantizers import Quantizer, Stats, sync
 from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.saving import write_tokenizer_files
 from vqclip.towers import ImageTower, TextTower
-from vqclip.towers.training import FromStep
+from vqclip.towers.base import FromStep
 from vqclip.train.config import BottleneckConfig, TaskConfig
 from vqclip.train.distillation import Distillation, DistillationConfig, DistillationTerm
 from vqclip.train.feature_cache import FeatureMaker, tower_maker

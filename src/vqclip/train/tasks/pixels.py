@@ -41,7 +41,7 @@ from vqclip.quantizers import Order, Quantizer, Stats, sync
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import ImageTokenizer, Tokenizer
 from vqclip.tokenizer.stored import fingerprint
-from vqclip.towers.frozen import run_in_chunks
+from vqclip.towers.base import run_in_chunks
 from vqclip.train.config import TaskConfig
 from vqclip.train.feature_cache import FeatureMaker
 from vqclip.train.reconstruction import Reconstruction, error_metrics

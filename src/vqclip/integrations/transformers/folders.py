@@ -1,4 +1,4 @@
-"""Common part of the models: loading and saving tokenizer folders, and the precision of their numbers."""
+"""Configurations and models of tokenizer folders in transformers: what all of them have in common."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import reprlib
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -16,36 +16,83 @@ from transformers import PretrainedConfig, PreTrainedModel
 from vqclip import dist
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.json_files import read_json
-from vqclip.tokenizer.folder import CONFIG_FILE, find_folder
-from vqclip.tokenizer.hub import NO_FIGURES, card, save_and_push
+from vqclip.tokenizer.folder import CONFIG_FILE, VERSIONS, find_folder
 
 FolderModelT = TypeVar("FolderModelT", bound="FolderModel")
 
+_NOT_KEPT = (*VERSIONS, "weights", "files", "pixels", "frozen", "adapters", "sha256")
+"""Keys of ``config.json`` that describe the files of a folder, not the model."""
 _WITHOUT_EFFECT = (
-    "_commit_hash",
-    "_from_auto",
-    "_from_pipeline",
-    "adapter_kwargs",
-    "device_map",
-    "dtype",
-    "low_cpu_mem_usage",
-    "max_shard_size",
-    "proxies",
-    "torch_dtype",
-    "trust_remote_code",
-    "use_fast",
+    *("_commit_hash", "_from_auto", "_from_pipeline", "adapter_kwargs", "device_map", "dtype", "low_cpu_mem_usage"),
+    *("max_shard_size", "proxies", "torch_dtype", "trust_remote_code", "use_fast"),
 )
 """Options of transformers that change nothing here, or only models, which name them: no code is fetched, for one."""
 _USUAL = {"safe_serialization": True, "use_safetensors": True}
 """Options of which only this value is possible."""
-_USE = """
-```python
-from vqclip.integrations.transformers import VqclipImageProcessor, VqclipImageTokenizer
 
-processor = VqclipImageProcessor.from_pretrained(folder)  # for a folder with an image tokenizer
-codes = VqclipImageTokenizer.from_pretrained(folder).encode(**processor(images)).image_codes  # (B, N, C)
-```
-"""
+
+class _FolderConfig(PretrainedConfig):
+    """Common part. Version 5 of transformers calls the ``__init__`` of a class itself, never an inherited one."""
+
+    sections: ClassVar[tuple[str, ...]] = ()
+
+    def _read(self, sections: dict[str, Any], others: dict[str, Any]) -> None:
+        for name in (*_NOT_KEPT, "image", "text", "temperature"):
+            others.pop(name, None)
+        PretrainedConfig.__init__(self, **others)
+        for name, value in sections.items():
+            setattr(self, name, value)
+
+
+class VqclipImageTokenizerConfig(_FolderConfig):
+    """Configuration of a `VqclipImageTokenizer`.
+
+    Attributes:
+        image: the section of the same name in a tokenizer folder's ``config.json``.
+    """
+
+    model_type = "vqclip_image_tokenizer"
+    sections = ("image",)
+
+    def __init__(self, image: dict[str, Any] | None = None, **others: Any):
+        self._read({"image": image}, others)
+
+
+class VqclipTextTokenizerConfig(_FolderConfig):
+    """Configuration of a `VqclipTextTokenizer`.
+
+    Attributes:
+        text: the section of the same name in a tokenizer folder's ``config.json``.
+    """
+
+    model_type = "vqclip_text_tokenizer"
+    sections = ("text",)
+
+    def __init__(self, text: dict[str, Any] | None = None, **others: Any):
+        self._read({"text": text}, others)
+
+
+class VqclipConfig(_FolderConfig):
+    """Configuration of a `VqclipModel`.
+
+    Attributes:
+        image, text, temperature: the sections of the same names in a tokenizer folder's ``config.json``.
+        embeddings: ``codes_only``: images and texts are embedded from their ids alone; ``continuous``: with the
+            quantizers bypassed. Not part of a folder.
+    """
+
+    model_type = "vqclip"
+    sections = ("image", "text", "temperature")
+
+    def __init__(
+        self,
+        image: dict[str, Any] | None = None,
+        text: dict[str, Any] | None = None,
+        temperature: dict[str, Any] | None = None,
+        embeddings: str = "codes_only",
+        **others: Any,
+    ):
+        self._read({"image": image, "text": text, "temperature": temperature, "embeddings": embeddings}, others)
 
 
 class FolderModel(PreTrainedModel):
@@ -89,7 +136,7 @@ class FolderModel(PreTrainedModel):
             revision: branch, tag or commit of a hub name.
             dtype: None and ``"auto"`` keep the stored type; float32 and float64 convert, others are refused.
             torch_dtype: former name of ``dtype``.
-            device_map: one device for the whole model; ``"auto"``: the accelerator, if there is one.
+            device_map: one device for the whole model; ``"auto"``: the GPU, if there is one.
             options: ``embeddings`` of a `VqclipConfig`; options of transformers are refused unless they are None, False
                 or have no effect.
 
@@ -114,8 +161,12 @@ class FolderModel(PreTrainedModel):
         if wanted is not None:
             model.to(wanted)
         found.dtype = model.dtype
-        device = _parse_device(device_map)
-        loaded: FolderModelT = (model if device is None else model.to(device)).eval()
+        if isinstance(device_map, dict) and set(device_map) == {""}:
+            device_map = device_map[""]
+        if device_map is not None:
+            name = str(device_map) if isinstance(device_map, torch.device) else device_map
+            model.to(dist.choose_device(name, "device_map"))
+        loaded: FolderModelT = model.eval()
         return loaded
 
     def save_pretrained(  # type: ignore[override]
@@ -144,7 +195,7 @@ class FolderModel(PreTrainedModel):
         revision: str | None = None,
         **options: Any,
     ) -> str:
-        """Save this model and push it to the hub with a card; see `vqclip.tokenizer.hub.push_folder`.
+        """Save this model and push it to the hub with a card; see `Tokenizer.push_to_hub`.
 
         Args:
             repo_id: ``owner/name``; made if it is missing.
@@ -157,14 +208,8 @@ class FolderModel(PreTrainedModel):
             The commit's address.
         """
         require_no_options(f"{type(self).__name__}.push_to_hub", options)
-        text = make_card(repo_id) if card is None else card
-        return save_and_push(self._stored.save_pretrained, repo_id, text, private=private, revision=revision)
-
-
-def make_card(name: str) -> str:
-    """Return a card without figures, with the use in transformers."""
-    what = "A tokenizer of images, texts or both, made with vqclip."
-    return card(name.rpartition("/")[2], what, f"With transformers:\n{_USE}\n{NO_FIGURES}")
+        address: str = self._stored.push_to_hub(repo_id, card, private=private, revision=revision)
+        return address
 
 
 def local_folder(name: str | os.PathLike[str], revision: str | None) -> Path:
@@ -203,13 +248,3 @@ def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if not isinstance(found, torch.dtype):
         raise ConfigError(f"dtype: got {dtype!r}, expected a torch.dtype such as torch.float32, or auto")
     return found
-
-
-def _parse_device(device_map: Any) -> torch.device | None:
-    if isinstance(device_map, dict) and set(device_map) == {""}:
-        device_map = device_map[""]
-    if device_map == "auto":
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device_map is None or isinstance(device_map, torch.device):
-        return device_map
-    return dist.choose_device(device_map, "device_map")

@@ -189,12 +189,6 @@ def test_a_row_without_tokens_is_no_nan():
     assert all(p.grad.isfinite().all() for p in model.text.parameters() if p.grad is not None)
 
 
-def test_an_empty_list_is_an_empty_batch():
-    model = built(PRODUCT)
-    assert model.image.encode([]).shape == (0, 4, 2)
-    assert model.text.encode([]).shape == (0, 12, 2)
-
-
 def test_sizes_and_bits():
     tokenizer = built(PRODUCT).image
     assert tokenizer.num_tokens == 4
@@ -208,16 +202,9 @@ def test_empty_batches_pass_through():
     out = model(images, tokens)
     assert out.image.embedding.shape == out.text.embedding.shape == (0, 16)
     assert model.image.embed(model.image.encode(images)).shape == (0, 16)
+    assert (model.image.encode([]).shape, model.text.encode([]).shape) == ((0, 4, 1), (0, 12, 1))
     (out.image.embedding.sum() + out.text.embedding.sum()).backward()
     assert [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None] == ["logit_scale"]
-
-
-def test_wrong_ids_are_refused():
-    tokenizer = built().image
-    with pytest.raises(ShapeError, match=r"ids: got shape \(2, 5, 1\), expected \(B, 4, 1\)"):
-        tokenizer.decode(torch.zeros(2, 5, 1, dtype=torch.int64))
-    with pytest.raises(ShapeError, match="id 64 in codebook 0, expected 0 to 63"):
-        tokenizer.embed(torch.full((1, 4, 1), 64))
 
 
 PICTURE = Image.new("RGB", (16, 16))
@@ -226,14 +213,18 @@ PICTURE = Image.new("RGB", (16, 16))
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
+        (torch.zeros(2, 5, 1, dtype=torch.int64), r"ids: got shape \(2, 5, 1\), expected \(B, 4, 1\)"),
+        (torch.full((1, 4, 1), 64), "id 64 in codebook 0, expected 0 to 63"),
+        (torch.zeros(1, 4, 1), "^ids: got .*expected integers"),
+        (torch.tensor(2**64 - 1, dtype=torch.uint64).expand(1, 4, 1), "^ids: got .*expected ids that fit int64"),
         (np.zeros((1, 4, 1), np.int64), r"^ids: got a ndarray of shape \(1, 4, 1\).*torch.from_numpy\(ids\) makes one"),
         ([[[0]] * 4], r"^ids: got .*\(list\), expected an int64 tensor \(B, N, C\).*torch.tensor\(ids\) makes one"),
         (None, "^ids: got None, expected an int64 tensor"),
     ],
 )
-def test_ids_that_are_no_tensor_are_refused(ids, message):
+def test_wrong_ids_are_refused(ids, message):
     tokenizer = built().image
-    for use in (tokenizer.decode, tokenizer.embed):
+    for use in (tokenizer.decode, tokenizer.embed, tokenizer.to_vocabulary):
         with pytest.raises(ShapeError, match=message):
             use(ids)
 
@@ -253,11 +244,6 @@ def test_one_channel_has_nothing_to_normalize(normalize):
         ConfigError, match=rf"^image.normalize {normalize}: got 1 channel, .* expected at least {least}, or"
     ):
         config.image.model_copy(update={"normalize": normalize}).build(16)
-
-
-def test_heads_must_divide_width():
-    with pytest.raises((ConfigError, ValueError), match="heads"):
-        tiny_model(image=tiny_model().image.model_dump() | {"heads": 3})
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.int32, torch.uint32, torch.uint64])
@@ -290,14 +276,6 @@ def test_an_image_has_all_of_its_tokens_in_a_vocabulary():
     assert torch.equal(model.text.from_vocabulary(model.text.to_vocabulary(ids)), ids)
     with pytest.raises(ShapeError, match=r"expected \(B, 1 to 12, 2\)"):
         model.text.from_vocabulary(flat.repeat(1, 4))
-
-
-@pytest.mark.parametrize("ids", [torch.zeros(1, 4, 1), torch.tensor(2**64 - 1, dtype=torch.uint64).expand(1, 4, 1)])
-def test_what_are_no_ids_is_refused(ids):
-    image = tiny_model().build().image
-    for use in (image.embed, image.decode, image.to_vocabulary):
-        with pytest.raises(ShapeError, match=r"^ids: got .*expected (integers|ids that fit int64)"):
-            use(ids)
 
 
 @pytest.mark.parametrize("modality", ["image", "text"])
@@ -342,3 +320,80 @@ def test_a_class_that_no_folder_holds_loads_none(saved):
             ConfigError, match=rf"^{kind.__name__}.from_pretrained: .* expected ImageTokenizer.from_pre"
         ):
             kind.from_pretrained(saved[1])
+
+
+def test_images_come_as_pictures_or_tensors():
+    tokenizer = built().image.eval()
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8))
+    tensor = tokenizer.preprocess(picture)
+    assert tensor.dtype == torch.uint8
+    ids = tokenizer.encode(picture)
+    assert torch.equal(ids, tokenizer.encode(tensor[None]))
+    assert torch.equal(ids, tokenizer.encode([picture]))
+    assert tokenizer.encode(Image.new("RGBA", (50, 20))).shape == (1, 4, 1)
+
+
+@pytest.mark.parametrize("value", [-0.01, 1.01, 255.0, float("nan")])
+def test_floats_that_are_no_pixels_are_refused(value):
+    tokenizer = built().image.eval()
+    images = torch.rand(2, 3, 16, 16)
+    tokenizer.encode(images)
+    images[1, 2, 3, 4] = value
+    with pytest.raises(ShapeError, match=r"images: got floating point from .*, expected 0 to 1: neither 0..255"):
+        tokenizer.encode(images)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ("cat.jpg", r"^images: got 'cat.jpg' \(str\), expected a PIL image; PIL.Image.open reads a file"),
+        (["cat.jpg"], r"^images\[0\]: got 'cat.jpg' \(str\)"),
+        (None, "^images: got None, expected a PIL image"),
+        ([PICTURE, None], r"^images\[1\]: got None"),
+        ([3], r"^images\[0\]: got 3 \(int\)"),
+        (np.zeros((16, 16, 3), np.uint8), r"^images: got a ndarray of shape \(16, 16, 3\) and dtype uint8.*fromarray"),
+        ([torch.zeros(3, 16, 16)], r"^images\[0\]: got a Tensor of shape.*torch.stack"),
+        (
+            (picture for picture in [PICTURE]),
+            r"^images: got <generator.*a list of PIL images or a \(B, 3, H, W\) tensor",
+        ),
+    ],
+)
+def test_what_is_no_picture_is_refused(images, message):
+    tokenizer = built().image
+    with pytest.raises(ShapeError, match=message):
+        tokenizer.encode(images)
+    if not isinstance(images, list):
+        with pytest.raises(ShapeError, match=message.replace("images", "image", 1)):
+            tokenizer.preprocess(images)
+
+
+def test_an_exclamation_mark_inside_a_word_is_no_padding():
+    tokenizer = built().text.eval()
+    ids = tokenizer.encode(["#!/bin a", "a"])
+    assert (ids[..., 0] >= 0).sum(1).tolist() == [7, 3]
+
+
+@pytest.mark.parametrize(
+    ("captions", "message"),
+    [
+        ("a cat", r"^captions: got 'a cat' \(str\), expected a list of str with one caption: \[caption\]"),
+        (b"a cat", r"^captions: got b'a cat' \(bytes\), expected a list of str$"),
+        (None, "^captions: got None"),
+        (["a", 3], r"^captions\[1\]: got 3 \(int\), expected a str"),
+        ([None], r"^captions\[0\]: got None"),
+        ([b"a"], r"^captions\[0\]: got b'a' \(bytes\), expected a str; bytes become one by .decode"),
+        (np.zeros((1, 12), np.int64), r"^captions: got a ndarray of shape \(1, 12\) and dtype int64"),
+        ((caption for caption in ["a"]), "^captions: got <generator"),
+        (torch.full((1, 12), 49408), r"^tokens: got the number 49408, expected 0 to 49407"),
+        (torch.full((1, 12), -1), r"^tokens: got the number -1"),
+        (
+            torch.tensor([[49406, 49407] + [0] * 10, [49406] + [5] * 11]),
+            r"^tokens\[1\]: got a row without the end mark",
+        ),
+        (torch.zeros(1, 12), r"^tokens: got shape \(1, 12\) and dtype torch.float32, expected \(B, 1 to 12\) int64"),
+    ],
+)
+def test_what_is_no_caption_is_refused(captions, message):
+    with pytest.raises(ShapeError, match=message):
+        built().text.encode(captions)

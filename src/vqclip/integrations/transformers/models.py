@@ -1,11 +1,10 @@
-"""Image and text tokenizers as models of transformers.
+"""Image and text tokenizers, and the whole model, as models of transformers.
 
 Shapes: B samples, N tokens, C codebooks, D width of decoded vectors, E width of the joint embedding.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,10 +15,17 @@ from transformers.utils import ModelOutput
 
 import vqclip
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.integrations.transformers.base import FolderModel
-from vqclip.integrations.transformers.config import VqclipImageTokenizerConfig, VqclipTextTokenizerConfig
-from vqclip.tokenizer import ImageTokenizer, ImageTokenizerConfig, TextTokenizer, TextTokenizerConfig, Tokenizer
-from vqclip.tokenizer.folder import StoredTokenizer
+from vqclip.integrations.transformers.folders import (
+    FolderModel,
+    VqclipConfig,
+    VqclipImageTokenizerConfig,
+    VqclipTextTokenizerConfig,
+)
+from vqclip.model import CLIP
+from vqclip.nn.precision import full_precision
+from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
+
+_EMBEDDINGS = ("codes_only", "continuous")
 
 
 @dataclass
@@ -50,7 +56,7 @@ class _TokenizerModel(FolderModel):
 
     def __init__(self, config: Any, tokenizer: Tokenizer | None = None):
         super().__init__(config)
-        self.tokenizer = build_tokenizer(config, self.modality) if tokenizer is None else tokenizer
+        self.tokenizer = require_loaded(type(self), tokenizer)
         self.post_init()
 
     @classmethod
@@ -93,7 +99,7 @@ class VqclipImageTokenizer(_TokenizerModel):
     """Images → codes → vectors and embeddings: `vqclip.tokenizer.ImageTokenizer` as a model of transformers.
 
     Args:
-        config: its configuration; alone it gives random weights.
+        config: its configuration.
         tokenizer: the tokenizer.
     """
 
@@ -137,7 +143,7 @@ class VqclipTextTokenizer(_TokenizerModel):
     Its inputs are those of `VqclipVocabulary`.
 
     Args:
-        config: its configuration; alone it gives random weights.
+        config: its configuration.
         tokenizer: the tokenizer.
     """
 
@@ -156,7 +162,7 @@ class VqclipTextTokenizer(_TokenizerModel):
         Raises:
             ShapeError: for other rows than the vocabulary makes, or a mask that does not fit.
         """
-        return VqclipTextTokenizerOutput(text_codes=encode_text(self.tokenizer, input_ids, attention_mask))
+        return VqclipTextTokenizerOutput(text_codes=self._codes(input_ids, attention_mask))
 
     def get_text_tokens(self, input_ids: Tensor, attention_mask: Tensor | None = None, offset: int = 0) -> Tensor:
         """Encode captions to ids of a language model ``(B, N·C)``, -1 at padding; arguments as of `encode`.
@@ -166,12 +172,104 @@ class VqclipTextTokenizer(_TokenizerModel):
             attention_mask: see `encode`.
             offset: id of the first code.
         """
-        return self.tokenizer.to_vocabulary(encode_text(self.tokenizer, input_ids, attention_mask), offset)
+        return self.tokenizer.to_vocabulary(self._codes(input_ids, attention_mask), offset)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> VqclipTextTokenizerOutput:
         """Encode captions, and embed their codes."""
-        codes = encode_text(self.tokenizer, input_ids, attention_mask)
+        codes = self._codes(input_ids, attention_mask)
         return VqclipTextTokenizerOutput(text_codes=codes, text_embeds=self.tokenizer.embed(codes))
+
+    def _codes(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        return self.tokenizer.encode(require_tokens(self.tokenizer, input_ids, attention_mask))
+
+
+@dataclass
+class VqclipOutput(ModelOutput):
+    """Similarities of images and texts, and their embeddings."""
+
+    logits_per_image: Tensor | None = None
+    """``(images, texts)``: scale times cosine, plus the bias if there is one."""
+    logits_per_text: Tensor | None = None
+    """``(texts, images)``, its transpose."""
+    image_embeds: Tensor | None = None
+    """``(images, E)`` unit-norm."""
+    text_embeds: Tensor | None = None
+    """``(texts, E)`` unit-norm."""
+
+
+class VqclipModel(FolderModel):
+    """`vqclip.CLIP` as a model of transformers, for pipelines of zero-shot image classification.
+
+    Args:
+        config: its configuration.
+        clip: the model.
+
+    Raises:
+        ConfigError: unknown ``config.embeddings``, or ``codes_only`` of a tokenizer without codes.
+    """
+
+    config_class = VqclipConfig
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: VqclipConfig, clip: CLIP | None = None):
+        super().__init__(config)
+        if config.embeddings not in _EMBEDDINGS:
+            raise ConfigError(f"embeddings: got {config.embeddings!r}, expected one of {', '.join(_EMBEDDINGS)}")
+        self.clip = require_loaded(type(self), clip)
+        for tokenizer in (self.clip.image, self.clip.text):
+            if config.embeddings == "codes_only" and not tokenizer.codebook_sizes:
+                raise ConfigError(
+                    f"embeddings: got 'codes_only', but the {tokenizer.modality} quantizer has no codes; expected "
+                    "'continuous'"
+                )
+        self.post_init()
+
+    @classmethod
+    def _load(cls, folder: Path) -> CLIP:
+        return CLIP.from_pretrained(folder)
+
+    @property
+    def _stored(self) -> CLIP:
+        return self.clip
+
+    def get_image_features(self, pixel_values: Tensor) -> Tensor:
+        """Embed images ``(B, 3, H, W)``, uint8 or float in 0..1, as ``(B, E)`` unit-norm."""
+        return self._embed(self.clip.image, self.clip.image.batch(require_pixels(pixel_values)))
+
+    def get_text_features(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Embed captions, token numbers ``(B, N)`` from `VqclipVocabulary`, as ``(B, E)`` unit-norm."""
+        return self._embed(self.clip.text, require_tokens(self.clip.text, input_ids, attention_mask))
+
+    def _embed(self, tokenizer: Tokenizer, inputs: Tensor) -> Tensor:
+        if self.config.embeddings == "continuous":
+            with full_precision(inputs.device):
+                return tokenizer.continuous(inputs)
+        return tokenizer.embed(tokenizer.encode(inputs))
+
+    @torch.no_grad()
+    def forward(self, input_ids: Tensor, pixel_values: Tensor, attention_mask: Tensor | None = None) -> VqclipOutput:
+        """Compare every image with every caption, without gradients; `vqclip.CLIP` is what is trained.
+
+        Args:
+            input_ids: ``(texts, N)`` from `VqclipVocabulary`.
+            pixel_values: ``(images, 3, H, W)`` from `VqclipImageProcessor`.
+            attention_mask: ``(texts, N)``; see `VqclipTextTokenizer.encode`.
+        """
+        images, texts = self.get_image_features(pixel_values), self.get_text_features(input_ids, attention_mask)
+        scale, bias = self.clip.temperature()
+        with full_precision(images.device):
+            logits = scale * images @ texts.T
+        logits = logits if bias is None else logits + bias
+        return VqclipOutput(logits, logits.T, images, texts)
+
+
+def require_loaded(kind: type, module: Any) -> Any:
+    """Return the module around which a model is made; raise ConfigError for a configuration alone."""
+    if module is None:
+        raise ConfigError(
+            f"{kind.__name__}: got a configuration without weights; expected {kind.__name__}.from_pretrained"
+        )
+    return module
 
 
 def require_pixels(pixel_values: Tensor) -> Tensor:
@@ -182,11 +280,6 @@ def require_pixels(pixel_values: Tensor) -> Tensor:
             "makes one of PIL images"
         )
     return pixel_values
-
-
-def encode_text(tokenizer: TextTokenizer, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Encode token numbers ``(B, N)`` to codes; see `VqclipTextTokenizer.encode`."""
-    return tokenizer.encode(require_tokens(tokenizer, input_ids, attention_mask))
 
 
 def require_tokens(tokenizer: TextTokenizer, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -205,26 +298,3 @@ def require_tokens(tokenizer: TextTokenizer, input_ids: Tensor, attention_mask: 
                 f"{tuple(real.shape)}; expected that of VqclipVocabulary, or none"
             )
     return tokens
-
-
-def build_tokenizer(config: Any, modality: str) -> Tokenizer:
-    """Build a tokenizer with random weights from a configuration of transformers.
-
-    Raises:
-        ConfigError: the configuration lacks its section, or needs files of a folder (a vocabulary).
-    """
-    section = getattr(config, modality)
-    if section is None:
-        raise ConfigError(
-            f"{type(config).__name__}: got no section {modality!r}; expected that of a tokenizer folder, which "
-            "from_pretrained reads"
-        )
-    schema: Any = ImageTokenizerConfig if modality == "image" else TextTokenizerConfig
-    own = set(StoredTokenizer.model_fields) - set(schema.model_fields)
-    settings = {name: value for name, value in section.items() if name not in own}
-    if settings["tower"].get("kind") == "transformers":
-        raise ConfigError(
-            f"{type(config).__name__}: towers of transformers need the files of a folder; expected from_pretrained"
-        )
-    # Through JSON, in which strict schemas take lists for tuples.
-    return schema.model_validate_json(json.dumps(settings)).build(section["embed_dim"])
