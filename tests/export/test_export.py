@@ -298,7 +298,7 @@ def test_damage_of_any_file_is_noticed(onnx, tmp_path):
     parts = {name: {key: value for key, value in part.items() if key != "data"} for name, part in body["parts"].items()}
     (folder / "export.json").write_bytes(add_checksum({**body, "parts": parts}))
     with pytest.raises(
-        CheckpointError, match=r"export.json: contains no digest of encode\.onnx\.data; export it again"
+        CheckpointError, match=r"export.json: contains no digest of decode\.onnx\.data; export it again"
     ):
         OnnxTokenizer(folder)
 
