@@ -294,9 +294,13 @@ def test_a_row_for_each_caption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         (pyarrow.array([[[each, None], []] for each in CAPTIONS]), CAPTIONS),
         (pyarrow.array([json.dumps([each]) for each in CAPTIONS]), CAPTIONS),
         (pyarrow.array([[{"raw": each, "tokens": ["x"]}] for each in CAPTIONS]), CAPTIONS),
+        (
+            pyarrow.array([[{"from": "human", "value": "?"}, {"from": "gpt", "value": each}] for each in CAPTIONS]),
+            CAPTIONS,
+        ),
         (pyarrow.array([[each], None, [None, " "]][n % 3] for n, each in enumerate(CAPTIONS)), CAPTIONS[::3]),
     ],
-    ids=["dictionary", "large lists", "views", "nested", "spelled", "structures", "nulls"],
+    ids=["dictionary", "large lists", "views", "nested", "spelled", "structures", "talks", "nulls"],
 )
 def test_captions_however_they_are_stored(tmp_path: Path, values: object, expected: list[str]) -> None:
     source = ParquetConfig(path=str(write(tmp_path / "a.parquet", {"IMG": IMAGES, " Caption": values}))).build()
@@ -321,6 +325,11 @@ def test_images_however_they_are_stored(tmp_path: Path) -> None:
     assert [source.read(index) for index in (4, 5, 6)] == EXPECTED[4:7]
     with pytest.raises(DataError, match="row 7: ../x.jpg: leaves the folder"):
         source.read(7)
+    lists = [[{"bytes": image, "path": ""}] * (1 + (n == 8)) for n, image in enumerate(IMAGES)]
+    source = ParquetConfig(path=str(write(tmp_path / "d.parquet", {"images": lists, "caption": CAPTIONS}))).build()
+    assert [source.read(index) for index in range(8)] == EXPECTED[:8]
+    with pytest.raises(DataError, match="row 8: images has 2 images; expected one"):
+        source.read(8)
 
 
 @pytest.mark.parametrize("stored", ["string", "dictionary", "digits", "floats"])

@@ -14,7 +14,7 @@ from vqclip.errors import DataError, quote_names
 MAX_CAPTION = 65_536
 """Characters of a caption at most. The whole caption is tokenized before it is cut to the context length, so a few
 gigantic captions would delay every process."""
-_TEXT_KEYS = ("raw", "caption", "captions", "text", "value", "content", "sentence", "sentences", "title")
+TEXT_KEYS = ("raw", "caption", "captions", "text", "value", "content", "sentence", "sentences", "title")
 """Keys of an object that is given instead of a caption."""
 _ANSWERERS = ("gpt", "assistant", "model", "bot", "chatbot")
 _MAX_DEPTH = 8
@@ -140,7 +140,7 @@ def find_texts(value: object, depth: int = 0) -> list[str]:
     if isinstance(value, (list, tuple)) and depth < _MAX_DEPTH:
         return [text for each in _without_questions(value) for text in find_texts(each, depth + 1)]
     if isinstance(value, Mapping) and depth < _MAX_DEPTH:
-        if (key := next((key for key in _TEXT_KEYS if key in value), None)) is not None:
+        if (key := next((key for key in TEXT_KEYS if key in value), None)) is not None:
             return find_texts(value[key], depth + 1)
         raise ValueError(f"an object with the keys {quote_names(value)}")
     raise ValueError(f"a {type(value).__name__}")

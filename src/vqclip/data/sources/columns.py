@@ -197,11 +197,6 @@ def guess_columns(names: Sequence[str], usual: Sequence[str]) -> list[str]:
     return []
 
 
-def is_caption(name: str) -> bool:
-    """Return whether a column or key has a usual name of captions."""
-    return name.strip().lower() in _CAPTION_COLUMNS
-
-
 def _guess_captions(names: Sequence[str]) -> tuple[str, ...]:
     """Return the column with a usual name of captions, all that are numbered, or the only one with a similar name."""
     if usual := guess_columns(names, _CAPTION_COLUMNS):

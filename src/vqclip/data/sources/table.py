@@ -24,7 +24,7 @@ from vqclip.data.remote.files import fetch_bytes
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import display_url, protocol_of
 from vqclip.data.sources.base import MAX_BYTES, RawSample, read_image
-from vqclip.data.sources.captions import collect_captions
+from vqclip.data.sources.captions import TEXT_KEYS, collect_captions
 from vqclip.data.sources.class_names import Classes
 from vqclip.data.sources.columns import (
     IMAGE_COLUMNS,
@@ -33,7 +33,6 @@ from vqclip.data.sources.columns import (
     ColumnType,
     choose_columns,
     guess_columns,
-    is_caption,
     plain_text,
 )
 from vqclip.data.sources.files import resolve_path
@@ -115,11 +114,11 @@ def kind_of(stored: Any) -> str:
         bytes_missing = any(field.name == "bytes" and str(field.type) == "null" for field in fields)
         if kinds.get("bytes") == "bytes" or (bytes_missing and kinds.get("path") == "text"):
             return "image"
-        return "texts" if any(kind == "text" and is_caption(each) for each, kind in kinds.items()) else ""
+        return "texts" if any(kinds.get(key) in ("text", "texts") for key in TEXT_KEYS) else ""
     if "list" in name.partition("<")[0]:
         if str(stored.value_type) == "uint8":
             return "bytes"
-        return "texts" if kind_of(stored.value_type) in ("text", "texts") else ""
+        return {"text": "texts", "texts": "texts", "image": "image"}.get(kind_of(stored.value_type), "")
     if name.lstrip("u").startswith("int"):
         return "integer"
     return "number" if name in ("float", "double", "halffloat") else ""
@@ -279,6 +278,8 @@ class TableStream(ABC):
         return StreamSample(group.row, sample, len(rows))
 
     def _image(self, value: Any, name: str) -> bytes:
+        if _is_list(value) and len(value) > 1:
+            raise DataError(f"{name}: {self.image} has {len(value)} images; expected one", "two members")
         data = _content_of(value)
         if data and isinstance(data, str):
             path, data = data, from_base64(data)
@@ -325,9 +326,16 @@ class _Group(NamedTuple):
 
 def _content_of(value: Any) -> Any:
     """Return the bytes, path, URL or base64 text in a value of an image column; None if there is nothing."""
+    if _is_list(value):
+        return _content_of(value[0]) if len(value) == 1 else None
     if isinstance(value, Mapping):
         return value.get("path") if value.get("bytes") is None else value["bytes"]
     return value
+
+
+def _is_list(value: Any) -> bool:
+    """Return whether a value is a list of images rather than of bytes."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 def from_base64(text: str) -> bytes | None:
