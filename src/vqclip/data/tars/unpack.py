@@ -179,6 +179,11 @@ def gunzip(blocks: Iterable[bytes]) -> Iterator[bytes]:
             try:
                 data = decoder.decompress(rest, _BLOCK)
             except zlib.error as error:
+                if not returned and block[:2] != b"\x1f\x8b":
+                    raise GzipError(
+                        f"is not compressed by gzip: begins with {block[:16]!r}; call a plain tar .tar, and download "
+                        "again what is a page of HTML"
+                    ) from None
                 raise GzipError(f"damaged gzip data near byte {received}: {error}") from None
             returned += len(data)
             if returned > _MAX_RATIO * received + _BLOCK:
