@@ -36,7 +36,8 @@ for last in (["--help"], ["--no-such-option"], ["no_such_key=1", "and", "too", "
         print(ended.code)
 assert not {{"torch", "timm", "open_clip", "webdataset"}} & sys.modules.keys(), sys.modules.keys()
 """
-    if name == "train":  # which looks for the key that was meant
+    if name == "train":  # which looks for the key that was meant; but not in a file that is not there
+        code = code.replace('["--help"]', '["--help"], ["--config", "nowhere.yaml"]')
         code = code.replace('["--no-such-option"], ', "")
     if name.startswith("evaluate"):  # which takes any number of models
         code = code.replace(', ["no_such_key=1", "and", "too", "many", "words"]', "")

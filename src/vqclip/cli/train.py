@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 
 from vqclip.cli.options import Command, LocalPath
+from vqclip.config import did_you_mean, json_schema, suggest_keys, to_yaml
+from vqclip.config.loading import read_file
 from vqclip.errors import ConfigError
 from vqclip.runlog.console import print_output
 
@@ -47,25 +50,21 @@ class Train(
             error, 3 for a run that hung (`vqclip.process.watchdog`), 130 for Ctrl-C pressed twice, or before the
             process group exists.
         """
-        import functools
-        import json
-        import operator
-
-        from vqclip import dist, train
-        from vqclip.config import json_schema, to_yaml
-        from vqclip.train.tasks.kinds import TASKS, load_task_config
-
         if self.others:
             raise ConfigError(self._explain_option(self.others[0]))
         if self.json_schema:
-            print_output(json.dumps(json_schema(functools.reduce(operator.or_, TASKS.values())), indent=2))
-            return 0
+            return self._print_schema()
         try:
+            if self.config is not None:
+                read_file(self.config, [])  # refused at once, without torch, if it cannot be read
+            from vqclip import train
+            from vqclip.train.tasks.kinds import load_task_config
+
             config = load_task_config(self.config, self.keys)
         except ConfigError as error:
             # All processes of a machine read the same file, so one of them reports the error. torchrun kills the others
             # as soon as the first process ends: they wait, so that the one that reports can finish.
-            if dist.local_rank() == 0:
+            if int(os.environ.get("LOCAL_RANK", "0")) == 0:
                 if self.config is None and ": missing;" in str(error):
                     hint = "no --config given, so required sections are missing; for example --config configs/base.yaml"
                     raise ConfigError(f"{hint}\n{error}") from None
@@ -80,9 +79,17 @@ class Train(
             print(result)
         return 0
 
+    def _print_schema(self) -> int:
+        import functools
+        import operator
+
+        from vqclip.train.tasks.kinds import TASKS
+
+        print_output(json.dumps(json_schema(functools.reduce(operator.or_, TASKS.values())), indent=2))
+        return 0
+
     def _explain_option(self, option: str) -> str:
         """Return an error message that suggests keys: ``optim.lr=3`` for ``--lr=3`` and ``--lr 3``."""
-        from vqclip.config import did_you_mean, suggest_keys
         from vqclip.train import TrainConfig
 
         name, is_assigned, value = option.partition("=")

@@ -55,7 +55,7 @@ def load_config(
     if not isinstance(source, (str, Path)):
         return parse_config(schema, {} if source is None else source, overrides)
     problems: list[Problem] = []
-    return _load(schema, _read_file(Path(source), problems), overrides, problems)
+    return _load(schema, read_file(Path(source), problems), overrides, problems)
 
 
 def parse_config(
@@ -203,7 +203,12 @@ def _read_data(values: Any, origin: str) -> Node:
     return node_from_plain(plain, Origin(origin))
 
 
-def _read_file(path: Path, problems: list[Problem]) -> Node:
+def read_file(path: Path, problems: list[Problem]) -> Node:
+    """Read a YAML file; errors that do not end the reading are added to ``problems``.
+
+    Raises:
+        ConfigError: it cannot be read, or is no mapping of keys.
+    """
     try:
         data = read_bounded(path, 4 * MAX_BYTES)  # a character has at most four bytes
         if len(data) > 4 * MAX_BYTES:
