@@ -195,8 +195,6 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
     empty_class = image_folder(tmp_path / "empty_class")
     (empty_class / "empty").mkdir()
     image_folder(tmp_path / "whole" / "test")
-    wrong_label = class_shards(tmp_path / "wrong_label")
-    (wrong_label / "classnames.txt").write_text("red\n")
     fine = class_shards(tmp_path / "fine")
     beside = class_shards(tmp_path / "beside")
     for tar in (beside / "test").glob("*.tar"):
@@ -213,16 +211,12 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
             "vqclip evaluate: no such run, checkpoint or tokenizer folder here",
         ),
         (("zero-shot", run_folder, "--data", no_names), "contains tars but no classnames.txt; expected labelled"),
-        (("zero-shot", run_folder, "--data", no_names), "For shards of captioned images: vqclip evaluate retrieval"),
-        (("zero-shot", run_folder, "--data", no_names, "kind=classes"), "classnames.txt: cannot be read"),
         (("zero-shot", run_folder, "--data", tmp_path / "whole", "--split", "val"), "whole/val: no such folder"),
         (
             ("retrieval", run_folder, "--data", fine),
             "fine: kind classes with split test has classes, not captions",
         ),
         (("zero-shot", run_folder, "--data", empty_class), "empty: no image"),
-        (("zero-shot", run_folder, "--data", wrong_label), ".cls contains '1'; expected a class number, 0 to 0"),
-        (("zero-shot", run_folder, "templates=[a photo]", "--data", fine), "got 'a photo' (str); expected {c}"),
         (("zero-shot", run_folder, "--data", fine / "test"), f"the folder above, {fine}, and the split 'test'"),
         (("zero-shot", run_folder, "--data", beside), 'its tars are directly in it: expected the split ""'),
         (
@@ -244,10 +238,6 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
         (("zero-shot", run_folder, "--data", fine, "splitt=test"), 'unknown key; did you mean "split"'),
         (("zero-shot", run_folder, "--data", "kind=csv"), "path: missing"),
         (("zero-shot", run_folder, f"classes_file={config}", "--data", fine), "config.yaml"),
-        (
-            ("zero-shot", run_folder, "templates=['{c}']", f"templates_file={config}", "--data", fine),
-            "expected one of them",
-        ),
         (("knn", run_folder, "--data", fine), "fine: has no split 'train'; splits with tars: test"),
         (
             ("knn", run_folder, "train.split=test", "--data", fine),

@@ -5,7 +5,6 @@ import torch
 
 from tests.evaluation.made import image_folder
 from vqclip.data import FolderConfig
-from vqclip.errors import DataError, DistributedError
 from vqclip.evaluation.partition import RankPartition
 
 
@@ -21,22 +20,6 @@ def test_parts_come_together_in_order(ranks, count):
     for rows, items in ranks(3, parts_come_together, count):
         assert rows == list(range(count))
         assert items == [str(item) for item in range(count)]
-
-
-def fails_on_rank_one():
-    partition = RankPartition.create(distributed=True)
-    try:
-        with partition.raise_on_all_ranks():
-            if partition.rank == 1:
-                raise DataError("shard 7 is broken")
-    except (DataError, DistributedError) as error:
-        return type(error).__name__, str(error)
-
-
-def test_what_fails_on_one_rank_fails_on_all(ranks):
-    first, second = ranks(2, fails_on_rank_one)
-    assert second == ("DataError", "shard 7 is broken")
-    assert first == ("DistributedError", "evaluation stopped, because rank 1 failed: DataError: shard 7 is broken")
 
 
 def some_left_out(left_out):

@@ -98,14 +98,3 @@ def test_ranks_together_find_what_one_finds(ranks, task):
 def test_a_prefix_that_the_model_lacks_is_refused():
     with pytest.raises(ConfigError, match="codebooks: got 3, expected 1 to 2"):
         Prefixes.of(model(), [Prefix(1, 3)])
-
-
-def test_truncated_ids_embed_as_the_stages_alone():
-    tokenizer = model().image.eval()
-    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
-    ids = tokenizer.encode(images)
-    kept = tokenizer.truncate(ids, stages=2)
-    assert torch.equal(kept[..., [0, 1, 3, 4]], ids[..., [0, 1, 3, 4]])
-    assert (kept[..., [2, 5]] == -1).all()
-    assert torch.equal(tokenizer.embed(tokenizer.truncate(ids)), tokenizer.embed(ids))
-    assert not torch.equal(tokenizer.embed(kept), tokenizer.embed(ids))

@@ -184,8 +184,9 @@ def make_parser(name: str, command: type[Command], listing: str = "") -> Parser:
         is_number = not {str, Path} & {*members(kind)} and get_origin(kind) is not tuple
         settings["metavar"] = "{" + ",".join(choices) + "}" if choices else "N" if is_number else "TEXT"
         parser.add_argument(*flags, **settings)
-    explained = "; ".join(f"{word}: {text}" for word, text in rows.items()) or "another spelling of an option"
-    parser.add_argument("words", nargs="*", metavar=" ".join(rows) or "key=value", help=explained)
+    if rows or not command.takes_others:  # otherwise a word is the value of an option that is passed on
+        explained = "; ".join(f"{word}: {text}" for word, text in rows.items()) or "another spelling of an option"
+        parser.add_argument("words", nargs="*", metavar=" ".join(rows) or "key=value", help=explained)
     return parser
 
 
