@@ -166,7 +166,7 @@ def test_a_folder_that_machines_do_not_share_is_refused(
     tmp_path: Path, tokenizer: str, ray: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, out = shards(tmp_path / "in", (3,)), tmp_path / "out"
-    monkeypatch.setattr(job, "_VISIBLE_S", 0.0)
+    monkeypatch.setattr(job, "VISIBLE_S", 0.0)
     monkeypatch.setattr(job.WorkFolder, "existing", lambda *_: None)
     assert main(arguments(tokenizer, data, out)) == 2
     assert f"--out: this machine does not see what a worker of Ray wrote to {out}" in capsys.readouterr().err

@@ -443,7 +443,7 @@ def run_on_own_folder(tree, folder):
     tree["data"]["feature_cache"] = {"folder": str(folder / rank)}
     with (
         mock.patch.object(feature_cache, "_find_missing", lambda folder, shards: list(shards)),
-        mock.patch.object(feature_cache, "_VISIBLE_S", 0.0),
+        mock.patch.object(feature_cache, "VISIBLE_S", 0.0),
     ):
         run(tree, str(folder / "cache"))
 

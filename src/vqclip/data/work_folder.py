@@ -54,6 +54,8 @@ logger = logging.getLogger("vqclip.data")
 
 SETTINGS_FILE, MANIFEST_FILE, BAD_FILE = "settings.json", "manifest.json", "bad_samples.jsonl"
 _RECORDS, _CLAIMS = "records", "claims"
+VISIBLE_S = 90.0
+"""Longest wait for a file of another machine: a network file system may hide new files for a minute."""
 _LEASE_S = 300.0
 """Time after which a claim of another machine that was not renewed counts as abandoned."""
 _RENEW_S = 20.0

@@ -33,7 +33,7 @@ from vqclip.data.on_ray import RayOptions, connect_to_ray
 from vqclip.data.remote.files import Shard
 from vqclip.data.tokens.manifest import SUFFIX, VERSIONS, IdLayout, Settings, TokenizerInfo
 from vqclip.data.tokens.parquet import TokenRecord, write_shard
-from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder, WorkResult
+from vqclip.data.work_folder import VISIBLE_S, FolderLayout, ItemRecord, WorkFolder, WorkResult
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import CheckpointError, ConfigError, StorageError
 from vqclip.io.atomic import write_file
@@ -50,8 +50,6 @@ from vqclip.towers import CaptionLengths
 
 LAYOUT = FolderLayout(VERSIONS, SUFFIX, command="vqclip tokenize", option="--out")
 """Layout of the work folder."""
-_VISIBLE_S = 90.0
-"""Longest wait for a file of another machine: a network file system may hide new files for a minute."""
 _MADE_WITH = ("torch", "torchvision", "simplejpeg", "pillow", "open_clip_torch", "timm", "pyarrow")
 
 
@@ -194,7 +192,7 @@ def _wait_for(out: Path, shard: int, folder: WorkFolder | None) -> tuple[WorkFol
 
     The folder is opened once, with the settings that the workers wrote: they know the names of their devices.
     """
-    end = time.monotonic() + _VISIBLE_S
+    end = time.monotonic() + VISIBLE_S
     while True:
         folder = folder or WorkFolder.existing(out, LAYOUT)
         if folder is not None and (record := folder.record(shard)) is not None:

@@ -34,6 +34,7 @@ from vqclip.data.batch import BadSample
 from vqclip.data.features import TORCH_DTYPES, FeatureFolder, FeatureReader, FeatureSettings, choose_shard_samples
 from vqclip.data.in_order import InOrderReader, SamplesRead
 from vqclip.data.samples import SampleMaker
+from vqclip.data.work_folder import VISIBLE_S
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import ConfigError, DataError, NonFiniteError
 from vqclip.io.file_locks import ProcessLock
@@ -57,8 +58,6 @@ _MADE_WITH = (
 _ROUND_S = 2.0
 """Seconds of work after which the ranks meet."""
 _POLL_S = 1.0
-_VISIBLE_S = 90.0
-"""Longest wait for files that another rank has written."""
 _SHOWN = 5
 """Settings that are listed where features of other settings cannot be used."""
 _PROBED = 32
@@ -231,7 +230,7 @@ def _complete(job: FeatureJob) -> None:
 
 def wait_until_visible(folder: FeatureFolder) -> None:
     """Wait until this rank sees all shards: a network file system may hide new files of other machines for a minute."""
-    end = time.monotonic() + _VISIBLE_S
+    end = time.monotonic() + VISIBLE_S
     while (unseen := folder.first_unseen()) is not None:
         if time.monotonic() >= end:
             raise DataError(
