@@ -40,6 +40,11 @@ from vqclip.quantizers import QuantizerConfig
 SMALL = DetailsConfig(hits=2, misses=3, nearest=2)
 
 
+def details_of(model, folder, amounts=SMALL):
+    """Details of a zero-shot evaluation."""
+    return evaluate(model, [ZeroShotConfig(data=ClassShardsConfig(path=folder))], details=amounts)[0].details
+
+
 def number_captions(folder, captions):
     """Images of colour (n, n, n) with the captions of number n; a caption is found by the number in it."""
     members = {}
@@ -131,20 +136,17 @@ def test_identity_has_intervals_but_nothing_of_codes(tmp_path):
 
 def test_amounts_of_0_leave_parts_out(tmp_path):
     none = DetailsConfig(hits=0, misses=0, code_maps=0, gallery_codes=0, bits_images=0)
-    (result,) = evaluate(
-        tiny_clip(PRODUCT), [ZeroShotConfig(data=ClassShardsConfig(path=class_shards(tmp_path)))], details=none
-    )
-    assert (result.details.codes, result.details.bits) == (None, None)
-    assert (result.details.examples[0].hits, result.details.examples[0].misses) == ((), ())
+    details = details_of(tiny_clip(PRODUCT), class_shards(tmp_path), none)
+    assert (details.codes, details.bits) == (None, None)
+    assert (details.examples[0].hits, details.examples[0].misses) == ((), ())
 
 
 def test_one_class_is_always_right(tmp_path):
-    folder = number_shards(tmp_path, [0, 0, 0], 1)
-    (result,) = evaluate(PlainModel(1), [ZeroShotConfig(data=ClassShardsConfig(path=folder))], details=SMALL)
-    assert [each.accuracy["codes_only"] for each in result.details.classes] == [1.0]
-    assert (result.details.confusion.counts, result.details.confusion.largest) == (((3,),), ())
-    assert len(result.details.examples[0].hits) == 2
-    assert Details.model_validate_json(result.details.model_dump_json()) == result.details
+    details = details_of(PlainModel(1), number_shards(tmp_path, [0, 0, 0], 1))
+    assert [each.accuracy["codes_only"] for each in details.classes] == [1.0]
+    assert (details.confusion.counts, details.confusion.largest) == (((3,),), ())
+    assert len(details.examples[0].hits) == 2
+    assert Details.model_validate_json(details.model_dump_json()) == details
 
 
 def test_bad_samples_are_left_out_and_rows_still_belong_to_their_images(tmp_path):
@@ -166,12 +168,10 @@ def test_bad_samples_are_left_out_and_rows_still_belong_to_their_images(tmp_path
 
 
 def test_an_image_that_cannot_be_read_again_has_no_thumbnail(tmp_path):
-    folder = number_shards(tmp_path, [0, 1], 2)
-
     with mock.patch("vqclip.evaluation.details.read_decoded", side_effect=DataError("gone")):
-        (result,) = evaluate(PlainModel(2), [ZeroShotConfig(data=ClassShardsConfig(path=folder))], details=SMALL)
-    assert [each.image.thumbnail for each in result.details.examples[0].hits] == [None, None]
-    assert [gallery.patches for gallery in result.details.codes.galleries] == []
+        details = details_of(PlainModel(2), number_shards(tmp_path, [0, 1], 2))
+    assert [each.image.thumbnail for each in details.examples[0].hits] == [None, None]
+    assert [gallery.patches for gallery in details.codes.galleries] == []
 
 
 def test_details_that_cannot_be_made_cost_no_figure_but_a_signal_stops_the_evaluation(tmp_path, caplog):
@@ -222,18 +222,14 @@ def test_bits_run_no_tower_again(tmp_path, monkeypatch):
     model, folder = tiny_clip(PRODUCT), class_shards(tmp_path)
     seen, forward = [], model.image.tower.forward
     monkeypatch.setattr(model.image.tower, "forward", lambda x: (seen.append(len(x)), forward(x))[1])
-    task = ZeroShotConfig(data=ClassShardsConfig(path=folder))
-    assert evaluate(model, [task], details=DetailsConfig())[0].details.bits.images == 22
+    assert details_of(model, folder, DetailsConfig()).bits.images == 22
     assert sum(seen) == 22
 
 
 def test_reduced_tokens_have_no_place(tmp_path):
     model = tiny_clip()
     model.image.reduce = QueryReduction(16, 4, 2)
-    (result,) = evaluate(
-        model, [ZeroShotConfig(data=ClassShardsConfig(path=class_shards(tmp_path)))], details=DetailsConfig()
-    )
-    codes = result.details.codes
+    codes = details_of(model, class_shards(tmp_path), DetailsConfig()).codes
     assert (codes.grid, codes.galleries, len(codes.maps)) == (None, (), 4)
 
 

@@ -50,14 +50,12 @@ def holder(tmp_path):
     os.kill(worker, signal.SIGKILL)
 
 
-def test_a_second_job_is_told_who_holds_the_folder(tmp_path, holder):
+def test_a_second_job_is_told_who_holds_the_folder_until_that_one_is_killed(tmp_path, holder):
+    """A worker of the holder lives on, and holds nothing."""
     with RunLock(tmp_path / "run") as lock, pytest.raises(ConfigError) as error:
         lock.acquire()
     assert f"in use by another job (process {holder.pid} on {socket.gethostname()})" in str(error.value)
     assert "run.name" in str(error.value)
-
-
-def test_a_killed_holder_holds_nothing_though_its_workers_live(tmp_path, holder):
     holder.kill()
     holder.join()
     with RunLock(tmp_path / "run") as lock:
@@ -92,10 +90,10 @@ def test_a_link_in_place_of_the_lock_file_is_refused(tmp_path):
     assert (tmp_path / "precious").read_text() == "as it was"
 
 
-def test_a_deleted_lock_file_lets_nobody_in_and_comes_back(tmp_path, holder, caplog):
+def test_a_deleted_lock_file_lets_no_rank_in_and_comes_back(tmp_path, ranks, holder, caplog):
     (tmp_path / "run" / LOCK_FILE).unlink()
-    with RunLock(tmp_path / "run") as lock, pytest.raises(ConfigError, match=f"process {holder.pid}"):
-        lock.acquire()
+    for message in ranks(2, take, tmp_path / "run"):
+        assert f"process {holder.pid}" in message
     with RunLock(tmp_path / "own") as lock:
         lock.acquire()
         (tmp_path / "own" / LOCK_FILE).unlink()
@@ -133,11 +131,6 @@ def test_another_thread_is_refused_and_takes_no_lock_away(tmp_path, holder):
     assert f"in use by another job (process {os.getpid()} on" in refused[0]
     take_there()  # it is free again
     assert len(refused) == 1
-
-
-def test_every_rank_is_refused(tmp_path, ranks, holder):
-    for message in ranks(2, take, tmp_path / "run"):
-        assert f"process {holder.pid}" in message
 
 
 def train_and_copy(tree, cache):

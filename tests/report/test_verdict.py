@@ -15,14 +15,11 @@ def verdict_on(folder) -> Verdict:
     return judge(run, newest_tasks(run)[1])
 
 
-def test_a_healthy_run(tmp_path):
+def test_a_healthy_run_and_one_that_has_just_begun(tmp_path):
     found = verdict_on(make_run(tmp_path / "run"))
     assert (found.level, found.headline) == ("good", "Healthy")
     assert "fell from 2.65 (step 20) to 1.8; a model that knows nothing has 2.77" in found.findings[0].text
-
-
-def test_a_run_that_has_just_begun(tmp_path):
-    assert verdict_on(make_run(tmp_path / "run", steps=20)).headline == "Too early for a verdict"
+    assert verdict_on(make_run(tmp_path / "begun", steps=20)).headline == "Too early for a verdict"
 
 
 def collapse(step):

@@ -114,24 +114,17 @@ def test_trackers_are_names_or_mappings(tmp_path):
     assert config_of(tmp_path, []).run.trackers == ()
 
 
-@pytest.mark.parametrize(
-    ("trackers", "message"),
-    [
+def test_mistakes_are_named(tmp_path, monkeypatch):
+    for trackers, message in (
         (["tensorbord"], r'run\.trackers\[0\]\.kind: got .tensorbord.*did you mean "tensorboard"'),
         (["wandb", {"kind": "wandb"}], r"run\.trackers: got wandb twice; expected each tracker once"),
         ([{"kind": "wandb", "projekt": "x"}], r'run\.trackers\[0\]\.projekt: unknown key; did you mean "project"'),
-    ],
-)
-def test_mistakes_are_named(tmp_path, trackers, message):
-    with pytest.raises(ConfigError, match=message):
-        config_of(tmp_path, trackers)
-
-
-def test_a_missing_package_is_named_before_any_work(monkeypatch):
-    monkeypatch.setattr(WandbConfig, "package", "no_such_package")
-    with pytest.raises(
-        ConfigError, match=r"run\.trackers: wandb: the package .* pip install 'vqclip\[no_such_package\]'"
     ):
+        with pytest.raises(ConfigError, match=message):
+            config_of(tmp_path, trackers)
+    monkeypatch.setattr(WandbConfig, "package", "no_such_package")
+    told = r"run\.trackers: wandb: the package .* pip install 'vqclip\[no_such_package\]'"
+    with pytest.raises(ConfigError, match=told):
         WandbConfig().require()
 
 
