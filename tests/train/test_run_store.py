@@ -19,7 +19,7 @@ from vqclip import checkpoint
 from vqclip.checkpoint.folders import write_folder
 from vqclip.cli.main import main
 from vqclip.data.remote import folder
-from vqclip.data.remote.retry import TransferConfig, retry
+from vqclip.data.remote.retry import TransferConfig
 from vqclip.errors import CheckpointError, ConfigError, StorageError
 from vqclip.train import Callback, TrainConfig
 from vqclip.train import run as train
@@ -85,7 +85,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     files.failing = {}
     files.store.clear()
     monkeypatch.setattr(folder, "object_store", lambda url, timeout_s: files)
-    monkeypatch.setattr(retry, "_sleep", lambda seconds: None)
+    monkeypatch.setattr("vqclip.data.remote.retry._sleep", lambda seconds: None)
     yield files
     files.store.clear()
 
