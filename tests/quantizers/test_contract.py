@@ -93,16 +93,7 @@ CONFIGS = {
 
 DISCRETE = {name: config for name, config in CONFIGS.items() if "identity" not in name}
 
-DIFFERENT_GRAPHS = (
-    "fsq",
-    "lfq",
-    "bsq",
-    "vq",
-    "vq, learned",
-    "simvq",
-    "residual of fsq",
-    "residual of vq with dropout",
-)
+DIFFERENT_GRAPHS = ("fsq", "bsq", "vq, learned", "simvq", "residual of vq with dropout")
 """The graphs of the others have no operation that these lack, so they are traced in the slow tests only."""
 
 TRACED = [pytest.param(c, id=n, marks=() if n in DIFFERENT_GRAPHS else pytest.mark.slow) for n, c in CONFIGS.items()]

@@ -339,9 +339,7 @@ def test_no_token_is_drawn_twice(count: int, samples: int, tokens: int, flat: bo
             assert len(found) == min(count, len(real))
 
 
-@pytest.mark.parametrize(
-    ("samples", "tokens", "count"), [(1, 24, 6), (4, 6, 6), (24, 1, 6), (3, 8, 7), (8, 3, 19), (5, 5, 12)]
-)
+@pytest.mark.parametrize(("samples", "tokens", "count"), [(1, 24, 6), (24, 1, 6), (5, 5, 12)])
 def test_every_token_has_the_same_chance(samples: int, tokens: int, count: int) -> None:
     rounds, size = 2000, samples * tokens
     found = torch.tensor([drawn(count, torch.ones(samples, tokens).bool(), step) for step in range(rounds)])

@@ -198,7 +198,7 @@ def test_a_picture_depends_on_its_index_alone() -> None:
 
 
 def test_val_captions_are_true_of_their_own_picture_alone() -> None:
-    samples = list(val_samples(0, 300, 32))
+    samples = list(val_samples(0, 200, 32))
     for i, sample in enumerate(samples):
         claims = parse(sample.caption or "")
         fits = [
