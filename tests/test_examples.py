@@ -141,19 +141,6 @@ def test_caption_and_draw_learns_four_images_by_heart():
     assert torch.equal(module.draw_images(model, said, codes), ids)
 
 
-def test_words_give_captions_back_and_name_the_unknown():
-    words = load("caption_and_draw").Words(CAPTIONS)
-    assert words.decode(words.encode(CAPTIONS)[:, 1:]) == CAPTIONS
-    assert words.decode(words.encode(["red circle"])[:, 1:]) == ["red?"]
-
-
-def test_judge_shuffles_every_one_and_finds_the_margin(capsys):
-    module = load("caption_and_draw")
-    rows = torch.eye(20)
-    module.judge("same", rows, rows, rows, seed=0)  # a shuffle that left one in its place would not score 0
-    assert "cosine 1.000, shuffled 0.000, true 1.000; margin over shuffled 1.000" in capsys.readouterr().out
-
-
 DRAW_QUICKLY = ["--scenes=24", "--judged=6", "--updates=2", "--causal-updates=2", "--judge-updates=10", "--rounds=3"]
 
 
@@ -195,12 +182,6 @@ def test_masked_generator_draws_four_images_by_heart():
     module.train_masked(model, text, ids, updates=100, seed=0)
     drawn = module.draw_masked(model, text, rounds=3, guidance=2.0, seed=0)
     assert (drawn == ids).float().mean() > 0.7 > 0.4 > (drawn == ids.roll(1, dims=0)).float().mean()
-
-
-def test_shares_count_what_is_right():
-    asked = torch.tensor([[0, 1, 2]] * 4)
-    found = torch.tensor([[0, 1, 2], [1, 1, 2], [0, 0, 2], [2, 0, 0]])
-    assert load("draw_scenes").shares(found, asked) == [0.5, 0.5, 0.75, 0.5, 0.25]
 
 
 def test_language_model_learns_and_draws_ids_that_decode(example, tokenizer, captions):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.data.making import caption_shards
-from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, LFQ, PRODUCT, RESIDUAL_FSQ
+from tests.models import BUSY_RESIDUAL, BUSY_VQ, LFQ
 from tests.training import STEPS, largest_difference, metrics, run, run_tree, weights
 from vqclip.train.step import TrainStep
 
@@ -22,31 +22,17 @@ ENTROPY_LFQ = LFQ | {
 }
 
 CASES = {
-    "fsq": (FSQ, {}),
-    "lfq with entropy loss": (ENTROPY_LFQ, {}),
-    "fsq, sigmoid loss": (FSQ, SIGLIP),
     "lfq, gathered sigmoid loss": (ENTROPY_LFQ, SIGLIP | {"loss": {"kind": "sigmoid", "impl": "gather"}}),
-    "product, gathered loss": (PRODUCT, {"loss": {"kind": "contrastive", "impl": "gather"}}),
-    "residual of fsq with dropout": (RESIDUAL_FSQ, {}),
     "residual of vq with dropout": (BUSY_RESIDUAL, {}),
     "ranks of unequal share": (ENTROPY_LFQ, {"train__batch_size": 11}),
 }
+SLOW = ("ranks of unequal share",)
+"""Not run by default: `tests/quantizers` and `tests/losses` have ranks of unequal share."""
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
-
-
-SLOW = (
-    "fsq",
-    "lfq with entropy loss",
-    "fsq, sigmoid loss",
-    "product, gathered loss",
-    "ranks of unequal share",
-    "residual of fsq with dropout",
-)
-"""Not run by default: each part of them is in another case, or is compared on ranks in tests/losses."""
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
