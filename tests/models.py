@@ -96,6 +96,6 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], object] = lambda con
     """Change a tokenizer folder's configuration; give it the hashes that fit, as whoever changes weights can."""
     config = json.loads((folder / "config.json").read_text())
     change(config)
-    del config["sha256"]
+    config.pop("sha256", None)
     config["weights"] = digest_file(folder / "model.safetensors").model_dump()
     (folder / "config.json").write_bytes(add_checksum(config))
