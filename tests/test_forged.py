@@ -27,7 +27,7 @@ from vqclip.train.resume import resume
 from vqclip.train.step import ComputeConfig, TrainStep
 from vqclip.train.tasks.contrastive import ContrastiveTask
 
-EACH = 30
+EACH = 20
 DEEP: Any = []
 for _ in range(150):
     DEEP = [DEEP]
