@@ -9,7 +9,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from vqclip import checkpoint
-from vqclip.io.tensors import save_tensors
+from vqclip.io import parts
+from vqclip.io.parts import Part
 
 
 def save_checkpoint(
@@ -22,10 +23,16 @@ def save_checkpoint(
 ) -> Path:
     """Save the state of an optimizer as it is now, with what ``write_model`` writes."""
     tensors = checkpoint.Staging().copy(checkpoint.optimizer_tensors(optimizer).items())
+    whole = {name: Part(tuple(each.shape), each.dtype, each) for name, each in tensors.items()}
+
+    def write_tensors(aside: Path) -> None:
+        parts.create(aside / checkpoint.OPTIMIZER_FILE, whole)
+        parts.write(aside / checkpoint.OPTIMIZER_FILE, whole)
+
     return checkpoint.save(
         folder,
         step,
-        write_tensors=lambda aside: save_tensors(tensors, aside / checkpoint.OPTIMIZER_FILE),
+        write_tensors=write_tensors,
         write_model=write_model,
         optimizer=checkpoint.optimizer_layout(optimizer),
         state=state or {},

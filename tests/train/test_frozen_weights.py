@@ -225,14 +225,6 @@ def test_random_numbers_of_a_waiting_tower_belong_to_the_identity(tmp_path, shar
     assert list(drawn.values()) == [True, False, True, True, False, True], drawn
 
 
-@pytest.mark.parametrize("changes", [{"train__micro_batches": 2}, {"train__activation_checkpointing": True}])
-def test_microbatches_and_recomputation_change_nothing(tmp_path, shards, changes):
-    for folder, more in (("plain", {}), ("other", changes)):
-        config = tree(tmp_path / folder, shards, {"last": 1}, {"from_step": 3}, train__precision="fp64", **more)
-        run(config, str(tmp_path / "cache"))
-    assert largest_difference(*(weights(tmp_path / folder, STEPS) for folder in ("plain", "other"))) < 1e-6
-
-
 def test_the_whole_run_of_a_network_with_batch_norm(tmp_path, shards):
     """Trained in its last block, exported, loaded, and its statistics are those of the beginning."""
     tower = {"kind": "timm", "name": "resnet10t", "image_size": 32, "train": {"last": 1}}
@@ -284,18 +276,6 @@ def nan(state):
     state[min(state)][:] = float("nan")
 
 
-def shape(state):
-    state[min(state)] = torch.zeros(3)
-
-
-def name(state):
-    state["image.tower.other"] = torch.zeros(3)
-
-
-def missing(state):
-    del state[min(state)]
-
-
 def doubled(state):
     state["logit_scale"] = torch.zeros(())
 
@@ -304,9 +284,6 @@ def doubled(state):
     ("change", "message"),
     [
         (nan, "frozen/model.safetensors: these tensors contain NaN or infinity: .*; restore a copy of it"),
-        (shape, r"got shape \(3,\)"),
-        (name, "unexpected image.tower.other"),
-        (missing, "missing image.tower"),
         (doubled, "stored twice: logit_scale"),
     ],
 )
@@ -359,10 +336,6 @@ def flip(path):
     path.write_bytes(bytes(data))
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-8])
-
-
 def test_the_frozen_file_of_a_model_folder_near_the_root():
     """A checkpoint's `model` that was copied elsewhere: its config.json asks for a file that is not there."""
     assert frozen_file(Path("/runs/a/checkpoints/step-1/model"), "w") == Path("/runs/a/frozen/w")
@@ -376,12 +349,10 @@ def test_the_frozen_file_of_a_model_folder_near_the_root():
             flip,
             "frozen/model.safetensors: SHA-256 .* the file is damaged. .* restore a copy of it, or train under another",
         ),
-        (cut, "frozen/model.safetensors: .* bytes; .* says .* cut short"),
         (
             lambda path: path.unlink(),
             "frozen/model.safetensors: no such file; .* once for all its checkpoints. Restore",
         ),
-        (lambda path: shutil.rmtree(path.parent), "frozen/model.safetensors: no such file"),
     ],
 )
 def test_a_damaged_file_is_refused(copy, damage, message):

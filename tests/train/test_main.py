@@ -17,7 +17,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import vqclip
 from tests.commands import command
@@ -456,30 +455,6 @@ def test_fp16_stops_when_no_scale_helps(tmp_path, shards, monkeypatch):
         NonFiniteError, match="the gradient is not finite even with the loss scaled by 1, after 17 skipped"
     ):
         train(tree)
-
-
-class CountReads(TorchDispatchMode):
-    """Counts the numbers read from tensors one by one: on a GPU each waits for all work."""
-
-    reads = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.reads += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_step_reads_its_checks_at_once(tmp_path, shards, monkeypatch):
-    step, reads = TrainStep.__call__, []
-
-    def counted(self, batch, number):
-        with CountReads() as counter:
-            result = step(self, batch, number)
-        reads.append(counter.reads)
-        return result
-
-    monkeypatch.setattr(TrainStep, "__call__", counted)
-    train(run_tree(tmp_path, shards, LFQ, train__steps=4, train__precision="fp32"))
-    assert reads == [1] * 4  # the length of the longest caption, of tokens that are still on the CPU
 
 
 @pytest.mark.parametrize("mode", [True, "regional"])

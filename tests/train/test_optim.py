@@ -9,9 +9,6 @@ import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
-from tests.checkpoint.making import restore, save_checkpoint
-from tests.training import all_equal
-from vqclip import checkpoint
 from vqclip.config import load_config
 from vqclip.dist import Replicas
 from vqclip.errors import ConfigError
@@ -282,38 +279,3 @@ def test_clipping_shows_what_is_not_finite():
         parameter.grad = torch.ones_like(parameter)
     model.bias.grad[0] = math.nan
     assert clip_gradients(list(model.parameters()), 1.0, Replicas(model)).isnan()
-
-
-@pytest.mark.parametrize("implementation", ["fused", "foreach", "for_loop"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_resume_in_the_middle_of_the_schedule_changes_no_bit(tmp_path, implementation, dtype):
-    config = OptimConfig(lr=0.01, warmup_steps=2, implementation=implementation)
-    schedule = config.schedule(8)
-
-    def train(model, optimizer, steps):
-        for step in steps:
-            set_lr(optimizer, schedule(step))
-            images = torch.randn(4, 3, 2, 2, dtype=dtype, generator=torch.Generator().manual_seed(step))
-            texts = torch.tensor([1, 2, 3, step])
-            logits = model.image(images) @ model.text(texts).T * model.logit_scale + model.logit_bias
-            optimizer.zero_grad()
-            (logits.square().mean() + model.query.sum()).backward()
-            clip_gradients(list(model.parameters()), 1.0, Replicas(model))
-            optimizer.step()
-
-    model = Model().to(dtype)
-    optimizer = config.build(model)
-    train(model, optimizer, range(4))
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    path = save_checkpoint(tmp_path, 4, optimizer)
-    train(model, optimizer, range(4, 8))
-
-    resumed = Model().to(dtype)
-    resumed.load_state_dict(weights)
-    again = config.build(resumed)
-    restore(path, again)
-    train(resumed, again, range(4, 8))
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, resumed.state_dict()[name]), name
-    assert checkpoint.optimizer_layout(optimizer) == checkpoint.optimizer_layout(again)
-    assert all_equal(checkpoint.optimizer_tensors(optimizer), checkpoint.optimizer_tensors(again))

@@ -295,6 +295,11 @@ class Checkpointer:
             writing[1].result()
             self.written = writing[0]
 
+    def model_tensors(self, constants: bool = False) -> dict[str, Tensor]:
+        """Return the tensors of the model in checkpoints; with ``constants``, those that the run stores once, too."""
+        state = self.step.model.state_dict()
+        return {name: each for name, each in state.items() if constants or name not in self.frozen.names}
+
     def _files(self, constants: bool = False) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of each file of a checkpoint but those of the guards; of shards, this rank's rows.
 
@@ -302,11 +307,7 @@ class Checkpointer:
             constants: return those that the run stores once, too.
         """
         step, others = self.step, self.step.task.discriminators
-        model = {
-            name: dist.local_rows(tensor)
-            for name, tensor in step.model.state_dict().items()
-            if constants or name not in self.frozen.names
-        }
+        model = {name: dist.local_rows(tensor) for name, tensor in self.model_tensors(constants).items()}
         state = {} if step.ema is None else step.ema.tensors()
         if others is not None:
             state |= {f"{DISCRIMINATORS}{name}": tensor for name, tensor in others.state_dict().items()}

@@ -105,7 +105,7 @@ def load_model(checkpointer: Checkpointer, done: int) -> None:
     def verify() -> None:
         saved = checkpoint.load(checkpointer.path(done))
         files[STATE_FILE] = {} if step.ema is None else read_averages(saved, step.model)
-        files[MODEL_FILE] = read_weights(saved.model_folder, _stored_tensors(checkpointer))
+        files[MODEL_FILE] = read_weights(saved.model_folder, checkpointer.model_tensors())
 
     dist.run_on_main(verify)
     _load_weights(checkpointer, _rows_of_rank(checkpointer, checkpointer.path(done).name, files))
@@ -123,7 +123,7 @@ def _verify(
     state = validate(path / "state.json", RunState, saved.state, section="state")
     _require_same(path, state.identity, checkpointer.identity, allow)
     checkpointer.frozen.require_equal(saved.model_folder)
-    weights = read_weights(saved.model_folder, _stored_tensors(checkpointer))
+    weights = read_weights(saved.model_folder, checkpointer.model_tensors())
     optimizer = checkpoint.read_optimizer(path, step.optimizer, step.parallel.weights.shapes)
     tensors = saved.tensors(_most_numbers(step))
     try:
@@ -199,18 +199,12 @@ def _load_weights(checkpointer: Checkpointer, rows: Mapping[str, _Rows]) -> None
     """Load this rank's rows of the weights and of their averages. A collective."""
     step, stored = checkpointer.step, rows[MODEL_FILE]
     with torch.no_grad():
-        for name, tensor in _stored_tensors(checkpointer).items():
+        for name, tensor in checkpointer.model_tensors().items():
             dist.local_rows(tensor).copy_(stored[name])
     for quantizer in step.task.quantizers().values():
         quantizer.load_state_dict(quantizer.state_dict())  # so that hooks derive attributes from it
     if step.ema is not None:
         step.ema.load({name: rows[STATE_FILE][name] for name in rows[STATE_FILE] if name.startswith(AVERAGE)})
-
-
-def _stored_tensors(checkpointer: Checkpointer) -> dict[str, Tensor]:
-    """Return the tensors of the model that checkpoints contain."""
-    state = checkpointer.step.model.state_dict()
-    return {name: each for name, each in state.items() if name not in checkpointer.frozen.names}
 
 
 def _restore_state(step: TrainStep[Any], state: RunState, tensors: Mapping[str, Tensor]) -> None:
