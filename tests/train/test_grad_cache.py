@@ -25,7 +25,7 @@ from tests.training import largest_difference, metrics, run, run_tree, weights
 from vqclip import dist, quantizers
 from vqclip.data import Batch
 from vqclip.dist._torch_versions import REDUCE_SCATTER
-from vqclip.errors import ConfigError, ReplayError
+from vqclip.errors import ReplayError
 from vqclip.losses import ContrastiveConfig, SigmoidConfig, tiled
 from vqclip.train.optim import OptimConfig
 from vqclip.train.step import ComputeConfig, TrainStep
@@ -374,9 +374,3 @@ def test_a_step_with_the_loss_compiles_to_one_graph():
         function(batch.images, batch.texts).backward()
         gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
     assert_alike(gradients[1:], gradients[:1], 1e-10)
-
-
-def test_more_micro_batches_than_samples_are_refused(tmp_path, shards):
-    tree = run_tree(tmp_path, shards, train__micro_batches=13)
-    with pytest.raises(ConfigError, match=r"train\.micro_batches: got 13, more than the 12 samples of a process"):
-        run(tree, str(tmp_path / "cache"))

@@ -51,6 +51,8 @@ from vqclip.train import TrainConfig
 from vqclip.train import run as train
 from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.compilation import CompiledRegions
+from vqclip.train.config import ScheduleConfig
+from vqclip.train.main import require_samples
 from vqclip.train.resume import Resumed
 from vqclip.train.step import TrainStep
 from vqclip.train.summary import render
@@ -271,16 +273,6 @@ def test_captions_that_are_cut_are_told_once_and_counted_exactly(tmp_path, ranks
     assert tokenize_command(options) == 0
     said = capsys.readouterr().out
     assert said.count("66.7 % of captions (20 of 30) are longer than the text tower's context_length 4") == 1
-
-
-def test_bad_samples_of_a_run_that_they_end_are_written_down(tmp_path):
-    folder = caption_shards(tmp_path / "data", counts=(29,))
-    write_tar(folder / "00001.tar", NO_PICTURE)
-    tree = run_tree(tmp_path, folder, train__steps=5)
-    tree["data"]["max_bad_fraction"] = 0.0
-    with pytest.raises(DataError, match="1 bad samples among"):
-        train(tree)
-    assert [bad["kind"] for bad in read_metrics(tmp_path / "tiny" / "bad_samples.jsonl")] == ["damaged image"]
 
 
 def test_bad_samples_are_judged_over_a_resume(tmp_path, monkeypatch, shards):
@@ -561,21 +553,6 @@ def test_a_full_disk_is_one_line_and_status_1(tmp_path, shards, capsys, monkeypa
     assert line == "vqclip train: some file: No space left on device"
 
 
-def test_the_written_configuration_is_whole_or_the_former_one(tmp_path, shards, monkeypatch):
-    tree = run_tree(tmp_path, shards, train__steps=4)
-    train(tree)
-    before = (tmp_path / "tiny" / "config.yaml").read_text()
-
-    def fail(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("vqclip.io.atomic.os.fsync", fail)  # of the complete temporary file
-        with pytest.raises(OSError, match="No space left"):
-            train(tree | {"evaluation": retrieval(shards)})
-    assert (tmp_path / "tiny" / "config.yaml").read_text() == before
-
-
 def test_a_finished_run_that_is_run_again_keeps_its_record(tmp_path, shards):
     tree = run_tree(tmp_path, shards, train__steps=4, evaluation=retrieval(shards))
     folder = tmp_path / "tiny"
@@ -795,7 +772,8 @@ def test_machines_with_other_data_are_refused(tmp_path, shards, ranks):
     assert all(f"{each}{found}" in message for each, message in zip(where, told, strict=True))
 
 
-def test_fewer_samples_than_processes_is_refused(tmp_path, shards, monkeypatch):
-    monkeypatch.setattr(dist, "world_size", lambda group=None: 13)
+def test_too_few_samples_for_processes_or_microbatches_are_refused():
     with pytest.raises(ConfigError, match="got 12, fewer than the 13 processes"):
-        train(run_tree(tmp_path, shards))
+        require_samples(ScheduleConfig(batch_size=12), 13)
+    with pytest.raises(ConfigError, match=r"train\.micro_batches: got 7, more than the 6 samples of a process"):
+        require_samples(ScheduleConfig(batch_size=12, micro_batches=7), 2)
