@@ -38,8 +38,7 @@ from vqclip.io.atomic import TEMPORARY
 from vqclip.io.json_files import Strict
 from vqclip.io.parts import Part
 from vqclip.io.tensors import checksums, first_names, nonfinite_names
-from vqclip.pixels.decoder import PIXELS_FILE
-from vqclip.tokenizer.folder import PIXELS_PREFIX, WEIGHTS_FILE
+from vqclip.tokenizer.folder import WEIGHTS_FILE
 from vqclip.tokenizer.stored import FROZEN_FOLDER
 from vqclip.train.ema import AVERAGE
 from vqclip.train.frozen_weights import FrozenWeights
@@ -220,9 +219,8 @@ class Checkpointer:
         """Copy what this rank writes to host memory. A collective."""
         weights, files = self.step.parallel.weights, self._files()
         files[STATE_FILE] |= self.step.guards.tensors()
-        if decoder := {name: each for name, each in files[MODEL_FILE].items() if name.startswith(PIXELS_PREFIX)}:
-            files[f"{MODEL}/{PIXELS_FILE}"] = decoder
-            files[MODEL_FILE] = {name: each for name, each in files[MODEL_FILE].items() if name not in decoder}
+        for name, tensor in files.pop(MODEL_FILE).items():
+            files.setdefault(f"{MODEL}/{self.step.task.weights_file(name)}", {})[name] = tensor
         found: dict[str, dict[str, Part]] = {
             file: {} for file, tensors in files.items() if tensors or file != STATE_FILE
         }

@@ -33,6 +33,7 @@ from vqclip.nn.precision import Precision, autocast
 from vqclip.quantizers import Order, Quantizer, Stats
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import Tokenizer
+from vqclip.tokenizer.folder import WEIGHTS_FILE
 from vqclip.towers import ImageTower, TextTower
 
 __all__ = ["RankBatch", "Samples", "Task", "TaskOutput", "copy_images", "make_rank_batch"]
@@ -231,6 +232,10 @@ class Task(ABC, Generic[SamplesT]):
     def towers(self) -> dict[str, ImageTower | TextTower]:
         """Towers of the model by modality; their frozen tensors are stored once in a run."""
         return {}
+
+    def weights_file(self, name: str) -> str:
+        """Return the file of the model's part of a checkpoint that contains a tensor of the model."""
+        return WEIGHTS_FILE
 
     @abstractmethod
     def write_model(self, folder: Path, extra: Mapping[str, Any]) -> None:

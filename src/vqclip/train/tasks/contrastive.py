@@ -21,9 +21,11 @@ from vqclip.errors import ConfigError
 from vqclip.losses import Loss, LossConfig
 from vqclip.model import CLIP, ModelConfig
 from vqclip.nn.precision import autocast
+from vqclip.pixels.decoder import PIXELS_FILE
 from vqclip.pixels.losses import PixelLosses, require_starts
 from vqclip.quantizers import Quantizer, Stats, sync
 from vqclip.tokenizer import Tokenizer
+from vqclip.tokenizer.folder import PIXELS_PREFIX, WEIGHTS_FILE
 from vqclip.tokenizer.saving import write_tokenizer_files
 from vqclip.towers import ImageTower, TextTower
 from vqclip.towers.base import FromStep
@@ -214,6 +216,10 @@ class ContrastiveTask(Task[RankBatch]):
     def towers(self) -> dict[str, ImageTower | TextTower]:
         """Both towers."""
         return {"image": self.model.image.tower, "text": self.model.text.tower}
+
+    def weights_file(self, name: str) -> str:
+        """Return that of the tokenizers, or of the pixel decoder."""
+        return PIXELS_FILE if name.startswith(PIXELS_PREFIX) else WEIGHTS_FILE
 
     def write_model(self, folder: Path, extra: Mapping[str, Any]) -> None:
         """Make a tokenizer folder."""
