@@ -18,7 +18,7 @@ from vqclip.quantizers import FSQConfig, LFQConfig, ProductConfig, ResidualConfi
 from vqclip.runlog.health import CollapseConfig, DivergenceConfig, Health
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
-from vqclip.train.code_windows import CodeWindows
+from vqclip.train.guards import CodeWindows
 from vqclip.train.summary import render
 
 CHANCE = math.log(128)
