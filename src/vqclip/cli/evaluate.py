@@ -25,7 +25,7 @@ __all__ = ["Evaluate", "EvaluateTask"]
 
 
 class _Evaluation(Command, words=("models",)):
-    """What an evaluation has, with the tasks of a file or on data of its own."""
+    """An evaluation, with the tasks of a file or on data of its own."""
 
     models: tuple[Text, ...] = Field(description=MODEL, min_length=1)
     device: Text = "auto"

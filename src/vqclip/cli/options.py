@@ -98,7 +98,7 @@ class Command(BaseModel):
     others: tuple[str, ...] = ()
     """Options that are not fields."""
     given: tuple[str, ...] = ()
-    """All that follows the command's name."""
+    """Arguments after the command's name."""
 
     def run(self) -> int | None:
         """Do the work, and return the exit status (None: 0)."""
