@@ -183,7 +183,7 @@ class Finding:
     """Observation in figures."""
     advice: str = ""
     kind: Kind | None = None
-    """Kind of the signs that it tells of; None for others."""
+    """Kind of the signs behind it; None for other findings."""
 
 
 @dataclass
