@@ -196,6 +196,13 @@ PEOPLE = [
     ("above/t.csv", "image,caption\nd.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
     ("above/t.csv", "image,caption\nsub/d.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
     ("t.csv", "image,label\na.jpg,dog\nb.jpg,cat\n", "", {"a.jpg": 1, "b.jpg": 0}, ""),
+    (
+        "t.csv",
+        'image,labels\na.jpg,"x,z"\nb.jpg,"x,z"\n',
+        "",
+        {"a.jpg": 0, "b.jpg": 0},
+        "all rows are of one class, 'x,z'",
+    ),
     ("t.csv", "image,cls\na.jpg,3.0\nb.jpg,1\n", "label=cls classnames=[a,b,c,d]", {"a.jpg": 3, "b.jpg": 1}, ""),
     (
         "t.csv",

@@ -162,6 +162,8 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("0.jpg 0.txt 0.png", ["image_endings=[.png]"], ["0.txt", "(.jpg 1)"]),
         ("0.jpg 0.caption 1.JPG 1.caption", [], ["0.caption", "1.caption"]),
         ("0.JPG 0.TXT", [], ["0.TXT"]),
+        ("0.jpg 0.txt @eaDir/0.jpg/THUMB.jpg a/@eaDir/0.jpg/THUMB.jpg a/1.jpg a/1.txt", [], ["0.txt", "a/1.txt"]),
+        ("cat/0.jpg dog/0.jpg @eaDir/0.jpg __MACOSX/0.jpg", [], ["cat", "dog"]),
         ("0.jpg 1.jpg metadata.csv", [], ["metadata.csv", "1 file that metadata.csv does not name, such as 1.jpg"]),
     ],
 )

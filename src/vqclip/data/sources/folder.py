@@ -39,6 +39,8 @@ _TEXTS = (".txt", ".TXT", ".caption", ".cap", ".text")
 _TEXT_FOLDERS = ("captions", "caption", "texts", "text", "txt", "prompts")
 """Folders beside that of the images, or below it, with a file of the same name for each."""
 _NO_TABLES = (TEMPLATES, "classes.txt", "README.txt", "LICENSE.txt")
+_OF_SYSTEMS = frozenset({"__MACOSX", "@eaDir"})
+"""Folders that macOS and Synology's disks leave behind."""
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".token")
 
 
@@ -87,13 +89,13 @@ class FolderConfig(FileSourceConfig):
         described = [name for name in METADATA if builder.read_from(folder / name).is_file()]
         visited: list[Path] = []
         paths = list(walk_files(folder, visit=lambda path: visited.append(builder.read_from(path))))
-        paths = [path for path in paths if not path.startswith("__MACOSX/")]
+        paths = [path for path in paths if _OF_SYSTEMS.isdisjoint(path.split("/"))]
         images = [path for path in paths if self._is_image(path)]
         mode = self.captions or ("metadata" if described else self._find_captions(folder, images, set(paths)))
         if mode == "metadata":
             return self._metadata_table(folder, described, builder, images)
         if mode == "classes":
-            classes = sorted(path.name for path in visited if path.parent == folder and path.name != "__MACOSX")
+            classes = sorted(path.name for path in visited if path.parent == folder and path.name not in _OF_SYSTEMS)
             return self._class_table(folder, classes, builder, paths)
         if not images:
             raise DataError(f"{folder}: no image ({', '.join(self.image_endings)}) in it or below it")

@@ -273,6 +273,10 @@ def list_images(
     if classes is None:
         return builder.finish()
     places = classes.sort()
+    if len(classes.names) == 1 and not chosen.captions:
+        builder.notes.append(
+            f"all rows are of one class, {classes.names[0][:80]!r}: prompts tell no image from another"
+        )
     return builder.finish(classes.names, () if chosen.captions else given.templates, places)
 
 

@@ -149,6 +149,10 @@ class TableStream(ABC):
         self.notes: tuple[str, ...] = tuple(notes)
         self._classes = None if self.label is None else self._read_classes(schema, self.label)
         self.classnames: tuple[str, ...] = () if self._classes is None else self._classes.names
+        if len(self.classnames) == 1 and self.has_prompts:
+            self.notes += (
+                f"all rows are of one class, {self.classnames[0][:80]!r}: prompts tell no image from another",
+            )
 
     def __str__(self) -> str:
         return self._name
