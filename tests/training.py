@@ -97,8 +97,10 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def weights(folder: Path, step: int = STEPS) -> dict[str, Tensor]:
-    """The model's tensors in a checkpoint of the run in ``folder``."""
-    return load_file(folder / "tiny" / "checkpoints" / f"step-{step:08d}" / "model" / "model.safetensors")
+    """The model's tensors in a checkpoint of the run in ``folder``, with those of a pixel decoder."""
+    model = folder / "tiny" / "checkpoints" / f"step-{step:08d}" / "model"
+    files = [path for name in ("model", "pixels") if (path := model / f"{name}.safetensors").exists()]
+    return {name: each for path in files for name, each in load_file(path).items()}
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

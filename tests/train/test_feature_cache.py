@@ -192,6 +192,7 @@ def swap(one, other):
 
 
 DAMAGE = {
+    "a bit flipped on the disk": lambda paths, records: paths[1].write_bytes(flipped(paths[1].read_bytes())),
     "a flipped bit": lambda paths, records: paths[1].write_bytes(flipped(paths[1].read_bytes())),
     "cut short": lambda paths, records: paths[1].write_bytes(paths[1].read_bytes()[:-4]),
     "missing": lambda paths, records: paths[1].unlink(),
@@ -207,7 +208,7 @@ def flipped(data):
 
 
 def test_damaged_shards_are_computed_again(tmp_path, shards):
-    """At once if a size or a record shows it; otherwise after the run that read the damage has stopped."""
+    """At once if a size, a time or a record shows it; otherwise after the run that read the damage has stopped."""
     tree, cache = tree_of(tmp_path, shards, cache_of(tmp_path), train__steps=20), str(tmp_path / "cache")
     run(tree, cache)
     paths = shards_of(tmp_path)
@@ -218,7 +219,8 @@ def test_damaged_shards_are_computed_again(tmp_path, shards):
         times = {path: path.stat().st_mtime_ns for path in paths}
         damage(paths, records)
         shutil.rmtree(tmp_path / "tiny")
-        if how == "a flipped bit":
+        if how == "a bit flipped on the disk":
+            os.utime(paths[1], ns=(times[paths[1]], times[paths[1]]))
             with pytest.raises(DataError, match=r"safetensors: the features of sample \d+ .*start the run again"):
                 run(tree, cache)
         run(tree, cache)
@@ -463,8 +465,12 @@ def test_two_jobs_compute_one_after_the_other(tmp_path, shards, caplog):
     run(tree, str(tmp_path / "cache"))
     shutil.rmtree(tmp_path / "tiny")
     shards_of(tmp_path)[0].unlink()
-    held = mock.patch.object(ProcessLock, "try_acquire", side_effect=["process 7 on elsewhere", None, None])
-    with held, caplog.at_level("INFO"):
+    acquire, held = ProcessLock.try_acquire, ["process 7 on elsewhere"]
+
+    def acquire_at_second_try(self):
+        return held.pop() if held and "features" in str(self._path) else acquire(self)
+
+    with mock.patch.object(ProcessLock, "try_acquire", acquire_at_second_try), caplog.at_level("INFO"):
         run(tree, str(tmp_path / "cache"))
     assert "waiting for another job (process 7 on elsewhere)" in caplog.text
 

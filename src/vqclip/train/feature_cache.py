@@ -164,10 +164,14 @@ def feature_jobs(
     for name, maker in makers.items():
         cache, chunk, is_image = config.feature_cache, chunk_size(maker.device), maker.modality == "image"
         assert cache is not None
+        # The kind of device, with the instructions that its kernels use, such as AVX512.
+        device = f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        if maker.device.type != "cpu":
+            device = torch.cuda.get_device_name(maker.device)
         origin: dict[str, Any] = {
             "data": [source.fingerprint for source in data.samples.sources],
             "precision": precision,
-            "device": device_name(maker.device),
+            "device": device,
             "chunk": chunk,
             "made_with": library_versions(),
         }
@@ -189,13 +193,6 @@ def feature_jobs(
         )
         jobs[name] = FeatureJob(maker, precision, data, FeatureFolder(cache.path, settings))
     return jobs
-
-
-def device_name(device: torch.device) -> str:
-    """Return the kind of device, with the instructions that its kernels use, such as AVX512."""
-    if device.type != "cpu":
-        return torch.cuda.get_device_name(device)
-    return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def library_versions() -> dict[str, str]:

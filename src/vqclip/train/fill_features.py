@@ -11,7 +11,7 @@ from typing import Any
 
 from vqclip import dist
 from vqclip.data.features import FeatureCacheConfig, FeatureFolder, FeatureSettings
-from vqclip.data.on_ray import RayCluster, RayOptions, connect_to_ray
+from vqclip.data.on_ray import RayOptions, connect_to_ray
 from vqclip.errors import ConfigError
 from vqclip.runlog.bar import ProgressBar
 from vqclip.train.config import TaskConfig
@@ -52,13 +52,28 @@ def fill_features_on_ray(config: TaskConfig, ray: RayOptions) -> str:
     parent = cache.path.expanduser().absolute()
     cache = cache.model_copy(update={"folder": parent})
     config = config.model_copy(update={"data": config.data.model_copy(update={"feature_cache": cache})})
-    with connect_to_ray(ray, 1 + config.data.workers, config.run.device) as cluster:
+    with connect_to_ray(ray, 1 + config.data.workers, config.run.device) as cluster, contextlib.ExitStack() as locks:
+        job = _RayJob(config, cluster.on_gpu)
         # Only a worker knows the name of its device, which is one of the settings.
-        describe = _RayJob(config, cluster.on_gpu)
-        [(_, described)] = cluster.map(describe.open, [0], "model")
-        folders = [FeatureFolder(parent, FeatureSettings.model_validate_json(each)) for each in described["settings"]]
-        job = replace(describe, settings=tuple(described["settings"]))
-        return _compute(job, folders, cluster)
+        [(_, described)] = cluster.map(job.open, [0], "model")
+        job = replace(job, settings=tuple(described["settings"]))
+        folders = [FeatureFolder(parent, FeatureSettings.model_validate_json(each)) for each in job.settings]
+        for folder in folders:
+            folder.make()
+            locks.enter_context(computing_alone(folder))
+            folder.work.remove_leftovers()
+        sizes = [len(folder.settings.shard_range(n)) for folder in folders for n in range(folder.settings.shards)]
+        start, made, seen = time.monotonic(), 0, 0
+        with ProgressBar(sum(sizes), 0, True, "features", "sample") as bar:
+            for item, done in cluster.map(job.open, range(len(sizes)), "shard of features"):
+                made, seen = made + done["is_new"], seen + sizes[item] * done["is_new"]
+                bar.advance(sizes[item])
+                bar.show()
+        for folder in folders:
+            wait_until_visible(folder)
+    rate = f"; {seen / (time.monotonic() - start):.0f} samples/s" if seen else ""
+    text = f"shards: {made} written, {len(sizes) - made} already finished{rate}"
+    return "\n".join([text, *(f"{folder.path}: {folder.settings.samples:,} samples" for folder in folders)])
 
 
 def _require_cache(config: TaskConfig) -> FeatureCacheConfig:
@@ -105,23 +120,3 @@ class _RayJob:
             return {"is_new": True}
 
         return compute
-
-
-def _compute(job: _RayJob, folders: list[FeatureFolder], cluster: RayCluster) -> str:
-    sizes = [len(folder.settings.shard_range(n)) for folder in folders for n in range(folder.settings.shards)]
-    start, made, seen = time.monotonic(), 0, 0
-    with contextlib.ExitStack() as locks:
-        for folder in folders:
-            folder.make()
-            locks.enter_context(computing_alone(folder))
-            folder.work.remove_leftovers()
-        with ProgressBar(sum(sizes), 0, True, "features", "sample") as bar:
-            for item, done in cluster.map(job.open, range(len(sizes)), "shard of features"):
-                made, seen = made + done["is_new"], seen + sizes[item] * done["is_new"]
-                bar.advance(sizes[item])
-                bar.show()
-        for folder in folders:
-            wait_until_visible(folder)
-    rate = f"; {seen / (time.monotonic() - start):.0f} samples/s" if seen else ""
-    text = f"shards: {made} written, {len(sizes) - made} already finished{rate}"
-    return "\n".join([text, *(f"{folder.path}: {folder.settings.samples:,} samples" for folder in folders)])
