@@ -23,7 +23,7 @@ from vqclip.train.tasks.kinds import load_task_config
 LATER = 9
 """A step in which every codebook is initialised. It is not reported, and the next one is."""
 HOST_ONLY = {
-    "tokenizer/text.py:needed_tokens",
+    "tokenizer/encoder.py:needed_tokens",
     "dist/_control.py:end",
     "dist/_control.py:start_any_rank",
     "quantizers/vq.py:_refresh_draws",
