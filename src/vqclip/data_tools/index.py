@@ -37,7 +37,7 @@ class _Place(NamedTuple):
     upload: RemoteFolder | None
     """The folder at a URL that it is copied to."""
     advice: str
-    """What the user needs to know of it."""
+    """Hints for the user."""
 
 
 def index_shards(tars: TarSet, chunk: int, workers: int = 1) -> str:

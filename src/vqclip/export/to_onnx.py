@@ -161,9 +161,9 @@ class ExportInfo(Strict):
     torch: str
     """Version that wrote it."""
     opset: int
-    """Of ONNX."""
+    """Version of ONNX's operators."""
     modality: Modality
-    """Of the tokenizer."""
+    """Kind of the tokenizer's input."""
     tokenizer_sha256: str
     """`fingerprint` of the tokenizer."""
     pixels_sha256: str | None

@@ -109,11 +109,11 @@ def network_settings(config: Mapping[str, Any], part: Part) -> dict[str, Any]:
     section = config.get(f"{part}_config")
     if isinstance(section, dict):
         config = {"model_type": f"{config.get('model_type')}_{part}_model", **section}
-    found: dict[str, Any] = _checked(config, "")
+    found: dict[str, Any] = _check(config, "")
     return found
 
 
-def _checked(value: Any, key: str) -> Any:
+def _check(value: Any, key: str) -> Any:
     """Return a setting, and the settings in it that describe the network.
 
     Refuses numbers for which no memory or time would be enough, and those that are not finite.
@@ -124,8 +124,8 @@ def _checked(value: Any, key: str) -> Any:
     if isinstance(value, int) and abs(value) > most:
         raise ConfigError(f"tower.name: {CONFIG_FILE}: {key}: got {value}; expected at most {most}")
     if isinstance(value, list):
-        _checked(len(value), f"{key}: number of items")
-        return [_checked(each, key) for each in value]
+        _check(len(value), f"{key}: number of items")
+        return [_check(each, key) for each in value]
     if not isinstance(value, dict):
         return value
     if found := [name for name in _FETCHES if value.get(name)]:
@@ -134,7 +134,7 @@ def _checked(value: Any, key: str) -> Any:
             "a plain encoder, or kind: timm for a model of timm"
         )
     return {
-        name: _checked(each, name)
+        name: _check(each, name)
         for name, each in value.items()
         if name not in _NOT_THE_NETWORK and not name.startswith("_") and not name.endswith("_implementation")
     }

@@ -92,11 +92,11 @@ class RunState(Strict):
 
 
 class _Copy(NamedTuple):
-    """What this rank writes to a checkpoint, in host memory."""
+    """Copy in host memory of this rank's part of a checkpoint."""
 
     suffix: str
-    """Of the files until all is written; random where several ranks write, so that a rank left over from a killed job
-    does not find the files of another one."""
+    """Suffix of the files until all is written; random where several ranks write, so that a rank left over from a
+    killed job does not find the files of another one."""
     files: dict[str, dict[str, Part]]
     """File in the checkpoint's folder → name of each tensor → this rank's part."""
 

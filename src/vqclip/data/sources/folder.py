@@ -284,7 +284,7 @@ def _refuse_boxes(folder: Path, file: str) -> None:
     with contextlib.suppress(OSError):
         if re.match(rb"\d+( -?[\d.]+){4,}\s*(\n|$)", read_bounded(folder / file, 1000)):
             raise DataError(
-                f"{folder / file}: has numbers, such as the boxes of YOLO, which are no captions; set captions: txt if "
+                f"{folder / file}: has numbers, such as the boxes of YOLO, instead of captions; set captions: txt if "
                 "they are, or captions: classes or names"
             )
 
