@@ -225,6 +225,7 @@ class QueryReductionConfig(Config):
 ReductionConfig = Annotated[MeanReductionConfig | QueryReductionConfig, Field(discriminator="kind")]
 """A reduction's configuration, chosen by ``kind``."""
 Reduction = MeanReduction | QueryReduction
+"""Either of the reductions."""
 
 
 def isometric_(module: nn.Module) -> None:
