@@ -12,7 +12,7 @@ from tests.data.making import caption_shards
 from tests.towers.transformers_models import make_image, make_text
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
 from vqclip import checkpoint, load_tokenizer
-from vqclip.data.tokens.parquet import TokenRecord
+from vqclip.data.tokens.shards import TokenRecord
 from vqclip.errors import OtherRunError
 from vqclip.model import CLIP
 from vqclip.tokenize_dataset.encode import Encoders

@@ -17,7 +17,7 @@ from torch import Tensor
 from vqclip.data import RawSample, ShardedSource
 from vqclip.data.in_order import read_in_order
 from vqclip.data.samples import read_decoded
-from vqclip.data.tokens.parquet import TokenRecord, strip_padding
+from vqclip.data.tokens.shards import TokenRecord, strip_padding
 from vqclip.nn.precision import Precision
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.towers import CaptionLengths

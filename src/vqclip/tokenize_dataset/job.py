@@ -31,8 +31,7 @@ from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.lookup import require_pyarrow
 from vqclip.data.on_ray import RayOptions, connect_to_ray
 from vqclip.data.remote.files import Shard
-from vqclip.data.tokens.manifest import SUFFIX, VERSIONS, IdLayout, Settings, TokenizerInfo
-from vqclip.data.tokens.parquet import TokenRecord, write_shard
+from vqclip.data.tokens.shards import SUFFIX, VERSIONS, IdLayout, Settings, TokenizerInfo, TokenRecord, write_shard
 from vqclip.data.work_folder import VISIBLE_S, FolderLayout, ItemRecord, WorkFolder, WorkResult
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import CheckpointError, ConfigError, StorageError

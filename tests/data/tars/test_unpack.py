@@ -13,7 +13,7 @@ from tests.data.serving import FaultyServer
 from tests.ranks import RankPool
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.data.prepare import open_sources
-from vqclip.data.tars.unpack import GzipError, UnpackedTars, gunzip
+from vqclip.data.tars.store import GzipError, UnpackedTars, gunzip
 from vqclip.errors import DataError
 
 

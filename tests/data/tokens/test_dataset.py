@@ -13,8 +13,18 @@ import torch
 from torch.utils.data import DataLoader
 
 from vqclip.data.tokens.dataset import TokenDataset, collate_tokens
-from vqclip.data.tokens.manifest import VERSIONS, IdLayout, Manifest, Settings, TokenizerInfo, id_type
-from vqclip.data.tokens.parquet import TokenRecord, TokenShard, strip_padding, write_shard
+from vqclip.data.tokens.shards import (
+    VERSIONS,
+    IdLayout,
+    Manifest,
+    Settings,
+    TokenizerInfo,
+    TokenRecord,
+    TokenShard,
+    id_type,
+    strip_padding,
+    write_shard,
+)
 from vqclip.data.work_folder import ManifestItem
 from vqclip.errors import DataError, ShapeError
 from vqclip.io.atomic import digest_file
@@ -394,7 +404,7 @@ def test_pipes_and_devices_are_no_shards(tmp_path: Path, verify: bool) -> None:
 def test_large_samples_have_small_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written can be read again, whatever its size."""
     parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr("vqclip.data.tokens.parquet._GROUP_BYTES", 8000)
+    monkeypatch.setattr("vqclip.data.tokens.shards._GROUP_BYTES", 8000)
     data = TokenDataset(token_folder(tmp_path / "tokens", (100,)))
     assert all(same(data.record(n), expected) for n, expected in enumerate(records(0, 100)))
     assert parquet.ParquetFile(tmp_path / "tokens" / "00000.parquet").metadata.num_row_groups > 5

@@ -34,8 +34,7 @@ from vqclip.data.tars.index import INDEX_VERSION, TarIndex, find_valid_index, op
 from vqclip.data.tars.make import CHUNK, IndexMaker, Parts
 from vqclip.data.tars.members import USUAL, MemberRules
 from vqclip.data.tars.reader import TarReader
-from vqclip.data.tars.store import local_state, shard_names
-from vqclip.data.tars.unpack import UnpackedTars, find_unpacked
+from vqclip.data.tars.store import UnpackedTars, find_unpacked, local_state, shard_names
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.atomic import write_file
 from vqclip.io.file_locks import hold_lock

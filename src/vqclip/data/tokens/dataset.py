@@ -25,8 +25,7 @@ from torch.utils.data import Dataset, Sampler
 from vqclip.data.draws import hash_integers
 from vqclip.data.lookup import Recent, locate
 from vqclip.data.order import FullGlobalOrder
-from vqclip.data.tokens.manifest import read_manifest
-from vqclip.data.tokens.parquet import TokenGroup, TokenRecord, TokenShard
+from vqclip.data.tokens.shards import TokenGroup, TokenRecord, TokenShard, read_manifest
 from vqclip.errors import CheckpointError, DataError
 from vqclip.io.atomic import FileDigest, verify_file
 from vqclip.io.files import open_regular
