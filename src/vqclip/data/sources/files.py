@@ -175,10 +175,10 @@ class FileSource:
         self.notes: tuple[str, ...] = tuple(table.facts["notes"])
         self._prompts = Prompts(self.templates, self.classnames)
         self.shards: list[dict[str, str | int]] = []
-        states = [np.zeros((0, 1, 2), np.int64)]
+        states = []
         for number, part in enumerate(config.parts(table, cache)):
             index = part.load(is_checked)
-            states = [*states[1:], index["states"]] if number == 0 else [*states, index["states"]]
+            states.append(index["states"])
             total = int(np.maximum(index["states"][..., 0], 0).sum())
             name, sha256 = f"{encodable(self._listing.stem)}-{number:05d}", checksum(index["digests"].tobytes())
             self.shards.append({"name": name, "bytes": total, "samples": part.stop - part.start, "sha256": sha256})
