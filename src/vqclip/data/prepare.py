@@ -1,10 +1,9 @@
 """Draw, pack and index the data before anything is read, and open them.
 
 rank 0 resolves what may move, such as the branch of a data set
-the ranks with one cache folder divide the work among themselves
-first the pieces of sources that are packed into tars, then the tars and all other shards:
-    repeat: pack or index for ten seconds; meet, so that an error or a request to stop on one rank ends all
-    until no rank has pieces or shards left
+the ranks with one cache folder divide the parts among themselves: pieces to be packed into tars, shards to be indexed
+repeat: pack or index for ten seconds; meet, so that an error or a request to stop on one rank ends all
+until no rank has parts left
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -69,61 +68,47 @@ def open_sources(sources: Sequence[SourceConfigBase], keys: Sequence[str] = ()) 
             with name_section(key):
                 found.append(source.pins())
     pins = dist.gather_json(found)[0]
-    opening = [source.model_copy(update=pin) for source, pin in zip(sources, pins, strict=True)]
-    packings = _find_packings(opening, keys, group)
+    pinned = [source.model_copy(update=pin) for source, pin in zip(sources, pins, strict=True)]
+    opening = _find_packings(pinned, keys, group)
 
-    def pieces() -> _Named:
-        return [(keys[number], piece) for number, each in packings.items() for piece in each.pieces()]
-
-    def shards() -> _Named:
-        found: _Named = []
-        for number, (key, source) in enumerate(zip(keys, opening, strict=True)):
-            with name_section(key):
-                found += [(key, shard) for shard in packings.get(number, source).shards()]
-        return found
-
-    if packings:
-        _prepare(pieces, group)
-    _prepare(shards, group)
-    with dist.raise_on_all_ranks():
-        return [open_source(packings.get(number, source), keys[number], True) for number, source in enumerate(opening)]
-
-
-def _find_packings(opening: list[SourceConfigBase], keys: Sequence[str], group: Sequence[int]) -> dict[int, Packing]:
-    """Return the sources that are packed, by number; in the list, put image files in place of tables that name them.
-
-    The first rank of a cache opens the data, and the others use its folders.
-    """
-    packed = [number for number, source in enumerate(opening) if isinstance(source, PackedConfig)]
-    packings, paths = dict[int, Packing](), dict[str, str]()
-    for is_first in (True, False) if packed else ():
-        with dist.raise_on_all_ranks():
-            for number in packed if is_first == (dist.rank() == group[0]) else ():
-                source, path = opening[number], paths.get(str(number))
-                assert isinstance(source, PackedConfig)
-                with name_section(keys[number]):
-                    if path is None and (files := source.image_files()) is not None:
-                        opening[number] = files
-                    else:
-                        packings[number] = Packing(source, path=None if path is None else Path(path))
-        paths = dist.gather_json({number: str(each.folder.path) for number, each in packings.items()})[group[0]]
-    return packings
-
-
-def _prepare(list_parts: Callable[[], _Named], group: Sequence[int]) -> None:
-    """Prepare all parts, which the ranks of a cache divide among themselves."""
     place = group.index(dist.rank())
     parts: _Named = []
     for is_first in (True, False):  # the first one lists them before the others, so that data are drawn or fetched once
         with dist.raise_on_all_ranks():
-            if is_first == (place == 0):
-                parts = list_parts()
+            for key, data in zip(keys if is_first == (place == 0) else (), opening, strict=False):
+                with name_section(key):
+                    parts += [(key, part) for part in data.shards()]
     left = parts[place :: len(group)][::-1]
     more = True
     while more:
         with dist.raise_on_all_ranks():
             _prepare_for_a_while(left)
         more = dist.any_rank(bool(left))
+    with dist.raise_on_all_ranks():
+        return [open_source(data, key, is_checked=True) for data, key in zip(opening, keys, strict=True)]
+
+
+def _find_packings(
+    sources: list[SourceConfigBase], keys: Sequence[str], group: Sequence[int]
+) -> list[SourceConfigBase | Packing]:
+    """Return the sources, in place of those that are packed their folders, or the image files that they only name.
+
+    The first rank of a cache opens the data, and the others use its folders.
+    """
+    found: list[SourceConfigBase | Packing] = [*sources]
+    packed = [number for number, source in enumerate(sources) if isinstance(source, PackedConfig)]
+    paths: list[str | None] = [None] * len(sources)
+    for is_first in (True, False) if packed else ():
+        with dist.raise_on_all_ranks():
+            for number in packed if is_first == (dist.rank() == group[0]) else ():
+                source, path = sources[number], paths[number]
+                assert isinstance(source, PackedConfig)
+                with name_section(keys[number]):
+                    files = source.image_files() if path is None else None
+                    found[number] = files or Packing(source, path=None if path is None else Path(path))
+        mine = [str(each.folder.path) if isinstance(each, Packing) else None for each in found]
+        paths = dist.gather_json(mine)[group[0]]
+    return found
 
 
 def _prepare_for_a_while(left: _Named) -> None:

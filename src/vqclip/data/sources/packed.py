@@ -193,32 +193,31 @@ class Packing:
             self._stream = self.config.open_stream(self._data)
         return self._stream
 
-    def pieces(self) -> Sequence[Part]:
-        """Return the pieces, for `vqclip.data.open_sources`; each is packed unless it is."""
+    def shards(self) -> Sequence[Part]:
+        """Return the pieces that are to be packed; if there are none, what is to be done for the tars."""
         names = [name for name, _ in self.folder.settings["pieces"]]
-        return [Part(f"{name}: piece {number}", partial(self._pack, number)) for number, name in enumerate(names)]
+        missing = [piece for piece in range(self.folder.items) if self.folder.record(piece) is None]
+        pieces = [Part(f"{names[piece]}: piece {piece}", partial(self._pack, piece)) for piece in missing]
+        return pieces or self._tar_set(range(self.folder.items)).parts()
 
     def _pack(self, piece: int) -> bool:
-        """Pack a piece unless it is packed; return False if another process is packing it."""
+        """Pack and index a piece; return False if another process is packing it."""
         for number in self.folder.claim([piece]):
             write_piece(self.folder, number, self.stream)
+            self._tar_set([number]).make_parts()
         return self.folder.record(piece) is not None
 
-    def shards(self) -> Sequence[Part]:
-        """See `SourceConfigBase.shards`; missing pieces are packed."""
-        return self._tar_set().parts()
-
     def build(self, cache: Path | None = None) -> Source:
-        """Open the packed tars, after packing and indexing what is missing."""
-        return PackedSource(self.config, self.folder, self._tar_set().open(cache))
-
-    def _tar_set(self) -> TarSet:
-        """Pack what is missing, or wait for other processes that do; return the tars."""
+        """Open the packed tars, after packing and indexing what is missing, or waiting for processes that do."""
         self.folder.remove_leftovers()
         for piece in self.folder.claim(wait=True):
             write_piece(self.folder, piece, self.stream)
-        tars = [self.folder.file(piece) for piece in range(self.folder.items)]
-        return TarSet(tars, getattr(self.config, "remote", RemoteConfig()), chunk=self.config._chunk)
+        tars = self._tar_set(range(self.folder.items))
+        return PackedSource(self.config, self.folder, tars.open(cache))
+
+    def _tar_set(self, pieces: Iterable[int]) -> TarSet:
+        remote = getattr(self.config, "remote", RemoteConfig())
+        return TarSet([self.folder.file(piece) for piece in pieces], remote, chunk=self.config._chunk)
 
 
 def stamp(paths: Iterable[str | Path]) -> list[list[Any]]:

@@ -86,6 +86,12 @@ class TarSet:
         maker = self._maker(None)
         return [Part(str(self.shards[number]), partial(maker.read, number)) for number in maker.missing()]
 
+    def make_parts(self) -> None:
+        """Make the parts of the index that are missing; raises DataError for a damaged shard."""
+        maker = self._maker(None)
+        for number in maker.missing():
+            maker.read(number)
+
     def readable(self, cache: Path | None = None) -> TarSet:
         """Return the tars with copies in place of those that cannot be read at random places; missing ones are made.
 
