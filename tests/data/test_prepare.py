@@ -87,11 +87,11 @@ def open_where_an_index_is_lost(folder: Path) -> str:
 
     opened = prepare.open_source
 
-    def lose(*args: Any) -> Any:
+    def lose(*args: Any, **options: Any) -> Any:
         if dist.is_main():  # it has opened them before rank 1 loses a shard
             return [0] * 5
         (folder / "shards" / ALL[0]).unlink()
-        return opened(*args)
+        return opened(*args, **options)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("VQCLIP_CACHE", str(folder / f"cache{dist.rank()}"))

@@ -70,9 +70,11 @@ def test_names_of_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     labelled = home / "classes" / NOT_UTF8 / f"{NOT_UTF8}.jpg"
     labelled.parent.mkdir(parents=True)
     labelled.write_bytes(encode(pixels(1)))
+    (home / "classes" / "dog").mkdir()
+    (home / "classes" / "dog" / "0.jpg").write_bytes(encode(pixels(2)))
     for path, expected in (
         (tar, [("im\\xe8", "a dog", -1), ("im\\xe9", "a dog", -1)]),
-        (labelled.parents[1], [("000000000", "a photo of a café", 0)]),
+        (labelled.parents[1], [("000000000", "a photo of a café", 0), ("000000001", "a photo of a dog", 1)]),
     ):
         source, out = parse_source(str(path)), home / f"out {path.stem}"
         for made in (1, 0):  # the second time it is all there

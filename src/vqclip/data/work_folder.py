@@ -334,13 +334,12 @@ class WorkFolder:
             record = read_checked(path, ItemRecord, self.layout.versions, "it is made again")
             if (record.settings, record.item, record.name) != (self.digest, item, file.name):
                 raise CheckpointError(f"{path}: the record of another item or folder")
-            now, recorded = Stamp.of(file), Stamp.of(path)
-            if now.size != record.file.size:
-                raise CheckpointError(f"{file}: got {now.size} bytes, expected {record.file.size}")
-            if verify or now.modified_ns > recorded.modified_ns:
+            if verify or Stamp.of(file).modified_ns > Stamp.of(path).modified_ns:
                 verify_file(file, record.file, "its record")
                 with contextlib.suppress(OSError):  # a read-only folder
                     os.utime(path)
+            elif (size := file.stat().st_size) != record.file.size:
+                raise CheckpointError(f"{file}: got {size} bytes, expected {record.file.size}")
             return record
         except FileNotFoundError:
             return None
