@@ -166,7 +166,12 @@ def _as_main(argv: list[str], run: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _stopped_when_parsed() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
-        for owner, name in ((argparse.ArgumentParser, "parse_args"), (vqclip.cli.options, "read_options")):
+        parser = argparse.ArgumentParser
+        for owner, name in (
+            (parser, "parse_args"),
+            (parser, "parse_intermixed_args"),
+            (vqclip.cli.options, "read_options"),
+        ):
             original = getattr(owner, name)
 
             def parse(*args: object, original=original, **options: object) -> None:
