@@ -170,8 +170,9 @@ def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
         ("image", root / "profile.png", "png image cannot be decoded: Decompressed data too large"),
         ("image", root / "lying.webp", "webp image cannot be decoded: "),
     ]
-    (root / "pictures" / "cat").mkdir(parents=True)
-    hole(root / "pictures" / "cat" / "1.jpg", b"\xff\xd8\xff", GIB)
+    for name in ("cat", "dog"):
+        (root / "pictures" / name).mkdir(parents=True)
+        hole(root / "pictures" / name / "1.jpg", b"\xff\xd8\xff", GIB)
     classes = class_folder(root / "classes")
     hole(classes / "classnames.txt", b"cat\n", GIB)
 
@@ -236,7 +237,7 @@ def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
         ("tower", packed_weights(root / "packed.pt"), r"its parts claim to unpack to 26\d+ bytes, from a file of \d+"),
     ]
     others = [
-        ("folder", root / "pictures", "cat/1.jpg: image of 1073741824 bytes; at most 67108864 are read"),
+        ("folder", root / "pictures", "1.jpg: image of 1073741824 bytes; at most 67108864 are read"),
         ("classes", classes, "classnames.txt: more than 4194304 bytes; expected one class name a line"),
     ]
     return [*tars, *images, *configs, *folders, *towers, *others]

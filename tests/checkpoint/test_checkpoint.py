@@ -224,10 +224,10 @@ def test_foreign_files_links_and_renamed_folders_are_refused(tmp_path):
 
 
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(folders.VERSIONS, "version", 3)
+    monkeypatch.setitem(folders.VERSIONS, "version", 4)
     path = save(tmp_path, 1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="version is 3, this vqclip reads 2; use the vqclip that wrote it"):
+    with pytest.raises(CheckpointError, match="version is 4, this vqclip reads 3; use the vqclip that wrote it"):
         checkpoint.load(path)
 
 

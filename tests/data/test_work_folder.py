@@ -108,3 +108,15 @@ def test_other_settings_and_foreign_files_are_refused(tmp_path):
         open_folder(tmp_path / "b")
     with pytest.raises(ConfigError, match="OUT: .*cannot be made"):
         open_folder(tmp_path / "b" / "0.txt")
+
+
+def test_damaged_settings_cost_only_a_folder_of_the_cache(tmp_path):
+    for in_cache in (False, True):
+        make(tmp_path / "folder")
+        (tmp_path / "folder" / "settings.json").write_text("{")
+        assert WorkFolder.existing(tmp_path / "folder", LAYOUT, in_cache) is None
+        assert (tmp_path / "folder" / "00003.txt").exists() is not in_cache
+        (tmp_path / "folder" / "settings.json").unlink(missing_ok=True)
+        assert WorkFolder.existing(tmp_path / "folder", LAYOUT) is None
+        for path in (tmp_path / "folder").rglob("*.*"):
+            path.unlink()

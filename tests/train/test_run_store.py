@@ -136,11 +136,15 @@ def test_a_copy_that_others_have_overtaken_is_replaced(tmp_path, store):
     upload(tmp_path / "b", 3)
     save(tmp_path / "a", 4, "never uploaded")
     (tmp_path / "a" / "left.txt").write_text("of the former job")
+    (tmp_path / "a" / "stacks").mkdir()
+    (tmp_path / "a" / "stacks" / "rank-0.txt").write_text("of a hang, after which nothing was uploaded")
     with opened(tmp_path / "a") as mirror:
         assert [path.name for path in mirror.checkpoints()] == ["step-00000002", "step-00000003"]
-        assert steps(tmp_path / "a") == ["step-00000002"]  # the same bytes, so it need not be fetched again
+        # Step 2 has the same bytes, so it need not be fetched again.
+        assert steps(tmp_path / "a") == ["set-aside-step-00000004", "step-00000002"]
         assert (tmp_path / "a" / "metrics.jsonl").read_text() == "3\n"
         assert not (tmp_path / "a" / "left.txt").exists()
+        assert (tmp_path / "a" / "stacks" / "rank-0.txt").exists()
 
 
 def test_files_of_a_killed_upload_and_damage_in_the_copy(tmp_path, store):

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MANIFEST = "manifest.json"
-VERSIONS = {"format": "vqclip-checkpoint", "version": 2}
+VERSIONS = {"format": "vqclip-checkpoint", "version": 3}
 _STEP = re.compile(rf"(?:{re.escape(REPLACED)})?step-(\d{{8,}})")
 
 
@@ -165,16 +165,21 @@ def set_aside_newer(folder: Path, step: int) -> list[Path]:
     for path in checkpoints(folder):
         if step_of(path) <= step:
             continue
-        name, number = f"set-aside-{path.name.lstrip('.')}", 1
-        while (target := folder / name).exists():
-            number += 1
-            name = f"set-aside-{path.name.lstrip('.')}-{number}"
-        path.rename(target)
-        logger.warning("%s is newer than step %d, from which the run resumes: renamed to %s", path, step, target.name)
-        moved.append(target)
+        moved.append(set_aside(path, f"is newer than step {step}, from which the run resumes"))
     if moved:
         sync_folder(folder)
     return moved
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Rename a checkpoint to ``set-aside-step-...``, log why, and return the new path."""
+    name, number = f"set-aside-{path.name.lstrip('.')}", 1
+    while (target := path.with_name(name)).exists():
+        number += 1
+        name = f"set-aside-{path.name.lstrip('.')}-{number}"
+    path.rename(target)
+    logger.warning("%s %s: renamed to %s", path, why, target.name)
+    return target
 
 
 def write_folder(folder: Path, step: int, fill: Callable[[Path], None]) -> Path:

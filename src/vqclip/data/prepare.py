@@ -79,6 +79,10 @@ def open_sources(sources: Sequence[SourceConfigBase], keys: Sequence[str] = ()) 
                 with name_section(key):
                     parts += [(key, part) for part in data.shards()]
     left = parts[place :: len(group)][::-1]
+    if any(isinstance(source, PackedConfig) for source in pinned):  # another job may pack pieces between two lists
+        listed = dist.gather_json([[key, part.name] for key, part in parts])[group[0]]
+        mine = {(key, part.name): (key, part) for key, part in parts}
+        left = [mine[key, name] for key, name in listed[place :: len(group)] if (key, name) in mine][::-1]
     more = True
     while more:
         with dist.raise_on_all_ranks():

@@ -219,19 +219,23 @@ class WorkFolder:
             )
 
     @classmethod
-    def existing(cls, path: Path, layout: FolderLayout) -> Self | None:
-        """Open a folder that was begun, with the settings in it; None if there is none.
+    def existing(cls, path: Path, layout: FolderLayout, in_cache: bool = False) -> Self | None:
+        """Open a folder that was begun, with the settings in it; None if there is none, or they are damaged.
 
-        One whose settings are damaged is removed: it is in a cache, and made again.
+        Args:
+            path: the folder.
+            layout: its names and versions.
+            in_cache: remove a folder with damaged settings, so that it is made again.
         """
         try:
-            found = read_versioned(path / SETTINGS_FILE, layout.versions, "it is made again")
+            todo = "it is made again" if in_cache else f"run `{layout.command}` into a new folder"
+            found = read_versioned(path / SETTINGS_FILE, layout.versions, todo)
             return cls(path, found["settings"], found["items"], layout)
         except FileNotFoundError:
             return None
         except (CheckpointError, OSError, KeyError) as error:
-            logger.warning("%s; it is made again", error)
-            if not isinstance(error, OSError):
+            logger.warning("%s%s", error, "; it is made again" if in_cache else "")
+            if in_cache and not isinstance(error, OSError):
                 shutil.rmtree(path, ignore_errors=True)
             return None
 

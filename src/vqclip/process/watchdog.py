@@ -38,6 +38,8 @@ _GRACE_S = 5.0
 """Seconds beyond the limit until the stacks of a stuck interpreter are written from C; also the time for the other
 ranks to write theirs."""
 
+REPORT_S = 2 * _GRACE_S
+"""Longest time in which all ranks report a hang."""
 _ANSWER_S = 0.1
 """Seconds for one data worker to write its stacks, so that two do not write at once."""
 _WORKERS_SIGNAL = signal.SIGUSR2

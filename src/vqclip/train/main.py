@@ -25,7 +25,7 @@ from vqclip.process import progress
 from vqclip.process.lock import RunLock
 from vqclip.process.memory import keep_freed_memory
 from vqclip.process.signals import StopSignals
-from vqclip.process.watchdog import Watchdog
+from vqclip.process.watchdog import REPORT_S, Watchdog
 from vqclip.runlog.console import LogFile, log_to_file
 from vqclip.runlog.health import Health
 from vqclip.runlog.records import Records, remove_stopped, write_stopped
@@ -141,7 +141,9 @@ def run(
     with exclusive_run(config.run.path), preserve_torch_state(device):
         if owns_process and device.type == "cpu":
             keep_freed_memory()
-        joined, started = dist.init(device, config.run.timeout_s), list[Training]()
+        # Where a watchdog runs, it reports a hang before the collectives that wait for it fail.
+        later_s = 0.0 if config.run.step_timeout_s is None else REPORT_S
+        joined, started = dist.init(device, config.run.timeout_s + later_s), list[Training]()
         with (
             LogFile(config.run.path, mask_credentials, dist.rank()) as log,
             StopSignals(notice=dist.is_main()) as stop,

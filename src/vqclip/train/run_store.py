@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from vqclip import checkpoint
-from vqclip.checkpoint.folders import MANIFEST, find_old
+from vqclip.checkpoint.folders import MANIFEST, find_old, set_aside
 from vqclip.data.remote.folder import RemoteFolder, require_writable
 from vqclip.data.remote.retry import TransferConfig
 from vqclip.errors import CheckpointError, ConfigError, StorageError
@@ -71,14 +71,18 @@ class RunMirror:
         self._remote.require_tree(names)
         self._known = {path.name for path in self.checkpoints(names)}
         for path in (*self._folder.iterdir(), *local):
-            if path.name not in (*_LEFT_OUT, *self._known):
-                if path in local:
-                    logger.warning("%s: removed; it is not at %s, from which the run continues", path, self._remote)
+            if path.name in (*_LEFT_OUT, "stacks", *self._known):  # stacks: of a hang, after which nothing is uploaded
+                continue
+            if path in local:
+                set_aside(path, f"is not at {self._remote}, from which the run continues")
+            else:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         for name in names:
-            if name.split("/")[0] not in _LEFT_OUT:
-                self._remote.download(name, self._folder / name)
-                self._uploaded[name] = Stamp.of(self._folder / name)
+            path, top = self._folder / name, name.split("/")[0]
+            if top in _LEFT_OUT or (top == "stacks" and path.exists()):
+                continue
+            self._remote.download(name, path)
+            self._uploaded[name] = Stamp.of(path)
         self.is_open = True
 
     def checkpoints(self, names: Iterable[str] | None = None) -> list[Path]:

@@ -204,3 +204,11 @@ def test_folders_may_lie_deep(tmp_path):
         assert [*walk_files(tmp_path)] == [f"a/{'d/' * 60}1.{ending}" for ending in ("jpg", "txt")]
     finally:
         sys.setrecursionlimit(limit)
+
+
+def test_json_beside_images_without_texts(tmp_path):
+    """As img2dataset writes them with `output_format: files` where a caption is in the JSON alone."""
+    for name in "abc":
+        (tmp_path / f"{name}.png").write_bytes(png((200, 30, 30)))
+        (tmp_path / f"{name}.json").write_text(json.dumps({"caption": f"caption {name}"}))
+    assert images_of(tmp_path).read(1).captions == ("caption b",)

@@ -144,7 +144,8 @@ class FolderConfig(FileSourceConfig):
         texts, ending = _text_ending(images, paths)
         objects = _count_beside(images, ".json", paths)
         if images and 2 * max(texts, objects) >= len(images):
-            _refuse_boxes(folder, min({caption_path(path, ending) for path in images} & paths))
+            if beside := {caption_path(path, ending) for path in images} & paths:
+                _refuse_boxes(folder, min(beside))
             return "txt" if 2 * texts >= len(images) else "json"
         if texts or objects:
             raise DataError(

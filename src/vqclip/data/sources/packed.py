@@ -161,10 +161,14 @@ class Packing:
     def __init__(self, config: PackedConfig, cache: Path | None = None, path: Path | None = None):
         self.config = config
         self._stream: Stream | None = None
-        self._is_found = path is not None
-        self._data = None if self._is_found else config.open_data()
-        path = path or config.packed_path(self._data, cache)
-        self.folder = WorkFolder.existing(path, _LAYOUT) or self._make_folder(path)
+        self._data: Any = None
+        found = None if path is None else WorkFolder.existing(path, _LAYOUT)
+        self._is_found = found is not None
+        if found is None:  # also if this process cannot read what another one has made
+            self._data = config.open_data()
+            path = path or config.packed_path(self._data, cache)
+            found = WorkFolder.existing(path, _LAYOUT, in_cache=True) or self._make_folder(path)
+        self.folder = found
 
     def _make_folder(self, path: Path) -> WorkFolder:
         stream = self.stream

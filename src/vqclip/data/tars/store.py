@@ -360,7 +360,7 @@ def find_unpacked(shards: Sequence[Shard], ask: bool, cache: Path | None = None)
         return None
     identity = json.dumps([_identity(each) for each in shards])
     path = (cache or cache_folder()) / "packed" / f"tars-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
-    if (found := UnpackedTars.existing(path, _LAYOUT)) is not None:
+    if (found := UnpackedTars.existing(path, _LAYOUT, in_cache=True)) is not None:
         return found
     sizes, asked = dict[int, int](), dict[str, int | None]()
     for number, shard in enumerate(shards):
