@@ -195,6 +195,7 @@ class EvaluateTask(_Evaluation, reads="keys of the task"):
     zero-shot     templates (prompts with {c} for the class), templates_file, classes_file
     linear-probe  train (its path, split, ...; the split train of the data), train_limit, features, l2
     knn           train, train_limit, features, neighbours, temperature
+    pixels        prefixes, codecs ([webp, jpeg]), distances, meaning (figures of reconstructions)
 
     Examples:
       vqclip evaluate zero-shot runs/base --data kind=scenes
