@@ -75,6 +75,7 @@ class _Evaluation(Command, words=("models",)):
             dist.shutdown()
 
     def _tasks(self) -> Sequence[EvaluationConfig]:
+        """Return the tasks that the command is to run; every subclass has its own."""
         raise NotImplementedError
 
     def _evaluate(self, tasks: Sequence[EvaluationConfig], device: torch.device) -> None:
