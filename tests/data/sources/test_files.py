@@ -149,9 +149,9 @@ PEOPLE = [
     ("t.csv", ",image,caption\n0,a.jpg,x\n1,b.jpg,y\n", "", XY, ""),
     ("t.csv", ROWS.encode("utf-8-sig"), "", XY, ""),
     ("t.csv", ROWS.encode("utf-16"), "", XY, ""),
-    ("t.csv.gz", gzip.compress(ROWS.encode("utf-8-sig")), "", XY, ""),
-    ("t.json.gz", gzip.compress(json.dumps(OBJECTS).encode()), "", XY, ""),
-    ("t.jsonl.gz", gzip.compress("\n".join(map(json.dumps, OBJECTS)).encode()), "", XY, ""),
+    ("t.csv.gz", gzip.compress(ROWS.encode("utf-8-sig"), mtime=0), "", XY, ""),
+    ("t.json.gz", gzip.compress(json.dumps(OBJECTS).encode(), mtime=0), "", XY, ""),
+    ("t.jsonl.gz", gzip.compress("\n".join(map(json.dumps, OBJECTS)).encode(), mtime=0), "", XY, ""),
     ("t.csv", ROWS.replace("y", "é").encode("latin-1"), "encoding=latin-1", XY | {"b.jpg": ("é",)}, ""),
     ("t.csv", "a.jpg,x\nb.jpg,y\n", "", XY, "no header: the first row is 'a.jpg', 'x'"),
     ("t.token", "a.jpg#0\tx\na.jpg#1\tz, 3\nb.jpg#0\ty\n", "", XY | {"a.jpg": ("x", "z, 3")}, "no header"),
@@ -240,7 +240,9 @@ PEOPLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "overrides", "expected", "note"), PEOPLE)
+@pytest.mark.parametrize(
+    ("name", "content", "overrides", "expected", "note"), PEOPLE, ids=[f"{n}-{row[0]}" for n, row in enumerate(PEOPLE)]
+)
 def test_tables_as_people_have_them(
     folder: Path, name: str, content, overrides: str, expected: dict, note: str
 ) -> None:
