@@ -16,8 +16,8 @@ from vqclip import dist
 from vqclip.dist._torch_versions import ALL_GATHER, REDUCE_SCATTER
 from vqclip.quantizers import Order, Quantizer, QuantizerConfig, Stats, sync
 
-OF_THE_CODES = {"codebook", "orthogonality"}
-"""Losses whose gradient moves the codes; `test_two_forwards_before_one_backward_under_ddp` looks at it."""
+OF_THE_CODES = {"codebook"}
+"""Loss whose gradient moves the codes; `test_two_forwards_before_one_backward_under_ddp` looks at it."""
 
 SPLITS = {"unequal": (7, 1, 5, 3), "empty": (0, 12, 0, 4)}
 """Samples of each rank."""

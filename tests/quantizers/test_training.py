@@ -25,7 +25,6 @@ from vqclip.quantizers import (
     SimVQConfig,
     Stats,
     VQConfig,
-    VQLossWeights,
 )
 from vqclip.quantizers.new_codes import replacements
 from vqclip.quantizers.vq import _warn_unsynchronised
@@ -39,13 +38,7 @@ FAMILIES: dict[str, QuantizerConfig] = {
     "bsq": BSQConfig(bits=4, entropy_temperature=1.0),
     "vq": VQConfig(dim=4, codebook_size=16, **BUSY),
     "vq, cosine": VQConfig(dim=4, codebook_size=16, cosine=True, gradient="straight_through", **BUSY),
-    "vq, learned": VQConfig(
-        dim=4,
-        codebook_size=16,
-        learning="gradient",
-        loss_weights=VQLossWeights(orthogonality=0.1, diversity=0.1),
-        **BUSY,
-    ),
+    "vq, learned": VQConfig(dim=4, codebook_size=16, learning="gradient", **BUSY),
     "simvq": SimVQConfig(dim=4, codebook_size=16),
     "residual of fsq": ResidualConfig(layer=FSQConfig(levels=(5, 4), layout="uniform"), depth=3, dropout=True),
     "residual of vq": ResidualConfig(layer=VQConfig(dim=4, codebook_size=8, **BUSY), depth=3, dropout=True),

@@ -33,13 +33,7 @@ from vqclip.train.tasks.base import TaskOutput
 from vqclip.train.tasks.contrastive import ContrastiveTask
 
 G = 12
-LEARNED_VQ = {
-    "kind": "vq",
-    "dim": 6,
-    "codebook_size": 16,
-    "learning": "gradient",
-    "loss_weights": {"orthogonality": 0.1, "diversity": 0.1},
-}
+LEARNED_VQ = {"kind": "vq", "dim": 6, "codebook_size": 16, "learning": "gradient"}
 QUANTIZERS = {
     "fsq": FSQ,
     "product of fsq": PRODUCT,

@@ -18,25 +18,21 @@ import functools
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.precision import full_precision
-from vqclip.quantizers.prefix import Prefix
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.vectors import (
     MAX_COUNTED_CODES,
     histogram,
-    perplexity,
     straight_through,
     summary,
-    usage,
-    usage_if_uniform,
 )
 from vqclip.seeds import derive_seed
 
@@ -44,6 +40,46 @@ log = logging.getLogger(__name__)
 
 MAX_FORWARDS_WITHOUT_UPDATE = 128
 """Maximum number of forwards with gradients in training mode without an `update`; one more is reported."""
+
+
+class Prefix(NamedTuple):
+    """The first stages of every `Residual` and the first codebooks of every `Product`.
+
+    Stages of nested `Residual` and codebooks of nested `Product` are counted through, outermost first.
+    """
+
+    stages: int
+    """Number of stages, at least 1; 0 without codes."""
+    codebooks: int
+    """Number of codebooks of a stage, at least 1; 0 without codes."""
+
+    def __str__(self) -> str:
+        words = (("stage", self.stages), ("codebook", self.codebooks))
+        return ", ".join(f"{number} {word}{'s' * (number > 1)}" for word, number in words)
+
+    def shorter(self) -> list[Prefix]:
+        """Return the prefixes to evaluate: by stages with all codebooks, by codebooks with all stages, and this one.
+
+        Numbers of stages and of codebooks are 1, 2, 3, ... up to 8, or 1, 2, 4, ... of more. Without codes there is no
+        prefix.
+        """
+        found = {Prefix(number, self.codebooks) for number in _numbers(self.stages)}
+        found |= {Prefix(self.stages, number) for number in _numbers(self.codebooks)}
+        # By stages, then by codebooks.
+        return sorted(
+            (each for each in found if min(each)),
+            key=lambda each: (each == self, each.codebooks < self.codebooks, each),
+        )
+
+    def share(self, of: Prefix, to: Prefix) -> Prefix:
+        """Return the prefix that is the same share of ``to`` as this one is of ``of``, rounded up."""
+        stages, codebooks = (-(-part * new // old) for part, old, new in zip(self, of, to, strict=True))
+        return Prefix(stages, codebooks)
+
+
+def _numbers(most: int) -> Iterator[int]:
+    yield from (number for number in range(1, most) if most <= 8 or number.bit_count() == 1)
+    yield most
 
 
 @dataclass(eq=False)
@@ -270,9 +306,12 @@ class Quantizer(nn.Module, ABC):
             return metrics
         if stats.is_global and stats.histograms:
             raise ShapeError("metrics: got sums over all ranks with histograms of one; expected those of stats.sync()")
-        metrics["usage_if_uniform"] = usage_if_uniform(stats["tokens"], stats["codes"].shape[-1])
-        spread = perplexity(stats["codes"])
-        for name, each in {"usage": usage(stats["codes"]), "perplexity": spread, "bits_used": spread.log2()}.items():
+        counts = stats["codes"].double()  # (C, K)
+        metrics["usage_if_uniform"] = -torch.expm1(stats["tokens"].double() * math.log1p(-1 / counts.shape[-1]))
+        shares = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
+        spread = torch.special.entr(shares).sum(dim=-1).exp()
+        used = (counts > 0).double().mean(dim=-1)
+        for name, each in {"usage": used, "perplexity": spread, "bits_used": spread.log2()}.items():
             metrics[name] = summary(name, each)
             if len(each) > 1:
                 metrics.update({f"{codebook}/{name}": value for codebook, value in enumerate(each)})
@@ -464,10 +503,3 @@ def _warn_missing_update(name: str) -> None:
 
 # Needed to export a quantizer.
 torch.export.register_dataclass(QuantizerOutput, serialized_type_name="vqclip.quantizers.QuantizerOutput")
-
-
-class QuantizerSection(Protocol):
-    """Any quantizer's configuration."""
-
-    def build(self) -> Quantizer:
-        """Make the quantizer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from einops import reduce
@@ -20,8 +20,6 @@ from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.vectors import MAX_COUNTED_CODES, check_channels, ids_from_digits, squared_error, unit
 
 MAX_BITS = 63
-Bound = Literal["none", "tanh"]
-"""Function that LFQ applies to channels before rounding."""
 
 
 class BinaryQuantizer(Quantizer):
@@ -124,7 +122,8 @@ class BinaryConfig(Config):
     bits: Annotated[int, Field(ge=1, le=MAX_BITS)] = 10
     """Number of channels; the codebook has 2^bits codes."""
     entropy_temperature: Annotated[float, Field(gt=0)] = 0.01
-    """Temperature of the soft assignment in the entropy losses; higher reaches tokens further from the threshold."""
+    """Temperature of the soft assignment in the entropy losses; higher reaches tokens further from the threshold. The
+    published 0.01 (BSQ: τ = 100) affects channels within about ±0.02 of it."""
     loss_weights: BinaryLossWeights = BinaryLossWeights()
     """Weights of the three losses; codebook_entropy_gap must be 0 above 20 bits."""
 
@@ -145,13 +144,8 @@ class LFQ(BinaryQuantizer):
     `BinaryQuantizer`.
 
     Args:
-        bits: number of channels, 1 to 63.
-        entropy_temperature: temperature of the soft assignment in the entropy losses, > 0. The published 0.01 affects
-            channels within about ±0.02 of the threshold; a higher one affects tokens further away.
-        loss_weights: weights of ``token_entropy``, ``codebook_entropy_gap`` and ``commitment``; see `BinaryQuantizer`.
-        scale: absolute value of every channel of a code, > 0.
-        bound: ``tanh``: channels are ``scale · tanh(x)`` before rounding, at most ``scale`` from their code, so that
-            the straight-through gradient vanishes far from the threshold; ``none``: unchanged.
+        bits, entropy_temperature, scale: see `LFQConfig`.
+        loss_weights: see `BinaryQuantizer`.
 
     Raises:
         ConfigError: a value out of range, or a weight for a loss that does not exist (at this size).
@@ -163,17 +157,10 @@ class LFQ(BinaryQuantizer):
         entropy_temperature: float = 0.01,
         loss_weights: Mapping[str, float] | None = None,
         scale: float = 1.0,
-        bound: Bound = "none",
     ):
         if not 0 < scale < math.inf:
             raise ConfigError(f"LFQ: scale is {scale}, expected a number > 0")
-        if bound not in get_args(Bound):
-            raise ConfigError(f"LFQ: bound is {bound!r}, expected one of {', '.join(get_args(Bound))}")
         super().__init__(bits, scale, entropy_temperature, loss_weights)
-        self.bound = bound
-
-    def _bound(self, x: Tensor) -> Tensor:
-        return self.radius * x.tanh() if self.bound == "tanh" else x
 
 
 class LFQConfig(BinaryConfig):
@@ -182,12 +169,10 @@ class LFQConfig(BinaryConfig):
     kind: Literal["lfq"] = "lfq"
     scale: Annotated[float, Field(gt=0)] = 1.0
     """Absolute value of every channel of a code."""
-    bound: Bound = "none"
-    """tanh: apply scale · tanh to channels first, so that the gradient vanishes far from the threshold."""
 
     def build(self) -> LFQ:
         """Make the quantizer."""
-        return LFQ(self.bits, self.entropy_temperature, self.loss_weights.model_dump(), self.scale, self.bound)
+        return LFQ(self.bits, self.entropy_temperature, self.loss_weights.model_dump(), self.scale)
 
 
 class BSQ(BinaryQuantizer):
@@ -198,10 +183,8 @@ class BSQ(BinaryQuantizer):
     independent bits; here it is exact.
 
     Args:
-        bits: number of channels, 2 to 63.
-        entropy_temperature: temperature of the soft assignment in the entropy losses, > 0; the paper's inverse
-            temperature τ = 100 is 0.01.
-        loss_weights: weights of ``token_entropy``, ``codebook_entropy_gap`` and ``commitment``; see `BinaryQuantizer`.
+        bits, entropy_temperature: see `BSQConfig`.
+        loss_weights: see `BinaryQuantizer`.
 
     Raises:
         ConfigError: a value out of range, or a weight for a loss that does not exist (at this size).

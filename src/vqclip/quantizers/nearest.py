@@ -207,10 +207,7 @@ class SimVQ(TableQuantizer):
     The layer moves all codes, also unused ones. Losses: ``commitment`` and ``codebook``, see `TableQuantizer`.
 
     Args:
-        dim: D, at least 1.
-        codebook_size: K, at least 2.
-        gradient: ``rotation`` or ``straight_through``.
-        loss_weights: weights of ``commitment`` and ``codebook``; 0.25 and 1 by default; only the first may be 0.
+        dim, codebook_size, gradient, loss_weights: see `SimVQConfig`; of the weights only ``commitment`` may be 0.
         groups: G, the number of codebooks; more than 1 in a `Product`.
 
     Raises:

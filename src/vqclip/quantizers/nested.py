@@ -19,7 +19,7 @@ from vqclip.quantizers.stats import Stats, random_integers, stream
 from vqclip.quantizers.vectors import summary
 
 if TYPE_CHECKING:  # the package binds the name to its union, which contains the configurations of this file
-    from vqclip.quantizers.base import QuantizerSection as QuantizerConfig
+    from vqclip.quantizers import QuantizerConfig
 
 FINEST = 2.0**24
 """Largest factor between the first and the last stage's codes; beyond it float32 cannot add them."""
@@ -167,9 +167,7 @@ class Residual(Quantizer):
 
     Args:
         layer: the quantizer of a stage; only its settings are used, every stage is a new one.
-        depth: number of stages, at least 1.
-        dropout: train with a random number of stages; `update` must then be called once per step, for the next draw.
-        least: number of stages that are never dropped, 1 to ``depth``.
+        depth, dropout, least: see `ResidualConfig`; with ``dropout``, `update` draws the next number of stages.
         groups: G, the number of such quantizers; more than 1 inside a `Product`.
 
     Raises:

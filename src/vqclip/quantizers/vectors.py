@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -119,23 +118,6 @@ def sums_by_code(x: Tensor, ids: Tensor, size: int) -> Tensor:
     rows = bins.flatten().argsort(stable=True)
     sums = F.embedding_bag(rows, x.reshape(-1, dim), counts.cumsum(0) - counts, mode="sum")
     return sums.view(codebooks, size + 1, dim)[:, :size]
-
-
-def usage(counts: Tensor) -> Tensor:
-    """Return the share of codes with a count above 0: ``(C, K)`` counts → ``(C,)`` float64 in [0, 1]."""
-    return (counts > 0).double().mean(dim=-1)
-
-
-def usage_if_uniform(tokens: Tensor, size: int) -> Tensor:
-    """Return the expected `usage` of K equally likely codes by ``tokens`` tokens: float64 in [0, 1]."""
-    return -torch.expm1(tokens.double() * math.log1p(-1 / size))
-
-
-def perplexity(counts: Tensor) -> Tensor:
-    """Return the exponential of the entropy of the histogram: ``(C, K)`` counts → ``(C,)`` float64 in [1, K]."""
-    counts = counts.double()
-    share = counts / counts.sum(dim=-1, keepdim=True).clamp(min=1)
-    return torch.special.entr(share).sum(dim=-1).exp()
 
 
 def summary(name: str, each: Tensor, used: Tensor | None = None) -> Tensor:

@@ -17,7 +17,6 @@ from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError
 from vqclip.nn.precision import full_precision
 from vqclip.quantizers.base import resolve_weights
-from vqclip.quantizers.entropy import entropy_gap
 from vqclip.quantizers.nearest import GradientPath, TableQuantizer, whole
 from vqclip.quantizers.new_codes import kmeans, replacements
 from vqclip.quantizers.stats import OWN, Draw, Stats, stream
@@ -54,22 +53,10 @@ class VQ(TableQuantizer):
     tokens drawn by (seed, step, layer), no two of them equal to each other or to a code.
 
     Losses, each a mean over the tokens of all ranks: ``commitment``; with ``gradient`` also ``codebook``
-    (`TableQuantizer`); if their weight is above 0, ``orthogonality`` (only with ``gradient``): mean squared cosine
-    between different codes (Shin et al. 2021, https://arxiv.org/abs/2112.00384), and ``diversity``: log K minus the
-    entropy of the mean softmax over ``-distance² / diversity_temperature``, which needs tokens × codes numbers.
+    (`TableQuantizer`).
 
     Args:
-        dim: D, at least 1.
-        codebook_size: K, from 2 to 2^20.
-        learning: ``ema`` or ``gradient``.
-        decay: decay of the moving counts and means, in [0, 1).
-        cosine: vectors and codes have unit length (Yu et al. 2021, https://arxiv.org/abs/2110.04627).
-        kmeans: initialise with k-means.
-        dead_below: share of the average count below which a code is replaced, in [0, 1); 0 for never.
-        gradient: ``rotation`` or ``straight_through``.
-        diversity_temperature: > 0.
-        sync_codebook: False: each rank uses only its own tokens, and `update` needs no communication. Codebooks then
-            diverge; the training loop copies rank 0's to all ranks for each checkpoint and evaluation.
+        dim, codebook_size, learning, decay, cosine, kmeans, dead_below, gradient, sync_codebook: see `VQConfig`.
         loss_weights: name → weight; 0 for a missing one. By default commitment 0.25, codebook 1.
         groups: G, the number of codebooks; more than 1 in a `Product`.
 
@@ -93,7 +80,6 @@ class VQ(TableQuantizer):
         kmeans: bool = True,
         dead_below: float = 0.03,
         gradient: GradientPath = "rotation",
-        diversity_temperature: float = 1.0,
         sync_codebook: bool = True,
         loss_weights: Mapping[str, float] | None = None,
         groups: int = 1,
@@ -106,12 +92,10 @@ class VQ(TableQuantizer):
             check_channels("VQ with cosine", dim)
         if learning not in get_args(Learning):
             raise ConfigError(f"VQ: learning is {learning!r}, expected one of {', '.join(get_args(Learning))}")
-        if not diversity_temperature > 0:
-            raise ConfigError(f"VQ: diversity_temperature is {diversity_temperature}, expected a number > 0")
         weights = vq_weights(learning, loss_weights, sync_codebook)
         super().__init__(dim, codebook_size, groups, gradient, weights)
         self.learning, self.decay, self.cosine, self.dead_below = learning, decay, cosine, dead_below
-        self.diversity_temperature, self.sync_codebook = diversity_temperature, sync_codebook
+        self.sync_codebook = sync_codebook
         codebook = self._normalize(torch.randn(groups, codebook_size, dim, dtype=torch.float32) * dim**-0.5)
         if learning == "gradient":
             self.codebook = nn.Parameter(codebook)
@@ -146,15 +130,6 @@ class VQ(TableQuantizer):
     def codes(self) -> Tensor:
         """Return the codes ``(G, K, D)``."""
         return self._normalize(whole(self.codebook))
-
-    def _losses(self, stats: Stats) -> dict[str, Tensor]:
-        losses = super()._losses(stats)
-        if "orthogonality" in self.loss_weights:
-            with full_precision(self.codebook.device):
-                losses["orthogonality"] = mean_squared_cosine(self.codes()).mean()
-        if "diversity" in self.loss_weights:
-            losses["diversity"] = entropy_gap(stats["soft_counts"], stats["tokens"]).mean()
-        return losses
 
     @property
     def refinement(self) -> float | None:
@@ -211,8 +186,6 @@ class VQ(TableQuantizer):
 
     def _statistics(self, bounded: Tensor, values: Tensor, ids: Tensor, keep: Tensor | None) -> Stats:
         sums = dict(super()._statistics(bounded, values, ids, keep).sums)
-        if "diversity" in self.loss_weights:
-            sums["soft_counts"] = self._soft_counts(bounded, keep)
         if not self.training:
             return Stats(sums)
         own = "" if self.sync_codebook else OWN
@@ -254,15 +227,6 @@ class VQ(TableQuantizer):
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         self._is_started = bool(state_dict.pop(f"{prefix}has_started", not self._settings["kmeans"]))
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _soft_counts(self, bounded: Tensor, keep: Tensor | None) -> Tensor:
-        """Return the sum over tokens of their soft assignments: ``(T, G, D)`` → ``(G, K)``."""
-        codes = self.codes().to(bounded.dtype)
-        products = torch.einsum("tgd,gkd->tgk", bounded, codes)
-        share = ((2 * products - codes.square().sum(-1)) / self.diversity_temperature).softmax(dim=-1)
-        if keep is not None:
-            share = share.masked_fill(~keep[:, None, None], 0)
-        return share.sum(dim=0)
 
     def _update_averages(self, counts: Tensor, vectors: Tensor | None) -> None:
         """Update the moving averages with ``counts`` ``(G, K)`` and ``vectors`` ``(G, K, D)``, sums over tokens."""
@@ -321,10 +285,6 @@ class VQLossWeights(Config):
     """Weight of the mean squared distance that moves vectors to their codes."""
     codebook: Annotated[float, Field(ge=0)] | None = None
     """Weight of the same distance, moving codes to their vectors: 1 with learning: gradient; not allowed with ema."""
-    orthogonality: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the mean squared cosine between different codes; only with learning: gradient."""
-    diversity: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of log K minus the entropy of the mean soft assignment; needs tokens × codes numbers of memory."""
 
 
 class VQConfig(Config):
@@ -340,17 +300,16 @@ class VQConfig(Config):
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.99
     """Decay of the moving counts and means; higher is slower."""
     cosine: bool = False
-    """Vectors and codes have unit length."""
+    """Vectors and codes have unit length (Yu et al. 2021, https://arxiv.org/abs/2110.04627)."""
     kmeans: bool = True
     """Initialise the codes with k-means of tokens of the first batch."""
     dead_below: Annotated[float, Field(ge=0, lt=1)] = 0.03
     """A code with less than this share of the average count is replaced by a token of the batch; 0 for never."""
     gradient: GradientPath = "rotation"
     """Gradient from codes to vectors: straight_through, or rotation (the rotation trick)."""
-    diversity_temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature of the soft assignment in the diversity loss."""
     sync_codebook: bool = True
-    """Use the tokens of all ranks. False: each rank uses its own; checkpoints and evaluations use rank 0's codes."""
+    """Use the tokens of all ranks. False: each rank uses its own, so that `update` needs no communication and codebooks
+    diverge; checkpoints and evaluations use rank 0's codes."""
     loss_weights: VQLossWeights = VQLossWeights()
     """Weights of the losses."""
 
@@ -367,20 +326,20 @@ class VQConfig(Config):
 
 
 def vq_weights(learning: Learning, weights: Mapping[str, float] | None, sync_codebook: bool) -> dict[str, float]:
-    """Return the weights of the losses to compute: commitment (and codebook, if codes learn by it), others if above 0.
+    """Return the weights of the losses to compute: commitment, and codebook if codes learn by it.
 
     Raises:
-        ConfigError: a weight that does not fit ``learning``, or codebooks that differ between ranks with a loss that
-            needs equal ones.
+        ConfigError: a weight that does not fit ``learning``, or codebooks that differ between ranks but learn by
+            gradient.
     """
     learned = learning == "gradient"
     if learned and weights is not None:
         weights = {"codebook": 1.0, **weights}
     found = resolve_weights("VQ", VQLossWeights().model_dump() | {"codebook": float(learned)}, weights)
-    if not learned and (wrong := [name for name in ("codebook", "orthogonality") if found[name] > 0]):
+    if not learned and found["codebook"] > 0:
         raise ConfigError(
-            f"VQ: loss_weights has {wrong}, but with learning: ema no gradient moves the codes; "
-            "leave it out, or set learning: gradient"
+            "VQ: loss_weights has codebook, but with learning: ema no gradient moves the codes; leave it out, or set "
+            "learning: gradient"
         )
     if learned and found["codebook"] == 0:
         raise ConfigError("VQ: loss_weights.codebook is 0, so nothing would move the codes; set learning: ema")
@@ -389,23 +348,7 @@ def vq_weights(learning: Learning, weights: Mapping[str, float] | None, sync_cod
             "VQ: sync_codebook is false with learning: gradient, but DDP averages the gradients of codes, which must "
             "then be equal on all ranks; expected learning: ema"
         )
-    if found["diversity"] > 0 and not sync_codebook:
-        raise ConfigError(
-            "VQ: sync_codebook is false with a weight for diversity, a loss that needs equal codes on all ranks; "
-            "set the weight to 0"
-        )
     return {name: weight for name, weight in found.items() if weight > 0 or name == "commitment"}
-
-
-def mean_squared_cosine(codes: Tensor) -> Tensor:
-    """Return the mean squared cosine between different codes: ``(G, K, D)`` → ``(G,)``.
-
-    Computed from the Gram matrix of the channels, which has the norm of that of the codes.
-    """
-    directions, size = unit(codes), codes.shape[1]
-    # A code of length 0 has no direction, and its cosine with itself is 0.
-    own = directions.square().sum(dim=-1).square().sum(dim=-1)
-    return ((directions.mT @ directions).square().sum(dim=(1, 2)) - own) / (size * (size - 1))
 
 
 def _refresh_started(module: nn.Module, keys: object = None) -> None:
