@@ -34,17 +34,15 @@ from transformers import (
     AutoTokenizer,
 )
 
-from vqclip.integrations.transformers.folders import (
-    VqclipConfig,
-    VqclipImageTokenizerConfig,
-    VqclipTextTokenizerConfig,
-)
 from vqclip.integrations.transformers.models import (
+    VqclipConfig,
     VqclipImageTokenizer,
+    VqclipImageTokenizerConfig,
     VqclipImageTokenizerOutput,
     VqclipModel,
     VqclipOutput,
     VqclipTextTokenizer,
+    VqclipTextTokenizerConfig,
     VqclipTextTokenizerOutput,
 )
 from vqclip.integrations.transformers.processing import VqclipImageProcessor, VqclipProcessor, VqclipVocabulary

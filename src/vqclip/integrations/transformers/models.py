@@ -1,31 +1,239 @@
-"""Image and text tokenizers, and the whole model, as models of transformers.
+"""Tokenizer folders as configurations and models of transformers.
 
 Shapes: B samples, N tokens, C codebooks, D width of decoded vectors, E width of the joint embedding.
 """
 
 from __future__ import annotations
 
+import os
+import reprlib
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 import vqclip
-from vqclip.errors import ConfigError, ShapeError
-from vqclip.integrations.transformers.folders import (
-    FolderModel,
-    VqclipConfig,
-    VqclipImageTokenizerConfig,
-    VqclipTextTokenizerConfig,
-)
+from vqclip import dist
+from vqclip.errors import CheckpointError, ConfigError, ShapeError
+from vqclip.io.json_files import read_json
 from vqclip.model import CLIP
 from vqclip.nn.precision import full_precision
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
+from vqclip.tokenizer.folder import CONFIG_FILE, VERSIONS, find_folder
+
+FolderModelT = TypeVar("FolderModelT", bound="FolderModel")
 
 _EMBEDDINGS = ("codes_only", "continuous")
+_NOT_KEPT = {*VERSIONS, "weights", "files", "pixels", "frozen", "adapters", "sha256"}
+"""Keys of ``config.json`` that describe the files of a folder, not the model."""
+_WITHOUT_EFFECT = (
+    *("_commit_hash", "_from_auto", "_from_pipeline", "adapter_kwargs", "device_map", "dtype", "low_cpu_mem_usage"),
+    *("max_shard_size", "proxies", "torch_dtype", "trust_remote_code", "use_fast"),
+)
+"""Options of transformers that change nothing here, or only models, which name them: no code is fetched, for one."""
+_USUAL = {"safe_serialization": True, "use_safetensors": True}
+"""Options of which only this value is possible."""
+
+
+def _init_config(
+    self: Any,
+    image: dict[str, Any] | None = None,
+    text: dict[str, Any] | None = None,
+    temperature: dict[str, Any] | None = None,
+    embeddings: str = "codes_only",
+    **others: Any,
+) -> None:
+    """Initialise a configuration; only the sections of its class are kept."""
+    PretrainedConfig.__init__(self, **{name: value for name, value in others.items() if name not in _NOT_KEPT})
+    sections = {"image": image, "text": text, "temperature": temperature}
+    for name in self.sections:
+        setattr(self, name, sections[name])
+    if len(self.sections) > 1:
+        self.embeddings = embeddings
+
+
+# Version 5 of transformers calls the ``__init__`` of a class itself, never an inherited one.
+class VqclipImageTokenizerConfig(PretrainedConfig):
+    """Configuration of a `VqclipImageTokenizer`.
+
+    Attributes:
+        image: the section of the same name in a tokenizer folder's ``config.json``.
+    """
+
+    model_type = "vqclip_image_tokenizer"
+    sections: ClassVar[tuple[str, ...]] = ("image",)
+    __init__ = _init_config
+
+
+class VqclipTextTokenizerConfig(PretrainedConfig):
+    """Configuration of a `VqclipTextTokenizer`.
+
+    Attributes:
+        text: the section of the same name in a tokenizer folder's ``config.json``.
+    """
+
+    model_type = "vqclip_text_tokenizer"
+    sections: ClassVar[tuple[str, ...]] = ("text",)
+    __init__ = _init_config
+
+
+class VqclipConfig(PretrainedConfig):
+    """Configuration of a `VqclipModel`.
+
+    Attributes:
+        image, text, temperature: the sections of the same names in a tokenizer folder's ``config.json``.
+        embeddings: ``codes_only``: images and texts are embedded from their ids alone; ``continuous``: with the
+            quantizers bypassed. Not part of a folder.
+    """
+
+    model_type = "vqclip"
+    sections: ClassVar[tuple[str, ...]] = ("image", "text", "temperature")
+    __init__ = _init_config
+
+
+class FolderModel(PreTrainedModel):
+    """A model of transformers around the module that a tokenizer folder contains.
+
+    Weights keep the type in which they were stored, or get float32 or float64: `TokenizerDecoder` refuses others.
+
+    Args:
+        config: its configuration.
+        stored: the module.
+
+    Raises:
+        ConfigError: there is no module, such as from ``AutoModel.from_config``.
+    """
+
+    base_model_prefix = ""
+    stored_name: ClassVar[str]
+    """Attribute with the module."""
+
+    def __init__(self, config: Any, stored: Any = None):
+        super().__init__(config)
+        if stored is None:
+            name = type(self).__name__
+            raise ConfigError(f"{name}: got a configuration without weights; expected {name}.from_pretrained")
+        setattr(self, self.stored_name, stored)
+        self.post_init()
+
+    @classmethod
+    @abstractmethod
+    def _load(cls, folder: Path) -> Any:
+        """Load the module from a folder."""
+
+    def _init_weights(self, module: Any) -> None:
+        """Leave the weights as they are."""
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls: type[FolderModelT],
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *,
+        config: PretrainedConfig | None = None,
+        revision: str | None = None,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+        device_map: Any = None,
+        **options: Any,
+    ) -> FolderModelT:
+        """Load from a tokenizer folder, in evaluation mode; every byte is compared with its checksum.
+
+        Args:
+            pretrained_model_name_or_path: folder that a run, `vqclip` or ``save_pretrained`` wrote, or a hub name.
+            config: configuration of the same folder; its ``embeddings`` are used.
+            revision: branch, tag or commit of a hub name.
+            dtype: None and ``"auto"`` keep the stored type; float32 and float64 convert, others are refused.
+            torch_dtype: former name of ``dtype``.
+            device_map: one device for the whole model; ``"auto"``: the GPU, if there is one.
+            options: ``embeddings`` of a `VqclipConfig`; options of transformers are refused unless they are None, False
+                or have no effect.
+
+        Raises:
+            CheckpointError: a folder that is missing or damaged, or lacks this modality.
+            ConfigError: an option that has no meaning here, or a type that would change ids.
+        """
+        folder = local_folder(pretrained_model_name_or_path, revision)
+        stored, config_class = cls._load(folder), cls.config_class
+        found: Any = config_class(**read_json(folder / CONFIG_FILE)[0])  # type: ignore[misc]
+        if config is not None:
+            for name in found.sections:
+                if getattr(config, name, None) != getattr(found, name):
+                    raise CheckpointError(f"config: its section {name} differs from that in {folder / CONFIG_FILE}")
+            found = config
+        if "embeddings" in options and hasattr(found, "embeddings"):
+            found.embeddings = options.pop("embeddings")
+        require_no_options(f"{cls.__name__}.from_pretrained", options)
+        found.name_or_path, found.architectures = str(pretrained_model_name_or_path), [cls.__name__]
+        model: Any = cls(found, stored)
+        if (wanted := dtype if dtype is not None else torch_dtype) not in (None, "auto"):
+            kind = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
+            if not isinstance(kind, torch.dtype):
+                raise ConfigError(f"dtype: got {wanted!r}, expected a torch.dtype such as torch.float32, or auto")
+            model.to(kind)
+        found.dtype = model.dtype
+        if isinstance(device_map, dict) and set(device_map) == {""}:
+            device_map = device_map[""]
+        if device_map is not None:
+            name = str(device_map) if isinstance(device_map, torch.device) else device_map
+            model.to(dist.choose_device(name, "device_map"))
+        loaded: FolderModelT = model.eval()
+        return loaded
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **options: Any
+    ) -> None:
+        """Write a tokenizer folder: for this class, the Auto classes and `vqclip.load_tokenizer`.
+
+        Args:
+            save_directory: the folder; a tokenizer in it is replaced atomically.
+            is_main_process: False writes nothing.
+            options: options of transformers without an effect; others are refused.
+
+        Raises:
+            ConfigError: an option that has no meaning here, or a folder with other files, which would be lost.
+        """
+        require_no_options(f"{type(self).__name__}.save_pretrained", options)
+        if is_main_process:
+            getattr(self, self.stored_name).save_pretrained(save_directory)
+
+    def push_to_hub(  # type: ignore[override]
+        self, repo_id: str, card: str | None = None, *, revision: str | None = None, **options: Any
+    ) -> str:
+        """Save this model, push it to the hub with a card, and return the commit's address.
+
+        Arguments are those of `Tokenizer.push_to_hub`; options of transformers are refused.
+        """
+        private = options.pop("private", None)
+        require_no_options(f"{type(self).__name__}.push_to_hub", options)
+        stored = getattr(self, self.stored_name)
+        address: str = stored.push_to_hub(repo_id, card, private=private, revision=revision)
+        return address
+
+
+def local_folder(name: str | os.PathLike[str], revision: str | None) -> Path:
+    """Return a local folder or fetch one; transformers gives local folders the revision "main"."""
+    return find_folder(os.fspath(name), None if revision is not None and str(revision) == "main" else revision)
+
+
+def require_no_options(function: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that would change something in transformers and are not supported; raise ConfigError."""
+    strange = {
+        name: value
+        for name, value in options.items()
+        if value is not None and value is not False and name not in _WITHOUT_EFFECT and value != _USUAL.get(name)
+    }
+    if strange:
+        shown = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in strange.items())  # images are long
+        raise ConfigError(
+            f"{function}: got {shown}; expected none of these. Set HF_TOKEN, HF_HOME or HF_HUB_OFFLINE in the "
+            "environment for access to the hub"
+        )
 
 
 @dataclass
@@ -51,22 +259,14 @@ class VqclipTextTokenizerOutput(ModelOutput):
 class _TokenizerModel(FolderModel):
     """Common part: everything that starts from codes."""
 
+    stored_name = "tokenizer"
     modality: ClassVar[str]
     tokenizer: Tokenizer
-
-    def __init__(self, config: Any, tokenizer: Tokenizer | None = None):
-        super().__init__(config)
-        self.tokenizer = require_loaded(type(self), tokenizer)
-        self.post_init()
 
     @classmethod
     def _load(cls, folder: Path) -> Tokenizer:
         load: Any = vqclip.load_tokenizer
         return load(folder, cls.modality)
-
-    @property
-    def _stored(self) -> Tokenizer:
-        return self.tokenizer
 
     @property
     def num_tokens(self) -> int:
@@ -87,20 +287,14 @@ class _TokenizerModel(FolderModel):
         return self.tokenizer.embed(codes)
 
     def tokens_to_codes(self, tokens: Tensor, offset: int = 0) -> Tensor:
-        """Map ids of a language model ``(B, N·C)`` back to codes ``(B, N, C)``; see `Tokenizer.from_vocabulary`.
-
-        Raises:
-            ShapeError: for another shape, or an id outside the range of the codebook at its position.
-        """
+        """Map ids of a language model ``(B, N·C)`` back to codes ``(B, N, C)``; see `Tokenizer.from_vocabulary`."""
         return self.tokenizer.from_vocabulary(tokens, offset)
 
 
 class VqclipImageTokenizer(_TokenizerModel):
     """Images → codes → vectors and embeddings: `vqclip.tokenizer.ImageTokenizer` as a model of transformers.
 
-    Args:
-        config: its configuration.
-        tokenizer: the tokenizer.
+    ``pixel_values`` are ``(B, 3, H, W)``, uint8 (0..255, as the processor makes them) or float (0..1).
     """
 
     config_class = VqclipImageTokenizerConfig
@@ -109,18 +303,14 @@ class VqclipImageTokenizer(_TokenizerModel):
     tokenizer: ImageTokenizer
 
     def encode(self, pixel_values: Tensor) -> VqclipImageTokenizerOutput:
-        """Encode images ``(B, 3, H, W)``, uint8 (0..255, as the processor makes them) or float (0..1).
-
-        Raises:
-            ShapeError: for another shape, dtype or range.
-        """
+        """Encode images; raise ShapeError for another shape, dtype or range."""
         return VqclipImageTokenizerOutput(image_codes=self.tokenizer.encode(require_pixels(pixel_values)))
 
     def get_image_tokens(self, pixel_values: Tensor, offset: int = 0) -> Tensor:
         """Encode images to ids of a language model ``(B, N·C)``, each codebook in a range of its own from ``offset``.
 
         Args:
-            pixel_values: see `encode`.
+            pixel_values: see the class.
             offset: id of the first code, such as the size of the language model's vocabulary.
         """
         return self.tokenizer.to_vocabulary(self.tokenizer.encode(require_pixels(pixel_values)), offset)
@@ -140,11 +330,8 @@ class VqclipImageTokenizer(_TokenizerModel):
 class VqclipTextTokenizer(_TokenizerModel):
     """Captions → codes → vectors and embeddings: `vqclip.tokenizer.TextTokenizer` as a model of transformers.
 
-    Its inputs are those of `VqclipVocabulary`.
-
-    Args:
-        config: its configuration.
-        tokenizer: the tokenizer.
+    ``input_ids`` ``(B, N)`` int64 are those of `VqclipVocabulary`; an ``attention_mask`` ``(B, N)`` is only compared
+    with the padding that the rows have themselves.
     """
 
     config_class = VqclipTextTokenizerConfig
@@ -153,25 +340,11 @@ class VqclipTextTokenizer(_TokenizerModel):
     tokenizer: TextTokenizer
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> VqclipTextTokenizerOutput:
-        """Encode captions.
-
-        Args:
-            input_ids: ``(B, N)`` int64 from `VqclipVocabulary`.
-            attention_mask: ``(B, N)``; only compared with the padding that the rows have themselves.
-
-        Raises:
-            ShapeError: for other rows than the vocabulary makes, or a mask that does not fit.
-        """
+        """Encode captions; raise ShapeError for other rows than the vocabulary makes, or a mask that does not fit."""
         return VqclipTextTokenizerOutput(text_codes=self._codes(input_ids, attention_mask))
 
     def get_text_tokens(self, input_ids: Tensor, attention_mask: Tensor | None = None, offset: int = 0) -> Tensor:
-        """Encode captions to ids of a language model ``(B, N·C)``, -1 at padding; arguments as of `encode`.
-
-        Args:
-            input_ids: see `encode`.
-            attention_mask: see `encode`.
-            offset: id of the first code.
-        """
+        """Encode captions to ids of a language model ``(B, N·C)`` from ``offset`` on, -1 at padding."""
         return self.tokenizer.to_vocabulary(self._codes(input_ids, attention_mask), offset)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> VqclipTextTokenizerOutput:
@@ -200,9 +373,7 @@ class VqclipOutput(ModelOutput):
 class VqclipModel(FolderModel):
     """`vqclip.CLIP` as a model of transformers, for pipelines of zero-shot image classification.
 
-    Args:
-        config: its configuration.
-        clip: the model.
+    Inputs are those of `VqclipImageTokenizer` and `VqclipTextTokenizer`.
 
     Raises:
         ConfigError: unknown ``config.embeddings``, or ``codes_only`` of a tokenizer without codes.
@@ -210,34 +381,31 @@ class VqclipModel(FolderModel):
 
     config_class = VqclipConfig
     main_input_name = "pixel_values"
+    stored_name = "clip"
+    clip: CLIP
 
-    def __init__(self, config: VqclipConfig, clip: CLIP | None = None):
-        super().__init__(config)
-        if config.embeddings not in _EMBEDDINGS:
-            raise ConfigError(f"embeddings: got {config.embeddings!r}, expected one of {', '.join(_EMBEDDINGS)}")
-        self.clip = require_loaded(type(self), clip)
+    def __init__(self, config: VqclipConfig, stored: CLIP | None = None):
+        super().__init__(config, stored)
+        embeddings: str = config.embeddings  # type: ignore[attr-defined]
+        if embeddings not in _EMBEDDINGS:
+            raise ConfigError(f"embeddings: got {embeddings!r}, expected one of {', '.join(_EMBEDDINGS)}")
         for tokenizer in (self.clip.image, self.clip.text):
-            if config.embeddings == "codes_only" and not tokenizer.codebook_sizes:
+            if embeddings == "codes_only" and not tokenizer.codebook_sizes:
                 raise ConfigError(
                     f"embeddings: got 'codes_only', but the {tokenizer.modality} quantizer has no codes; expected "
                     "'continuous'"
                 )
-        self.post_init()
 
     @classmethod
     def _load(cls, folder: Path) -> CLIP:
         return CLIP.from_pretrained(folder)
 
-    @property
-    def _stored(self) -> CLIP:
-        return self.clip
-
     def get_image_features(self, pixel_values: Tensor) -> Tensor:
-        """Embed images ``(B, 3, H, W)``, uint8 or float in 0..1, as ``(B, E)`` unit-norm."""
+        """Embed images ``(B, 3, H, W)`` as ``(B, E)`` unit-norm."""
         return self._embed(self.clip.image, self.clip.image.batch(require_pixels(pixel_values)))
 
     def get_text_features(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Embed captions, token numbers ``(B, N)`` from `VqclipVocabulary`, as ``(B, E)`` unit-norm."""
+        """Embed captions ``(B, N)`` as ``(B, E)`` unit-norm."""
         return self._embed(self.clip.text, require_tokens(self.clip.text, input_ids, attention_mask))
 
     def _embed(self, tokenizer: Tokenizer, inputs: Tensor) -> Tensor:
@@ -248,28 +416,13 @@ class VqclipModel(FolderModel):
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, pixel_values: Tensor, attention_mask: Tensor | None = None) -> VqclipOutput:
-        """Compare every image with every caption, without gradients; `vqclip.CLIP` is what is trained.
-
-        Args:
-            input_ids: ``(texts, N)`` from `VqclipVocabulary`.
-            pixel_values: ``(images, 3, H, W)`` from `VqclipImageProcessor`.
-            attention_mask: ``(texts, N)``; see `VqclipTextTokenizer.encode`.
-        """
+        """Compare every image with every caption, without gradients; `vqclip.CLIP` is what is trained."""
         images, texts = self.get_image_features(pixel_values), self.get_text_features(input_ids, attention_mask)
         scale, bias = self.clip.temperature()
         with full_precision(images.device):
             logits = scale * images @ texts.T
         logits = logits if bias is None else logits + bias
         return VqclipOutput(logits, logits.T, images, texts)
-
-
-def require_loaded(kind: type, module: Any) -> Any:
-    """Return the module around which a model is made; raise ConfigError for a configuration alone."""
-    if module is None:
-        raise ConfigError(
-            f"{kind.__name__}: got a configuration without weights; expected {kind.__name__}.from_pretrained"
-        )
-    return module
 
 
 def require_pixels(pixel_values: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import vqclip
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransform, EvalTransformConfig
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.integrations.transformers.folders import local_folder, require_no_options
+from vqclip.integrations.transformers.models import local_folder, require_no_options
 from vqclip.nn.inputs import require_images
 from vqclip.tokenizer.folder import CONFIG_FILE, PROCESSOR_FILE, TokenizerFolder
 from vqclip.tokenizer.loading import read_tokenizer_config
@@ -23,8 +23,6 @@ from vqclip.tokenizer.loading import read_tokenizer_config
 if TYPE_CHECKING:
     from vqclip.tokenizer import ImageTokenizer
     from vqclip.towers.vocabulary import Vocabulary
-
-__all__ = ["PROCESSOR_FILE", "VqclipImageProcessor", "VqclipProcessor", "VqclipVocabulary"]
 
 _MAX_SIZE = 4096
 
@@ -91,16 +89,13 @@ class VqclipImageProcessor(BaseImageProcessor):
         return cls.of(vqclip.load_tokenizer(folder, "image"))  # only the network knows its size
 
     def preprocess(self, images: Any, return_tensors: str | None = "pt", **options: Any) -> BatchFeature:
-        """Prepare one PIL image or a list of them.
+        """Prepare one PIL image or a list of them, of any mode and size; transparent ones are put on white.
 
-        Args:
-            images: of any mode and size; transparent ones are put on white.
-            return_tensors: ``"pt"`` (default) or ``"np"``.
-            options: options of other processors, which are refused.
+        ``return_tensors`` is ``"pt"`` or ``"np"``.
 
         Raises:
             ShapeError: anything but PIL images.
-            ConfigError: another option or type of tensors.
+            ConfigError: an option of other processors, or another type of tensors.
         """
         require_no_options("VqclipImageProcessor", options)
         transform = self._transform()
@@ -116,11 +111,6 @@ class VqclipVocabulary:
     tower, whatever ``padding`` says, so that ids do not depend on the other captions of a batch; longer captions are
     cut.
 
-    Args:
-        vocabulary: of a text tower.
-
-    Attributes:
-        pad_token_id: number at padding.
     """
 
     model_input_names = ["input_ids", "attention_mask"]
@@ -146,10 +136,7 @@ class VqclipVocabulary:
         return cls(read_tokenizer_config(folder, "text").tower.vocabulary())
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **_: Any) -> tuple[str, ...]:
-        """Check that a folder contains this vocabulary: it is a part of the model's folder, written with it.
-
-        Returns:
-            No files.
+        """Return no files, after a check that the folder, which the model writes, contains this vocabulary.
 
         Raises:
             CheckpointError: the folder contains no text tokenizer, or is damaged.
@@ -169,19 +156,14 @@ class VqclipVocabulary:
         max_length: int | None = None,
         **options: Any,
     ) -> BatchEncoding:
-        """Tokenize a caption or a list of them.
+        """Tokenize a caption or a list of them; a single one gives a row without the axis B if it is a list.
 
-        Args:
-            text: one caption gives a row of its own.
-            return_tensors: ``"pt"``, ``"np"``, or None for lists.
-            padding: has no effect: rows have N positions.
-            truncation: has no effect: longer captions are cut.
-            max_length: None or N.
-            options: options of other tokenizers, which are refused.
+        ``return_tensors`` is ``"pt"``, ``"np"``, or None for lists, ``max_length`` None or N; ``padding`` and
+        ``truncation`` have no effect.
 
         Raises:
             ShapeError: anything but captions.
-            ConfigError: another option.
+            ConfigError: an option of other tokenizers.
         """
         require_no_options("VqclipVocabulary", options)
         if max_length not in (None, self.model_max_length):
@@ -215,11 +197,7 @@ class VqclipProcessor:
     ) -> BatchEncoding:
         """Prepare a caption or a list of them, a PIL image or a list of them, or both.
 
-        ``return_tensors`` is ``"pt"`` or ``"np"``; ``options`` are those of `VqclipVocabulary`.
-
-        Raises:
-            ShapeError: other inputs, or none.
-            ConfigError: another option or type of tensors.
+        ``return_tensors`` is ``"pt"`` or ``"np"``; ``options``, and what is refused, are those of `VqclipVocabulary`.
         """
         if text is None and images is None:
             raise ShapeError("VqclipProcessor: got neither text nor images, expected text=[...], images=[...] or both")
