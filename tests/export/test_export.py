@@ -201,15 +201,6 @@ def test_an_honest_hash_of_nonsense_is_refused(onnx, tmp_path):
         forge("decode", inputs=inputs)
         with pytest.raises(CheckpointError, match=r"export.json: parts.decode.inputs"):
             OnnxTokenizer(folder)
-    decode = body["parts"]["decode"]["inputs"]["ids"]
-    forge("decode", inputs={"ids": {**decode, "dtype": "uint8"}})
-    with pytest.raises(CheckpointError, match=r"decode.onnx: takes .*, but export.json says ids .* uint8"):
-        OnnxTokenizer(folder)
-    body["codebook_sizes"] = [64, 64]
-    forge("decode")
-    with pytest.raises(CheckpointError, match=r"export.json: codebook_sizes: got 2; the input of decode has 1"):
-        OnnxTokenizer(folder)
-    body["codebook_sizes"] = [64]
     (folder / "decode.onnx").write_bytes(b"no graph")
     forge("decode", file=digest_file(folder / "decode.onnx").model_dump())
     with pytest.raises(CheckpointError, match=r"decode.onnx: onnxruntime cannot load it"):

@@ -8,7 +8,7 @@ happens between two batch sizes of the tokenizer itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,17 @@ from torch import Tensor
 from vqclip.errors import BackendError, CheckpointError, ConfigError, DataError, NonFiniteError, ShapeError
 from vqclip.export.to_onnx import (
     INFO_FILE,
-    OUTPUTS,
     VERSIONS,
     AnyTokenizer,
     ExportInfo,
     Part,
-    PartInfo,
     export_program,
     parts_of,
     require,
 )
 from vqclip.io.atomic import verify_file
 from vqclip.io.json_files import read_checked
-from vqclip.tokenizer import ImageTokenizer
 from vqclip.tokenizer.stored import fingerprint, pixels_fingerprint
-
-__all__ = ["Agreement", "OnnxTokenizer", "verify", "verify_program"]
 
 Method = Callable[[Tensor], Tensor]
 
@@ -75,13 +70,15 @@ class OnnxTokenizer:
                 raise CheckpointError(f"{folder / INFO_FILE}: contains no digest of {data.name}; export it again")
             for name, digest in {path.name: stored.file, **stored.data}.items():
                 verify_file(folder / name, digest, INFO_FILE)
-            options = _options(runtime, self.info.precision, threads)
+            options = runtime.SessionOptions()
+            if threads is not None:
+                options.intra_op_num_threads = threads
+            if self.info.precision == "fp64":  # operators would be fused into ones with float32 attributes
+                options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
             try:
-                session = runtime.InferenceSession(str(path), options, providers=list(providers))
+                self._sessions[part] = runtime.InferenceSession(str(path), options, providers=list(providers))
             except Exception as error:  # its exceptions have no root of their own
                 raise CheckpointError(f"{path}: onnxruntime cannot load it: {error}") from error
-            _require_interface(path, session, stored, part)
-            self._sessions[part] = session
 
     def encode(self, inputs: np.ndarray) -> np.ndarray:
         """Encode pixels ``(B, 3, H, W)`` uint8 or token numbers ``(B, N)`` int64 to ids ``(B, N, C)`` int64.
@@ -96,27 +93,19 @@ class OnnxTokenizer:
         """Decode ids ``(B, N, C)`` int64 to vectors ``(B, N, D)``, float32 or float64.
 
         Raises:
-            ShapeError: see `encode`; also for ids outside of their codebook.
-            BackendError: onnxruntime fails.
+            ShapeError, BackendError: see `encode`; also for ids outside of their codebook.
         """
         return self._run("decode", ids)
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
-        """Embed ids ``(B, N, C)`` int64: joint embedding ``(B, E)``, float32 or float64, unit-norm.
-
-        Raises:
-            ShapeError, BackendError: see `decode`.
-        """
+        """Embed ids as of `decode`: joint embedding ``(B, E)``, float32 or float64, unit-norm."""
         return self._run("embed", ids)
 
     def decode_pixels(self, ids: np.ndarray) -> np.ndarray:
-        """Decode ids ``(B, N, C)`` int64 to images ``(B, 3, H, W)`` float32 in 0..1.
-
-        Of a decoder with detail codebooks: ``(B, N, C + Cd)``, -1 for ids that are left out.
+        """Decode ids as of `decode`, with detail ids if there are any, to images ``(B, 3, H, W)`` float32 in 0..1.
 
         Raises:
             ConfigError: the tokenizer had no pixel decoder when it was exported.
-            ShapeError, BackendError: see `decode`.
         """
         if "decode_pixels" not in self.info.parts:
             raise ConfigError(
@@ -136,59 +125,36 @@ class OnnxTokenizer:
         if not len(value):
             raise ShapeError(f"{name} of {part}: got no sample, expected {wanted} with B from 1")
         if part != "encode":
-            self._require_ids(name, part, value)
+            ids = value[..., : len(self._codebook_sizes)]  # detail ids follow
+            if (outside := (ids < -1) | (ids >= self._codebook_sizes)).any():
+                raise ShapeError(
+                    f"{name} of {part}: got {ids[outside][0]}, expected ids from 0 to one less than the codebook sizes "
+                    f"{self._codebook_sizes.tolist()}, or -1 for absent ones"
+                )
         try:
             (output,) = self._sessions[part].run(None, {name: value})
         except Exception as error:  # its exceptions have no root of their own
             raise BackendError(f"{part}.onnx: onnxruntime failed on {name} of shape {value.shape}: {error}") from error
         return output
 
-    def _require_ids(self, name: str, part: Part, ids: np.ndarray) -> None:
-        outside = (ids < -1) | (ids >= self._codebook_sizes)
-        if outside.any():
-            raise ShapeError(
-                f"{name} of {part}: got {ids[outside][0]}, expected ids from 0 to one less than the codebook sizes "
-                f"{self._codebook_sizes.tolist()}, or -1 for absent ones"
-            )
 
-
-def _options(runtime: Any, precision: str, threads: int | None) -> Any:
-    options = runtime.SessionOptions()
-    if threads is not None:
-        options.intra_op_num_threads = threads
-    if precision == "fp64":  # operators would be fused into ones with float32 attributes
-        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return options
-
-
-def _require_interface(path: Path, session: Any, stored: PartInfo, part: Part) -> None:
-    """Check that a graph takes the inputs in `INFO_FILE` and has the output of its part; else raise CheckpointError."""
-    found = [(each.name, tuple(each.shape[1:]), each.type) for each in session.get_inputs()]
-    ((name, stated),) = stored.inputs.items()
-    shape, dtype = tuple(stated.shape[1:]), stated.dtype
-    if found != [(name, shape, f"tensor({dtype})")]:
-        raise CheckpointError(f"{path}: takes {found}, but {INFO_FILE} says {name} {shape} {dtype}; export it again")
-    if (outputs := [each.name for each in session.get_outputs()]) != [OUTPUTS[part]]:
-        raise CheckpointError(f"{path}: gives {outputs}, expected {[OUTPUTS[part]]}; export it again")
-
-
-@dataclass(frozen=True)
+@dataclass
 class Agreement:
     """Comparison of two ways of running one tokenizer on the same inputs."""
 
-    samples: int
+    samples: int = 0
     """Inputs compared."""
-    ids: int
+    ids: int = 0
     """Ids of the tokenizer, without padding."""
-    differing_ids: int
+    differing_ids: int = 0
     """Ids for which the other way returns another value."""
-    differing_samples: int
+    differing_samples: int = 0
     """Samples with such an id."""
-    between_batches: int
+    between_batches: int = 0
     """Ids that change in the tokenizer itself when every batch is split into two halves."""
-    vectors: float
+    vectors: float = 0.0
     """Largest absolute difference of `decode`, from equal ids."""
-    embeddings: float
+    embeddings: float = 0.0
     """Largest absolute difference of `embed`, from equal ids."""
     pixels: float | None = None
     """Largest absolute difference of `decode_pixels`, of values in 0..1, from equal ids; None without a decoder."""
@@ -236,52 +202,42 @@ def verify(folder: str | Path, tokenizer: AnyTokenizer, batches: Iterable[Tensor
         run = getattr(runtime, part)
         return lambda inputs: torch.from_numpy(run(inputs.cpu().numpy())).to(inputs.device)
 
-    return _compare(tokenizer, batches, {part: method(part) for part in runtime.info.parts})
+    return _compare(tokenizer, batches, method)
 
 
 def verify_program(tokenizer: AnyTokenizer, batches: Iterable[Tensor]) -> Agreement:
     """Compare the programs of `export_program` with the original tokenizer; see `verify`."""
-    return _compare(
-        tokenizer, batches, {part: export_program(tokenizer, part).module() for part in parts_of(tokenizer)}
-    )
+    return _compare(tokenizer, batches, lambda part: export_program(tokenizer, part).module())
 
 
 @torch.no_grad()
-def _compare(tokenizer: AnyTokenizer, batches: Iterable[Tensor], other: Mapping[Part, Method]) -> Agreement:
-    samples = ids = differing_ids = differing_samples = between = 0
-    vectors = embeddings = pixels = 0.0
-    for batch in batches:
-        if not len(batch):
-            continue
+def _compare(tokenizer: AnyTokenizer, batches: Iterable[Tensor], method: Callable[[Part], Method]) -> Agreement:
+    found, other = Agreement(), {part: method(part) for part in parts_of(tokenizer)}
+
+    def distance(part: Part, ids: Tensor) -> float:
+        ours, theirs = getattr(tokenizer, part)(ids), other[part](ids)
+        largest = float((theirs - ours).abs().max())
+        if not math.isfinite(largest):  # Python's max would ignore NaN
+            bad = [int((~each.isfinite()).sum()) for each in (theirs, ours)]
+            raise NonFiniteError(
+                f"{part}: got {bad[0]} of {theirs.numel()} numbers NaN or infinite from the export and {bad[1]} from "
+                "the tokenizer, expected finite ones; such an export must not be used"
+            )
+        return largest
+
+    for batch in filter(len, batches):
         ours = tokenizer.encode(batch)
         wrong = other["encode"](batch) != ours
         halves = torch.cat([tokenizer.encode(half) for half in batch.split(-(-len(batch) // 2))])
-        samples += len(batch)
-        ids += int((ours >= 0).sum())
-        differing_ids += int(wrong.sum())
-        differing_samples += int(wrong.flatten(1).any(dim=1).sum())
-        between += int((halves != ours).sum())
-        vectors = max(vectors, _distance("decode", other["decode"](ours), tokenizer.decode(ours)))
-        embeddings = max(embeddings, _distance("embed", other["embed"](ours), tokenizer.embed(ours)))
+        found.samples += len(batch)
+        found.ids += int((ours >= 0).sum())
+        found.differing_ids += int(wrong.sum())
+        found.differing_samples += int(wrong.flatten(1).any(dim=1).sum())
+        found.between_batches += int((halves != ours).sum())
+        found.vectors = max(found.vectors, distance("decode", ours))
+        found.embeddings = max(found.embeddings, distance("embed", ours))
         if "decode_pixels" in other:
-            assert isinstance(tokenizer, ImageTokenizer)
-            every = tokenizer.encode_pixels(batch)
-            pixels = max(
-                pixels, _distance("decode_pixels", other["decode_pixels"](every), tokenizer.decode_pixels(every))
-            )
-    if not samples:
+            found.pixels = max(found.pixels or 0.0, distance("decode_pixels", tokenizer.encode_pixels(batch)))
+    if not found.samples:
         raise DataError("verify: got no inputs, expected at least one batch with a sample")
-    made = pixels if "decode_pixels" in other else None
-    return Agreement(samples, ids, differing_ids, differing_samples, between, vectors, embeddings, made)
-
-
-def _distance(part: Part, theirs: Tensor, ours: Tensor) -> float:
-    """Return the largest absolute difference; raise NonFiniteError for NaN, which Python's ``max`` would ignore."""
-    distance = float((theirs - ours).abs().max())
-    if not math.isfinite(distance):
-        bad = {name: int((~each.isfinite()).sum()) for name, each in (("exported", theirs), ("tokenizer", ours))}
-        raise NonFiniteError(
-            f"{part}: got {bad['exported']} of {theirs.numel()} numbers NaN or infinite from the export and "
-            f"{bad['tokenizer']} from the tokenizer, expected finite ones; such an export must not be used"
-        )
-    return distance
+    return found
