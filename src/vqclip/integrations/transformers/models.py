@@ -386,7 +386,7 @@ class VqclipModel(FolderModel):
 
     def __init__(self, config: VqclipConfig, stored: CLIP | None = None):
         super().__init__(config, stored)
-        embeddings: str = config.embeddings  # type: ignore[attr-defined]
+        embeddings: str = config.embeddings
         if embeddings not in _EMBEDDINGS:
             raise ConfigError(f"embeddings: got {embeddings!r}, expected one of {', '.join(_EMBEDDINGS)}")
         for tokenizer in (self.clip.image, self.clip.text):
