@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from einops import rearrange
@@ -19,7 +19,7 @@ from vqclip.quantizers.stats import Stats, random_integers, stream
 from vqclip.quantizers.vectors import summary
 
 if TYPE_CHECKING:  # the package binds the name to its union, which contains the configurations of this file
-    from vqclip.quantizers import QuantizerConfig
+    QuantizerConfig = Any
 
 FINEST = 2.0**24
 """Largest factor between the first and the last stage's codes; beyond it float32 cannot add them."""
