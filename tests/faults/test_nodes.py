@@ -187,14 +187,15 @@ def test_kills_with_the_folder_in_a_bucket(tmp_path, shards, whole, bucket):
 
 
 def test_two_jobs_on_one_bucket(tmp_path, shards, bucket, monkeypatch):
-    """The one that finds a checkpoint of the other ends before it writes one of its own."""
+    """The one that started first finds the name of the other, and ends before its next checkpoint."""
     monkeypatch.setenv("STEP_S", "2")
     one, other = (Machines(tmp_path / name, shards, "s3://nodes/runs") for name in "ab")
     with one.start() as first, other.start() as second:
         statuses = [each.wait(240) for each in (*first, *second)]
     output = one.output + other.output
     assert any(statuses), output
-    assert "from another job; this one writes nothing more to it" in output
+    assert not all(statuses), output
+    assert "continues the run at s3://nodes/runs/tiny; this one" in output
     found = copy_run("s3://nodes/runs/tiny", tmp_path / "copy")
     assert checkpoint.checkpoints(found / "checkpoints")
 

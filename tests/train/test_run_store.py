@@ -61,6 +61,7 @@ def opened(folder: Path) -> Iterator[RunMirror]:
     folder.mkdir(parents=True, exist_ok=True)
     with RunMirror(URL, folder, TransferConfig(tries=3)) as mirror:
         mirror.open()
+        mirror.claim()
         yield mirror
 
 
@@ -179,14 +180,15 @@ def test_names_that_lead_elsewhere_are_not_fetched(tmp_path, store):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_a_second_job_is_noticed_before_it_mixes_with_the_first(tmp_path, store):
-    with opened(tmp_path / "a") as first, opened(tmp_path / "b") as second:
+def test_of_two_jobs_the_one_that_started_last_goes_on(tmp_path, store):
+    with opened(tmp_path / "a") as first:
         first.upload_checkpoint(save(tmp_path / "a", 2), 9, keep_none)
-        before = store.names()
-        with pytest.raises(CheckpointError, match="has got step-00000002 from another job; this one writes nothing"):
-            second.upload_checkpoint(save(tmp_path / "b", 2, "other weights"), 9, keep_none)
-        assert store.names() == before
-        first.upload_checkpoint(save(tmp_path / "a", 4), 9, keep_none)
+        with opened(tmp_path / "b") as second:
+            before = store.names()
+            with pytest.raises(CheckpointError, match="another job .* continues the run at .*; this one"):
+                first.upload_checkpoint(save(tmp_path / "a", 4), 9, keep_none)
+            assert store.names() == before
+            second.upload_checkpoint(save(tmp_path / "b", 4, "other weights"), 9, keep_none)
 
 
 def test_newer_checkpoints_and_files_that_are_gone_are_removed_at_the_url(tmp_path, store):

@@ -305,10 +305,11 @@ def _open_records(config: TaskConfig, task: Task[Any], data: TrainData, resumed:
 
 
 def _write_config(config: TaskConfig, mirror: RunMirror | None) -> None:
-    """Write the configuration, with credentials masked so that it can be shared."""
+    """Write the configuration, with credentials masked so that it can be shared; the run at a URL is this job's now."""
     if dist.is_main():
         write_text(config.run.path / "config.yaml", to_yaml(config, mask_credentials))
         remove_stopped(config.run.path)
+    dist.run_on_main(lambda: None if mirror is None else mirror.claim())
     _upload_files(mirror)
 
 

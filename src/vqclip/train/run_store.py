@@ -1,7 +1,9 @@
 """A run folder in an object store, with a copy on rank 0's disk.
 
-    start:  what is at the URL counts; the copy gets its files, and its newest whole checkpoint when it is needed
-    save:   a checkpoint is written to the copy  ->  uploaded, manifest last  ->  old ones are removed, manifest first
+    start:  what is at the URL counts; the copy gets its files, and its newest whole checkpoint when it is needed;
+            the job writes its name to the URL
+    save:   another job's name there ends this one; a checkpoint is written to the copy  ->  uploaded, manifest last
+            ->  old ones are removed, manifest first
 
 So a checkpoint at the URL is whole as soon as its manifest is there. The names are those of a local run folder.
 """
@@ -10,7 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +32,9 @@ from vqclip.process.lock import LOCK_FILES
 logger = logging.getLogger(__name__)
 
 _CHECKPOINTS = "checkpoints"
-_LEFT_OUT = (*LOCK_FILES, _CHECKPOINTS, "wandb")
+_JOB = "job.txt"
+"""Name of the job that started last, at the URL alone."""
+_LEFT_OUT = (*LOCK_FILES, _CHECKPOINTS, _JOB, "wandb")
 """Parts of the copy that are not uploaded with the files; wandb uploads its own."""
 _MAX_MANIFEST = 1 << 20
 """Bytes of a manifest."""
@@ -50,8 +57,7 @@ class RunMirror:
         self._folder = folder
         self._remote = RemoteFolder(url, options, "run.remote")
         self._uploaded: dict[str, Stamp] = {}
-        self._known: set[str] = set()
-        """Names of the checkpoints that were at the URL at the start, or that this job has uploaded."""
+        self._job = f"process {os.getpid()} on {socket.gethostname()}, started at {time.time_ns() / 1e9:.9f}".encode()
         self.is_open = False
         """True once the copy follows the URL."""
 
@@ -69,9 +75,9 @@ class RunMirror:
                 "folder to start over, or copy it there to restore the run"
             )
         self._remote.require_tree(names)
-        self._known = {path.name for path in self.checkpoints(names)}
+        stored = {path.name for path in self.checkpoints(names)}
         for path in (*self._folder.iterdir(), *local):
-            if path.name in (*_LEFT_OUT, "stacks", *self._known):  # stacks: of a hang, after which nothing is uploaded
+            if path.name in (*_LEFT_OUT, "stacks", *stored):  # stacks: of a hang, after which nothing is uploaded
                 continue
             if path in local:
                 set_aside(path, f"is not at {self._remote}, from which the run continues")
@@ -84,6 +90,14 @@ class RunMirror:
             self._remote.download(name, path)
             self._uploaded[name] = Stamp.of(path)
         self.is_open = True
+
+    def claim(self) -> None:
+        """Write the name of this job to the URL; a job that started earlier ends when it finds it.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        self._remote.write(_JOB, self._job)
 
     def checkpoints(self, names: Iterable[str] | None = None) -> list[Path]:
         """Return the paths in the copy of all whole checkpoints at the URL, oldest first; they may not be there.
@@ -139,16 +153,16 @@ class RunMirror:
         """
         base = f"{_CHECKPOINTS}/{path.name}"
         try:
-            if others := {each.name for each in self.checkpoints()} - self._known:
+            if (job := self._remote.read(_JOB)) not in (None, self._job):
+                other = job[:200].decode(errors="replace")
                 raise CheckpointError(
-                    f"run.folder: {self._remote} has got {', '.join(sorted(others))} from another job; this one writes "
-                    "nothing more to it. Stop one of the two"
+                    f"run.folder: another job ({other}) continues the run at {self._remote}; this one "
+                    f"({self._job.decode()}) writes nothing more to it"
                 )
             self.upload_files()  # those with the lines of its steps, and with the weights that it refers to
             self._remove(path.name)
             for file in sorted(_files(path), key=lambda name: name == MANIFEST):
                 self._remote.upload(f"{base}/{file}", path / file)
-            self._known.add(path.name)
             names = self._remote.list(_CHECKPOINTS)
             for old in find_old(self.checkpoints(names), path, keep_last, keep):
                 self._remove(old.name)
