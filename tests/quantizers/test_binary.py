@@ -100,6 +100,19 @@ def test_above_the_counted_size_there_is_no_gap_and_asking_for_it_is_an_error() 
     assert missing == {"token_entropy": 0.0, "codebook_entropy_gap": 0.0, "commitment": 1.0}
 
 
+def test_a_bound_keeps_channels_within_the_scale() -> None:
+    quantizer = LFQ(3, entropy_temperature=1.0, scale=0.5, bound="tanh")
+    x = torch.tensor([[-3.0, 0.1, 2.0]], dtype=torch.float64, requires_grad=True)
+    out = quantizer(x)
+    assert out.vectors.tolist() == [[-0.5, 0.5, 0.5]]
+    assert out.ids.tolist() == LFQ(3)(x).ids.tolist()
+    torch.testing.assert_close(quantizer.continuous(x), 0.5 * x.tanh())
+    (gradient,) = torch.autograd.grad(out.vectors.sum(), x)
+    torch.testing.assert_close(gradient, 0.5 * (1 - x.tanh().square()))
+    error = (0.5 * x.tanh() - out.vectors).square().mean()
+    torch.testing.assert_close(quantizer.losses(out.stats)["commitment"], error)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -109,6 +122,7 @@ def test_above_the_counted_size_there_is_no_gap_and_asking_for_it_is_an_error() 
         ({"bits": 4, "entropy_temperature": math.nan}, "temperature"),
         ({"bits": 4, "loss_weights": {"entropy": 1.0}}, "no loss is named"),
         ({"bits": 4, "scale": 0.0}, "scale is 0.0"),
+        ({"bits": 4, "bound": "clamp"}, "bound is 'clamp', expected one of none, tanh"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict, message: str) -> None:

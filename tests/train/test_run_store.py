@@ -180,7 +180,7 @@ def test_names_that_lead_elsewhere_are_not_fetched(tmp_path, store):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_of_two_jobs_the_one_that_started_last_goes_on(tmp_path, store):
+def test_of_two_jobs_the_one_that_started_last_continues(tmp_path, store):
     with opened(tmp_path / "a") as first:
         first.upload_checkpoint(save(tmp_path / "a", 2), 9, keep_none)
         with opened(tmp_path / "b") as second:

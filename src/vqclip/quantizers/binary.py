@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import torch
 from einops import reduce
@@ -20,6 +20,8 @@ from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.vectors import MAX_COUNTED_CODES, check_channels, ids_from_digits, squared_error, unit
 
 MAX_BITS = 63
+Bound = Literal["none", "tanh"]
+"""Function that LFQ applies to channels before rounding."""
 
 
 class BinaryQuantizer(Quantizer):
@@ -144,7 +146,7 @@ class LFQ(BinaryQuantizer):
     `BinaryQuantizer`.
 
     Args:
-        bits, entropy_temperature, scale: see `LFQConfig`.
+        bits, entropy_temperature, scale, bound: see `LFQConfig`.
         loss_weights: see `BinaryQuantizer`.
 
     Raises:
@@ -157,10 +159,17 @@ class LFQ(BinaryQuantizer):
         entropy_temperature: float = 0.01,
         loss_weights: Mapping[str, float] | None = None,
         scale: float = 1.0,
+        bound: Bound = "none",
     ):
         if not 0 < scale < math.inf:
             raise ConfigError(f"LFQ: scale is {scale}, expected a number > 0")
+        if bound not in get_args(Bound):
+            raise ConfigError(f"LFQ: bound is {bound!r}, expected one of {', '.join(get_args(Bound))}")
         super().__init__(bits, scale, entropy_temperature, loss_weights)
+        self.bound = bound
+
+    def _bound(self, x: Tensor) -> Tensor:
+        return self.radius * x.tanh() if self.bound == "tanh" else x
 
 
 class LFQConfig(BinaryConfig):
@@ -169,10 +178,13 @@ class LFQConfig(BinaryConfig):
     kind: Literal["lfq"] = "lfq"
     scale: Annotated[float, Field(gt=0)] = 1.0
     """Absolute value of every channel of a code."""
+    bound: Bound = "none"
+    """tanh: apply scale · tanh to channels first, so that they are at most ``scale`` from their code and the gradient
+    vanishes far from the threshold."""
 
     def build(self) -> LFQ:
         """Make the quantizer."""
-        return LFQ(self.bits, self.entropy_temperature, self.loss_weights.model_dump(), self.scale)
+        return LFQ(self.bits, self.entropy_temperature, self.loss_weights.model_dump(), self.scale, self.bound)
 
 
 class BSQ(BinaryQuantizer):
