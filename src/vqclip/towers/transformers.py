@@ -1,8 +1,14 @@
-"""Towers of transformers: any encoder that `AutoModel` loads from safetensors, with its own vocabulary."""
+"""Towers of transformers: any encoder that `AutoModel` loads from safetensors, with its own vocabulary.
+
+    folder or hub name ─> config.json (checked), tokenizer.json, preprocessor_config.json ─> network with its weights
+
+`transformers` is imported when a tower is built, and executes no code of a model; see `transformers_folder`.
+"""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,33 +20,39 @@ from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_val
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from vqclip.errors import ConfigError
-from vqclip.io.files import read_bounded
+from vqclip.errors import CheckpointError, ConfigError
+from vqclip.io.files import find_folder, read_bounded
 from vqclip.io.json_files import MAX_BYTES
-from vqclip.io.tensors import first_names
+from vqclip.io.tensors import first_names, nonfinite_names, shape_differences
 from vqclip.towers.base import TowerConfig, freeze_unused, set_training
 from vqclip.towers.image import OPENAI_MEAN, OPENAI_STD, ImageTower, Normalize
 from vqclip.towers.text import TextTower, attendable
 from vqclip.towers.transformers_folder import (
     CONFIG_FILE,
     Part,
-    build_network,
-    find_encoder,
+    calls_to_transformers,
+    find_class,
     network_settings,
+    other_model_error,
     read_settings,
+    require_safetensors,
 )
-from vqclip.towers.vocabulary import MAX_CONTEXT, VOCABULARY_FILE, FastVocabulary
-from vqclip.towers.weights import unpack_minilm
+from vqclip.towers.vocabulary import MAX_CONTEXT, VOCABULARY_FILE, FastVocabulary, require_library
+from vqclip.towers.weights import explain, unpack_minilm
+
+logger = logging.getLogger(__name__)
 
 _Channels = tuple[float, float, float]
 _Shapes = Mapping[str, tuple[int, ...]]
 
-_DEFAULT_CONTEXT = 77
-"""Context length of CLIP, for folders without one of their own."""
 _CAUSAL = ("clip_text_model",)
 """Model types whose tokens see earlier ones only, so that they need no mask of the padding after them."""
+_RANDOM = ("dropout", "drop_path", "layerdrop")
+"""Parts of the keys of rates at which activations are dropped in training."""
 _CALL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 """Errors of a network that cannot read its input."""
+_FETCHED = ("*.json", "*.safetensors")
+_NOT_FETCHED = ("onnx/*", "openvino/*", "coreml/*", "*/onnx/*", "*/openvino/*")
 
 
 class TransformersTowerConfig(TowerConfig):
@@ -83,11 +95,7 @@ class TransformersTowerConfig(TowerConfig):
         return self
 
     def with_stored(self, files: Mapping[str, bytes], shapes: _Shapes) -> Self:
-        """Return a copy for a tokenizer folder, with the shapes of the tower's weights.
-
-        Raises:
-            ConfigError: the folder lacks settings or files of the tower.
-        """
+        """Return a copy for a tokenizer folder, with its files and the shapes of the tower's weights."""
         if self.network is None:
             raise ConfigError("tower.network: missing; expected the network's settings in this folder")
         found = self.model_copy(update={"network": network_settings(self.network, self.part)})
@@ -95,14 +103,71 @@ class TransformersTowerConfig(TowerConfig):
         return found
 
     def _folder(self) -> Path:
-        assert self.name is not None
-        return find_encoder(self.name, self.revision)
+        """Return the folder; a model on the hub is fetched into the hub's cache: JSON and safetensors only."""
+        package: bool = getattr(self, "package", None) is not None
+        try:
+            root = find_folder(unpack_minilm() if package else self.name or "", self.revision, _FETCHED, _NOT_FETCHED)
+        except CheckpointError as error:
+            raise ConfigError(f"tower.name: {error}") from error
+        if (root / CONFIG_FILE).is_file():
+            return root
+        for path in sorted(root.glob(f"0_*/{CONFIG_FILE}")):  # the first module of a folder of sentence-transformers
+            return path.parent
+        raise ConfigError(
+            f"tower.name: {root}: expected {CONFIG_FILE}, model.safetensors and, for text, {VOCABULARY_FILE}; "
+            f"got: {first_names(sorted(path.name for path in root.iterdir())) or 'an empty folder'}"
+        )
 
     def _build(self) -> tuple[Any, list[str]]:
-        """Return the network, and the names of its weights that the folder lacks; for a config that is resolved."""
+        """Make the network of a resolved configuration, in fp32; random weights are drawn from torch's generator.
+
+        Returns:
+            The module, and the names of its weights that the folder lacks.
+        """
         assert self.network is not None
-        folder = self._folder() if self.pretrained else None
-        return build_network(self.network, self.part, folder, dropout=self.dropout, shapes=self._shapes)
+        transformers, kind = require_library("transformers"), str(self.network.get("model_type"))
+        if kind not in transformers.CONFIG_MAPPING:
+            raise ConfigError(
+                f"tower.name: transformers {transformers.__version__} has no model type {kind!r}; expected one that it "
+                "contains, such as bert or vit: a model's own code is never executed"
+            )
+        weights, found = self._folder() if self.pretrained else None, dict[str, Any]()
+        if weights is not None:
+            require_safetensors(weights)
+        with calls_to_transformers(kind):
+            config = transformers.CONFIG_MAPPING[kind].from_dict(dict(self.network))
+            for key, value in config.to_dict().items():
+                if not self.dropout and isinstance(value, float) and any(part in key for part in _RANDOM):
+                    setattr(config, key, 0.0)
+            auto = find_class(transformers, config, self.part)
+            if self._shapes is not None:  # compared before memory is taken
+                with torch.device("meta"):
+                    outline = auto.from_config(config, trust_remote_code=False).state_dict()
+                expected = {name: tuple(tensor.shape) for name, tensor in outline.items()}
+                if problems := shape_differences(expected, self._shapes):
+                    raise ConfigError(f"tower.network: does not fit the weights: {'; '.join(problems[:5])}")
+            if weights is None:
+                network = auto.from_config(config, trust_remote_code=False)
+            else:
+                network, found = auto.from_pretrained(
+                    weights,
+                    config=config,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are refused below, by name
+                    use_safetensors=True,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                )
+        if network.main_input_name != ("input_ids" if self.part == "text" else "pixel_values"):
+            raise other_model_error(config, self.part)
+        mismatched = sorted(found.get("mismatched_keys", ()))
+        problems = [f"{name}: got shape {tuple(got)}, expected {tuple(want)}" for name, got, want in mismatched]
+        problems += [str(each) for each in found.get("error_msgs", ())]
+        loaded = {} if weights is None else network.state_dict()
+        problems += [f"{name}: contains NaN or infinity" for name in nonfinite_names(loaded)]
+        if problems:
+            raise ConfigError(f"tower.name: the weights in {weights} do not fit: {'; '.join(problems[:5])}")
+        return network.float(), sorted(found.get("missing_keys", ()))
 
 
 class TransformersImageTowerConfig(TransformersTowerConfig):
@@ -125,11 +190,7 @@ class TransformersImageTowerConfig(TransformersTowerConfig):
         return self
 
     def resolve(self) -> Self:
-        """Return a copy with the network's settings, the image size and the normalisation read from the folder.
-
-        Raises:
-            ConfigError: a folder that is missing or incomplete, or a model other than an encoder of images.
-        """
+        """Return a copy with the network's settings, the image size and the normalisation read from the folder."""
         mean, std, settings = self.mean, self.std, self.network
         if settings is None:
             folder = self._folder()
@@ -162,7 +223,7 @@ class TransformersImageTowerConfig(TransformersTowerConfig):
         except _CALL_ERRORS as error:
             own = f" (its own is {native})" if native else ""
             raise ConfigError(
-                f"tower.image_size: the network cannot read images of {size} pixels{own}: {_describe(error)}"
+                f"tower.image_size: the network cannot read images of {size} pixels{own}: {explain(error)}"
             ) from error
         _require_trained(network, missing)
         return set_training(tower, self.train)
@@ -211,7 +272,6 @@ def _read_statistics(folder: Path) -> tuple[_Channels, _Channels]:
             f"tower.mean: {folder} has no preprocessor_config.json; expected mean and std of the pixels that the "
             "weights were trained on, such as [0.5, 0.5, 0.5]"
         )
-    keys = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
     given: dict[str, Any] = {"do_rescale": True, "rescale_factor": 1 / 255} | settings
     if given.get("do_normalize") is False:
         given |= {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
@@ -222,6 +282,7 @@ def _read_statistics(folder: Path) -> tuple[_Channels, _Channels]:
     except (ValidationError, TypeError):
         is_plain = False
     if not is_plain or min(std) <= 0 or not all(map(math.isfinite, (*mean, *std))):
+        keys = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
         raise ConfigError(
             f"tower.mean: preprocessor_config.json in {folder} has { {key: given.get(key) for key in keys} }; expected "
             "pixels scaled by 1/255, and image_mean and image_std of three numbers each, those of image_std above 0; "
@@ -266,19 +327,16 @@ class TransformersTextTowerConfig(TransformersTowerConfig):
     sentence-transformers folder, else 77."""
 
     _vocabulary: bytes | None = PrivateAttr(None)
+    """Content of ``tokenizer.json``."""
 
     def resolve(self) -> Self:
-        """Return a copy with the network's settings, the context length and the vocabulary read from the folder.
-
-        Raises:
-            ConfigError: a folder that is missing or incomplete, or a model other than an encoder of text.
-        """
-        if self._vocabulary is not None and self.network is not None:
-            return self
+        """Return a copy with the network's settings, the context length and the vocabulary read from the folder."""
         if self.network is not None:
-            raise ConfigError(
-                f"tower.network: got it without a folder's {VOCABULARY_FILE}; expected name or package beside kind"
-            )
+            if self._vocabulary is None:
+                raise ConfigError(
+                    f"tower.network: got it without a folder's {VOCABULARY_FILE}; expected name or package beside kind"
+                )
+            return self
         folder = self._folder()
         if not (path := folder / VOCABULARY_FILE).is_file() or path.stat().st_size > MAX_BYTES:
             raise ConfigError(
@@ -287,7 +345,7 @@ class TransformersTextTowerConfig(TransformersTowerConfig):
                 "there is one"
             )
         cut = (read_settings(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
-        length = self.context_length or min(cut if isinstance(cut, int) else _DEFAULT_CONTEXT, MAX_CONTEXT)
+        length = self.context_length or min(cut if isinstance(cut, int) else 77, MAX_CONTEXT)
         settings = network_settings(read_settings(folder / CONFIG_FILE) or {}, self.part)
         found = self.model_copy(update={"network": settings, "context_length": length})
         found._vocabulary = read_bounded(path, MAX_BYTES)
@@ -323,15 +381,10 @@ class TransformersTextTowerConfig(TransformersTowerConfig):
                 f"tower.name: {VOCABULARY_FILE} has {vocabulary.size} tokens, the network {rows}; expected files of "
                 "one model"
             )
-        if not isinstance(pad, int) or not 0 <= pad < rows:
-            pad = 0
-        tower = TransformersTextTower(network, vocabulary, pad, causal=network.config.model_type in _CAUSAL)
+        tower = TransformersTextTower(network, vocabulary, pad if isinstance(pad, int) and 0 <= pad < rows else 0)
         tower.unused = freeze_unused(tower, _probe(tower))
         _require_trained(network, missing)
         return set_training(tower.train(), self.train)
-
-    def _folder(self) -> Path:
-        return super()._folder() if self.package is None else find_encoder(unpack_minilm())
 
 
 class TransformersTextTower(TextTower):
@@ -341,13 +394,12 @@ class TransformersTextTower(TextTower):
         transformer: the encoder.
         vocabulary: maps captions to its token numbers.
         pad: token number that padding gets.
-        causal: a token sees only earlier ones.
     """
 
-    def __init__(self, transformer: Any, vocabulary: FastVocabulary, pad: int, causal: bool):
+    def __init__(self, transformer: Any, vocabulary: FastVocabulary, pad: int):
         width = getattr(transformer.config, "hidden_size", None) or transformer.config.d_model
         super().__init__(transformer, int(width), vocabulary)
-        self.pad, self.causal = pad, causal
+        self.pad, self.causal = pad, transformer.config.model_type in _CAUSAL
 
     def features(self, tokens: Tensor, real: Tensor) -> Tensor:
         """Run the encoder without its pooling.
@@ -365,11 +417,7 @@ class TransformersTextTower(TextTower):
 
 
 def _probe(tower: TransformersTextTower) -> Tensor:
-    """Return the features of the longest caption, with a graph, after checking that they do not depend on padding.
-
-    Raises:
-        ConfigError: the network cannot read so many tokens, does not give one feature for each, or reads padding.
-    """
+    """Return the features of the longest caption, with a graph; check that there is one a token, free of padding."""
     tower.eval()
     length, short, pad = tower.context_length, tower.vocabulary(["a b"]), tower.pad
     real = tower.mask(short)
@@ -383,7 +431,7 @@ def _probe(tower: TransformersTextTower) -> Tensor:
             features: Tensor = tower(torch.zeros(1, length, dtype=torch.int64))
     except _CALL_ERRORS as error:
         raise ConfigError(
-            f"tower.context_length: the network cannot read {length} tokens (and one of padding): {_describe(error)}; "
+            f"tower.context_length: the network cannot read {length} tokens (and one of padding): {explain(error)}; "
             "expected fewer"
         ) from error
     if features.shape != (1, length, tower.width):
@@ -403,7 +451,3 @@ def _require_trained(network: nn.Module, missing: list[str]) -> None:
             f"tower.name: the weights lack {first_names(sorted(lacking))}; expected those of the whole encoder, or "
             "pretrained: false"
         )
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
