@@ -127,6 +127,7 @@ def find_class(transformers: Any, config: Any, part: Part) -> Any:
 
 
 def other_model_error(config: Any, part: Part) -> ConfigError:
+    """Return the error for a model that does not read what it should."""
     what = f"no encoder of {'text' if part == 'text' else 'images'}"
     return ConfigError(
         f"tower.name: got a model of type {config.model_type!r}, which is "
