@@ -154,8 +154,7 @@ def test_a_decoder_without_an_image_tokenizer_is_refused(folder):
         vqclip.load_tokenizer(folder, "text")
 
 
-def test_a_text_tokenizer_needs_the_decoder_intact_but_not_its_weights(folder, monkeypatch):
-    monkeypatch.setattr(PixelDecoder, "__init__", lambda *_: pytest.fail("was built"))
+def test_a_text_tokenizer_needs_the_decoder_intact(folder):
     vqclip.load_tokenizer(folder, "text")
     flipped(folder)
     with pytest.raises(CheckpointError, match="pixels.safetensors: SHA-256"):

@@ -119,12 +119,7 @@ class Tokenizer(TokenizerDecoder, ABC):
         return self._quantize(*self.features(inputs, tower_features))
 
     def features(self, inputs: Tensor, tower_features: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the quantizer's input ``(B, N, quantizer.dim)`` for a batch from `preprocess`, and its `mask`.
-
-        Args:
-            inputs: a batch from `preprocess`.
-            tower_features: ``(B, N, D)`` from `tower_features`; the tower is then not run.
-        """
+        """Return the quantizer's input ``(B, N, quantizer.dim)`` and its `mask`; arguments as of `forward`."""
         mask, x = self.mask(inputs), self.tower(inputs) if tower_features is None else tower_features
         if self.reduce is not None:
             x = x if self.reduces_early and tower_features is not None else self.reduce(x, mask)
@@ -185,11 +180,7 @@ class Tokenizer(TokenizerDecoder, ABC):
 
     @classmethod
     def from_pretrained(cls: type[TokenizerT], folder: str | Path, revision: str | None = None) -> TokenizerT:
-        """Read a tokenizer of this class from a folder: `vqclip.load_tokenizer` with the modality of the class.
-
-        Args:
-            folder: folder that `save_pretrained` wrote, or a hub name ``owner/name``.
-            revision: branch, tag or commit of a hub name; None for the newest.
+        """Read a tokenizer of this class: `vqclip.load_tokenizer` with the modality of the class.
 
         Raises:
             CheckpointError: for a folder that is missing or damaged, or contains only the other modality.
@@ -208,19 +199,10 @@ class Tokenizer(TokenizerDecoder, ABC):
     def push_to_hub(
         self, name: str, card: str | None = None, *, private: bool | None = None, revision: str | None = None
     ) -> str:
-        """Save this tokenizer and push it to the hub, with a card; see `push_folder`.
+        """Save this tokenizer, push it to the hub, and return the commit's address.
 
-        Args:
-            name: ``owner/name``; made if it is missing.
-            card: Markdown; None for a card without figures. To push a run's own card, use `push_folder`.
-            private: whether a new model is visible to its owner only; None: the hub's default.
-            revision: branch to write to, made if it is missing; None for the main one.
-
-        Returns:
-            The commit's address.
-
-        Raises:
-            CheckpointError: for an invalid name, or a hub that cannot be reached or refuses.
+        ``card`` is Markdown; None for a card without figures. To push a run's own card, and for the other arguments, see
+        `push_folder`.
         """
         return save_and_push(self.save_pretrained, name, card, private=private, revision=revision)
 
@@ -314,16 +296,10 @@ class ImageTokenizer(Tokenizer):
         return self._encode(self.batch(images), precision)
 
     def encode_pixels(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
-        """Encode images to all ids that `decode_pixels` can use: ``(B, N, C + Cd)`` int64.
+        """Encode images, given as to `encode`, to all ids that `decode_pixels` can use: ``(B, N, C + Cd)`` int64.
 
         The first C are those of `encode`, bit for bit; the Cd detail ids follow, stage after stage, if the pixel
         decoder has detail codebooks.
-
-        Args:
-            images: as of `encode`.
-
-        Raises:
-            ShapeError: as of `encode`.
         """
         inputs = self.batch(images)
         ids = self._encode(inputs, "fp32")
@@ -332,38 +308,25 @@ class ImageTokenizer(Tokenizer):
         return torch.cat((ids, self.pixels.detail.encode(inputs)), dim=-1)
 
     def encode_detail(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
-        """Encode images to the detail ids alone: ``(B, N, Cd)`` int64; see `encode_pixels`.
-
-        Raises:
-            VqclipError: the tokenizer has no detail codebooks.
-            ShapeError: as of `encode`.
-        """
+        """Encode images to the detail ids alone: ``(B, N, Cd)`` int64; raise VqclipError if there are none."""
         if self.pixels is None or self.pixels.detail is None:
             raise VqclipError("this image tokenizer has no detail codebooks; expected a pixel decoder with `detail`")
         return self.pixels.detail.encode(self.batch(images))
 
     def batch(self, images: Tensor | Image | Sequence[Image]) -> Tensor:
-        """Turn the input of `encode` into that of `features`: a tensor, checked, on the tokenizer's device.
-
-        Raises:
-            ShapeError: see `encode`.
-        """
+        """Turn the input of `encode` into that of `features`: a tensor, checked, on the tokenizer's device."""
         if not isinstance(images, Tensor):
             pixels = [self.preprocess(image) for image in require_images(images)]
             size = self.tower.image_size
             images = torch.stack(pixels) if pixels else torch.empty(0, 3, size, size, dtype=torch.uint8)
         elif images.is_floating_point() and not torch.compiler.is_compiling():
-            _require_unit_range(images)
+            if not bool(((images >= 0) & (images <= 1)).all()):  # false for NaN, too
+                raise ShapeError(
+                    f"images: got floating point from {float(images.min()):g} to {float(images.max()):g}, expected 0 "
+                    "to 1: neither 0..255 (for which there is uint8) nor normalised, which the tower does; resizing "
+                    "may overshoot: clamp(0, 1)"
+                )
         return images.to(self.device)
-
-
-def _require_unit_range(images: Tensor) -> None:
-    if not bool(((images >= 0) & (images <= 1)).all()):  # false for NaN, too
-        raise ShapeError(
-            f"images: got floating point from {float(images.min()):g} to {float(images.max()):g}, expected 0 to 1: "
-            "neither 0..255 (for which there is uint8) nor normalised, which the tower does; resizing may overshoot: "
-            "clamp(0, 1)"
-        )
 
 
 class ImageTokenizerConfig(TokenizerConfig):
@@ -435,11 +398,7 @@ class TextTokenizer(Tokenizer):
         return self._encode(self.batch(captions), precision)
 
     def batch(self, captions: Sequence[str] | Tensor) -> Tensor:
-        """Turn the input of `encode` into that of `features`: token numbers, checked, on the tokenizer's device.
-
-        Raises:
-            ShapeError: see `encode`.
-        """
+        """Turn the input of `encode` into that of `features`: token numbers, checked, on the tokenizer's device."""
         if isinstance(captions, Tensor):
             tokens = captions
             if not torch.compiler.is_compiling():

@@ -218,21 +218,25 @@ class TokenizerFolder:
 
     def _require_sizes(self) -> None:
         """Compare the names of all tensors, and the shapes of those that decode, with the configuration."""
-        expected: dict[str, tuple[int, ...]] = {}
-        for modality in self.config.modalities:
+        config, expected = self.config, dict[str, tuple[int, ...]]()
+        for modality in config.modalities:
             with self.name_config_errors(f"{modality}."), torch.device("meta"):
-                outline = self.section(modality).build(modality).state_dict()
-            expected |= {f"{modality}.{name}": tuple(tensor.shape) for name, tensor in outline.items()}
-        prefixes = tuple(f"{modality}." for modality in self.config.modalities)
-        others = () if self.config.temperature is None else _TEMPERATURE
+                decoder = self.section(modality).build(modality)
+            expected |= {f"{modality}.{name}": tuple(tensor.shape) for name, tensor in decoder.state_dict().items()}
+            if config.pixels is not None and self.pixels is not None and modality == "image":
+                with self.name_config_errors("pixels."), torch.device("meta"):
+                    outline = config.pixels.build(decoder.quantizer.dim, decoder.num_tokens).state_dict()
+                shapes = {f"{PIXELS_PREFIX}{name}": tuple(tensor.shape) for name, tensor in outline.items()}
+                _require_none(self.path / PIXELS_FILE, shape_differences(shapes, read_shapes(self.pixels)))
+        prefixes = tuple(f"{modality}." for modality in config.modalities)
+        others = () if config.temperature is None else _TEMPERATURE
         strays = [
             f"unexpected {name}"
             for name in self.weights.keys()  # noqa: SIM118 (not a mapping)
             if (not name.startswith(prefixes) and name not in others) or name.startswith(PIXELS_PREFIX)
         ]
-        require_no_problems(
-            self.path / WEIGHTS_FILE, strays + shape_differences(expected, read_shapes(self.weights, expected))
-        )
+        problems = strays + shape_differences(expected, read_shapes(self.weights, expected))
+        _require_none(self.path / WEIGHTS_FILE, problems)
 
     def section(self, modality: Modality) -> StoredTokenizer:
         """Return the section of one tokenizer; raise CheckpointError if the folder lacks it."""
@@ -263,7 +267,21 @@ class TokenizerFolder:
         """
         with self.name_config_errors(prefix):
             module = build()
-        load_open(self.path / WEIGHTS_FILE, self.weights, module, prefix, adopt_dtype=True, without=without)
+        path, file = self.path / WEIGHTS_FILE, self.weights
+        if prefix == PIXELS_PREFIX and self.pixels is not None:
+            path, file = self.path / PIXELS_FILE, self.pixels
+        left_out = tuple(f"{prefix}{part}." for part in without)
+        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a mapping)
+        names = [name for name in names if not name.startswith(left_out)]
+        state = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in _read(path, file, names, module.state_dict(), prefix).items()
+        }
+        dtypes = [state[name].dtype for name, _ in module.named_parameters()]
+        if floats := [dtype for dtype in dtypes if dtype.is_floating_point]:
+            module.to(Counter(floats).most_common(1)[0][0])  # codebooks stay in float32 when the rest is rounded
+        _require_none(path, tensor_differences(module.state_dict(), state, prefix))
+        module.load_state_dict(state, strict=True)
         for part in module.modules():
             if isinstance(part, TokenizerDecoder):
                 part.stored_dtype = part.pool.position.dtype
@@ -279,19 +297,9 @@ class TokenizerFolder:
             raise CheckpointError(f"{self.path / CONFIG_FILE}: {message}") from error
 
 
-def load_weights(folder: Path, module: nn.Module, constants: Collection[str] = ()) -> None:
-    """Load the tensors of ``folder`` into ``module``, bit for bit: every one, and no other.
-
-    Args:
-        folder: the tokenizer folder.
-        module: the module to fill.
-        constants: names of its tensors that are not in the folder and stay as they are.
-
-    Raises:
-        CheckpointError: for a missing or damaged file, for missing, unexpected or wrongly shaped or typed tensors, and
-            for NaN or infinity in them.
-    """
-    load_open(folder / WEIGHTS_FILE, _open_all(folder), module, constants=constants)
+def load_weights(folder: Path, module: nn.Module) -> None:
+    """Load the tensors of ``folder`` into ``module``, bit for bit: every one, and no other; see `read_weights`."""
+    module.load_state_dict(read_weights(folder, module.state_dict()), strict=True)
 
 
 def read_weights(folder: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -302,68 +310,28 @@ def read_weights(folder: Path, expected: Mapping[str, Tensor]) -> dict[str, Tens
         expected: every tensor by name, for its shape and type.
 
     Raises:
-        CheckpointError: as for `load_weights`.
+        CheckpointError: for a missing or damaged file, for missing, unexpected or wrongly shaped or typed tensors, and
+            for NaN or infinity in them.
     """
-    path, file = folder / WEIGHTS_FILE, _open_all(folder)
-    state = _read(path, file, file.keys(), {name: tuple(each.shape) for name, each in expected.items()})
-    require_no_problems(path, tensor_differences(expected, state))
+    paths = [folder / name for name in (WEIGHTS_FILE, PIXELS_FILE) if name == WEIGHTS_FILE or (folder / name).exists()]
+    file = StoredTensors({path: open_verified(path) for path in paths}, {})
+    state = _read(paths[0], file, file.keys(), expected)
+    _require_none(paths[0], tensor_differences(expected, state))
     return state
 
 
-def _open_all(folder: Path) -> StoredTensors:
-    paths = [folder / name for name in (WEIGHTS_FILE, PIXELS_FILE) if name == WEIGHTS_FILE or (folder / name).exists()]
-    return StoredTensors({path: open_verified(path) for path in paths}, {})
-
-
 def _read(
-    path: Path, file: StoredTensors, names: Collection[str], expected: Mapping[str, tuple[int, ...]]
+    path: Path, file: StoredTensors, names: Collection[str], expected: Mapping[str, Tensor], prefix: str = ""
 ) -> dict[str, Tensor]:
     """Return tensors of an open file by name, after comparing names and shapes, which takes no memory."""
-    require_no_problems(path, shape_differences(expected, read_shapes(file, names)))
+    shapes = {f"{prefix}{name}": tuple(tensor.shape) for name, tensor in expected.items()}
+    _require_none(path, shape_differences(shapes, read_shapes(file, names)))
     state = {name: file.get_tensor(name) for name in names}
     if bad := nonfinite_names(state):
         held = file.path_of(bad[0])
         remedy = "use an older checkpoint" if held == path else "restore a copy of it, which all checkpoints need"
         raise CheckpointError(f"{held}: these tensors contain NaN or infinity: {first_names(bad)}; {remedy}")
     return state
-
-
-def load_open(
-    path: Path,
-    file: StoredTensors,
-    module: nn.Module,
-    prefix: str = "",
-    *,
-    adopt_dtype: bool = False,
-    without: tuple[str, ...] = (),
-    constants: Collection[str] = (),
-) -> None:
-    """Load the tensors under ``prefix`` in an open file into ``module``; see `load_weights` and `TokenizerFolder`.
-
-    Args:
-        path: of the file, for errors.
-        file: the open file, or several as one.
-        module: the module to fill.
-        prefix: prefix of its tensors' names in the file.
-        adopt_dtype: first convert the module to the floating-point type that it was saved in.
-        without: parts under ``prefix`` that ``module`` lacks, such as ``tower``; they are not read.
-        constants: names of its tensors that are not in the file.
-    """
-    left_out = tuple(f"{prefix}{part}." for part in without)
-    stored = {name: tensor for name, tensor in module.state_dict().items() if name not in constants}
-    expected = {f"{prefix}{name}": tuple(tensor.shape) for name, tensor in stored.items()}
-    names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a mapping)
-    names = [name for name in names if not name.startswith(left_out)]
-    found = _read(path, file, names, expected)
-    state = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
-    if adopt_dtype:
-        dtypes = [state[name].dtype for name, _ in module.named_parameters() if name in state]
-        floats = [dtype for dtype in dtypes if dtype.is_floating_point]
-        if floats:  # the most common one: codebooks stay in float32 when the rest is rounded
-            module.to(Counter(floats).most_common(1)[0][0])
-    filled = module.state_dict()
-    require_no_problems(path, tensor_differences({name: filled[name] for name in stored}, state, prefix))
-    module.load_state_dict(state, strict=not constants)
 
 
 def read_frozen_digest(folder: Path) -> FileDigest | None:
@@ -401,7 +369,7 @@ def _mention_pickles(folder: Path) -> str:
     return f"; pickled files are never opened, for a pickle can run code: {', '.join(found[:8])}" if found else ""
 
 
-def require_no_problems(path: Path, problems: list[str]) -> None:
+def _require_none(path: Path, problems: list[str]) -> None:
     """Raise CheckpointError with the first of the lines in which a file differs from its configuration, if any."""
     if problems:
         raise CheckpointError(f"{path} does not fit its {CONFIG_FILE}: " + "; ".join(problems[:10]))

@@ -9,14 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
-
 from vqclip.config import Modality
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.files import read_bounded
 from vqclip.io.json_files import validate
-from vqclip.io.tensors import read_shapes, shape_differences
-from vqclip.pixels.decoder import PIXELS_FILE, PixelsConfig, attach
+from vqclip.io.tensors import read_shapes
+from vqclip.pixels.decoder import PixelsConfig, attach
 from vqclip.tokenizer.decoder import TokenizerDecoder
 from vqclip.tokenizer.folder import (
     CONFIG_FILE,
@@ -24,8 +22,6 @@ from vqclip.tokenizer.folder import (
     PIXELS_PREFIX,
     TokenizerFolder,
     find_folder,
-    load_open,
-    require_no_problems,
 )
 
 if TYPE_CHECKING:
@@ -66,17 +62,13 @@ def load_tokenizer(
     if modality not in MODALITIES:
         raise ValueError(f'modality: got {modality!r}, expected "image" or "text"')
     opened = TokenizerFolder.open(find_folder(folder, revision))
-    tokenizer = load_whole(opened, modality) if encode else _load_decoder(opened, modality)
+    if encode:
+        tokenizer: TokenizerDecoder = load_whole(opened, modality)
+    else:
+        section = opened.section(modality)
+        tokenizer = opened.load(lambda: section.build(modality), f"{modality}.", ("tower", "reduce", "project_in"))
+        load_pixels(opened, tokenizer)
     return tokenizer.requires_grad_(False)
-
-
-def _load_decoder(opened: TokenizerFolder, modality: Modality) -> TokenizerDecoder:
-    """Load a tokenizer without its tower, and what else decoding does not need."""
-    section = opened.section(modality)
-    without = ("tower", "reduce", "project_in")
-    tokenizer = opened.load(lambda: section.build(modality), f"{modality}.", without)
-    load_pixels(opened, tokenizer)
-    return tokenizer
 
 
 def load_whole(opened: TokenizerFolder, modality: Modality) -> ImageTokenizer | TextTokenizer:
@@ -125,16 +117,9 @@ def load_pixels(opened: TokenizerFolder, tokenizer: TokenizerDecoder) -> None:
         CheckpointError: the configuration cannot be built, or the weights do not fit it.
     """
     stored = opened.config.pixels
-    if stored is None or opened.pixels is None or tokenizer.modality != "image":
+    if stored is None or tokenizer.modality != "image":
         return
-    sizes = tokenizer.quantizer.dim, tokenizer.num_tokens
     config = PixelsConfig(**{name: getattr(stored, name) for name in PixelsConfig.model_fields})
-    path = opened.path / PIXELS_FILE
-    with opened.name_config_errors("pixels."), torch.device("meta"):
-        outline = config.build(*sizes).state_dict()
-    expected = {f"{PIXELS_PREFIX}{name}": tuple(tensor.shape) for name, tensor in outline.items()}
-    require_no_problems(path, shape_differences(expected, read_shapes(opened.pixels)))  # before memory is taken
-    decoder = config.build(*sizes)
-    load_open(path, opened.pixels, decoder, PIXELS_PREFIX, adopt_dtype=True)
+    decoder = opened.load(lambda: config.build(tokenizer.quantizer.dim, tokenizer.num_tokens), PIXELS_PREFIX)
     with opened.name_config_errors("pixels."):
-        attach(tokenizer, decoder.eval())
+        attach(tokenizer, decoder)

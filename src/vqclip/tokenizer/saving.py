@@ -9,7 +9,6 @@ import json
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -36,8 +35,6 @@ from vqclip.tokenizer.folder import (
 
 PROCESSOR_CLASS = "VqclipImageProcessor"
 """Class of `vqclip.integrations.transformers` that reads the images of a folder."""
-NO_FILES: Mapping[str, bytes] = MappingProxyType({})
-"""No further files, as for towers of timm and open_clip."""
 FRONT = """---
 library_name: vqclip
 tags: [clip, image-tokenizer, text-tokenizer, vector-quantization]
@@ -65,7 +62,7 @@ NO_FIGURES = "No figures were given: the card of a run's own folder has those of
 
 
 def save_folder(
-    folder: str | Path, config: dict[str, Any], state: dict[str, Tensor], files: Mapping[str, bytes] = NO_FILES
+    folder: str | Path, config: dict[str, Any], state: dict[str, Tensor], files: Mapping[str, bytes]
 ) -> None:
     """Write a tokenizer folder atomically. An existing tokenizer is replaced, together with its card.
 
@@ -110,7 +107,7 @@ def _require_nothing_lost(folder: Path, config: dict[str, Any]) -> None:
 
 
 def write_tokenizer_files(
-    folder: Path, config: dict[str, Any], state: dict[str, Tensor] | None, files: Mapping[str, bytes] = NO_FILES
+    folder: Path, config: dict[str, Any], state: dict[str, Tensor] | None, files: Mapping[str, bytes] | None = None
 ) -> None:
     """Write ``config`` (JSON-able), ``state`` and ``files`` to ``folder``, which is made if missing; not atomic.
 
@@ -121,52 +118,39 @@ def write_tokenizer_files(
         NonFiniteError: a tensor contains NaN or infinity, and nothing is written.
     """
     if state is not None:
-        _require_finite(folder, state)
-        decoder = {name: tensor for name, tensor in state.items() if name.startswith(PIXELS_PREFIX)}
-        assert bool(decoder) == ("pixels" in config)
-        _write_tensors(folder / WEIGHTS_FILE, {name: tensor for name, tensor in state.items() if name not in decoder})
-        if decoder:
-            _write_tensors(folder / PIXELS_FILE, decoder)
+        write_weights(folder, state)
+        assert (folder / PIXELS_FILE).exists() == ("pixels" in config)
     if "pixels" in config:
         digest = digest_file(folder / PIXELS_FILE)
         config = config | {"pixels": config["pixels"] | {"weights": digest.model_dump()}}
-    for name, content in files.items():
+    for name, content in (files or {}).items():
         assert name in EXTRA_FILES, name
         (folder / name).write_bytes(content)
-    write_config(folder, config, tuple(files))
+    write_config(folder, config, tuple(files or ()))
 
 
 def write_weights(folder: Path, state: dict[str, Tensor]) -> FileDigest:
     """Write ``state`` to ``folder``, which is made if missing, and return the digest of the file; not atomic.
 
+    Tensors of a pixel decoder are written to a file of their own.
+
     Raises:
         NonFiniteError: a tensor contains NaN or infinity, and nothing is written.
     """
-    _require_finite(folder, state)
-    return _write_tensors(folder / WEIGHTS_FILE, state)
-
-
-def _require_finite(folder: Path, state: dict[str, Tensor]) -> None:
     if bad := nonfinite_names(state):
         raise NonFiniteError(f"{folder}: not written, as these tensors contain NaN or infinity: {first_names(bad)}")
-
-
-def _write_tensors(path: Path, state: dict[str, Tensor]) -> FileDigest:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_tensors(_make_storable(state), path)
-    return digest_file(path)
-
-
-def _make_storable(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors on the CPU, with copies of tied ones."""
-    stored: dict[str, Tensor] = {}
+    files: dict[str, dict[str, Tensor]] = {WEIGHTS_FILE: {}}
     seen: set[int] = set()
     for name, tensor in state.items():
         plain = tensor.detach().cpu().contiguous()
         memory = plain.untyped_storage().data_ptr()
-        stored[name] = plain.clone() if memory in seen else plain
+        file = PIXELS_FILE if name.startswith(PIXELS_PREFIX) else WEIGHTS_FILE
+        files.setdefault(file, {})[name] = plain.clone() if memory in seen else plain  # tied ones are stored twice
         seen.add(memory)
-    return stored
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, tensors in files.items():
+        save_tensors(tensors, folder / file)
+    return digest_file(folder / WEIGHTS_FILE)
 
 
 def write_config(folder: Path, config: dict[str, Any], files: Collection[str] = ()) -> None:
@@ -248,11 +232,5 @@ def save_and_push(
 
 
 def card(title: str, what: str, more: str = NO_FIGURES) -> str:
-    """Return a card.
-
-    Args:
-        title: first line.
-        what: description of the tokenizers in a sentence or two.
-        more: figures, data, training.
-    """
+    """Return a card: a title, a description in a sentence or two, and ``more``: figures, data, training."""
     return f"{FRONT}# {title}\n\n{what}\n{USE}\n{more.rstrip()}\n"
