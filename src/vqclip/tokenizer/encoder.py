@@ -201,7 +201,7 @@ class Tokenizer(TokenizerDecoder, ABC):
     ) -> str:
         """Save this tokenizer, push it to the hub, and return the commit's address.
 
-        ``card`` is Markdown; None for a card without figures. To push a run's own card, and for the other arguments, see
+        ``card`` is Markdown; None for a card without figures. For the other arguments, and to push a run's own card, see
         `push_folder`.
         """
         return save_and_push(self.save_pretrained, name, card, private=private, revision=revision)
@@ -319,13 +319,16 @@ class ImageTokenizer(Tokenizer):
             pixels = [self.preprocess(image) for image in require_images(images)]
             size = self.tower.image_size
             images = torch.stack(pixels) if pixels else torch.empty(0, 3, size, size, dtype=torch.uint8)
-        elif images.is_floating_point() and not torch.compiler.is_compiling():
-            if not bool(((images >= 0) & (images <= 1)).all()):  # false for NaN, too
-                raise ShapeError(
-                    f"images: got floating point from {float(images.min()):g} to {float(images.max()):g}, expected 0 "
-                    "to 1: neither 0..255 (for which there is uint8) nor normalised, which the tower does; resizing "
-                    "may overshoot: clamp(0, 1)"
-                )
+        elif (
+            images.is_floating_point()
+            and not torch.compiler.is_compiling()
+            and not bool(((images >= 0) & (images <= 1)).all())  # false for NaN, too
+        ):
+            raise ShapeError(
+                f"images: got floating point from {float(images.min()):g} to {float(images.max()):g}, expected 0 to 1: "
+                "neither 0..255 (for which there is uint8) nor normalised, which the tower does; resizing may "
+                "overshoot: clamp(0, 1)"
+            )
         return images.to(self.device)
 
 
