@@ -51,15 +51,6 @@ class DecoderConfig(Config):
         project_out = Projection(*self.project_out.layers(quantizer.dim, self.width))
         return project_out, PooledEmbedding(num_tokens, self.width, embed_dim, self.heads, self.depth)
 
-    def build_decoder(self, modality: str, num_tokens: int, fewest_tokens: int, embed_dim: int) -> TokenizerDecoder:
-        """Make a decoder with random weights; sizes as in `TokenizerDecoder`."""
-        quantizer = self.quantizer.build()
-        decoder = TokenizerDecoder(
-            modality, quantizer, *self.build_output(quantizer, num_tokens, embed_dim), fewest_tokens
-        )
-        decoder.config = self
-        return decoder
-
 
 class TokenizerDecoder(nn.Module):
     """Ids → vectors and embeddings: a tokenizer without its tower, and the base of those with one.
@@ -193,10 +184,6 @@ class TokenizerDecoder(nn.Module):
         """Decode the quantizer's code vectors ``(B, N, quantizer.dim)`` to images ``(B, 3, H, W)``, with gradients.
 
         Values are not clamped and may be a little outside of 0..1; see `PixelDecoder.forward`, also for ``detail``.
-
-        Raises:
-            VqclipError: the tokenizer has no pixel decoder.
-            ShapeError: for another shape.
         """
         return self._require_pixels()(vectors, detail)
 
@@ -233,11 +220,8 @@ class TokenizerDecoder(nn.Module):
     def to_vocabulary(self, ids: Tensor, offset: int = 0) -> Tensor:
         """Map ids ``(B, N, C)`` to a sequence ``(B, N·C)`` for a language model, each codebook in its own range.
 
-        See `FlatCodes`, which also has an id for -1; `vqclip.lm_vocabulary` has other layouts.
-
-        Args:
-            ids: from `encode`.
-            offset: id of the first code.
+        The first code has the id ``offset``. See `FlatCodes`, which also has an id for -1; `vqclip.lm_vocabulary` has
+        other layouts.
 
         Raises:
             ShapeError: for another shape or dtype, or an id outside its codebook.
@@ -251,7 +235,6 @@ class TokenizerDecoder(nn.Module):
         Raises:
             ShapeError: for another shape (an image has all of its N tokens) or dtype, or an id outside the range of the
                 codebook at its position.
-            ConfigError: as in `to_vocabulary`.
         """
         ids = FlatCodes(self.codebook_sizes, offset).from_vocabulary(flat)
         return self._require_shape(ids, "vocabulary ids as (B, N, C)")

@@ -201,7 +201,7 @@ class Tokenizer(TokenizerDecoder, ABC):
     ) -> str:
         """Save this tokenizer, push it to the hub, and return the commit's address.
 
-        ``card`` is Markdown; None for a card without figures. For the other arguments, and to push a run's own card, see
+        ``card`` is Markdown; None for a card without figures. For the other arguments, and for a run's own card, see
         `push_folder`.
         """
         return save_and_push(self.save_pretrained, name, card, private=private, revision=revision)

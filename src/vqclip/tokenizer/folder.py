@@ -107,7 +107,11 @@ class StoredTokenizer(DecoderConfig):
 
     def build(self, modality: Modality) -> TokenizerDecoder:
         """Make the part that decodes, with random weights."""
-        return self.build_decoder(modality, self.num_tokens, self.fewest_tokens, self.embed_dim)
+        quantizer = self.quantizer.build()
+        output = self.build_output(quantizer, self.num_tokens, self.embed_dim)
+        decoder = TokenizerDecoder(modality, quantizer, *output, self.fewest_tokens)
+        decoder.config = self
+        return decoder
 
 
 class StoredPixels(PixelsConfig):
