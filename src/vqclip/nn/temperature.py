@@ -55,7 +55,13 @@ class TemperatureConfig(Config):
                     f"{math.exp(theirs):g}"
                 )
             else:
-                log_scale = min(self._require_below_max(theirs), math.log(self.max))
+                if theirs > math.log(self.max) + _ROUNDING:
+                    raise ConfigError(
+                        f"model.temperature.max: got {self.max:g}, below the scale {math.exp(theirs):g} of the weights "
+                        f"that model.towers names; expected at least {math.ceil(math.exp(theirs))}, or an own "
+                        "model.temperature.init"
+                    )
+                log_scale = min(theirs, math.log(self.max))
                 scale = min(math.exp(log_scale), self.max)
                 taken.append("logit_scale")
                 notes.append(f"model.temperature.init: {scale:g}, from the pretrained weights")
@@ -73,15 +79,6 @@ class TemperatureConfig(Config):
             notes.append(f"model.temperature.bias: {used} as configured; the pretrained weights have {their_bias:g}")
         resolved = self.model_copy(update={"init": scale, "bias": bias})
         return StartTemperature(resolved, log_scale, bias, tuple(taken), tuple(notes))
-
-    def _require_below_max(self, log_scale: float) -> float:
-        if log_scale > math.log(self.max) + _ROUNDING:
-            scale = math.exp(log_scale)
-            raise ConfigError(
-                f"model.temperature.max: got {self.max:g}, below the scale {scale:g} of the weights that model.towers "
-                f"names; expected at least {math.ceil(scale)}, or an own model.temperature.init"
-            )
-        return log_scale
 
 
 class StartTemperature(NamedTuple):

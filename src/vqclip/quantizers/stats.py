@@ -119,7 +119,14 @@ class Stats:
             raise ShapeError("statistics that cover all ranks already cannot be added: add first, then reduce the sum")
         return Stats(
             {name: total + other.sums[name] for name, total in self.sums.items()},
-            {name: _join_draws(draw, other.draws[name]) for name, draw in self.draws.items()},
+            {
+                name: replace(
+                    draw,
+                    vectors=torch.cat((draw.vectors, other.draws[name].vectors)),
+                    keep=torch.cat((draw.keep, other.draws[name].keep)),
+                )
+                for name, draw in self.draws.items()
+            },
             histograms={name: counts + other.histograms[name] for name, counts in self.histograms.items()},
         )
 
@@ -286,10 +293,6 @@ def _rows(draw: Draw, count: int, order: Order | None) -> Tensor:
 def _number_tokens(keep: Tensor, begin: Tensor | int) -> Tensor:
     """Return ``(T,)`` consecutive numbers of the real tokens, -1 for padding."""
     return torch.where(keep, begin + keep.cumsum(dim=0) - 1, -1)
-
-
-def _join_draws(a: Draw, b: Draw) -> Draw:
-    return replace(a, vectors=torch.cat((a.vectors, b.vectors)), keep=torch.cat((a.keep, b.keep)))
 
 
 def _unpack_sums(local: Mapping[str, Tensor], reduced: Iterator[Tensor]) -> dict[str, Tensor]:

@@ -195,8 +195,16 @@ def set_training(tower: TowerT, train: TowerTraining) -> TowerT:
     Raises:
         ConfigError: more blocks than the tower has, trainable batch normalisation, or adapters that cannot be made.
     """
+    norms = {name: module for name, module in tower.named_modules() if isinstance(module, _BatchNorm)}
     if train == "all":
-        _refuse_batch_norm(tower)
+        if norms:  # a sample's features would depend on the other samples of its rank
+            raise ConfigError(
+                f"tower.train: got 'all' for a model with {len(norms)} batch-normalisation layers (first: "
+                f"{next(iter(norms)).removeprefix('backbone.')}), whose statistics differ between one process and "
+                "many; with pretrained weights freeze them: train: none, {last: 2}, {from_step: 0} (all but batch "
+                "normalisation) or {lora: {rank: 8}}. To train from scratch choose a ViT or ConvNeXt, or for timm "
+                "ResNets set group_norm: 8"
+            )
         return tower
     if isinstance(train, Adapters):
         add_adapters(tower, train.lora)
@@ -205,7 +213,9 @@ def set_training(tower: TowerT, train: TowerTraining) -> TowerT:
     elif train == "none":
         tower.requires_grad_(False)
         tower.still = frozenset(name for name, _ in tower.named_modules() if name)
-    _freeze_batch_norm(tower)
+    for name, module in norms.items():
+        module.requires_grad_(False)
+        tower.still |= {name}
     if isinstance(train, FromStep):
         tower.first_step = train.from_step
     else:
@@ -242,27 +252,6 @@ def _modules_up_to(tower: nn.Module, blocks: list[str], depth: int) -> set[str]:
         if depths[name] <= depth if whole else found.issuperset(children):
             found.add(name)
     return found - {""}
-
-
-def _freeze_batch_norm(tower: Tower) -> None:
-    for name, module in _batch_norms(tower).items():
-        module.requires_grad_(False)
-        tower.still |= {name}
-
-
-def _batch_norms(tower: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in tower.named_modules() if isinstance(module, _BatchNorm)}
-
-
-def _refuse_batch_norm(tower: nn.Module) -> None:
-    """Refuse trainable batch normalisation: a sample's features would depend on the other samples of its rank."""
-    if names := [name.removeprefix("backbone.") for name in _batch_norms(tower)]:
-        raise ConfigError(
-            f"tower.train: got 'all' for a model with {len(names)} batch-normalisation layers (first: {names[0]}), "
-            "whose statistics differ between one process and many; with pretrained weights freeze them: train: none, "
-            "{last: 2}, {from_step: 0} (all but batch normalisation) or {lora: {rank: 8}}. To train from scratch "
-            "choose a ViT or ConvNeXt, or for timm ResNets set group_norm: 8"
-        )
 
 
 def add_adapters(tower: Tower, config: AdapterConfig) -> None:
@@ -382,8 +371,14 @@ def frozen_features(tower: Tower, inputs: Tensor, reduce: Callable[[Tensor, Tens
         features = tower(rows).to(dtype)
         return features[:, :length] if reduce is None else reduce(features, rows)
 
-    with _in_evaluation_mode(tower):
+    training = [module for module in tower.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
         return run_in_chunks(run, tower.pad_inputs(inputs))
+    finally:
+        for module in training:
+            module.training = True
 
 
 def run_in_chunks(run: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
@@ -393,16 +388,3 @@ def run_in_chunks(run: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
         padding = rows.new_zeros(size - len(rows), *rows.shape[1:])
         parts.append(run(torch.cat([rows, padding]))[: len(rows)])
     return torch.cat(parts)
-
-
-@contextmanager
-def _in_evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Set the modules that are in training mode to evaluation mode, within the block."""
-    training = [each for each in module.modules() if each.training]
-    try:
-        for each in training:
-            each.training = False
-        yield
-    finally:
-        for each in training:
-            each.training = True

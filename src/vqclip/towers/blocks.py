@@ -66,7 +66,7 @@ def depth_of(tower: nn.Module, names: Iterable[str], blocks: list[str]) -> dict[
     number_of = {name: number for number, name in enumerate(blocks, start=1)}
     depths, seen = {}, 0
     for name in names:
-        inside = next((number_of[prefix] for prefix in _prefixes(name) if prefix in number_of), None)
+        inside = next((number for block, number in number_of.items() if f"{name}.".startswith(f"{block}.")), None)
         if inside is not None:
             depths[name] = seen = inside
         elif f"{name}.".startswith(tables) or seen == 0:
@@ -89,7 +89,13 @@ def block_names(tower: nn.Module) -> list[str]:
         for child, stage in _weighted_children(stages)
         for block in _split(f"{name}.{child}", stage)
     ]
-    return found or _top_modules(tower)
+    if found:
+        return found
+    prefix, children = "", _weighted_children(tower)
+    while len(children) == 1 and _weighted_children(children[0][1]):  # down to more than one child
+        prefix = _join(prefix, children[0][0])
+        children = _weighted_children(children[0][1])
+    return [_join(prefix, name) for name, _ in children]
 
 
 def _split(name: str, stage: nn.Module) -> list[str]:
@@ -125,23 +131,8 @@ def _weighted_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
 
 
-def _top_modules(module: nn.Module) -> list[str]:
-    """Return the names of the children with parameters of the first module that has more than one."""
-    prefix, children = "", _weighted_children(module)
-    while len(children) == 1 and _weighted_children(children[0][1]):
-        prefix = _join(prefix, children[0][0])
-        children = _weighted_children(children[0][1])
-    return [_join(prefix, name) for name, _ in children]
-
-
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    """Yield ``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
-    parts = name.split(".")
-    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
 
 
 def _join(*parts: str) -> str:
@@ -170,11 +161,15 @@ def recompute_blocks(towers: Iterable[nn.Module], which: Recomputed) -> None:
             f"train.activation_checkpointing: got {every}, but no tower that trains has more than {most} blocks; "
             f"expected at most {most}, or true for every block"
         )
-    contexts = _contexts_of_operators() if which == "operators" else {}
+    contexts: dict[str, Any] = {}
+    if which == "operators":
+        kept = [getattr(torch.ops.aten, name).default for name in _KEPT if hasattr(torch.ops.aten, name)]
+        contexts["context_fn"] = partial(_make_contexts, kept)
     chosen: list[Any] = [block for each in blocks for block in each[every - 1 :: every]]
     for block in chosen:
-        if contexts:
-            _compute_out_of_place(block)
+        for module in block.modules() if contexts else ():
+            if getattr(module, "inplace", False):  # activations make new tensors, of the same bits: kept ones stay
+                module.inplace = False
         block.forward = partial(_recompute, block.forward, contexts)  # no closure: copies of the tower copy it
 
 
@@ -188,11 +183,6 @@ def compiled_forward(module: nn.Module) -> Callable[..., Any]:
         inner, *others = forward.args
         return partial(_recompute, torch.compile(inner), *others)
     return torch.compile(forward)
-
-
-def _contexts_of_operators() -> dict[str, Any]:
-    kept = [getattr(torch.ops.aten, name).default for name in _KEPT if hasattr(torch.ops.aten, name)]
-    return {"context_fn": partial(_make_contexts, kept)}
 
 
 def _make_contexts(kept: list[Any]) -> tuple[Any, Any]:
@@ -239,13 +229,6 @@ class _RefusedChanges(TorchDispatchMode):
     @staticmethod
     def _storage(value: Tensor) -> StorageWeakRef:
         return StorageWeakRef(value.untyped_storage())
-
-
-def _compute_out_of_place(block: nn.Module) -> None:
-    """Have activations make new tensors, of the same bits: an output that is kept must not change."""
-    for each in block.modules():
-        if getattr(each, "inplace", False):
-            each.inplace = False  # type: ignore[assignment]
 
 
 def _recompute(forward: Callable[..., Any], contexts: dict[str, Any], *args: Any, **options: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,7 +24,6 @@ from vqclip.towers.text import OpenCLIPTextTower, TextTower
 from vqclip.towers.vocabulary import BPE
 from vqclip.towers.weights import explain, read_state, require_plain_size
 
-_TEMPERATURE = ("logit_scale", "logit_bias")
 _FAILURES = (
     *(RuntimeError, OSError, ValueError, ImportError, UnpicklingError, SafetensorError, BadZipFile),
     *(AssertionError, AttributeError, EOFError, LookupError, StopIteration, TypeError),  # from files of other content
@@ -235,18 +233,18 @@ class InheritedWeights:
 
     source: str
     """Name of the open_clip model and its pretrained weights."""
-    taken: dict[str, tuple[int, ...]]
-    """Name → shape of every tensor that a tower or the temperature has taken."""
-    left: dict[str, tuple[int, ...]]
-    """Name → shape of the others: projections to open_clip's own embedding, its pooling, heads."""
+    taken: list[str]
+    """Names of the tensors that a tower or the temperature has taken."""
+    left: list[str]
+    """Names of the others: projections to open_clip's own embedding, its pooling, heads."""
     notes: tuple[str, ...] = ()
     """Remarks on the temperature."""
 
     def describe(self) -> str:
         """Return a few lines for the log."""
-        lines = [f"model.towers: took {_count(self.taken)} of {self.source}"]
+        lines = [f"model.towers: took {len(self.taken)} tensors of {self.source}"]
         if self.left:
-            lines.append(f"model.towers: did not take {_count(self.left)}: {first_names(self.left, 20)}")
+            lines.append(f"model.towers: did not take {len(self.left)} tensors: {first_names(self.left, 20)}")
         return "\n".join((*lines, *self.notes))
 
 
@@ -270,13 +268,5 @@ def find_inherited(
     for tower in towers:
         unused = set(getattr(tower, "unused", ()))
         used |= {id(tensor) for name, tensor in tower.state_dict(keep_vars=True).items() if name not in unused}
-    taken: dict[str, tuple[int, ...]] = {}
-    left: dict[str, tuple[int, ...]] = {}
-    for name, tensor in tensors.items():
-        is_taken = name in temperature if name in _TEMPERATURE else id(tensor) in used
-        (taken if is_taken else left)[name] = tuple(tensor.shape)
-    return InheritedWeights(source, taken, left, notes)
-
-
-def _count(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    return f"{len(shapes)} tensors ({sum(math.prod(shape) for shape in shapes.values()):,} numbers)"
+    taken = [name for name, tensor in tensors.items() if name in temperature or id(tensor) in used]
+    return InheritedWeights(source, taken, [name for name in tensors if name not in taken], notes)

@@ -56,10 +56,11 @@ def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = (), ke
     expected = model.state_dict()
     stored, _ = read_state(path, key, expected)
     state = {
-        name: _widen_half(tensor, expected.get(name))
-        for name, tensor in stored.items()
-        if not name.startswith(tuple(f"{part}." for part in unused))
+        name: tensor for name, tensor in stored.items() if not name.startswith(tuple(f"{part}." for part in unused))
     }
+    for name, tensor in state.items():  # only where the shape fits: a small file can declare a huge tensor
+        if tensor.dtype in (torch.float16, torch.bfloat16) and name in expected:
+            state[name] = tensor.float() if expected[name].shape == tensor.shape else tensor
     problems = tensor_differences(expected, state) or [
         f"{name}: contains NaN or infinity" for name in nonfinite_names(state)
     ]
@@ -69,12 +70,6 @@ def load_checkpoint(model: nn.Module, path: Path, unused: Sequence[str] = (), ke
             f"{first_names(stored)}; only a prefix that all names have is removed"
         )
     model.load_state_dict(state, strict=True)
-
-
-def _widen_half(tensor: Tensor, expected: Tensor | None) -> Tensor:
-    """Convert half precision to fp32 if the shape fits: a small file can declare a huge tensor."""
-    half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return tensor.float() if half and expected is not None and expected.shape == tensor.shape else tensor
 
 
 def require_plain_size(path: Path) -> None:
