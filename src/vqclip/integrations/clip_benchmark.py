@@ -28,8 +28,6 @@ from vqclip.evaluation.encode import Mode
 from vqclip.integrations.open_clip import OpenCLIPModel, Precision, Preprocess, load
 from vqclip.train.ema import Weights
 
-__all__ = ["MODEL_TYPE", "load_vqclip", "register", "run"]
-
 MODEL_TYPE = "vqclip"
 """Name of the kind of model, clip_benchmark's ``--model_type``."""
 _UNPICKLING = ("pkl", "pickle", "pyd", "pth")
@@ -64,12 +62,9 @@ def load_vqclip(
     precision: Precision = "fp32",
     weights: Weights = "averaged",
 ) -> OpenCLIPModel:
-    """Load a model with the arguments that clip_benchmark gives to a function of its registry.
+    """Load a model with the arguments that clip_benchmark gives to a function of its registry; see `open_clip.load`.
 
     `preprocess` returns uint8 in 0..255, as in `vqclip.evaluation`: a quarter of the bytes between processes.
-
-    Raises:
-        CheckpointError, ConfigError: see `vqclip.integrations.open_clip.load`.
     """
     if cache_dir is not None:
         raise ConfigError(f"--model_cache_dir: got {cache_dir!r}; the environment variable HF_HOME sets it for the hub")

@@ -29,8 +29,6 @@ from vqclip.train.export import load_model
 if TYPE_CHECKING:
     from vqclip.towers.vocabulary import Vocabulary
 
-__all__ = ["OpenCLIPModel", "OpenCLIPWrapper", "Precision", "Preprocess", "Tokenize", "Visual", "load"]
-
 Precision = Literal["fp32", "bf16", "fp16"]
 """Autocast type of the towers, as of ``vqclip evaluate``; fp32: no autocast."""
 
@@ -76,16 +74,7 @@ def load(
 
 
 class OpenCLIPWrapper(nn.Module):
-    """A vqclip model with the methods and attributes of an ``open_clip.CLIP``.
-
-    Args:
-        clip: the model.
-        mode: see `load`.
-        precision: see `load`.
-
-    Raises:
-        ConfigError: see `load`.
-    """
+    """A vqclip model with the methods and attributes of an ``open_clip.CLIP``; arguments as of `load`."""
 
     def __init__(self, clip: CLIP, mode: Mode = "codes_only", precision: Precision = "fp32"):
         super().__init__()
@@ -190,12 +179,7 @@ class Tokenize:
         self.vocab_size = vocabulary.size
 
     def __call__(self, texts: str | Sequence[str], context_length: int | None = None) -> Tensor:
-        """Tokenize one caption or several.
-
-        Raises:
-            ConfigError: another context length than the model's.
-            ShapeError: not text.
-        """
+        """Tokenize one caption or several; raise ConfigError for another context length than the model's."""
         if context_length not in (None, self.context_length):
             raise ConfigError(f"context_length: got {context_length}, expected {self.context_length}, the model's")
         return self.vocabulary([texts] if isinstance(texts, str) else texts)

@@ -10,15 +10,9 @@ from torch import Tensor
 
 from vqclip.errors import ShapeError
 
-__all__ = ["require_captions", "require_ids", "require_image", "require_images", "to_int64"]
-
 
 def require_images(images: Any) -> list[Any]:
-    """Return one PIL image, or a list or tuple of them, as a list.
-
-    Raises:
-        ShapeError: any other input.
-    """
+    """Return one PIL image, or a list or tuple of them, as a list; raise ShapeError for any other input."""
     if not isinstance(images, (list, tuple)):
         require_image(images, "images")
         return [images]
@@ -28,11 +22,7 @@ def require_images(images: Any) -> list[Any]:
 
 
 def require_image(image: Any, name: str = "image") -> None:
-    """Check that ``image`` is a PIL image; ``name`` is its name in the message.
-
-    Raises:
-        ShapeError: any other input.
-    """
+    """Check that ``image`` is a PIL image; raise ShapeError, with its ``name``, for any other input."""
     from PIL.Image import Image
 
     if isinstance(image, Image):
@@ -49,11 +39,7 @@ def require_image(image: Any, name: str = "image") -> None:
 
 
 def require_captions(captions: Any) -> list[str]:
-    """Return a list or tuple of str as a list.
-
-    Raises:
-        ShapeError: any other input.
-    """
+    """Return a list or tuple of str as a list; raise ShapeError for any other input."""
     if isinstance(captions, (str, bytes)) or not isinstance(captions, Sequence):
         one = " with one caption: [caption]" if isinstance(captions, str) else ""
         raise ShapeError(f"captions: got {_got(captions)}, expected a list of str{one}")
@@ -65,11 +51,7 @@ def require_captions(captions: Any) -> list[str]:
 
 
 def require_ids(ids: Any) -> Tensor:
-    """Return ids of any integer dtype as int64.
-
-    Raises:
-        ShapeError: not a tensor of integers.
-    """
+    """Return ids of any integer dtype as int64; raise ShapeError if they are no tensor of integers."""
     if not isinstance(ids, Tensor):
         make = "torch.from_numpy(ids)" if _is_array(ids) else "torch.tensor(ids)"
         remedy = f"; {make} makes one" if _is_array(ids) or isinstance(ids, (list, tuple)) else ""
@@ -80,10 +62,7 @@ def require_ids(ids: Any) -> Tensor:
 def to_int64(name: str, ids: Tensor, shape: str) -> Tensor:
     """Return a tensor of any integer dtype as int64, because torch cannot compare uint16, uint32 and uint64.
 
-    Args:
-        name: name of the tensor in messages.
-        ids: any shape.
-        shape: the expected shape, for messages.
+    Messages contain its ``name`` and the expected ``shape``.
 
     Raises:
         ShapeError: booleans, floating-point or complex numbers, or uint64 numbers that do not fit int64.

@@ -11,8 +11,6 @@ import torch
 
 from vqclip.errors import ConfigError
 
-__all__ = ["AUTOCAST_DTYPES", "Precision", "autocast", "first_derivative_only", "full_precision", "gpu_memory"]
-
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 """fp32 and fp64: computed in the dtype of the weights. bf16 and fp16: autocast, with weights in fp32."""
 

@@ -19,30 +19,23 @@ from vqclip.quantizers.vq import VQ
 
 
 @torch.no_grad()
-def codebook_matrix(quantizer: Quantizer, codebook: int, limit: int = MAX_COUNTED_CODES) -> Tensor:
-    """Return the contribution of each code of one codebook to a quantized vector.
+def codebook_matrix(quantizer: Quantizer, codebook: int) -> Tensor:
+    """Return the contribution ``(K, D)`` of each code of one codebook, 0 to C - 1, to a quantized vector.
 
-    Args:
-        quantizer: any quantizer.
-        codebook: index of the codebook, 0 to C - 1.
-        limit: largest number of codes.
-
-    Returns:
-        ``(K, D)`` in the dtype of the codes, usually float32. Channels of other codebooks (of a `Product`) are 0, and
-        codes of a stage (of a `Residual`) are scaled, so that ``quantizer.decode(ids)`` is the sum over c of
-        ``codebook_matrix(quantizer, c)[ids[..., c]]``.
+    Channels of other codebooks (of a `Product`) are 0, and codes of a stage (of a `Residual`) are scaled, so that
+    ``quantizer.decode(ids)`` is the sum over c of ``codebook_matrix(quantizer, c)[ids[..., c]]``.
 
     Raises:
-        ShapeError: no such codebook, or it has more codes than ``limit``, which implicit codebooks can.
+        ShapeError: no such codebook, or it has more than `MAX_COUNTED_CODES` (2^20) codes, as implicit ones can.
     """
     name, sizes = type(quantizer).__name__, quantizer.codebook_sizes
     if not 0 <= codebook < len(sizes):
         has = f"0 to {len(sizes) - 1}" if sizes else "none: it has no codebook"
         raise ShapeError(f"{name}: got codebook {codebook}, expected {has}")
-    if sizes[codebook] > limit:
+    if sizes[codebook] > MAX_COUNTED_CODES:
         raise ShapeError(
             f"{name}: codebook {codebook} has {sizes[codebook]} codes, as a matrix {sizes[codebook]} × {quantizer.dim} "
-            f"numbers; expected at most {limit} codes: decode only the ids you need, or train a Product of smaller "
+            f"numbers; expected at most {MAX_COUNTED_CODES} codes: decode only the ids you need, or train a Product of smaller "
             "codebooks"
         )
     device = next((tensor.device for tensor in (*quantizer.parameters(), *quantizer.buffers())), torch.device("cpu"))
@@ -129,13 +122,6 @@ def _fsq(module: Any) -> Quantizer:
     return Product(layer, module.num_codebooks) if module.num_codebooks > 1 else layer
 
 
-def _residual_fsq(module: Any) -> Quantizer:
-    first = module.layers[0]
-    _refuse(module, bound_hard_clamp_off=not first.bound_hard_clamp, several_codebooks=first.num_codebooks > 1)
-    _refuse(module, orthogonal_rotation=first.orthogonal_rotation)
-    return _stack(module, [FSQ(tuple(first._levels.tolist()), "uniform")] * module.num_quantizers)
-
-
 def _lfq(module: Any) -> Quantizer:
     _refuse(
         module,
@@ -159,26 +145,25 @@ def _simvq(module: Any) -> Quantizer:
 
 
 def _residual(module: Any) -> Quantizer:
-    stages = [_MAKERS[type(layer).__name__](layer) for layer in module.layers]
-    first = stages[0]
+    first, dropout = module.layers[0], bool(module.quantize_dropout)
+    if type(first).__name__ == "FSQ":
+        _refuse(module, bound_hard_clamp_off=not first.bound_hard_clamp, several_codebooks=first.num_codebooks > 1)
+        _refuse(module, orthogonal_rotation=first.orthogonal_rotation)
+        stages: list[Quantizer] = [FSQ(tuple(first._levels.tolist()), "uniform")] * module.num_quantizers
+    else:
+        stages = [_MAKERS[type(layer).__name__](layer) for layer in module.layers]
     _refuse(
         module,
         implicit_neural_codebook=getattr(module, "implicit_neural_codebook", False),
         codebook_sizes_that_differ=not getattr(module, "uniform_codebook_size", True),
-        several_codebooks=isinstance(first, Product),
+        several_codebooks=isinstance(stages[0], Product),
         # That library normalises the remainder again at every stage.
-        use_cosine_sim=isinstance(first, VQ) and first.cosine and len(stages) > 1,
+        use_cosine_sim=isinstance(stages[0], VQ) and stages[0].cosine and len(stages) > 1,
         beam_search=(getattr(module, "eval_beam_size", 1) or 1) > 1,
+        quantize_dropout_multiple_of=dropout and module.quantize_dropout_multiple_of > 1,
     )
-    return _stack(module, stages)
-
-
-def _stack(module: Any, stages: list[Quantizer]) -> Quantizer:
-    least = 1
-    if module.quantize_dropout:
-        _refuse(module, quantize_dropout_multiple_of=module.quantize_dropout_multiple_of > 1)
-        least = module.quantize_dropout_cutoff_index + 1
-    quantizer = Residual(stages[0], len(stages), bool(module.quantize_dropout), least)
+    least = module.quantize_dropout_cutoff_index + 1 if dropout else 1
+    quantizer = Residual(stages[0], len(stages), dropout, least)
     for theirs, mine in zip(stages, quantizer.stages, strict=True):
         _copy([theirs], mine)
     return quantizer
@@ -208,7 +193,7 @@ _MAKERS: dict[str, Callable[[Any], Quantizer]] = {
     "SimVQ": _simvq,
     "ResidualSimVQ": _residual,
     "FSQ": _fsq,
-    "ResidualFSQ": _residual_fsq,
+    "ResidualFSQ": _residual,
     "GroupedResidualFSQ": _product,
     "LFQ": _lfq,
     "ResidualLFQ": _residual,
