@@ -35,8 +35,8 @@ def codebook_matrix(quantizer: Quantizer, codebook: int) -> Tensor:
     if sizes[codebook] > MAX_COUNTED_CODES:
         raise ShapeError(
             f"{name}: codebook {codebook} has {sizes[codebook]} codes, as a matrix {sizes[codebook]} × {quantizer.dim} "
-            f"numbers; expected at most {MAX_COUNTED_CODES} codes: decode only the ids you need, or train a Product of smaller "
-            "codebooks"
+            f"numbers; expected at most {MAX_COUNTED_CODES} codes: decode only the ids you need, or train a Product of "
+            "smaller codebooks"
         )
     device = next((tensor.device for tensor in (*quantizer.parameters(), *quantizer.buffers())), torch.device("cpu"))
     ids = torch.full((sizes[codebook], len(sizes)), -1, device=device)
