@@ -46,9 +46,6 @@ class Export(Command, words=("tokenizer",)):
     """Write both towers into an open_clip model."""
     base: Text | None = None
     """With --open-clip: tag or file of the weights that the towers started from; without it what config.yaml names."""
-    precision: Literal["fp32", "fp64"] | None = None
-    """Arithmetic of the files, fp32 without it; fp64: everything in float64, several times slower, with ids that differ
-    from torch's about half a billion times less often."""
     compare_only: bool = False
     """Write nothing; compare the ONNX files that are already in --out."""
     data: Text | None = None
@@ -65,7 +62,7 @@ class Export(Command, words=("tokenizer",)):
         """Export a tokenizer, and compare; or write towers into an open_clip model."""
         from vqclip.data import mask_credentials
         from vqclip.data.prepare import open_images
-        from vqclip.export.runtime import OnnxTokenizer, verify, verify_program
+        from vqclip.export.runtime import verify, verify_program
         from vqclip.export.to_onnx import export_onnx
         from vqclip.tokenizer.loading import load_tokenizer
 
@@ -79,13 +76,8 @@ class Export(Command, words=("tokenizer",)):
         for name in ("split", "limit"):
             if self.data is None and getattr(self, name) is not None:
                 raise ConfigError(f"--{name}: got it without --data; expected both or neither")
-        if self.compare_only and self.precision:
-            raise ConfigError("--precision: got it with --compare-only, which writes no files; expected one of them")
         source = None if self.data is None else open_images(self.data, self.split)
-        precision = OnnxTokenizer(self.out).info.precision if self.compare_only else self.precision
         tokenizer = load_tokenizer(self.tokenizer, self.modality)
-        if precision == "fp64":
-            tokenizer.double()
         if not self.compare_only:
             export_onnx(tokenizer, self.out)
             sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(self.out.iterdir()))
@@ -102,7 +94,7 @@ class Export(Command, words=("tokenizer",)):
         from vqclip.io.files import expand_home
         from vqclip.tokenizer.folder import CONFIG_FILE
 
-        others = ("modality", "precision", "compare_only", "data", "split", "limit", "program")
+        others = ("modality", "compare_only", "data", "split", "limit", "program")
         if given := [name for name in others if getattr(self, name)]:
             raise ConfigError(f"--{given[0].replace('_', '-')}: got it with --open-clip, to which it does not apply")
         folder = expand_home(self.tokenizer)

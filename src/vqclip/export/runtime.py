@@ -73,8 +73,6 @@ class OnnxTokenizer:
             options = runtime.SessionOptions()
             if threads is not None:
                 options.intra_op_num_threads = threads
-            if self.info.precision == "fp64":  # operators would be fused into ones with float32 attributes
-                options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
             try:
                 self._sessions[part] = runtime.InferenceSession(str(path), options, providers=list(providers))
             except Exception as error:  # its exceptions have no root of their own
@@ -90,7 +88,7 @@ class OnnxTokenizer:
         return self._run("encode", inputs)
 
     def decode(self, ids: np.ndarray) -> np.ndarray:
-        """Decode ids ``(B, N, C)`` int64 to vectors ``(B, N, D)``, float32 or float64.
+        """Decode ids ``(B, N, C)`` int64 to vectors ``(B, N, D)`` float32.
 
         Raises:
             ShapeError, BackendError: see `encode`; also for ids outside of their codebook.
@@ -98,7 +96,7 @@ class OnnxTokenizer:
         return self._run("decode", ids)
 
     def embed(self, ids: np.ndarray) -> np.ndarray:
-        """Embed ids as of `decode`: joint embedding ``(B, E)``, float32 or float64, unit-norm."""
+        """Embed ids as of `decode`: joint embedding ``(B, E)`` float32, unit-norm."""
         return self._run("embed", ids)
 
     def decode_pixels(self, ids: np.ndarray) -> np.ndarray:

@@ -17,7 +17,6 @@ from torch.export import Dim, ExportedProgram
 from vqclip import __version__
 from vqclip.config import Modality
 from vqclip.errors import ConfigError
-from vqclip.export.float64 import DECOMPOSITIONS
 from vqclip.io.atomic import FileDigest, digest_file, replace_folder, require_replaceable
 from vqclip.io.json_files import Strict, add_checksum
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
@@ -33,8 +32,7 @@ PARTS: tuple[Part, ...] = ("encode", "decode", "embed")
 _EXAMPLES = 3
 """Batch size of example inputs; not 1, which a graph could take for a constant."""
 INFO_FILE = "export.json"
-VERSIONS = {"format": "vqclip-onnx", "format_version": 2, "id_layout": ID_LAYOUT_VERSION}
-_PRECISIONS: dict[torch.dtype, Literal["fp32", "fp64"]] = {torch.float32: "fp32", torch.float64: "fp64"}
+VERSIONS = {"format": "vqclip-onnx", "format_version": 3, "id_layout": ID_LAYOUT_VERSION}
 _OPSET = 18
 """The first opset with bitwise operators, which binary codes need."""
 OUTPUTS: dict[Part, str] = {
@@ -137,8 +135,6 @@ class PartInfo(Strict):
 class ExportInfo(Strict):
     """Content of `INFO_FILE` without its versions and checksum."""
 
-    precision: Literal["fp32", "fp64"]
-    """Precision in which the graphs compute."""
     vqclip: str
     """Version that wrote it."""
     torch: str
@@ -171,34 +167,33 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
     atomically (`vqclip.io.atomic.replace_folder`).
 
     Args:
-        tokenizer: on the CPU, with weights in float32, or in float64 for graphs that compute in float64.
+        tokenizer: on the CPU, with weights in float32; onnxruntime lacks convolutions and norms in float64.
         folder: the folder to write.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: a package of the extra ``onnx`` is missing, the tokenizer has no codes, its weights are neither in
-            float32 nor in float64 on the CPU, or the folder contains something else.
+        ConfigError: a package of the extra ``onnx`` is missing, the tokenizer has no codes, its weights are not in
+            float32 on the CPU, or the folder contains something else.
     """
     folder = Path(folder)
     require_replaceable(folder, INFO_FILE)
     for package in ("onnx", "onnxscript"):
         require(package)
     weights = next(tokenizer.parameters())
-    if weights.dtype not in _PRECISIONS or weights.device.type != "cpu":
+    if weights.dtype != torch.float32 or weights.device.type != "cpu":
         raise ConfigError(
-            f"export: got weights in {weights.dtype} on {weights.device}, expected float32 or float64 on the CPU: "
+            f"export: got weights in {weights.dtype} on {weights.device}, expected float32 on the CPU: "
             "tokenizer.float().cpu()"
         )
-    precision = _PRECISIONS[weights.dtype]
     programs = {part: export_program(tokenizer, part) for part in parts_of(tokenizer)}
 
     def fill(aside: Path) -> None:
         parts = {}
         for part, program in programs.items():
             inputs, path = example_inputs(tokenizer, part), aside / f"{part}.onnx"
-            _translate(program, part, precision, path)
+            _translate(program, part, path)
             data = path.with_name(f"{path.name}.data")  # torch moves weights of more than 1.5 GiB to it
             parts[part] = PartInfo(
                 file=digest_file(path),
@@ -207,7 +202,6 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
                 outputs={OUTPUTS[part]: _describe_array(program.module()(inputs))},
             )
         info = ExportInfo(
-            precision=precision,
             vqclip=__version__,
             torch=str(torch.__version__),
             opset=_OPSET,
@@ -238,20 +232,14 @@ def require(package: str) -> Any:
         raise ConfigError(f"{package}: not installed ({error}); pip install 'vqclip[onnx]'") from error
 
 
-def _translate(program: ExportedProgram, part: Part, precision: str, path: Path) -> None:
-    table: dict[Any, Any] = {torch.ops.aten.median.dim: _median}
-    if precision == "fp64":
-        table |= DECOMPOSITIONS
+def _translate(program: ExportedProgram, part: Part, path: Path) -> None:
     translated = torch.onnx.export(
-        program.run_decompositions(table),
+        program.run_decompositions({torch.ops.aten.median.dim: _median}),
         input_names=[_input(part)],
         output_names=[OUTPUTS[part]],
         opset_version=_OPSET,
         dynamo=True,
-        custom_translation_table={
-            torch.ops.aten.__rshift__.Tensor: _shift_right,
-            torch.ops.aten.scalar_tensor.default: _scalar,
-        },
+        custom_translation_table={torch.ops.aten.__rshift__.Tensor: _shift_right},
         verbose=False,
     )
     assert translated is not None
@@ -278,17 +266,6 @@ def _shift_right(x: Any, by: Any) -> Any:
     unsigned = 13  # ONNX's number of uint64
     signed = 7  # and of int64
     return op.Cast(op.BitShift(op.Cast(x, to=unsigned), op.Cast(by, to=unsigned), direction="RIGHT"), to=signed)
-
-
-def _scalar(s: float, dtype: int, layout: str = "", device: str = "", pin_memory: bool = False) -> Any:
-    """Make a constant; the exporter's own translation would round it to float32 on the way to float64.
-
-    The arguments are named as those of ``aten.scalar_tensor``: torch 2.8 looks for them by name.
-    """
-    from onnxscript import ir, opset18
-
-    op: Any = opset18
-    return op.Constant(value=ir.tensor(s, dtype=ir.DataType(dtype)))
 
 
 def _describe_array(tensor: Tensor) -> ArrayInfo:
