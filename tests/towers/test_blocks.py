@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.open_clip_models import save_open_clip
 from tests.towers.transformers_models import CAPTIONS, make_image, make_text
 from vqclip.errors import ConfigError
-from vqclip.towers.blocks import block_names, depth_of, layers, recompute_blocks
+from vqclip.towers.blocks import block_names, layers, recompute_blocks
 from vqclip.towers.image import ConvolutionalTowerConfig, TimmTowerConfig
 from vqclip.towers.open_clip import OpenCLIPImageTowerConfig
 from vqclip.towers.text import TextTower, TransformerTowerConfig
@@ -114,7 +114,7 @@ def test_recomputed_blocks_change_no_bit(name, tmp_path):
     batch = inputs(plain)
     expected = results(plain, batch)
     names = list(plain.state_dict())
-    for which in (True, 2, "operators"):
+    for which in (True, 2):
         tower = copy.deepcopy(plain)
         recompute_blocks([tower], which)
         copied = copy.deepcopy(tower)  # as for the task that evaluates weights in shards
@@ -136,7 +136,7 @@ def test_memory_for_the_backward_falls_with_the_blocks_that_are_recomputed(name,
     plain = TOWERS[name](tmp_path).build()
     batch = inputs(plain, 16)
     held, products = {}, {}
-    for which in (False, 2, True, "operators"):
+    for which in (False, 2, True):
         tower = copy.deepcopy(plain)
         recompute_blocks([tower], which)
         with LiveBytes() as live:
@@ -146,8 +146,7 @@ def test_memory_for_the_backward_falls_with_the_blocks_that_are_recomputed(name,
             features.sum().backward()
         products[which] = live.calls["products"] - before
     assert held[False] > 1.2 * held[2] > 1.4 * held[True]
-    assert held[False] > held["operators"] > held[True]
-    assert products[False] == products["operators"] < products[2] < products[True]
+    assert products[False] < products[2] < products[True]
 
 
 @pytest.mark.slow
@@ -156,38 +155,11 @@ def test_a_compiled_tower_recomputes_its_blocks_in_one_graph():
     plain = TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, args=VIT).build()
     batch = inputs(plain, 2)
     expected = results(plain, batch)
-    for which in (True, "operators"):
-        tower = copy.deepcopy(plain)
-        recompute_blocks([tower], which)
-        compiled = torch.compile(tower, backend="aot_eager", fullgraph=True)
-        for one, other in zip(results(compiled, batch), expected, strict=True):
-            torch.testing.assert_close(one, other)
-
-
-class Doubling(torch.nn.Linear):
-    def forward(self, x):
-        return super().forward(x).mul_(2).sigmoid()
-
-
-class Adding(torch.nn.Linear):
-    """As the attention of T5 does: torch does not see that the result of `matmul` changes."""
-
-    def forward(self, x):
-        scores = torch.matmul(x[:, None], self.weight.expand(len(x), -1, -1))
-        scores += self.bias
-        return scores.sigmoid()
-
-
-@pytest.mark.parametrize("module", [Doubling, Adding])
-def test_operators_that_torch_lacks_are_left_out_and_those_in_place_are_refused(monkeypatch, module):
-    monkeypatch.setattr("vqclip.towers.blocks._KEPT", ("removed_operator", "mm", "addmm", "bmm"))
-    tower = torch.nn.Sequential(torch.nn.Sequential(module(4, 4)))
-    plain = copy.deepcopy(tower)
-    recompute_blocks([tower], "operators")
-    with pytest.raises(ConfigError, match=r"train\.activation_checkpointing: got operators, .* expected true"):
-        tower(torch.ones(2, 4)).sum().backward()
-    recompute_blocks([plain], True)
-    plain(torch.ones(2, 4)).sum().backward()
+    tower = copy.deepcopy(plain)
+    recompute_blocks([tower], True)
+    compiled = torch.compile(tower, backend="aot_eager", fullgraph=True)
+    for one, other in zip(results(compiled, batch), expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_more_blocks_than_there_are_and_wrong_values_are_refused():
@@ -196,8 +168,6 @@ def test_more_blocks_than_there_are_and_wrong_values_are_refused():
     for value in (0, -1, 1.5, "blocks", "true", None):
         with pytest.raises(ValueError, match="activation_checkpointing"):
             ComputeConfig(activation_checkpointing=value)
-    with pytest.raises(ValueError, match="got compile 'regional' and activation_checkpointing 'operators'"):
-        ComputeConfig(compile="regional", activation_checkpointing="operators")
     assert [ComputeConfig(activation_checkpointing=v).activation_checkpointing for v in (True, 1)] == [True, 1]
     assert type(ComputeConfig(activation_checkpointing=1).activation_checkpointing) is int
 
@@ -292,15 +262,6 @@ def test_downsampling_belongs_to_the_block_after_it():
     assert [any(".downsample." in name for name in each) for each in found] == [False, False, True, True, True, False]
 
 
-def test_modules_have_a_depth_too():
-    tower = TimmTowerConfig(name="vit_tiny_patch16_224", image_size=32, args={"depth": 2}).build()
-    names = [name for name, _ in tower.named_modules()]
-    depths = depth_of(tower, names, block_names(tower))
-    model = "backbone.model"
-    expected = {"patch_embed.proj": 0, "pos_drop": 0, "blocks.0.attn.qkv": 1, "blocks.1": 2, "norm": 3}
-    assert {name: depths[f"{model}.{name}"] for name in expected} == expected
-
-
 def test_embeddings_registered_last_are_still_first():
     class Late(nn.Module):
         def __init__(self):
@@ -312,17 +273,3 @@ def test_embeddings_registered_last_are_still_first():
     found = layers(Late())
     assert found[0] == ["positions.weight"]
     assert found[-1] == ["norm.weight", "norm.bias"]
-
-
-def test_an_adapted_layer_is_one_layer():
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base_layer, self.lora_A, self.lora_B = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(2, 8)
-
-    block = nn.Module()
-    block.mlp = nn.Sequential(Adapted(), nn.GELU(), Adapted())
-    block.norm = nn.LayerNorm(8)
-    tower = nn.Module()
-    tower.blocks = nn.Sequential(block)
-    assert block_names(tower) == ["blocks.0"]

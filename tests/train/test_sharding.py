@@ -98,7 +98,6 @@ VARIANTS = {
     "frozen": with_tower("text", train="none"),
     "checkpointed activations": {"train__activation_checkpointing": True, "train__micro_batches": 2},
     "every second block": {"train__activation_checkpointing": 2},
-    "checkpointed operators": {"train__activation_checkpointing": "operators", "train__micro_batches": 2},
     "sigmoid loss": {"model__temperature": {"init": 10.0, "bias": -10.0}, "loss": {"kind": "sigmoid"}},
     "convolutions": {
         "model": with_tower("image")["model"]

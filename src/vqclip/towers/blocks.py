@@ -7,34 +7,21 @@ the order in which they are registered. To recompute or compile a block its forw
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from vqclip.errors import ConfigError
 
 _LISTS = (nn.Sequential, nn.ModuleList)
 
-Recomputed = bool | Annotated[int, Field(ge=1)] | Literal["operators"]
-"""True: every block; N: every N-th block; `operators`: all but the products of matrices of every block."""
-
-_KEPT = (
-    *("mm", "addmm", "bmm", "baddbmm", "convolution"),
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-)
-"""Operators whose outputs are kept, where torch has them: they take most of the time of a block."""
+Recomputed = bool | Annotated[int, Field(ge=1)]
+"""True: every block; N: every N-th block."""
 
 
 def layers(tower: nn.Module) -> list[list[str]]:
@@ -146,14 +133,14 @@ def recompute_blocks(towers: Iterable[nn.Module], which: Recomputed) -> None:
 
     Args:
         towers: changed in place; their blocks are those of `vqclip.towers.blocks.block_names`.
-        which: blocks, counted in each tower, or operators, that are recomputed.
+        which: blocks, counted in each tower, that are recomputed.
 
     Raises:
         ConfigError: every tower has fewer blocks than ``which``.
     """
     if which is False:
         return
-    every = 1 if isinstance(which, bool | str) else which
+    every = 1 if which is True else which
     blocks = [[each.get_submodule(name) for name in block_names(each)] for each in towers]
     most = max(map(len, blocks), default=every)
     if every > most:
@@ -161,16 +148,9 @@ def recompute_blocks(towers: Iterable[nn.Module], which: Recomputed) -> None:
             f"train.activation_checkpointing: got {every}, but no tower that trains has more than {most} blocks; "
             f"expected at most {most}, or true for every block"
         )
-    contexts: dict[str, Any] = {}
-    if which == "operators":
-        kept = [getattr(torch.ops.aten, name).default for name in _KEPT if hasattr(torch.ops.aten, name)]
-        contexts["context_fn"] = partial(_make_contexts, kept)
     chosen: list[Any] = [block for each in blocks for block in each[every - 1 :: every]]
     for block in chosen:
-        for module in block.modules() if contexts else ():
-            if getattr(module, "inplace", False):  # activations make new tensors, of the same bits: kept ones stay
-                module.inplace = False
-        block.forward = partial(_recompute, block.forward, contexts)  # no closure: copies of the tower copy it
+        block.forward = partial(_recompute, block.forward)  # no closure: copies of the tower copy it
 
 
 def compiled_forward(module: nn.Module) -> Callable[..., Any]:
@@ -180,58 +160,11 @@ def compiled_forward(module: nn.Module) -> Callable[..., Any]:
     """
     forward: Any = module.forward
     if isinstance(forward, partial) and forward.func is _recompute:
-        inner, *others = forward.args
-        return partial(_recompute, torch.compile(inner), *others)
+        return partial(_recompute, torch.compile(forward.args[0]))
     return torch.compile(forward)
 
 
-def _make_contexts(kept: list[Any]) -> tuple[Any, Any]:
-    forward, recomputation = create_selective_checkpoint_contexts(kept)
-    if torch.compiler.is_compiling():  # compiled code changes nothing in place
-        return forward, recomputation
-    return _both(forward, _RefusedChanges(kept)), recomputation
-
-
-@contextlib.contextmanager
-def _both(outer: Any, inner: Any) -> Iterator[None]:
-    with outer, inner:
-        yield
-
-
-class _RefusedChanges(TorchDispatchMode):
-    """Refuse to change outputs that are kept, also through views.
-
-    torch compares versions of tensors; that of ``torch.matmul``'s result is not the one of the product it is made of,
-    so that gradients were wrong without an error (torch 2.8 to 2.15).
-    """
-
-    def __init__(self, kept: list[Any]):
-        super().__init__()
-        self._kept = frozenset(kept)
-        self._storages: set[StorageWeakRef] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function._schema.is_mutable:
-            for value, argument in zip(args, function._schema.arguments, strict=False):
-                is_changed = argument.alias_info is not None and argument.alias_info.is_write
-                if is_changed and isinstance(value, Tensor) and self._storage(value) in self._storages:
-                    raise ConfigError(
-                        "train.activation_checkpointing: got operators, but a block changes the output of a matrix "
-                        f"product, a convolution or attention in place ({function}), so that it cannot be kept; "
-                        "expected true, or a number"
-                    )
-        outputs = function(*args, **kwargs)
-        if function in self._kept:
-            self._storages.update(self._storage(each) for each in tree_leaves(outputs) if isinstance(each, Tensor))
-        return outputs
-
-    @staticmethod
-    def _storage(value: Tensor) -> StorageWeakRef:
-        return StorageWeakRef(value.untyped_storage())
-
-
-def _recompute(forward: Callable[..., Any], contexts: dict[str, Any], *args: Any, **options: Any) -> Any:
+def _recompute(forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **options)
-    return checkpoint(forward, *args, use_reentrant=False, **contexts, **options)
+    return checkpoint(forward, *args, use_reentrant=False, **options)

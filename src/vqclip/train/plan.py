@@ -211,30 +211,28 @@ class _Saved(TorchFunctionMode):
     def __init__(self, config: TrainConfig, model: CLIP):
         super().__init__()
         half, recomputed = AUTOCAST_DTYPES.get(config.train.precision), config.train.activation_checkpointing
-        self.size, self.working, self._half, self._products = 0, 0, half, 0
+        self.size, self.working, self._half = 0, 0, half
         own = [each.untyped_storage() for each in (*model.parameters(), *model.buffers())]
         self._seen = {id(each): each for each in own}  # alive, so that no other storage gets its id
         for quantizer in model.quantizers().values():  # in full precision
             quantizer.register_forward_pre_hook(lambda *_: setattr(self, "_half", None))
             quantizer.register_forward_hook(lambda *_: setattr(self, "_half", half))
-        every = 1 if isinstance(recomputed, bool | str) else recomputed
+        every = 1 if isinstance(recomputed, bool) else recomputed
         for tower in (model.image.tower, model.text.tower):
             if recomputed and not tower.is_frozen:
                 for block in _blocks(tower)[every - 1 :: every]:
-                    self._recompute(block, recomputed == "operators")
+                    self._recompute(block)
 
-    def _recompute(self, block: nn.Module, keeps_products: bool) -> None:
-        """Count the inputs of a block, and perhaps its products, instead of what it saves; that is made again."""
-        begun: list[tuple[int, int]] = []
+    def _recompute(self, block: nn.Module) -> None:
+        """Count the inputs of a block instead of what it saves; that is made again."""
+        begun: list[int] = []
 
         def end(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            size, products = begun.pop()
-            kept = _size(each for each in inputs if isinstance(each, Tensor))
-            kept += self._products - products if keeps_products else 0
+            size = begun.pop()
             self.working = max(self.working, self.size - size)
-            self.size = size + kept
+            self.size = size + _size(each for each in inputs if isinstance(each, Tensor))
 
-        block.register_forward_pre_hook(lambda *_: begun.append((self.size, self._products)))
+        block.register_forward_pre_hook(lambda *_: begun.append(self.size))
         block.register_forward_hook(end)
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -259,7 +257,6 @@ class _Saved(TorchFunctionMode):
             out = F.linear(_Attention.apply(*parts), args[11], args[12]), None
         else:
             out = func(*args, **kwargs)
-        self._products += out.nbytes if func in _PRODUCTS and isinstance(out, Tensor) else 0
         return out
 
 

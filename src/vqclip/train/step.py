@@ -59,8 +59,7 @@ class ComputeConfig(Config):
     quantizers; equal blocks share their code, so it takes less time to compile, and works with `parallel: fsdp`."""
     activation_checkpointing: Recomputed = False
     """Activations that are recomputed in the backward pass: `true`, those of all blocks of the towers, for about a
-    third more compute; a number N, those of every N-th block; `operators`, those of all blocks but the outputs of
-    matrix products, convolutions and attention."""
+    third more compute; a number N, those of every N-th block."""
     micro_batches: int = Field(1, ge=1)
     """Microbatches in which a process runs its part of the batch. Memory holds the activations of one microbatch. The
     gradient is the same, with all negatives of the global batch, for one more forward pass. Towers that draw random
@@ -86,11 +85,6 @@ class ComputeConfig(Config):
                 raise ValueError(
                     f"got parallel {self.parallel!r} and bucket_mb {self.bucket_mb:g}; expected bucket_mb null, or ddp"
                 )
-        if self.compile == "regional" and self.activation_checkpointing == "operators":
-            raise ValueError(
-                "got compile 'regional' and activation_checkpointing 'operators', which would recompute whole compiled "
-                "blocks; expected true, a number, or compile true"
-            )
         return self
 
 
