@@ -99,7 +99,7 @@ def test_sizes_that_do_not_go_together_are_refused(change, size, message):
     ],
 )
 def test_args_say_nothing_of_weights_or_what_the_tower_decides(name):
-    with pytest.raises(ValueError, match=f"got '{name}', which (cannot be set|does not describe)"):
+    with pytest.raises(ValueError, match=f"got '{name}', which does not describe"):
         TimmTowerConfig.model_validate({"name": "vit_tiny_patch16_224", "image_size": 16, "args": {name: None}})
 
 

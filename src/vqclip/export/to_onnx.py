@@ -284,5 +284,5 @@ def _preprocess(tokenizer: AnyTokenizer) -> dict[str, Any]:
     return {
         "kind": "text",
         "context_length": tokenizer.tower.num_tokens,
-        "vocabulary": tokenizer.preprocess.describe(),
+        "vocabulary": tokenizer.preprocess.description,
     }

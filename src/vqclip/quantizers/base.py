@@ -215,15 +215,13 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: wrong width or dtype of ``x``, or a mask that does not fit it.
         """
-        self._require_vectors(x, mask)
         # Not when compiling: a number that changes would compile again.
         if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._forwards += 1
             if self._forwards == 1 + MAX_FORWARDS_WITHOUT_UPDATE and any(part._needs_update for part in self.parts()):
                 _warn_missing_update(type(self).__name__)
         with full_precision(x.device):
-            tokens, keep = self._tokens(x, mask)
-            bounded = self._bound(tokens)
+            bounded, keep = self._bounded(x, mask)
             values, ids, stats = self._quantize(bounded, keep)
             vectors = self._pass_gradient(values.to(bounded.dtype), bounded)
             if keep is not None:
@@ -236,10 +234,9 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: as in `forward`.
         """
-        self._require_vectors(x, mask)
         with full_precision(x.device), torch.no_grad():
-            tokens, keep = self._tokens(x, mask)
-            ids = self._nearest(self._bound(tokens))[1]
+            bounded, keep = self._bounded(x, mask)
+            ids = self._nearest(bounded)[1]
             if keep is not None:
                 ids = ids.masked_fill(~keep[:, None, None], -1)
         return ids.reshape(*x.shape[:-1], len(self.codebook_sizes))
@@ -270,10 +267,8 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: as in `forward`.
         """
-        self._require_vectors(x, mask)
         with full_precision(x.device):
-            tokens, keep = self._tokens(x, mask)
-            vectors = self._bound(tokens)
+            vectors, keep = self._bounded(x, mask)
             if keep is not None:
                 vectors = vectors.masked_fill(~keep[:, None, None], 0)
         return vectors.reshape(x.shape)
@@ -434,8 +429,12 @@ class Quantizer(nn.Module, ABC):
 
         return super()._apply(keep_fp32, recurse)
 
-    def _require_vectors(self, x: Tensor, mask: Tensor | None) -> None:
-        """Raise a `ShapeError` for vectors of a wrong width or dtype, or a mask that does not fit them."""
+    def _bounded(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return `_bound` of the tokens as ``(T, 1, D)`` in float32 or float64, and the mask as ``(T,)``.
+
+        Raises:
+            ShapeError: vectors of a wrong width or dtype, or a mask that does not fit them.
+        """
         name = type(self).__name__
         if x.ndim == 0 or x.shape[-1] != self.dim:
             raise ShapeError(f"{name}: x has shape {tuple(x.shape)}, expected (..., {self.dim}): one channel per entry")
@@ -446,16 +445,13 @@ class Quantizer(nn.Module, ABC):
                 f"{name}: mask is {mask.dtype} of shape {tuple(mask.shape)}, expected torch.bool of shape "
                 f"{tuple(x.shape[:-1])}: one entry per token, True = real token"
             )
-
-    def _tokens(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens as ``(T, 1, D)`` in float32 or float64, 0 where masked, and the mask as ``(T,)``."""
         tokens = x.reshape(-1, 1, self.dim)
         tokens = tokens if tokens.dtype == torch.float64 else tokens.float()
         if mask is None:
-            return tokens, None
+            return self._bound(tokens), None
         keep = mask.reshape(-1)
         # Padding may contain anything, also NaN; it must not reach a statistic or a gradient.
-        return tokens.masked_fill(~keep[:, None, None], 0), keep
+        return self._bound(tokens.masked_fill(~keep[:, None, None], 0)), keep
 
 
 def check_ids(name: str, sizes: Sequence[int], ids: Tensor) -> None:

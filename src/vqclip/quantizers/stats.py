@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -81,29 +81,15 @@ class Stats:
     is_global: bool = False
     histograms: dict[str, Tensor] = field(default_factory=dict)
 
-    @property
-    def _entries(self) -> dict[str, Tensor]:
-        return self.sums | self.histograms
-
     def __getitem__(self, name: str) -> Tensor:
-        return self._entries[name]
+        return self.sums[name] if name in self.sums else self.histograms[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return the entry of a name, or the default."""
-        return self._entries.get(name, default)
+        return iter(self.keys())
 
     def keys(self) -> KeysView[str]:
         """Return the names of the entries."""
-        return self._entries.keys()
+        return (self.sums | self.histograms).keys()
 
     def __add__(self, other: Stats) -> Stats:
         """Return the statistics of both batches together, e.g. of two microbatches, this one's tokens first."""
@@ -158,7 +144,7 @@ class Stats:
         """
         if self.is_global:
             return self
-        return Stats(self._entries | _draw_tokens(self.draws, None), is_global=True)
+        return Stats(dict(self) | _draw_tokens(self.draws, None), is_global=True)
 
     def sync(self, order: Order | None = None, histograms: bool = True) -> Stats:
         """Return the sums over all ranks; itself if already global. A collective: every rank must call it.

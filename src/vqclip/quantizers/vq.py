@@ -159,7 +159,8 @@ class VQ(TableQuantizer):
             _refresh_started(self)  # buffers may have been changed without load_state_dict
         stats = stats.sync() if self.sync_codebook else stats.local()
         own = "" if self.sync_codebook else OWN
-        if len(stats.get(f"{own}drawn/vectors", ())) < self._draws_wanted():
+        drawn = f"{own}drawn/vectors"
+        if self._draws_wanted() > (len(stats[drawn]) if drawn in stats else 0):
             raise ConfigError(
                 "VQ.update: got statistics without drawn tokens, expected those of a forward after codes were loaded"
             )

@@ -21,21 +21,12 @@ OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
 """Mean of the pixels of CLIP's training images, per channel in 0..1."""
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 """Deviation of these pixels."""
-_ELSEWHERE = {
-    "img_size": "image_size decides it",
-    "num_classes": "a tower has no classifier",
-    "global_pool": "a tower is not pooled",
-    "in_chans": "images have three channels",
-    "device": "a tower is built on the CPU",
-    "dtype": "a tower is built in fp32",
-}
-"""Arguments of ``timm.create_model`` that the tower sets itself."""
-
-_NOT_THE_NETWORK = (
+_NOT_ARGS = (
+    *("img_size", "num_classes", "global_pool", "in_chans", "device", "dtype"),  # the tower sets these itself
     *("pretrained", "checkpoint", "cache_dir", "model_", "feature", "out_indices", "pruned", "kwargs_filter"),
     *("scriptable", "exportable", "no_jit"),
 )
-"""Prefixes of arguments that choose weights or timm's behaviour and do not describe the network."""
+"""Prefixes of arguments of ``timm.create_model`` that do not describe the network."""
 
 
 class ImageTower(Tower):
@@ -172,12 +163,11 @@ class TimmTowerConfig(TowerConfig):
     @classmethod
     def _args_are_the_networks(cls, args: dict[str, Any]) -> dict[str, Any]:
         for name in args:
-            if name in _ELSEWHERE:
-                raise ValueError(f"got {name!r}, which cannot be set: {_ELSEWHERE[name]}")
-            if name.startswith(_NOT_THE_NETWORK):
+            if name.startswith(_NOT_ARGS):
                 raise ValueError(
                     f"got {name!r}, which does not describe the network; expected arguments of the model's class. "
-                    "Set weights with `pretrained` or `checkpoint` beside args"
+                    "Set image_size, and weights with `pretrained` or `checkpoint`, beside args: a tower has three "
+                    "channels and no classifier or pooling, and is built in fp32"
                 )
         return args
 
@@ -332,16 +322,12 @@ class ConvolutionalTowerConfig(TowerConfig):
     """Number of channels that are normalised together; must divide every entry of `channels`."""
 
     @model_validator(mode="after")
-    def _groups_divide_channels(self) -> ConvolutionalTowerConfig:
+    def _sizes_fit(self) -> ConvolutionalTowerConfig:
         if any(width % self.channels_per_group for width in self.channels):
             raise ValueError(
                 f"got channels {self.channels} and channels_per_group {self.channels_per_group}; expected channels "
                 "that are multiples of channels_per_group"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _stages_halve_the_image(self) -> ConvolutionalTowerConfig:
         cell = 2 ** len(self.channels)
         if self.image_size % cell:
             raise ValueError(

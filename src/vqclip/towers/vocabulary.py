@@ -63,6 +63,8 @@ class Vocabulary(ABC):
     before: tuple[int, ...]
     after: tuple[int, ...]
     padding: int
+    description: str
+    """Description of how rows are made, for implementations in other languages."""
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
         """Map B captions to ``(B, N)`` int64, marks included, with padding after the last token.
@@ -108,10 +110,6 @@ class Vocabulary(ABC):
         """Return the files, by name, that a tokenizer folder needs to make the vocabulary again."""
         return {}
 
-    @abstractmethod
-    def describe(self) -> str:
-        """Return how rows are made, for implementations in other languages."""
-
 
 class BPE(Vocabulary):
     """open_clip's byte-pair vocabulary at a fixed context length; rows are padded with 0.
@@ -126,6 +124,7 @@ class BPE(Vocabulary):
     end_of_text = _END_OF_TEXT
     """Number of the end mark."""
     before, after, padding = (_END_OF_TEXT - 1,), (_END_OF_TEXT,), 0
+    description = "open_clip's byte pairs: start mark, tokens, end mark, then zeros up to the context length"
 
     def __init__(self, context_length: int):
         self.context_length = context_length
@@ -135,7 +134,7 @@ class BPE(Vocabulary):
         return numbers
 
     def pieces(self, caption: str) -> tuple[list[str], int]:
-        """Return the text of each token of a caption, and how many of them are read; see `Vocabulary.pieces`."""
+        """See `Vocabulary.pieces`."""
         bpe, decoder = _bpe(), codecs.getincrementaldecoder("utf-8")("replace")
         texts = [
             decoder.decode(bytes(bpe.byte_decoder[character] for character in token.removesuffix(_END)))
@@ -167,10 +166,6 @@ class BPE(Vocabulary):
                 f"tokens[{row}]: got a row without the end mark {self.end_of_text}, expected one after the last token; "
                 "tokenizer.preprocess makes such rows from captions"
             )
-
-    def describe(self) -> str:
-        """Return how rows are made."""
-        return "open_clip's byte pairs: start mark, tokens, end mark, then zeros up to the context length"
 
 
 class _Bounded(dict[str, str]):
@@ -217,6 +212,10 @@ class FastVocabulary(Vocabulary):
     """
 
     padding = -1  # unlike a tokenizer's own padding, no caption can contain it
+    description = (
+        f"{VOCABULARY_FILE} of the tokenizer folder, with its marks and without its own cut and padding (special "
+        "tokens in a caption are ordinary text), then -1 up to the context length"
+    )
 
     def __init__(self, content: bytes, context_length: int):
         self._content, self.context_length = content, context_length
@@ -307,13 +306,6 @@ class FastVocabulary(Vocabulary):
     def files(self) -> dict[str, bytes]:
         """Return ``tokenizer.json``, byte for byte."""
         return {VOCABULARY_FILE: self._content}
-
-    def describe(self) -> str:
-        """Return how rows are made."""
-        return (
-            f"{VOCABULARY_FILE} of the tokenizer folder, with its marks and without its own cut and padding (special "
-            "tokens in a caption are ordinary text), then -1 up to the context length"
-        )
 
 
 class CaptionLengths(Counter[int]):
