@@ -113,7 +113,7 @@ def maker_for(
     if isinstance(tokenizer, TextTokenizer):
         tokenize = vocabulary = tokenizer.preprocess
         files = sorted(vocabulary.files().items())
-        origin["vocabulary"] = vocabulary.describe()
+        origin["vocabulary"] = vocabulary.description
         origin["vocabulary_files"] = {name: hashlib.sha256(content).hexdigest() for name, content in files}
         origin["context_length"] = vocabulary.context_length
     modality: Modality = "image" if tokenize is None else "text"
