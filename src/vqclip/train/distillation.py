@@ -325,9 +325,9 @@ def _require_same_tokens(teacher: ImageTower | TextTower, student: ImageTower | 
             )
         return
     theirs, mine = teacher.vocabulary, student.vocabulary
-    if type(theirs) is not type(mine) or theirs.files() != mine.files() or theirs.description != mine.describe():
+    if type(theirs) is not type(mine) or theirs.files() != mine.files() or theirs.description != mine.description:
         raise ConfigError(
-            f"teacher: got the vocabulary {theirs.description!r}; the student has {mine.describe()!r}; expected the "
+            f"teacher: got the vocabulary {theirs.description!r}; the student has {mine.description!r}; expected the "
             "same, or kind: embeddings"
         )
     longest, needed = teacher.context_length, student.context_length
