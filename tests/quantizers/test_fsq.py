@@ -29,12 +29,6 @@ def test_agrees_with_vector_quantize_pytorch(levels: tuple[int, ...]) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("levels", LEVELS[:4], ids=str)
-def test_ids_decode_as_in_vector_quantize_pytorch(levels: tuple[int, ...]) -> None:
-    ids = torch.arange(math.prod(levels))
-    assert torch.equal(FSQ(levels).decode(ids[:, None]), PeerFSQ(list(levels)).indices_to_codes(ids[None])[0])
-
-
 @given(levels=st.lists(st.integers(2, 12), min_size=1, max_size=4))
 @settings(max_examples=30, deadline=None)
 def test_every_code_is_reached_and_decodes_to_a_vector_of_its_own(levels: list[int]) -> None:
@@ -63,23 +57,10 @@ def test_ids_are_exact_where_floats_are_not() -> None:
     assert max(expected) > 2**59
 
 
-def test_zero_is_the_middle() -> None:
-    out = FSQ((8, 5, 3))(torch.zeros(1, 3))
-    assert out.vectors.tolist() == [[0, 0, 0]]
-    assert out.ids.tolist() == [[4 + 8 * (2 + 5 * 1)]]
-
-
 def test_two_levels_split_at_zero() -> None:
     out = FSQ((2,))(torch.tensor([[-5.0], [-0.1], [0.1], [5.0]]))
     assert out.vectors[:, 0].tolist() == [-1, -1, 0, 0]
     assert out.ids[:, 0].tolist() == [0, 0, 1, 1]
-
-
-def test_has_no_loss_and_nothing_to_save() -> None:
-    quantizer = FSQ((4, 4))
-    assert quantizer.losses(quantizer(torch.zeros(3, 2)).stats) == {}
-    assert quantizer.loss_weights == {}
-    assert not quantizer.state_dict()
 
 
 @pytest.mark.parametrize(("levels", "message"), [((), "empty"), ((8, 1), r"levels\[1\] is 1"), ((1001,), "2 to 1000")])

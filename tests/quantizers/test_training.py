@@ -197,14 +197,6 @@ def test_without_an_order_and_without_tokens(ranks: RankPool, name: str) -> None
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["residual of vq", "residual of product of vq"])
-def test_dropout_leaves_several_depths(name: str) -> None:
-    training = Training(FAMILIES[name], (16,))
-    first = "0/tokens" if "1/tokens" in training.step(0) else "tokens"
-    deeper = [int(training.step(number)[first.replace("0", "1")]) for number in range(1, 20)]
-    assert 0 < sum(count == 0 for count in deeper) < 19
-
-
 def replacement_rounds(rounds: int) -> list[float]:
     """Rounds of different token counts on every rank; each draws its own, so counts are never the same."""
     config = ResidualConfig(layer=VQConfig(dim=4, codebook_size=32, decay=0.5, dead_below=0.9), depth=4, dropout=True)

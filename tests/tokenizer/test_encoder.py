@@ -189,13 +189,6 @@ def test_a_row_without_tokens_is_no_nan():
     assert all(p.grad.isfinite().all() for p in model.text.parameters() if p.grad is not None)
 
 
-def test_sizes_and_bits():
-    tokenizer = built(PRODUCT).image
-    assert tokenizer.num_tokens == 4
-    assert tokenizer.codebook_sizes == (64, 64)
-    assert tokenizer.bits_per_sample == pytest.approx(4 * 2 * 6)
-
-
 def test_empty_batches_pass_through():
     model = built()
     images, tokens = pictures(0), torch.zeros(0, 12, dtype=torch.int64)

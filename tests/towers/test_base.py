@@ -93,13 +93,6 @@ def test_more_blocks_than_there_are():
 TEXT = {"kind": "transformer", "context_length": 12, "width": 16, "heads": 2, "layers": 1}
 
 
-def test_a_text_tower():
-    tower = TransformerTowerConfig(width=16, heads=2, layers=2, train={"last": 1}).build()
-    assert {name.removeprefix("transformer.").split(".")[0] for name in trained(tower)} == {"transformer", "ln_final"}
-    assert all("resblocks.1" in name or "ln_final" in name for name in trained(tower))
-    assert TransformerTowerConfig(width=16, heads=2, layers=2, train="none").build().is_frozen
-
-
 def test_batch_norm_stays_as_it_is_while_convolutions_train():
     tower = lite({"last": 2}).train()
     norms = {n: m for n, m in tower.named_modules() if isinstance(m, nn.BatchNorm2d)}
