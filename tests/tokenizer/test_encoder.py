@@ -211,8 +211,6 @@ PICTURE = Image.new("RGB", (16, 16))
         (torch.zeros(1, 4, 1), "^ids: got .*expected integers"),
         (torch.tensor(2**64 - 1, dtype=torch.uint64).expand(1, 4, 1), "^ids: got .*expected ids that fit int64"),
         (np.zeros((1, 4, 1), np.int64), r"^ids: got a ndarray of shape \(1, 4, 1\).*torch.from_numpy\(ids\) makes one"),
-        ([[[0]] * 4], r"^ids: got .*\(list\), expected an int64 tensor \(B, N, C\).*torch.tensor\(ids\) makes one"),
-        (None, "^ids: got None, expected an int64 tensor"),
     ],
 )
 def test_wrong_ids_are_refused(ids, message):
@@ -340,10 +338,7 @@ def test_floats_that_are_no_pixels_are_refused(value):
     ("images", "message"),
     [
         ("cat.jpg", r"^images: got 'cat.jpg' \(str\), expected a PIL image; PIL.Image.open reads a file"),
-        (["cat.jpg"], r"^images\[0\]: got 'cat.jpg' \(str\)"),
-        (None, "^images: got None, expected a PIL image"),
         ([PICTURE, None], r"^images\[1\]: got None"),
-        ([3], r"^images\[0\]: got 3 \(int\)"),
         (np.zeros((16, 16, 3), np.uint8), r"^images: got a ndarray of shape \(16, 16, 3\) and dtype uint8.*fromarray"),
         ([torch.zeros(3, 16, 16)], r"^images\[0\]: got a Tensor of shape.*torch.stack"),
         (
@@ -371,15 +366,10 @@ def test_an_exclamation_mark_inside_a_word_is_no_padding():
     ("captions", "message"),
     [
         ("a cat", r"^captions: got 'a cat' \(str\), expected a list of str with one caption: \[caption\]"),
-        (b"a cat", r"^captions: got b'a cat' \(bytes\), expected a list of str$"),
-        (None, "^captions: got None"),
         (["a", 3], r"^captions\[1\]: got 3 \(int\), expected a str"),
-        ([None], r"^captions\[0\]: got None"),
         ([b"a"], r"^captions\[0\]: got b'a' \(bytes\), expected a str; bytes become one by .decode"),
         (np.zeros((1, 12), np.int64), r"^captions: got a ndarray of shape \(1, 12\) and dtype int64"),
-        ((caption for caption in ["a"]), "^captions: got <generator"),
         (torch.full((1, 12), 49408), r"^tokens: got the number 49408, expected 0 to 49407"),
-        (torch.full((1, 12), -1), r"^tokens: got the number -1"),
         (
             torch.tensor([[49406, 49407] + [0] * 10, [49406] + [5] * 11]),
             r"^tokens\[1\]: got a row without the end mark",

@@ -75,7 +75,6 @@ def test_weights_keep_their_type(tmp_path, dtype, quantizer):
     [
         (rewritten(lambda state: state.pop(BIAS)), "missing image.project_out.0.bias"),
         (rewritten(lambda state: state.update({"image.surplus": torch.zeros(1)})), "unexpected image.surplus"),
-        (rewritten(lambda state: state.update({"image.towers": torch.zeros(1)})), "unexpected image.towers"),
         (rewritten(lambda state: state.update({"imagery.x": torch.zeros(1)})), "unexpected imagery.x$"),
         (rewritten(lambda state: state.update({"logit_scale.x": torch.zeros(1)})), "unexpected logit_scale.x$"),
         (rewritten(lambda state: state.update({BIAS: torch.zeros(3)})), r"bias: got shape \(3,\), expected \(16,\)"),
@@ -94,27 +93,19 @@ def test_weights_keep_their_type(tmp_path, dtype, quantizer):
         ),
         (edited(lambda c: c.update(id_layout=99)), "id_layout is 99, this vqclip reads 1"),
         (edited(lambda c: c["image"].update(widht=3)), "config.json: image.widht: got 3; Extra inputs"),
-        (edited(lambda c: c["image"].pop("quantizer")), "config.json: image.quantizer: Field required"),
         (edited(lambda c: c["image"].update(embed_dim="16")), "image.embed_dim: got .16.; Input should be a valid int"),
         (edited(lambda c: c["text"].update(embed_dim=32)), "got embed_dim 16 for image and 32 for text"),
         (edited(lambda c: c["text"].update(preprocess={})), "text.preprocess: got a section; expected none"),
         (edited(lambda c: c["text"].pop("fewest_tokens")), "config.json: text.fewest_tokens: Field required"),
         (edited(lambda c: c.pop("temperature")), "expected a temperature too"),
         (edited(lambda c: c.pop("image")), "got a temperature with fewer than two tokenizers"),
-        (edited(lambda c: c.update(surplus=1)), "config.json: surplus: got 1; Extra inputs"),
-        (edited(lambda c: c.update(image=3)), "config.json: image: got 3; Input should be a valid dict"),
         (
             edited(lambda c: c["image"].update(project_out={"kind": "attention", "heads": 5})),
             "config.json: image: projection between widths",
         ),
         (set_each(num_tokens=10**12), "num_tokens: got -?\\d+; Input should be less than or equal to 1048576"),
-        (set_each(embed_dim=10**9), "embed_dim: got -?\\d+; Input should be less than or equal to 65536"),
-        (set_each(width=2**17), "width: got -?\\d+; Input should be less than or equal to 65536"),
-        (set_each(depth=2**20), "depth: got -?\\d+; Input should be less than or equal to 1024"),
-        (set_each(quantizer=VQ | {"dim": 10**9}), "vq.dim: got -?\\d+; Input should be less than or equal to 65536"),
         (set_each(quantizer=RESIDUAL | {"depth": 10**9}), "residual.depth: got .*less than or equal to 256"),
         (set_each(fewest_tokens=13), "got num_tokens (4|12) and fewest_tokens 13; expected fewest_tokens <= num"),
-        (set_each(fewest_tokens=0), "fewest_tokens: got -?\\d+; Input should be greater than or equal to 1"),
     ],
 )
 def test_a_folder_is_judged_alike_whatever_is_loaded_from_it(saved, damage, message):
@@ -164,9 +155,7 @@ def test_the_weights_are_opened_once_and_what_was_verified_is_read(saved, monkey
     ("values", "message"),
     [
         ({"num_tokens": 2**20}, r"image.pool.position: got shape \(4, 16\), expected \(1048576, 16\)"),
-        ({"embed_dim": 2**16}, r"image.pool.head.weight: got shape \(16, 16\), expected \(65536, 16\)"),
         ({"width": 2**16}, r"image.project_out.0.weight: got shape \(16, 6\), expected \(65536, 6\)"),
-        ({"depth": 2**10}, r"missing image.pool.blocks.1."),
         ({"quantizer": VQ | {"codebook_size": 2**20, "dim": 2**16}}, r"missing image.quantizer.codebook; "),
         ({"quantizer": NESTED}, r"config.json: image: Product: got 4294967296 codebooks"),
         (
@@ -202,13 +191,6 @@ def test_tensors_of_the_modality_that_is_not_there_are_strays(saved, tmp_path):
     for encode in (True, False):
         with pytest.raises(CheckpointError, match="unexpected image.x; unexpected logit_scale"):
             vqclip.load_tokenizer(tmp_path / "text", "text", encode=encode)
-
-
-def test_a_temperature_beside_one_tokenizer_is_refused(saved, tmp_path):
-    saved[0].text.save_pretrained(tmp_path / "text")
-    edited(lambda c: c.update(temperature={"init": 10.0}))(tmp_path / "text")
-    with pytest.raises(CheckpointError, match="got a temperature with fewer than two tokenizers"):
-        vqclip.load_tokenizer(tmp_path / "text", modality="text")
 
 
 def test_a_missing_folder_and_a_wrong_modality_are_refused(tmp_path):

@@ -31,9 +31,8 @@ def made(tmp_path_factory):
     torch.manual_seed(0)
     model = tiny_model(FSQ, FSQ).build().eval()
     folder = tmp_path_factory.mktemp("made")
-    for name in ("one", "other"):
-        attach(model.image, CONFIGS["transformer"].build(3, 4, 16))
-        model.save_pretrained(folder / name)
+    attach(model.image, CONFIGS["transformer"].build(3, 4, 16))
+    model.save_pretrained(folder / "one")
     return folder
 
 
@@ -77,29 +76,10 @@ def flipped(folder):
     path.write_bytes(data)
 
 
-def swapped(folder):
-    shutil.copyfile(folder.parent / "other.safetensors", folder / "pixels.safetensors")
-
-
-def long_header(folder):
-    (folder / "pixels.safetensors").write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
-    honest(folder)
-
-
 DAMAGES = {
     "missing": (lambda folder: (folder / "pixels.safetensors").unlink(), r"pixels.safetensors: no such file"),
     "flipped": (flipped, r"pixels.safetensors: SHA-256 .*config.json says"),
-    "cut": (
-        lambda folder: (folder / "pixels.safetensors").write_bytes(b"{}"),
-        r"pixels.safetensors: 2 bytes; config.json says \d+",
-    ),
-    "swapped": (swapped, r"pixels.safetensors: SHA-256 "),
-    "header": (long_header, "pixels.safetensors: cannot be read, damaged or cut short: a header of"),
     "lacks": (rewritten(lambda state: state.pop(POSITION)), f"pixels.safetensors does not fit .*missing {POSITION}"),
-    "surplus": (
-        rewritten(lambda state: state.update({"image.tower.x": torch.zeros(1)})),
-        "pixels.safetensors does not fit .*unexpected image.tower.x",
-    ),
     "nan": (
         rewritten(lambda state: state[POSITION].fill_(torch.nan)),
         "pixels.safetensors: these tensors contain NaN or infinity: image.pixels.layers.position",
@@ -113,27 +93,13 @@ DAMAGES = {
         f"model.safetensors does not fit .*unexpected {POSITION}",
     ),
     "width": (layers(width=2**10), r"position: got shape \(4, 16\), expected \(4, 1024\)"),
-    "depth": (layers(depth=128), r"missing image.pixels.layers.blocks.1"),
-    "channels": (layers(channels=2**16), r"patches.weight: got shape \(64, 16\), expected \(1048576, 16\)"),
-    "kind": (
-        lambda folder: honest(folder, lambda config: config["pixels"].update(decoder={"kind": "convolutional"})),
-        "missing image.pixels.layers.stages",
-    ),
-    "size": (edited(image_size=4096), r"patches.weight: got shape \(64, 16\), expected \(4194304, 16\)"),
     "huge": (edited(image_size=2**40), "pixels.image_size: got 1099511627776; Input should be less than or equal to"),
-    "odd": (edited(image_size=17), "pixels: got 4 tokens for images of 17 x 17 pixels"),
     "unknown": (edited(scale=2), "pixels.scale: got 2; Extra inputs are not permitted"),
-    "number": (lambda folder: honest(folder, lambda config: config.update(pixels=3)), "pixels: got 3; Input should be"),
-    "no digest": (
-        lambda folder: honest(folder, lambda config: config["pixels"].pop("weights")),
-        "pixels.weights: Field required",
-    ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_decoder_is_refused_before_memory_is_taken(made, folder, damage, monkeypatch):
-    shutil.copyfile(made / "other" / "pixels.safetensors", folder.parent / "other.safetensors")
+def test_a_damaged_decoder_is_refused_before_memory_is_taken(folder, damage, monkeypatch):
     change, message = DAMAGES[damage]
     change(folder)
     built = PixelDecoder.__init__
