@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator
+from importlib import import_module
+from typing import Any
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
@@ -46,6 +48,17 @@ class VqclipError(Exception):
 
 class ConfigError(VqclipError, ValueError):
     """An invalid configuration file, override or option; the message lists every problem."""
+
+
+def import_extra(module: str, extra: str, key: str = "") -> Any:
+    """Import a module of an extra; raise ConfigError, with the command of pip, if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}needs the package {module.partition('.')[0]}, which is not installed ({error}); pip install "
+            f"'vqclip[{extra}]'"
+        ) from error
 
 
 class DataError(VqclipError, ValueError):

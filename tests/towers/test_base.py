@@ -230,9 +230,7 @@ def test_a_network_of_convolutions_has_nothing_to_adapt():
 
 def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(
-        ConfigError, match=r"tower.train.lora: adapters need the package peft .*pip install 'vqclip\[lora\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"tower.train.lora: needs the package peft.*pip install 'vqclip\[lora\]'"):
         adapting()
 
 

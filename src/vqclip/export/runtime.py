@@ -17,7 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vqclip.errors import BackendError, CheckpointError, ConfigError, DataError, NonFiniteError, ShapeError
+from vqclip.errors import (
+    BackendError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    ShapeError,
+    import_extra,
+)
 from vqclip.export.to_onnx import (
     INFO_FILE,
     VERSIONS,
@@ -26,7 +34,6 @@ from vqclip.export.to_onnx import (
     Part,
     export_program,
     parts_of,
-    require,
 )
 from vqclip.io.atomic import verify_file
 from vqclip.io.json_files import read_checked
@@ -56,7 +63,7 @@ class OnnxTokenizer:
     ):
         folder = Path(folder)
         self.info = read_checked(folder / INFO_FILE, ExportInfo, VERSIONS, "export it again", "; export_onnx writes it")
-        runtime = require("onnxruntime")
+        runtime = import_extra("onnxruntime", "onnx", "OnnxTokenizer ")
         available = runtime.get_available_providers()
         if unknown := [name for name in providers if name not in available]:
             raise ConfigError(f"providers: got {unknown[0]}, expected some of {', '.join(available)}")

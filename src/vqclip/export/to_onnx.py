@@ -5,7 +5,6 @@ Shapes: B samples, N tokens, C codebooks.
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +15,7 @@ from torch.export import Dim, ExportedProgram
 
 from vqclip import __version__
 from vqclip.config import Modality
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, import_extra
 from vqclip.io.atomic import FileDigest, digest_file, replace_folder, require_replaceable
 from vqclip.io.json_files import Strict, add_checksum
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
@@ -180,7 +179,7 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
     folder = Path(folder)
     require_replaceable(folder, INFO_FILE)
     for package in ("onnx", "onnxscript"):
-        require(package)
+        import_extra(package, "onnx", "export ")
     weights = next(tokenizer.parameters())
     if weights.dtype != torch.float32 or weights.device.type != "cpu":
         raise ConfigError(
@@ -218,18 +217,6 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
 
     replace_folder(folder, fill)
     return folder
-
-
-def require(package: str) -> Any:
-    """Import a package of the extra ``onnx``.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        return import_module(package)
-    except ImportError as error:
-        raise ConfigError(f"{package}: not installed ({error}); pip install 'vqclip[onnx]'") from error
 
 
 def _translate(program: ExportedProgram, part: Part, path: Path) -> None:

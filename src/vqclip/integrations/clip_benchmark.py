@@ -23,7 +23,7 @@ from typing import Any
 import numpy
 import torch
 
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, import_extra
 from vqclip.evaluation.encode import Mode
 from vqclip.integrations.open_clip import OpenCLIPModel, Precision, Preprocess, load
 from vqclip.train.ema import Weights
@@ -46,9 +46,11 @@ def register(precision: Precision = "fp32", weights: Weights = "averaged") -> No
     Raises:
         ConfigError: clip_benchmark is not installed.
     """
-    models = _require("clip_benchmark.models")
+    models = import_extra("clip_benchmark.models", "clip-benchmark", "vqclip clip-benchmark ")
     # clip_benchmark 1.6.2 calls float() on arrays of one number, which numpy 2.4 refuses (LAION-AI/CLIP_benchmark#147).
-    _require("clip_benchmark.metrics.zeroshot_classification").float = _to_float
+    import_extra(
+        "clip_benchmark.metrics.zeroshot_classification", "clip-benchmark", "vqclip clip-benchmark "
+    ).float = _to_float
     models.TYPE2FUNC[MODEL_TYPE] = partial(load_vqclip, precision=precision, weights=weights)
     if MODEL_TYPE not in models.MODEL_TYPES:
         models.MODEL_TYPES.append(MODEL_TYPE)
@@ -81,7 +83,7 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: clip_benchmark is not installed.
     """
-    cli, arguments_before = _require("clip_benchmark.cli"), sys.argv
+    cli, arguments_before = import_extra("clip_benchmark.cli", "clip-benchmark", "vqclip clip-benchmark "), sys.argv
     autodecode = import_module("webdataset.autodecode")
     tables = autodecode.decoders, autodecode.imagespecs
     before = [dict(table) for table in tables]
@@ -102,15 +104,6 @@ class _WorkerPreprocess(Preprocess):
     def __setstate__(self, state: dict[str, Any]) -> None:
         _adapt_webdataset()
         self.__dict__.update(state)
-
-
-def _require(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"clip_benchmark cannot be imported ({error}); pip install 'vqclip[clip-benchmark]'"
-        ) from error
 
 
 def _to_float(number: Any) -> float:

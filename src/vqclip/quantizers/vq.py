@@ -111,8 +111,6 @@ class VQ(TableQuantizer):
         self._is_next = True
         self._refresh_draws()
         self.register_load_state_dict_post_hook(_refresh_started)
-        if not (sync_codebook or codebook.is_meta):  # once, not for the shapes of its weights as well
-            _warn_unsynchronised()
 
     def spawn(self, groups: int = 1) -> VQ:
         """See `Quantizer.spawn`."""
@@ -365,8 +363,3 @@ def _warn_skipped() -> None:
         "updates; mask these tokens, or find their cause, such as an overflow in fp16 (with learning: gradient, skip "
         "the optimizer's step too, which moves the codes)"
     )
-
-
-@functools.cache
-def _warn_unsynchronised() -> None:
-    log.warning("VQ: sync_codebook is false: each rank's codebook uses its own tokens only, and codebooks diverge")

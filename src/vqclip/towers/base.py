@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import Self
 
 from vqclip.config import Config
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, import_extra
 from vqclip.io.tensors import first_names
 from vqclip.nn.precision import gpu_memory
 from vqclip.towers.blocks import block_names, depth_of
@@ -260,21 +260,16 @@ def add_adapters(tower: Tower, config: AdapterConfig) -> None:
     Raises:
         ConfigError: peft is missing, no layer can be adapted, or an adapter gets no gradient.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise ConfigError(
-            f"tower.train.lora: adapters need the package peft ({error}); install it with pip install 'vqclip[lora]'"
-        ) from error
+    peft = import_extra("peft", "lora", "tower.train.lora: ")
     names = _adapted_layers(tower, config.targets)
     tower.requires_grad_(False)
-    settings = LoraConfig(
+    settings = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.scale * config.rank,  # type: ignore[arg-type]
+        lora_alpha=config.scale * config.rank,
         lora_dropout=config.dropout,
         target_modules=names,
     )
-    inject_adapter_in_model(settings, tower)
+    peft.inject_adapter_in_model(settings, tower)
     tower.still = frozenset(name for name, _ in tower.named_modules() if name and _DROPOUT not in name)
     tower.adapter_scale = config.scale
     training = tower.training

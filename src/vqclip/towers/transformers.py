@@ -20,7 +20,7 @@ from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_val
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from vqclip.errors import CheckpointError, ConfigError
+from vqclip.errors import CheckpointError, ConfigError, import_extra
 from vqclip.io.files import find_folder, read_bounded
 from vqclip.io.json_files import MAX_BYTES
 from vqclip.io.tensors import first_names, nonfinite_names, shape_differences
@@ -37,7 +37,7 @@ from vqclip.towers.transformers_folder import (
     read_settings,
     require_safetensors,
 )
-from vqclip.towers.vocabulary import MAX_CONTEXT, VOCABULARY_FILE, FastVocabulary, require_library
+from vqclip.towers.vocabulary import MAX_CONTEXT, VOCABULARY_FILE, FastVocabulary
 from vqclip.towers.weights import explain, unpack_minilm
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,8 @@ class TransformersTowerConfig(TowerConfig):
             The module, and the names of its weights that the folder lacks.
         """
         assert self.network is not None
-        transformers, kind = require_library("transformers"), str(self.network.get("model_type"))
+        transformers = import_extra("transformers", "transformers", "tower.kind: transformers ")
+        kind = str(self.network.get("model_type"))
         if kind not in transformers.CONFIG_MAPPING:
             raise ConfigError(
                 f"tower.name: transformers {transformers.__version__} has no model type {kind!r}; expected one that it "

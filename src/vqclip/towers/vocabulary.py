@@ -8,13 +8,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vqclip.errors import ConfigError, ShapeError
+from vqclip.errors import ConfigError, ShapeError, import_extra
 from vqclip.nn.inputs import require_captions
 
 MAX_CONTEXT = 4096
@@ -28,21 +27,6 @@ _SIZE = 49408
 _END = "</w>"
 """End of the last token of a word."""
 _END_OF_TEXT = 49407
-
-
-def require_library(name: str) -> Any:
-    """Import a package of the extra ``transformers``.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"tower.kind: transformers needs the package {name}, which is not installed ({error}); "
-            "pip install 'vqclip[transformers]'"
-        ) from error
 
 
 class Vocabulary(ABC):
@@ -219,7 +203,7 @@ class FastVocabulary(Vocabulary):
 
     def __init__(self, content: bytes, context_length: int):
         self._content, self.context_length = content, context_length
-        tokenizers = require_library("tokenizers")
+        tokenizers = import_extra("tokenizers", "transformers", "tower.kind: transformers ")
         try:
             self._tokenizer = tokenizer = tokenizers.Tokenizer.from_str(content.decode())
             tokenizer.no_truncation()
