@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
+from vqclip.nn.dropout import KeyedDropout
 
 Normalization = Literal["none", "layer", "l2"]
 """Normalisation of the channels of a token; see `normalize_channels`."""
@@ -99,11 +100,13 @@ class MLPProjectionConfig(Config):
     kind: Literal["mlp"] = "mlp"
     expansion: Annotated[float, Field(gt=0, le=16)] = 2.0
     """Width between the layers, as a multiple of the wider end."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability that a feature between the layers is set to 0 in training; see `KeyedDropout`."""
 
     def layers(self, before: int, after: int) -> list[nn.Module]:
         """From width ``before`` to width ``after``."""
         hidden = max(1, round(self.expansion * max(before, after)))
-        return [nn.Linear(before, hidden), nn.GELU(), nn.Linear(hidden, after)]
+        return [nn.Linear(before, hidden), nn.GELU(), KeyedDropout(self.dropout), nn.Linear(hidden, after)]
 
 
 class AttentionProjectionConfig(Config):

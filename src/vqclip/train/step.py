@@ -35,6 +35,7 @@ from vqclip import dist
 from vqclip.config import Config
 from vqclip.data import Batch
 from vqclip.losses import weighted_total
+from vqclip.nn.dropout import set_dropout_keys
 from vqclip.nn.precision import AUTOCAST_DTYPES, Precision, autocast
 from vqclip.quantizers import Stats
 from vqclip.seeds import derive_seed
@@ -120,7 +121,8 @@ class TrainStep(Generic[SamplesT]):
         clip_norm: largest gradient norm, None for no clipping.
         seed: run seed. Random numbers inside the towers (dropout, stochastic depth) depend on (seed, step, rank,
             microbatch), so towers that draw any train differently on another number of ranks (see `towers_draw`).
-            Those of the quantizers depend on (seed, modality, layer, step) and are the same on every rank.
+            Those of `KeyedDropout` depend on (seed, step, layer, place in the global batch) and those of the quantizers
+            on (seed, modality, layer, step), on any number of ranks.
         guards: check the losses and the gradient norm before the update; by default they only have to be finite.
         ema: moving average of the weights; None for none.
     """
@@ -264,6 +266,7 @@ class TrainStep(Generic[SamplesT]):
     def _run_model(self, samples: SamplesT, step: int, part: int, model: nn.Module | None = None) -> TaskOutput:
         """Run the model, by default as it trains, on samples of this rank; equal arguments draw equal numbers."""
         torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank(), part))
+        set_dropout_keys(self.model, self.seed, step, samples.order.places)
         if self.compiled:
             self.task.mark_dynamic(samples)
         with autocast(self.device, self.precision), self.parallel.weights.gathering():

@@ -1,0 +1,74 @@
+"""Dropout with masks that do not depend on the number of processes and microbatches.
+
+`torch.nn.Dropout` draws from the generator of its process, so a run on two processes differs from one on a single
+process. Here a mask is a hash of (run seed, step, layer, place of the sample in the global batch, number of the
+feature): the same wherever and however often the sample is computed.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vqclip.seeds import derive_seed
+
+_BITS = 0xFFFFFFFF
+
+
+class KeyedDropout(nn.Module):
+    """Set features to 0 at random in training, and divide the others by ``1 - p``.
+
+    Until `set_dropout_keys` was called, for example in a training loop of your own, the masks are those of
+    `torch.nn.Dropout`, from torch's global generator.
+
+    Args:
+        p: probability that a feature is set to 0, 0 to below 1.
+    """
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+        self.keys: Tensor | None = None
+        """``(B,)`` int64, 0 to 2^32 - 1: keys of the samples of the next forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, ...)`` → ``(B, ...)``."""
+        if not self.training or self.p == 0:
+            return x
+        if self.keys is None:
+            return F.dropout(x, self.p)
+        shape = x.shape[1:]
+        features = torch.arange(shape.numel(), device=x.device).view(shape)
+        drawn = hash32(hash32(features) ^ self.keys.view(-1, *[1] * len(shape)))
+        return torch.where(drawn < round(self.p * 2**32), 0, x / (1 - self.p))
+
+    def extra_repr(self) -> str:
+        """Return the probability."""
+        return f"p={self.p}"
+
+
+def hash32(x: Tensor) -> Tensor:
+    """Map int64 from 0 to 2^32 - 1 to pseudo-random numbers of this range, one to one.
+
+    The constants are those of `hash-prospector <https://github.com/skeeto/hash-prospector>`_ (Wellons and others, 2018)
+    whose products fit int64, so that nothing overflows on any device.
+    """
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _BITS
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & _BITS
+    return x ^ (x >> 15)
+
+
+def set_dropout_keys(model: nn.Module, seed: int, step: int, places: Tensor) -> None:
+    """Set the masks of the next forward of each `KeyedDropout`, and of its recomputation in the backward.
+
+    Args:
+        model: whose names of modules are keys, the same on every process.
+        seed: run seed.
+        step: number of the step.
+        places: ``(B,)`` int64, places of the samples in the global batch, on the device of the features.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, KeyedDropout) and module.p > 0:
+            layer = derive_seed(seed, "dropout", name, step) & _BITS
+            module.keys = hash32(hash32(places) ^ layer)
