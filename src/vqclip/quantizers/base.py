@@ -221,7 +221,7 @@ class Quantizer(nn.Module, ABC):
             if self._forwards == 1 + MAX_FORWARDS_WITHOUT_UPDATE and any(part._needs_update for part in self.parts()):
                 _warn_missing_update(type(self).__name__)
         with full_precision(x.device):
-            bounded, keep = self._bounded(x, mask)
+            bounded, keep = self._check_and_bound(x, mask)
             values, ids, stats = self._quantize(bounded, keep)
             vectors = self._pass_gradient(values.to(bounded.dtype), bounded)
             if keep is not None:
@@ -235,7 +235,7 @@ class Quantizer(nn.Module, ABC):
             ShapeError: as in `forward`.
         """
         with full_precision(x.device), torch.no_grad():
-            bounded, keep = self._bounded(x, mask)
+            bounded, keep = self._check_and_bound(x, mask)
             ids = self._nearest(bounded)[1]
             if keep is not None:
                 ids = ids.masked_fill(~keep[:, None, None], -1)
@@ -268,7 +268,7 @@ class Quantizer(nn.Module, ABC):
             ShapeError: as in `forward`.
         """
         with full_precision(x.device):
-            vectors, keep = self._bounded(x, mask)
+            vectors, keep = self._check_and_bound(x, mask)
             if keep is not None:
                 vectors = vectors.masked_fill(~keep[:, None, None], 0)
         return vectors.reshape(x.shape)
@@ -429,7 +429,7 @@ class Quantizer(nn.Module, ABC):
 
         return super()._apply(keep_fp32, recurse)
 
-    def _bounded(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _check_and_bound(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return `_bound` of the tokens as ``(T, 1, D)`` in float32 or float64, and the mask as ``(T,)``.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What may be used of a model of transformers: checked settings, safetensors, and an encoder's class.
+"""Checked parts of a model of transformers: settings, safetensors, and an encoder's class.
 
 No code of a model is executed and no pickle is opened. `AutoModel` gets ``use_safetensors=True`` and
 ``trust_remote_code=False``, and settings with which it would fetch something else are refused or dropped.
