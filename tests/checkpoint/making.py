@@ -22,24 +22,19 @@ def save_checkpoint(
     keep_last: int = 1,
 ) -> Path:
     """Save the state of an optimizer as it is now, with what ``write_model`` writes."""
-    tensors = checkpoint.Staging().copy(checkpoint.optimizer_tensors(optimizer).items())
+    tensors = {name: each.detach().cpu().contiguous() for name, each in checkpoint.optimizer_tensors(optimizer).items()}
     whole = {name: Part(tuple(each.shape), each.dtype, each) for name, each in tensors.items()}
 
-    def write_tensors(aside: Path) -> None:
+    def fill(aside: Path) -> None:
         parts.create(aside / checkpoint.OPTIMIZER_FILE, whole)
         parts.write(aside / checkpoint.OPTIMIZER_FILE, whole)
+        write_model(aside / checkpoint.MODEL)
+        checkpoint.write_layout(aside, optimizer)
 
-    return checkpoint.save(
-        folder,
-        step,
-        write_tensors=write_tensors,
-        write_model=write_model,
-        optimizer=checkpoint.optimizer_layout(optimizer),
-        state=state or {},
-        keep_last=keep_last,
-    )
+    return checkpoint.save(folder, step, fill, state or {}, keep_last)
 
 
 def restore(path: Path, optimizer: Optimizer) -> None:
     """Verify a checkpoint, and load its state into an optimizer."""
-    checkpoint.restore_optimizer(optimizer, checkpoint.read_optimizer(checkpoint.load(path).path, optimizer))
+    tensors = checkpoint.read_optimizer(checkpoint.load(path).path, optimizer)
+    checkpoint.restore_optimizer(optimizer, tensors.items())

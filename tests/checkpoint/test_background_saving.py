@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL
 from tests.training import run_tree
 from vqclip import checkpoint
-from vqclip.checkpoint import Staging
 from vqclip.errors import CheckpointError, NonFiniteError
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
@@ -63,11 +63,11 @@ def held_back(monkeypatch, steps_run):
     save, wait = checkpoint.save, Checkpointer.wait
     found = {}
 
-    def late(folder, step, **rest):
+    def late(folder, step, *rest):
         assert asked.wait(60)
         asked.clear()
         found[step] = len(steps_run)
-        return save(folder, step, **rest)
+        return save(folder, step, *rest)
 
     def waiting(self):
         if self._writing is not None:
@@ -94,9 +94,9 @@ def test_a_failed_write_ends_the_run_at_the_next_step(config, monkeypatch, steps
     save = checkpoint.save
     failed = threading.Event()
 
-    def full(folder, step, **rest):
+    def full(folder, step, *rest):
         if step < 2 * EVERY:
-            return save(folder, step, **rest)
+            return save(folder, step, *rest)
         failed.set()
         raise CheckpointError("disk full")
 
@@ -142,18 +142,18 @@ def test_no_thread_outlives_a_run(config):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_staged_tensors_are_copies_in_the_same_memory(dtype):
-    staging = Staging()
+    owner = SimpleNamespace(_staged={})
     tensor = torch.arange(12).reshape(3, 4).to(dtype).T
-    first = staging.copy([("a", tensor), ("scalar", tensor[0, 0])])
-    memory, kept = first["a"].data_ptr(), tensor.clone()
+    first = Checkpointer._to_host(owner, "a", tensor)
+    memory, kept = first.data_ptr(), tensor.clone()
     tensor.zero_()
-    assert first["a"].equal(kept)
-    assert first["a"].dtype == dtype
-    assert first["a"].is_contiguous()
-    second = staging.copy([("a", tensor), ("scalar", tensor[0, 0])])
-    assert second["a"].data_ptr() == memory
-    assert second["a"].equal(tensor)
-    assert staging.copy([("a", tensor[:2])])["a"].shape == (2, 3)
+    assert first.equal(kept)
+    assert first.dtype == dtype
+    assert first.is_contiguous()
+    second = Checkpointer._to_host(owner, "a", tensor)
+    assert second.data_ptr() == memory
+    assert second.equal(tensor)
+    assert Checkpointer._to_host(owner, "a", tensor[:2]).shape == (2, 3)
 
 
 def test_tied_tensors_are_stored_apart(tmp_path):

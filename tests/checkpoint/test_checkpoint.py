@@ -114,7 +114,6 @@ def test_resume_equals_going_on(tmp_path, device, options, memory_format):
         for key, value in optimizer.state[parameter].items():
             assert resumed.state[twin][key].device == value.device
             assert resumed.state[twin][key].stride() == value.stride()
-    assert [group["lr"] for group in resumed.param_groups] == [1e-2 / 3] * 2
 
     for number in range(3, 6):
         step(other, resumed, number)
@@ -133,7 +132,6 @@ def test_unused_parameters_have_no_state(tmp_path):
     resumed = torch.optim.AdamW(twins, lr=0.5)
     resumed.state[twins[1]] = {"exp_avg": torch.ones(2)}  # stale: the checkpoint has none of it
     restore(save_checkpoint(tmp_path, 1, optimizer), resumed)
-    assert resumed.param_groups[0]["lr"] == 0.3
     assert torch.equal(resumed.state[twins[0]]["exp_avg"], optimizer.state[used]["exp_avg"])
     assert twins[1] not in resumed.state
 
@@ -155,7 +153,7 @@ def test_another_optimizer_is_refused_by_name_and_changes_nothing(tmp_path):
     assert not resumed.state
     with pytest.raises(CheckpointError, match=r"groups\[0\]\.options\.eps: 1e-08 in the checkpoint, 0\.001 now"):
         restore(path, make(foreach=False, eps=1e-3)[1])
-    with pytest.raises(CheckpointError, match="class: 'AdamW' in the checkpoint, 'SGD' now"):
+    with pytest.raises(CheckpointError, match="kind: 'AdamW' in the checkpoint, 'SGD' now"):
         restore(path, torch.optim.SGD(model.parameters()))
     _, resumed = make(foreach=False)
     restore(path, resumed)
@@ -224,10 +222,10 @@ def test_foreign_files_links_and_renamed_folders_are_refused(tmp_path):
 
 
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(folders.VERSIONS, "version", 4)
+    monkeypatch.setitem(folders.VERSIONS, "version", 5)
     path = save(tmp_path, 1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="version is 4, this vqclip reads 3; use the vqclip that wrote it"):
+    with pytest.raises(CheckpointError, match="version is 5, this vqclip reads 4; use the vqclip that wrote it"):
         checkpoint.load(path)
 
 

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 import vqclip
 from tests.models import FSQ
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
-from vqclip.checkpoint import load
-from vqclip.checkpoint.optimizer import read_optimizer
+from vqclip.checkpoint import OPTIMIZER_FILE, load
 from vqclip.cli.main import main
 from vqclip.errors import CheckpointError, OtherRunError
 from vqclip.io.atomic import digest_file
@@ -47,6 +46,10 @@ def checkpoint(folder, step=STEPS):
     return folder / "tiny" / "checkpoints" / f"step-{step:08d}"
 
 
+def moments(path):
+    return load_file(path / OPTIMIZER_FILE)
+
+
 @pytest.fixture(scope="module")
 def frozen(tmp_path_factory, shards):
     """A finished run with a frozen image tower and adapters in the text tower."""
@@ -69,8 +72,7 @@ def test_frozen_weights_are_stored_once(frozen):
         held = weights(frozen, step)
         assert not held.keys() & stored.keys()
         assert {name.partition(".lora_")[1] for name in held if ".tower." in name} == {".lora_"}
-    optimizer = read_optimizer(checkpoint(frozen))
-    named = {name for group in optimizer.groups for name in group["parameters"]}
+    named = {name.rpartition("/")[0] for name in moments(checkpoint(frozen))}
     assert named == {name for name in weights(frozen, STEPS) if not name.endswith("_std")} & named
     assert not {name for name in named if ".tower." in name and ".lora_" not in name}
     assert any(".lora_B" in name for name in named)
@@ -150,7 +152,7 @@ def run_until(stop, config, cache):
 
 def assert_same(one, other):
     assert all_equal(weights(one, STEPS), weights(other, STEPS))
-    assert all_equal(read_optimizer(checkpoint(one)).tensors, read_optimizer(checkpoint(other)).tensors)
+    assert all_equal(moments(checkpoint(one)), moments(checkpoint(other)))
     exported = [load_file(folder / "tiny" / "tokenizer" / "model.safetensors") for folder in (one, other)]
     assert all_equal(*exported)
 
@@ -184,7 +186,7 @@ def test_a_tower_trains_from_its_step_on(tmp_path, shards):
         held = weights(tmp_path, done)
         same = [torch.equal(held[f"image.tower.{name}"], value) for name, value in first.items()]
         assert not any(same) if changed else all(same)
-        slots = [name for name in read_optimizer(checkpoint(tmp_path, done)).tensors if name.startswith("image.tower.")]
+        slots = [name for name in moments(checkpoint(tmp_path, done)) if name.startswith("image.tower.")]
         assert bool(slots) == changed
 
 

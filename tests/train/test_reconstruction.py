@@ -193,7 +193,7 @@ def test_a_run_resumes_bit_for_bit_and_exports_the_decoder(tmp_path, shards):
     checkpoints = [
         load_checkpoint(tmp_path / name / "tiny" / "checkpoints" / "step-00000004") for name in ("whole", "parts")
     ]
-    tensors = [each.tensors(10**9) for each in checkpoints]
+    tensors = [each.tensors() for each in checkpoints]
     assert {name.split("/")[0] for name in tensors[0]} >= {"ema", "discriminators"}
     assert not any("adversar" in name for name in tensors[0] if name.startswith("ema/"))
     assert all_equal(*tensors)

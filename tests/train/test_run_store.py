@@ -16,7 +16,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.data.making import caption_shards
 from tests.training import all_equal, metrics, run_tree, weights
 from vqclip import checkpoint
-from vqclip.checkpoint.folders import write_folder
 from vqclip.cli.main import main
 from vqclip.data.remote import folder
 from vqclip.data.remote.retry import TransferConfig
@@ -69,10 +68,9 @@ def save(folder: Path, step: int, content: str = "weights") -> Path:
     """A checkpoint with one file."""
 
     def fill(aside: Path) -> None:
-        (aside / "model").mkdir()
         (aside / "model" / "weights").write_text(f"{content} {step}")
 
-    return write_folder(folder / "checkpoints", step, fill)
+    return checkpoint.save(folder / "checkpoints", step, fill, {}, 99)
 
 
 def steps(folder: Path) -> list[str]:

@@ -3,7 +3,7 @@
 After `vqclip.io`, which writes the files; before `vqclip.train`, which decides what a checkpoint contains.
 
     checkpoints/step-00001000/
-      model/                   tensors of the model, and what ``write_model`` writes; such as a tokenizer folder
+      model/                   tensors of the model and its other files; such as a tokenizer folder
       optimizer.json           parameter groups: names, shapes, dtypes, options
       optimizer.safetensors    every tensor of the optimizer's state, named ``<parameter>/<key>``
       state.json               the caller's JSON-able state
@@ -15,9 +15,14 @@ number may read.
 """
 
 from vqclip.checkpoint.folders import (
+    MODEL,
+    STATE_FILE,
+    Checkpoint,
     checkpoint_name,
     checkpoints,
     latest,
+    load,
+    save,
     set_aside_newer,
     sort_checkpoints,
     step_of,
@@ -27,26 +32,21 @@ from vqclip.checkpoint.folders import (
 )
 from vqclip.checkpoint.optimizer import (
     OPTIMIZER_FILE,
-    OptimizerState,
-    optimizer_layout,
     optimizer_tensors,
     read_optimizer,
     restore_optimizer,
+    write_layout,
 )
-from vqclip.checkpoint.store import MODEL, STATE_FILE, Checkpoint, Staging, load, save
 
 __all__ = [
     "MODEL",
     "OPTIMIZER_FILE",
     "STATE_FILE",
     "Checkpoint",
-    "OptimizerState",
-    "Staging",
     "checkpoint_name",
     "checkpoints",
     "latest",
     "load",
-    "optimizer_layout",
     "optimizer_tensors",
     "read_optimizer",
     "restore_optimizer",
@@ -57,4 +57,5 @@ __all__ = [
     "unfinished_path",
     "use_latest",
     "verify",
+    "write_layout",
 ]

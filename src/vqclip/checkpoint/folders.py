@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: written atomically, listed, verified, removed.
+"""Checkpoint folders on disk: written atomically, listed, verified, read, removed.
 
 The manifest of a folder has the size and SHA-256 of each file in it, which detect any flipped byte.
 """
@@ -9,9 +9,13 @@ import logging
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from pydantic import JsonValue
+from torch import Tensor
 
 from vqclip.errors import CheckpointError, OtherRunError
 from vqclip.io.atomic import (
@@ -24,20 +28,130 @@ from vqclip.io.atomic import (
     verify_file,
 )
 from vqclip.io.files import sync_folder
-from vqclip.io.json_files import Strict, add_checksum, read_checked
+from vqclip.io.json_files import Strict, add_checksum, read_checked, read_plain, write_plain
+from vqclip.io.tensors import map_tensors
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MODEL = "model"
+"""Folder of the model in a checkpoint."""
+STATE_FILE = "state.safetensors"
+"""File of the tensors of the caller's state in a checkpoint."""
 MANIFEST = "manifest.json"
-VERSIONS = {"format": "vqclip-checkpoint", "version": 3}
+VERSIONS = {"format": "vqclip-checkpoint", "version": 4}
+_STATE = "state.json"
 _STEP = re.compile(rf"(?:{re.escape(REPLACED)})?step-(\d{{8,}})")
 
 
 class _Manifest(Strict):
     step: int
     files: dict[str, FileDigest]
+
+
+class _Content(Strict):
+    state: dict[str, JsonValue]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Checkpoint opened for reading."""
+
+    path: Path
+    """Folder of the checkpoint."""
+    step: int
+    """Number of optimizer steps done when it was saved."""
+    state: dict[str, Any]
+    """The caller's state, as given to `save`, with tuples as lists."""
+
+    @property
+    def model_folder(self) -> Path:
+        """Folder of the model."""
+        return self.path / MODEL
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the caller's state, if it has any, mapped from the file.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        path = self.path / STATE_FILE
+        return map_tensors(path) if path.exists() else {}
+
+
+def save(
+    folder: Path,
+    step: int,
+    fill: Callable[[Path], object],
+    state: Mapping[str, Any],
+    keep_last: int,
+    keep: Callable[[int], bool] = lambda step: False,
+) -> Path:
+    """Save a checkpoint of ``step``, then remove old ones.
+
+    Returns when the checkpoint is on the disk, not only in the page cache. A process that dies at any moment leaves
+    either the complete new checkpoint or nothing of it, and all older ones intact. A checkpoint of the same step is
+    replaced; until then, the old one is found.
+
+    Args:
+        folder: of the checkpoints of one run; made if necessary. One process at a time may write to it.
+        step: optimizer steps done.
+        fill: called with the unfinished checkpoint's folder (`unfinished_path`), which has an empty folder `MODEL`, to
+            write all files but the state and the manifest.
+        state: JSON values, such as data position, fingerprints, gradient scaler, configuration.
+        keep_last: number of checkpoints to keep, this one included; at least 1.
+        keep: whether to keep an older checkpoint, by its step.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: it could not be written (disk full, ...); older checkpoints are untouched.
+    """
+    path = folder / checkpoint_name(step)
+
+    def fill_and_describe(aside: Path) -> None:
+        (aside / MODEL).mkdir()
+        fill(aside)
+        write_plain(aside / _STATE, {"state": dict(state)})
+        write_manifest(aside, step)
+
+    try:
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            sync_folder(folder.parent)
+        for left in list(folder.iterdir()):  # by a killed save of any step
+            for prefix in (TEMPORARY, REPLACED):
+                if left.name.startswith(prefix):
+                    restore_folder(folder / left.name.removeprefix(prefix))
+        replace_folder(path, fill_and_describe)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: the checkpoint could not be written ({error}); older checkpoints are untouched"
+        ) from error
+    for old in find_old(checkpoints(folder), path, keep_last, keep):
+        # Renamed first: an interrupted removal must not leave half a checkpoint under its old name.
+        doomed = folder / f"{TEMPORARY}removed-{old.name}"
+        try:
+            old.rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            logger.error("%s: the old checkpoint could not be removed: %s", old, error)
+    return path
+
+
+def load(path: Path) -> Checkpoint:
+    """Open the checkpoint ``path``, after comparing every byte with its manifest.
+
+    Args:
+        path: a folder ``step-...``.
+
+    Raises:
+        CheckpointError: missing, incomplete or damaged; the message names the file.
+    """
+    path = verify(Path(path))
+    return Checkpoint(path, step_of(path), dict(read_plain(path / _STATE, _Content).state))
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -161,11 +275,8 @@ def set_aside_newer(folder: Path, step: int) -> list[Path]:
     Returns:
         The new paths.
     """
-    moved = []
-    for path in checkpoints(folder):
-        if step_of(path) <= step:
-            continue
-        moved.append(set_aside(path, f"is newer than step {step}, from which the run resumes"))
+    newer = [path for path in checkpoints(folder) if step_of(path) > step]
+    moved = [set_aside(path, f"is newer than step {step}, from which the run resumes") for path in newer]
     if moved:
         sync_folder(folder)
     return moved
@@ -182,58 +293,7 @@ def set_aside(path: Path, why: str) -> Path:
     return target
 
 
-def write_folder(folder: Path, step: int, fill: Callable[[Path], None]) -> Path:
-    """Write ``folder/step-<step>`` atomically; ``fill`` writes its files into an empty folder.
-
-    A checkpoint of the same step is replaced; until then, the old one is found.
-
-    Raises:
-        CheckpointError: the folder could not be written (disk full, ...). Older checkpoints are untouched.
-    """
-    target = folder / checkpoint_name(step)
-
-    def fill_and_describe(aside: Path) -> None:
-        fill(aside)
-        write_manifest(aside, step)
-
-    try:
-        _make_folder(folder)
-        _clean_up(folder)
-        replace_folder(target, fill_and_describe)
-    except OSError as error:
-        raise CheckpointError(
-            f"{target}: the checkpoint could not be written ({error}); older checkpoints are untouched"
-        ) from error
-    return target
-
-
-def remove_old(folder: Path, newest: Path, keep_last: int, keep: Callable[[int], bool]) -> None:
-    """Remove the checkpoints before the last ``keep_last`` up to ``newest``, unless ``keep`` is true for their step."""
-    for path in find_old(checkpoints(folder), newest, keep_last, keep):
-        # Renamed first: an interrupted removal must not leave half a checkpoint under its old name.
-        doomed = folder / f"{TEMPORARY}removed-{path.name}"
-        try:
-            path.rename(doomed)
-            shutil.rmtree(doomed)
-        except OSError as error:
-            logger.error("%s: the old checkpoint could not be removed: %s", path, error)
-
-
 def find_old(paths: Iterable[Path], newest: Path, keep_last: int, keep: Callable[[int], bool]) -> list[Path]:
-    """Return those of some checkpoints, oldest first, that `remove_old` removes."""
+    """Return the checkpoints that a save of ``newest`` removes, of those before the last ``keep_last`` up to it."""
     older = [path for path in paths if step_of(path) <= step_of(newest)]
     return [path for path in older[: max(0, len(older) - keep_last)] if not keep(step_of(path))]
-
-
-def _clean_up(folder: Path) -> None:
-    """Restore or remove what a killed save of any step has left."""
-    for path in list(folder.iterdir()):
-        for prefix in (TEMPORARY, REPLACED):
-            if path.name.startswith(prefix):
-                restore_folder(folder / path.name.removeprefix(prefix))
-
-
-def _make_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        folder.mkdir(parents=True)
-        sync_folder(folder.parent)

@@ -20,13 +20,14 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
+import torch
 from pydantic import Field, JsonValue
 from torch import Tensor
 
@@ -91,16 +92,6 @@ class RunState(Strict):
     best: _Best | None
 
 
-class _Copy(NamedTuple):
-    """Copy in host memory of this rank's part of a checkpoint."""
-
-    suffix: str
-    """Suffix of the files until all is written; random where several ranks write, so that a rank left over from a
-    killed job does not find the files of another one."""
-    files: dict[str, dict[str, Part]]
-    """File in the checkpoint's folder → name of each tensor → this rank's part."""
-
-
 def parameter_of(name: str) -> str:
     """Return the parameter that a tensor of a checkpoint belongs to: itself, a moment ``a/exp_avg``, or ``ema/a``."""
     return name.removeprefix(AVERAGE).partition("/")[0]
@@ -156,7 +147,7 @@ class Checkpointer:
         self.frozen = FrozenWeights(folder.parent / FROZEN_FOLDER, step.model, step.task.towers)
         self.written: int | None = None
         """Steps of the newest checkpoint that this run has written completely, or resumed from."""
-        self._staging = checkpoint.Staging()
+        self._staged: dict[str, Tensor] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: tuple[int, Future[None]] | None = None
         """Steps of the checkpoint that is being written, and the job that does it."""
@@ -182,96 +173,95 @@ class Checkpointer:
         """
         self.require_finite(done)
         self.require_equal(done)
-        step = self.step
         self.wait()
-        write_tensors = functools.partial(self._write_tensors, self._copy())
-        if not dist.is_main():
-            if self.is_shared:
-                self._write(functools.partial(write_tensors, checkpoint.unfinished_path(self.folder, done)), done)
+        files, step, is_main = self._copy(), self.step, dist.is_main()
+        if not (is_main or self.is_shared):
             return
-        state = {"identity": self.identity, "scaler": step.scaler.state_dict(), "guards": step.guards.state_dict()}
-        save = functools.partial(
-            self._save,
-            self.folder,
-            done,
-            write_tensors=write_tensors,
-            write_model=functools.partial(step.task.write_model, extra=self.frozen.section()),
-            optimizer=checkpoint.optimizer_layout(step.optimizer, step.parallel.weights.shapes),
-            state=copy.deepcopy(state | {"best": best, **counts}),
-            keep_last=self.retention.newest,
-            keep=functools.partial(self.retention.keeps, best=best["step"] if best else None),
-        )
-        self._write(save, done)
+        identity, scaler, guards = self.identity, step.scaler.state_dict(), step.guards.state_dict()
+        state = copy.deepcopy({"identity": identity, "scaler": scaler, "guards": guards, "best": best, **counts})
+        frozen, newest = self.frozen.section(), self.retention.newest
+        keep = functools.partial(self.retention.keeps, best=best["step"] if best else None)
 
-    def _write(self, work: Callable[[], object], done: int) -> None:
-        """Start to write in the background. The work uses nothing that the training changes."""
+        def fill(folder: Path) -> None:
+            self._write_tensors(files, folder)
+            step.task.write_model(folder / MODEL, frozen)
+            checkpoint.write_layout(folder, step.optimizer, step.parallel.weights.shapes)
 
-        def write() -> None:
+        def write() -> None:  # uses nothing that the training changes
             begun = time.perf_counter()
-            work()
+            if not is_main:
+                self._write_tensors(files, checkpoint.unfinished_path(self.folder, done))
+                return
+            path = checkpoint.save(self.folder, done, fill, state, newest, keep)
+            if self.mirror is not None:
+                self.mirror.upload_checkpoint(path, newest, keep)
             logger.debug("checkpoint written in %.2f s", time.perf_counter() - begun)
 
         self._writing = done, self._thread.submit(write)
         if not self.in_background:
             self.wait()
 
-    def _copy(self) -> _Copy:
-        """Copy what this rank writes to host memory. A collective."""
-        weights, files = self.step.parallel.weights, self._files()
+    def _copy(self) -> dict[str, dict[str, Part]]:
+        """Copy what this rank writes to host memory. A collective.
+
+        Returns:
+            File in the checkpoint's folder → name of each tensor → this rank's part. Where several ranks write, the
+            names of files have a random suffix until all is written, so that a rank left over from a killed job does
+            not find the files of another one.
+        """
+        suffix = f".{dist.broadcast_json(secrets.token_hex(8))}" if self.is_shared else ""
+        weights, files, found = self.step.parallel.weights, self._files(), dict[str, dict[str, Part]]()
         files[STATE_FILE] |= self.step.guards.tensors()
-        for name, tensor in files.pop(MODEL_FILE).items():
-            files.setdefault(f"{MODEL}/{self.step.task.weights_file(name)}", {})[name] = tensor
-        found: dict[str, dict[str, Part]] = {
-            file: {} for file, tensors in files.items() if tensors or file != STATE_FILE
-        }
+        found[OPTIMIZER_FILE + suffix] = {}  # also before the first step
+        for kind, tensors in files.items():
+            for name, tensor in tensors.items():
+                file = f"{MODEL}/{self.step.task.weights_file(name)}" if kind == MODEL_FILE else kind
+                if self.is_shared:
+                    part = weights.part(parameter_of(name), tensor)
+                else:
+                    whole = weights.gather(parameter_of(name), tensor)
+                    part = Part(tuple(whole.shape), whole.dtype, whole if dist.is_main() else None)
+                if part.rows is not None:
+                    part = part._replace(rows=self._to_host(f"{file} {name}", part.rows))
+                found.setdefault(file + suffix, {})[name] = part
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return found
 
-        def own_rows() -> Iterator[tuple[str, Tensor]]:
-            for file, every in found.items():
-                for name, tensor in files[file].items():
-                    if self.is_shared:
-                        part = weights.part(parameter_of(name), tensor)
-                    else:
-                        whole = weights.gather(parameter_of(name), tensor)
-                        part = Part(tuple(whole.shape), whole.dtype, whole if dist.is_main() else None)
-                    every[name] = part._replace(rows=None)
-                    if part.rows is not None:
-                        yield f"{file} {name}", part.rows
+    def _to_host(self, name: str, tensor: Tensor) -> Tensor:
+        """Begin to copy a tensor to contiguous memory of the host, which the next copy of this name overwrites.
 
-        copies = self._staging.copy(own_rows())
-        for file, every in found.items():
-            for name, part in every.items():
-                every[name] = part._replace(rows=copies.get(f"{file} {name}"))
-        return _Copy(f".{dist.broadcast_json(secrets.token_hex(8))}" if self.is_shared else "", found)
+        New memory would cost more than the copy; the idea is that of torch's asynchronous distributed checkpoints.
+        """
+        held = self._staged.get(name)
+        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._staged[name] = held
+        return held.copy_(tensor.detach(), non_blocking=True)
 
-    def _write_tensors(self, copied: _Copy, folder: Path) -> None:
+    def _write_tensors(self, files: Mapping[str, Mapping[str, Part]], folder: Path) -> None:
         """Write the files of tensors, in a background thread of every rank that writes.
 
         Args:
-            copied: result of `_copy`.
+            files: result of `_copy`.
             folder: unfinished folder of the checkpoint, which rank 0 has made.
 
         Raises:
             CheckpointError: on every rank, if one could not write or does not find what it has written.
             DistributedError: a rank died.
         """
-        paths = {folder / f"{file}{copied.suffix}": each for file, each in copied.files.items()}
         what = f"{folder}: writing this rank's part of the checkpoint"
         for work in (parts.create, parts.write, *([parts.require_equal] if self._group else [])):
             with self._group.raise_on_all_ranks(what) if self._group else contextlib.nullcontext():
                 try:
-                    for path, each in paths.items():
+                    for file, each in files.items():
                         if dist.is_main() or work is not parts.create:
-                            work(path, each)
+                            work(folder / file, each)
                 except OSError as error:
                     raise CheckpointError(f"{what}: {error}; older checkpoints are untouched") from error
-        if copied.suffix and dist.is_main():
-            for path in paths:
-                path.rename(path.with_suffix(""))
-
-    def _save(self, folder: Path, done: int, *, keep_last: int, keep: Callable[[int], bool], **content: Any) -> None:
-        path = checkpoint.save(folder, done, keep_last=keep_last, keep=keep, **content)
-        if self.mirror is not None:
-            self.mirror.upload_checkpoint(path, keep_last, keep)
+        if self.is_shared and dist.is_main():
+            for file in files:
+                (folder / file).rename((folder / file).with_suffix(""))
 
     def raise_if_failed(self) -> None:
         """Raise an error of the background thread, without waiting for it.

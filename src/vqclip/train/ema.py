@@ -106,17 +106,15 @@ class Ema:
         return {f"{AVERAGE}{name}": average for name, average in self.averages.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the averages among the tensors of a checkpoint; without any, they begin with the next update.
+        """Restore averages by their names in a checkpoint; without any, they begin with the next update.
 
         Args:
-            tensors: of weights in shards, this rank's rows.
-
-        Raises:
-            CheckpointError: they do not fit the model, or contain NaN or infinity.
+            tensors: compared by `checked_averages`; of weights in shards, this rank's rows.
         """
+        named = {name.removeprefix(AVERAGE): each for name, each in tensors.items() if name.startswith(AVERAGE)}
         self.averages = {
-            name: torch.empty_like(self._parameters[name], dtype=average.dtype, requires_grad=False).copy_(average)
-            for name, average in checked_averages(self._parameters, tensors).items()
+            name: torch.empty_like(self._parameters[name], dtype=each.dtype, requires_grad=False).copy_(each)
+            for name, each in named.items()
         }
 
 
@@ -145,7 +143,7 @@ def read_averages(saved: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
     Raises:
         CheckpointError: they do not fit the model, or contain NaN or infinity.
     """
-    tensors = saved.tensors(sum(parameter.numel() for parameter in model.parameters()), AVERAGE)
+    tensors = {name: tensor for name, tensor in saved.tensors().items() if name.startswith(AVERAGE)}
     adapters = [name for name in tensors if ".lora_" in name]
     try:
         if adapters and not any(".lora_" in name for name, _ in model.named_parameters()):

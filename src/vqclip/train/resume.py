@@ -8,7 +8,7 @@ every rank    its rows of every tensor: read from the files, or received from ra
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from vqclip import checkpoint, dist
-from vqclip.checkpoint import OPTIMIZER_FILE, STATE_FILE, OptimizerState
+from vqclip.checkpoint import OPTIMIZER_FILE, STATE_FILE
 from vqclip.errors import CheckpointError, ConfigError, OtherRunError
 from vqclip.io.json_files import describe_differences, flatten, validate
 from vqclip.io.tensors import first_names, map_tensors, nonfinite_names
-from vqclip.quantizers.vectors import MAX_COUNTED_CODES
 from vqclip.tokenizer.folder import read_weights
 from vqclip.train.checkpointer import DISCRIMINATORS, MODEL_FILE, Checkpointer, RunState, parameter_of
 from vqclip.train.ema import AVERAGE, checked_averages, read_averages
+from vqclip.train.optim import set_lr
 from vqclip.train.step import TrainStep
 
 logger = logging.getLogger(__name__)
@@ -67,29 +67,32 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
         if found is None:
             checkpointer.frozen.write()
             return None
-        facts, tensors = found
+        path, state, tensors = found
         files.update(tensors)
-        checkpointer.set_aside_newer(facts["step"])
-        best = facts["state"]["best"]
-        if best is not None and (path := checkpointer.path(best["step"])) in paths:
-            checkpointer.fetch(path)
-        return facts
+        checkpointer.set_aside_newer(checkpoint.step_of(path))
+        if state.best is not None and (best := checkpointer.path(state.best.step)) in paths:
+            checkpointer.fetch(best)
+        return {"path": str(path), "state": state.model_dump()}
 
     found = dist.run_on_main(find)
     if found is None:
         checkpointer.require_equal(0, constants=True)
         return Resumed(0, {}, None)
-    done, state = found["step"], RunState.model_validate(found["state"])
-    rows = _rows_of_rank(checkpointer, Path(found["path"]).name, files)
-    _restore_state(step, state, rows[STATE_FILE])
-    _load_weights(checkpointer, rows)
-    kind, groups = found["optimizer"]
-    checkpoint.restore_optimizer(step.optimizer, OptimizerState(kind, groups, rows[OPTIMIZER_FILE]))
-    if done:
-        step.move_to_step(done - 1)  # as after the step that the checkpoint was saved after
+    path, state = Path(found["path"]), RunState.model_validate(found["state"])
+    done = checkpoint.step_of(path)
+    rows = _rows_of_rank(checkpointer, path.name, files)
+    _load_weights(checkpointer, rows[MODEL_FILE])
+    checkpoint.restore_optimizer(step.optimizer, rows[OPTIMIZER_FILE])
+    tensors = dict(rows[STATE_FILE])
+    _restore_state(step, state, tensors)
+    if step.ema is not None:
+        step.ema.load(tensors)
+    if done:  # as after the step that the checkpoint was saved after
+        step.move_to_step(done - 1)
+        set_lr(step.optimizer, step.schedule(done - 1))
     checkpointer.written = done
     checkpointer.require_equal(done, constants=True)
-    logger.info("resumed from step %d: %s", done, found["path"])
+    logger.info("resumed from step %d: %s", done, path)
     counts = {"replaced": dict(state.replaced), "caption_lengths": dict(state.caption_lengths)}
     return Resumed(done, counts, state.best.model_dump() if state.best else None)
 
@@ -104,20 +107,24 @@ def load_model(checkpointer: Checkpointer, done: int) -> None:
 
     def verify() -> None:
         saved = checkpoint.load(checkpointer.path(done))
-        files[STATE_FILE] = {} if step.ema is None else read_averages(saved, step.model)
         files[MODEL_FILE] = read_weights(saved.model_folder, checkpointer.model_tensors())
+        files[STATE_FILE] = {} if step.ema is None else read_averages(saved, step.model)
 
     dist.run_on_main(verify)
-    _load_weights(checkpointer, _rows_of_rank(checkpointer, checkpointer.path(done).name, files))
+    rows = _rows_of_rank(checkpointer, checkpointer.path(done).name, files)
+    _load_weights(checkpointer, rows[MODEL_FILE])
+    averages = dict(rows[STATE_FILE])
+    if step.ema is not None:
+        step.ema.load(averages)
 
 
 def _verify(
     path: Path, checkpointer: Checkpointer, allow: Sequence[str]
-) -> tuple[dict[str, Any], dict[str, Mapping[str, Tensor]]]:
+) -> tuple[Path, RunState, dict[str, Mapping[str, Tensor]]]:
     """Read a checkpoint on rank 0, and compare it with the run; raises CheckpointError. The state is restored already.
 
     Returns:
-        JSON values for the other ranks; file → its tensors, mapped from it.
+        The path; its state; file → its tensors, mapped from it.
     """
     step, saved = checkpointer.step, checkpoint.load(path)
     state = validate(path / "state.json", RunState, saved.state, section="state")
@@ -125,86 +132,63 @@ def _verify(
     checkpointer.frozen.require_equal(saved.model_folder)
     weights = read_weights(saved.model_folder, checkpointer.model_tensors())
     optimizer = checkpoint.read_optimizer(path, step.optimizer, step.parallel.weights.shapes)
-    tensors = saved.tensors(_most_numbers(step))
+    tensors = saved.tensors()
+    checked_averages(dict(step.model.named_parameters()), tensors)
     try:
-        if step.ema is not None:
-            checked_averages(dict(step.model.named_parameters()), tensors)
         _restore_state(step, state, tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path / 'state.json'}: cannot be used ({type(error).__name__}: {error})") from error
-    facts = {"path": str(path), "step": saved.step, "state": state.model_dump()}
-    facts["optimizer"] = [optimizer.kind, optimizer.groups]
-    return facts, {MODEL_FILE: weights, OPTIMIZER_FILE: optimizer.tensors, STATE_FILE: tensors}
+    return path, state, {MODEL_FILE: weights, OPTIMIZER_FILE: optimizer, STATE_FILE: tensors}
 
 
-class _Rows(Mapping[str, Tensor]):
-    """This rank's rows of the tensors in a file of a checkpoint. Reading one may be a collective.
+def _rows_of_rank(
+    checkpointer: Checkpointer, name: str, files: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Iterator[tuple[str, Tensor]]]:
+    """Return for each file of a checkpoint the names and this rank's rows of its tensors. A collective.
 
-    Args:
-        step: whose weights the rows are of.
-        tensors: the whole tensors, mapped from the file; on rank 0 alone, or on every rank.
-        outlines: name → shape and type of every tensor, if rank 0 has to send them.
-    """
-
-    def __init__(
-        self, step: TrainStep[Any], tensors: Mapping[str, Tensor], outlines: Mapping[str, tuple[list[int], str]] | None
-    ):
-        self._step, self._tensors, self._outlines = step, tensors, outlines
-        self._names = dict.fromkeys(tensors if outlines is None else outlines)
-
-    def __getitem__(self, name: str) -> Tensor:
-        if self._outlines is None:
-            whole = self._tensors[name]
-        else:
-            shape, dtype = self._outlines[name]
-            whole = torch.empty(shape, dtype=getattr(torch, dtype), device=self._step.device)
-            if dist.is_main():
-                whole.copy_(self._tensors[name])
-            dist.broadcast_(whole)
-        return self._step.parallel.weights.rows(parameter_of(name), whole)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-
-def _rows_of_rank(checkpointer: Checkpointer, name: str, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, _Rows]:
-    """Return this rank's rows of the files of a checkpoint. A collective.
+    Where the ranks do not all read the files, every item is a collective too, in which rank 0 sends one whole tensor:
+    all ranks run all iterators to their end, in the same order.
 
     Args:
         checkpointer: of the run.
         name: of the checkpoint.
         files: file → tensors, on rank 0.
     """
-    outlines = {
-        file: {name: (list(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()}
-        for file, tensors in files.items()
-    }
-    outlines = dist.broadcast_json(outlines)
-    if dist.is_distributed() and not checkpointer.is_shared:
-        return {file: _Rows(checkpointer.step, files.get(file, {}), each) for file, each in outlines.items()}
-    with dist.raise_on_all_ranks():
-        if not dist.is_main():
-            folder = checkpointer.folder / name
-            files = {file: map_tensors(folder / file) if each else {} for file, each in outlines.items()}
-    return {file: _Rows(checkpointer.step, tensors, None) for file, tensors in files.items()}
+    outlines = dist.broadcast_json(
+        {
+            file: {name: (list(each.shape), str(each.dtype).removeprefix("torch.")) for name, each in tensors.items()}
+            for file, tensors in files.items()
+        }
+    )
+    sends, step = dist.is_distributed() and not checkpointer.is_shared, checkpointer.step
+    if not sends:
+        with dist.raise_on_all_ranks():
+            if not dist.is_main():
+                folder = checkpointer.folder / name
+                files = {file: map_tensors(folder / file) if each else {} for file, each in outlines.items()}
+
+    def read(file: str) -> Iterator[tuple[str, Tensor]]:
+        for name, (shape, dtype) in outlines[file].items():
+            if not sends:
+                yield name, step.parallel.weights.rows(parameter_of(name), files[file][name])
+                continue
+            whole = torch.empty(shape, dtype=getattr(torch, dtype), device=step.device)
+            if dist.is_main():
+                whole.copy_(files[file][name])
+            rows = step.parallel.weights.rows(parameter_of(name), dist.broadcast_(whole))
+            yield name, rows if rows is whole else rows.clone()  # so that nobody keeps the whole one
+
+    return {file: read(file) for file in outlines}
 
 
-def _load_weights(checkpointer: Checkpointer, rows: Mapping[str, _Rows]) -> None:
-    """Load this rank's rows of the weights and of their averages. A collective."""
-    step, stored = checkpointer.step, rows[MODEL_FILE]
+def _load_weights(checkpointer: Checkpointer, rows: Iterable[tuple[str, Tensor]]) -> None:
+    """Load this rank's rows of the weights, and what the codebooks derive from theirs. A collective."""
+    own = checkpointer.model_tensors()
     with torch.no_grad():
-        for name, tensor in checkpointer.model_tensors().items():
-            dist.local_rows(tensor).copy_(stored[name])
-    for quantizer in step.task.quantizers().values():
-        quantizer.load_state_dict(quantizer.state_dict())  # so that hooks derive attributes from it
-    if step.ema is not None:
-        step.ema.load({name: rows[STATE_FILE][name] for name in rows[STATE_FILE] if name.startswith(AVERAGE)})
+        for name, tensor in rows:
+            dist.local_rows(own[name]).copy_(tensor)
+    for quantizer in checkpointer.step.task.quantizers().values():
+        quantizer.load_state_dict(quantizer.state_dict())
 
 
 def _restore_state(step: TrainStep[Any], state: RunState, tensors: Mapping[str, Tensor]) -> None:
@@ -221,17 +205,6 @@ def _restore_state(step: TrainStep[Any], state: RunState, tensors: Mapping[str, 
         step.task.discriminators.load_state_dict(
             {name.removeprefix(DISCRIMINATORS): tensor for name, tensor in found.items()}
         )
-
-
-def _most_numbers(step: TrainStep[Any]) -> int:
-    """Return a bound for the averages, the discriminators and the codebook windows of this model.
-
-    Also for one with other codebooks, where the run allows it.
-    """
-    sizes = [size for quantizer in step.task.quantizers().values() for size in quantizer.codebook_sizes]
-    windows = 2**24 + 2 * sum(1 + size for size in sizes if size <= MAX_COUNTED_CODES)
-    modules = (step.model, step.task.discriminators)
-    return windows + sum(each.numel() for module in modules if module is not None for each in module.parameters())
 
 
 def _require_same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], allow: Sequence[str]) -> None:
