@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,35 @@ def test_another_machine_finds_what_was_uploaded(tmp_path, store, caplog):
         # Retention counts those at the URL, not the few in the copy.
         mirror.upload_checkpoint(save(tmp_path / "b", 8), 2, keep_none)
         assert [path.name[-1] for path in mirror.checkpoints()] == ["6", "8"]
+
+
+def test_only_files_that_are_missing_or_changed_are_fetched(tmp_path, store, caplog):
+    upload(tmp_path / "a", 2)
+    upload(tmp_path / "b", 3)
+    (tmp_path / "a" / "config.yaml").write_text("two: run\n")
+    (tmp_path / "b" / "wandb").mkdir()
+    with caplog.at_level("INFO"), opened(tmp_path / "a"), opened(tmp_path / "b"):
+        pass
+    assert [record.args[1:3] for record in caplog.records if "of its" in record.msg] == [(2, 2), (0, 2)]
+    assert (tmp_path / "a" / "config.yaml").read_text() == "one: run\n"
+    assert (tmp_path / "a" / "metrics.jsonl").read_text() == "3\n"
+
+
+def test_files_that_vanish_while_they_are_listed_are_left_out(tmp_path, store, monkeypatch):
+    upload(tmp_path / "a", 2)
+    walk = os.walk
+
+    def removing(folder):
+        shutil.rmtree(folder / "wandb", ignore_errors=True)
+        (folder / "gone").unlink(missing_ok=True)
+        return walk(folder)
+
+    with opened(tmp_path / "a") as mirror:
+        (tmp_path / "a" / "wandb" / "run").mkdir(parents=True)
+        (tmp_path / "a" / "gone").write_text("x")
+        monkeypatch.setattr(os, "walk", lambda folder: (each for each in (next(walk(folder)), *removing(folder))))
+        mirror.upload_files()
+    assert "gone" not in store.names()
 
 
 def test_a_checkpoint_is_there_with_its_manifest_alone(tmp_path, store):

@@ -103,8 +103,7 @@ def restore_optimizer(optimizer: Optimizer, tensors: Iterable[tuple[str, Tensor]
         optimizer: over the same named parameters, in the same groups.
         tensors: by name; of parameters in shards this rank's rows.
     """
-    optimizer.state.clear()
-    groups = _named_groups(optimizer)
+    groups, found = _named_groups(optimizer), dict[str, Tensor]()
     places = {name: (parameter, group["fused"]) for group, named in groups for name, parameter in named.items()}
     for name, tensor in tensors:
         of, _, key = name.rpartition("/")
@@ -114,9 +113,13 @@ def restore_optimizer(optimizer: Optimizer, tensors: Iterable[tuple[str, Tensor]
         device = "cpu" if key == "step" and not fused else parameter.device
         if tensor.shape == parameter.shape:
             like = torch.empty_like(parameter, dtype=tensor.dtype, device=device, requires_grad=False)
-            optimizer.state[parameter][key] = like.copy_(tensor)
+            found[name] = like.copy_(tensor)
         else:
-            optimizer.state[parameter][key] = tensor.to(device, copy=True)
+            found[name] = tensor.to(device, copy=True)
+    optimizer.state.clear()
+    for name, (parameter, _) in places.items():
+        if f"{name}/step" in found:
+            optimizer.state[parameter] = {key: found[f"{name}/{key}"] for key in _SLOTS}
 
 
 def _describe(optimizer: Optimizer, shapes: Shapes) -> dict[str, Any]:

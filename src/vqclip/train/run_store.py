@@ -11,14 +11,16 @@ So a checkpoint at the URL is whole as soon as its manifest is there. The names 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from vqclip import checkpoint
 from vqclip.checkpoint.folders import MANIFEST, find_old, set_aside
@@ -34,7 +36,9 @@ logger = logging.getLogger(__name__)
 _CHECKPOINTS = "checkpoints"
 _JOB = "job.txt"
 """Name of the job that started last, at the URL alone."""
-_LEFT_OUT = (*LOCK_FILES, _CHECKPOINTS, _JOB, "wandb")
+_RECORD = ".at-url.json"
+"""File of the copy with the version at the URL, size and time of each of its files, so that none is fetched twice."""
+_LEFT_OUT = (*LOCK_FILES, _CHECKPOINTS, _JOB, _RECORD, "wandb")
 """Parts of the copy that are not uploaded with the files; wandb uploads its own."""
 _MAX_MANIFEST = 1 << 20
 """Bytes of a manifest."""
@@ -76,19 +80,25 @@ class RunMirror:
             )
         self._remote.require_tree(names)
         stored = {path.name for path in self.checkpoints(names)}
-        for path in (*self._folder.iterdir(), *local):
-            if path.name in (*_LEFT_OUT, "stacks", *stored):  # stacks: of a hang, after which nothing is uploaded
-                continue
-            if path in local:
+        for path in local:
+            if path.name not in stored:
                 set_aside(path, f"is not at {self._remote}, from which the run continues")
-            else:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        for name in names:
-            path, top = self._folder / name, name.split("/")[0]
-            if top in _LEFT_OUT or (top == "stacks" and path.exists()):
-                continue
-            self._remote.download(name, path)
-            self._uploaded[name] = Stamp.of(path)
+        versions, record = self._remote.versions(), dict[str, list[Any]]()
+        with contextlib.suppress(OSError, ValueError):  # a new copy, or a record that was cut short
+            record = json.loads((self._folder / _RECORD).read_text())
+        kept = (*_LEFT_OUT, "stacks")  # stacks: of a hang, after which nothing is uploaded
+        for name in _files(self._folder, kept):
+            if versions.get(name) is None or record.get(name) != [versions[name], *Stamp.of(self._folder / name)]:
+                (self._folder / name).unlink()
+        wanted = [name for name in names if name.split("/")[0] not in _LEFT_OUT]
+        missing = [name for name in wanted if not (self._folder / name).exists()]
+        size = format_bytes(sum(names[name] for name in missing))
+        logger.info("%s: fetching %d of its %d files (%s)", self._remote, len(missing), len(wanted), size)
+        for name in missing:
+            self._remote.download(name, self._folder / name)
+        same = {name for name in wanted if name in missing or name.split("/")[0] not in kept}
+        self._uploaded = {name: Stamp.of(self._folder / name) for name in same}
+        self._write_record(versions)
         self.is_open = True
 
     def claim(self) -> None:
@@ -182,20 +192,25 @@ class RunMirror:
         Raises:
             StorageError: one cannot be written.
         """
-        names = _files(self._folder, _LEFT_OUT)
+        names, before = _files(self._folder, _LEFT_OUT), dict(self._uploaded)
         for name in names:
-            path = self._folder / name
             try:
-                stamp = Stamp.of(path)
+                stamp = Stamp.of(self._folder / name)
                 if self._uploaded.get(name) != stamp:
-                    self._remote.upload(name, path)
+                    self._remote.upload(name, self._folder / name)
                     self._uploaded[name] = stamp
             except (FileNotFoundError, StorageError):
-                if path.exists():  # otherwise it was removed meanwhile
+                if (self._folder / name).exists():  # otherwise it was removed meanwhile
                     raise
         for name in self._uploaded.keys() - set(names):
             self._remote.remove(name)
             del self._uploaded[name]
+        if self._uploaded != before:
+            self._write_record(self._remote.versions())
+
+    def _write_record(self, versions: Mapping[str, str | None]) -> None:
+        record = {name: [versions.get(name), *stamp] for name, stamp in self._uploaded.items()}
+        (self._folder / _RECORD).write_text(json.dumps(record))
 
     def remove_newer(self, step: int) -> None:
         """Remove checkpoints newer than ``step`` at the URL: they are damaged, or of steps that the run repeats."""
@@ -251,6 +266,7 @@ def copy_run(url: str, folder: Path) -> Path:
     def fill(aside: Path) -> None:
         mirror = RunMirror(url, aside, options)
         mirror.open()
+        (aside / _RECORD).unlink()
         checkpoint.use_latest(
             aside / _CHECKPOINTS, lambda path: checkpoint.verify(mirror.fetch(path)), mirror.checkpoints()
         )
@@ -264,13 +280,13 @@ def copy_run(url: str, folder: Path) -> Path:
     return folder
 
 
-def _files(folder: Path, left_out: tuple[str, ...] = ()) -> list[str]:
-    """Return the relative names of all plain files below a folder that are not being written."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    names = [path.relative_to(folder) for path in found]
-    unfinished = (TEMPORARY, REPLACED)
-    return [
-        name.as_posix()
-        for name in names
-        if name.parts[0] not in left_out and not any(part.startswith(unfinished) for part in name.parts)
-    ]
+def _files(folder: Path, left_out: Collection[str] = ()) -> list[str]:
+    """Return the relative names of all plain files below a folder that are not being written, sorted."""
+    found = []
+    for place, folders, files in os.walk(folder):  # of what others remove meanwhile it says nothing
+        paths = [Path(place, name) for name in files if not name.startswith((TEMPORARY, REPLACED))]
+        found += [path.relative_to(folder).as_posix() for path in paths if path.is_file() and not path.is_symlink()]
+        folders[:] = [name for name in folders if not name.startswith((TEMPORARY, REPLACED))]
+        if Path(place) == folder:
+            folders[:] = [name for name in folders if name not in left_out]
+    return sorted(name for name in found if name not in left_out)

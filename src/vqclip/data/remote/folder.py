@@ -64,14 +64,21 @@ class RemoteFolder:
 
     def list(self, below: str = "") -> dict[str, int]:
         """Return the names of all files below a name, with their sizes in bytes."""
+        return {name: int(info["size"]) for name, info in self._find(below).items()}
+
+    def versions(self) -> dict[str, str | None]:
+        """Return the names of all files, with a text that changes with their content; None where a store has none."""
+        marks = {name: [info.get(key) for key in ("ETag", "etag", "created")] for name, info in self._find("").items()}
+        return {name: next((str(each) for each in found if each), None) for name, found in marks.items()}
+
+    def _find(self, below: str) -> dict[str, dict[str, Any]]:
         root = self._path("")
 
-        def find(system: Any, path: str, timeout: float) -> dict[str, int]:
+        def find(system: Any, path: str, timeout: float) -> dict[str, dict[str, Any]]:
             system.invalidate_cache()
             with contextlib.suppress(FileNotFoundError):
                 found = system.find(path, detail=True, timeout=timeout)
-                names = {each.removeprefix(root): int(info["size"]) for each, info in found.items()}
-                return {name: size for name, size in names.items() if _is_plain(name)}
+                return {each.removeprefix(root): info for each, info in found.items() if _is_plain(each, root)}
             return {}
 
         return self._call(below, "listed", find)
@@ -157,6 +164,7 @@ class RemoteFolder:
         return display_url(f"{self.url}/{name}")
 
 
-def _is_plain(name: str) -> bool:
+def _is_plain(path: str, root: str) -> bool:
     """Return whether a name can be a path below a local folder; markers of empty folders are left out too."""
+    name = path.removeprefix(root)
     return name.isprintable() and "\\" not in name and not {"", ".", ".."} & set(name.split("/"))
