@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -14,13 +13,36 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import reuse
 from tests.models import tiny_model
 from tests.quantizers.test_contract import CONFIGS
 from vqclip.config.messages import kinds_of
 from vqclip.quantizers import QuantizerConfig
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import json, sys, torch, vqclip
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+torch.set_num_threads(1)
+what, folders, store = sys.argv[1], sorted(Path(sys.argv[2]).iterdir()), Path(sys.argv[3])
+inputs = {"image": load_file(store / "inputs.safetensors")["images"]}
+inputs["text"] = json.loads((store / "captions.json").read_text())
+stored, found = {} if what == "encode" else load_file(store / "ids.safetensors"), {}
+for folder in folders:
+    for modality, batch in inputs.items():
+        key = f"{folder.name}/{modality}"
+        tokenizer = vqclip.load_tokenizer(folder, modality, encode=what == "encode")
+        if what == "encode":
+            found[key] = tokenizer.encode(batch)
+        else:
+            found[f"{key}/vectors"] = tokenizer.decode(stored[key])
+            found[f"{key}/embedding"] = tokenizer.embed(stored[key])
+if what == "read":
+    assert not {"timm", "open_clip", "torchvision", "webdataset", "PIL"} & set(sys.modules)
+save_file(found, store / ("ids.safetensors" if what == "encode" else "read.safetensors"))
+print(vqclip.__file__)
+"""
+"""What somebody does who has nothing but the installed package and tokenizer folders."""
 CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
 DISCRETE = [name for name, config in CONFIGS.items() if config.build().codebook_sizes]
 
@@ -100,7 +122,7 @@ def test_the_wheel_alone_encodes_and_reads_the_same_bits(tmp_path, one_thread):
     (own / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
 
     expected = trained(DISCRETE, tmp_path / "folders", tmp_path / "store")
-    shutil.copy(reuse.__file__, tmp_path)
+    (tmp_path / "reuse.py").write_text(SCRIPT)
     for what in ("encode", "read"):
         found = run(str(python), what, tmp_path / "folders", tmp_path / "store", tmp_path, PYTHONPATH="")
         assert found.is_relative_to(own)

@@ -46,11 +46,9 @@ def register(precision: Precision = "fp32", weights: Weights = "averaged") -> No
     Raises:
         ConfigError: clip_benchmark is not installed.
     """
-    models = import_extra("clip_benchmark.models", "clip-benchmark", "vqclip clip-benchmark ")
+    models = _import("models")
     # clip_benchmark 1.6.2 calls float() on arrays of one number, which numpy 2.4 refuses (LAION-AI/CLIP_benchmark#147).
-    import_extra(
-        "clip_benchmark.metrics.zeroshot_classification", "clip-benchmark", "vqclip clip-benchmark "
-    ).float = _to_float
+    _import("metrics.zeroshot_classification").float = lambda number: numpy.asarray(number).item()
     models.TYPE2FUNC[MODEL_TYPE] = partial(load_vqclip, precision=precision, weights=weights)
     if MODEL_TYPE not in models.MODEL_TYPES:
         models.MODEL_TYPES.append(MODEL_TYPE)
@@ -83,7 +81,7 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: clip_benchmark is not installed.
     """
-    cli, arguments_before = import_extra("clip_benchmark.cli", "clip-benchmark", "vqclip clip-benchmark "), sys.argv
+    cli, arguments_before = _import("cli"), sys.argv
     autodecode = import_module("webdataset.autodecode")
     tables = autodecode.decoders, autodecode.imagespecs
     before = [dict(table) for table in tables]
@@ -106,8 +104,8 @@ class _WorkerPreprocess(Preprocess):
         self.__dict__.update(state)
 
 
-def _to_float(number: Any) -> float:
-    return float(numpy.asarray(number).item())
+def _import(module: str) -> Any:
+    return import_extra(f"clip_benchmark.{module}", "clip-benchmark", "vqclip clip-benchmark ")
 
 
 def _adapt_webdataset() -> None:
