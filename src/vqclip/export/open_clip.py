@@ -70,7 +70,15 @@ def export_towers(folder: str | Path, base: str, out: Path) -> ExportedTowers:
 
     require_replaceable(out, CONFIG_FILE)
     clip = CLIP.from_pretrained(folder)
-    name = _open_clip_name(clip, folder)
+    sections: dict[str, Any] = {"image": clip.config.image.tower, "text": clip.config.text.tower}
+    found = {name: f"{tower.kind} {getattr(tower, 'model', '')}".strip() for name, tower in sections.items()}
+    if any(tower.kind != "open_clip" for tower in sections.values()) or found["image"] != found["text"]:
+        raise ConfigError(
+            f"{folder}: got the towers {found['image']} and {found['text']}; expected both of one open_clip model "
+            "(model.towers: {kind: open_clip, ...}). open_clip has no place for other towers, nor for what vqclip adds "
+            "to them; vqclip.integrations.open_clip.load gives any folder the methods of an open_clip model"
+        )
+    name = str(sections["image"].model)
     try:
         model = create_open_clip(name, base)
     except ConfigError as error:
@@ -93,18 +101,6 @@ def export_towers(folder: str | Path, base: str, out: Path) -> ExportedTowers:
 
     replace_folder(out, fill)
     return ExportedTowers(out, tuple(towers), tuple(key for key in model.state_dict() if key not in towers))
-
-
-def _open_clip_name(clip: CLIP, folder: str | Path) -> str:
-    towers: dict[str, Any] = {"image": clip.config.image.tower, "text": clip.config.text.tower}
-    found = {name: f"{tower.kind} {getattr(tower, 'model', '')}".strip() for name, tower in towers.items()}
-    if any(tower.kind != "open_clip" for tower in towers.values()) or found["image"] != found["text"]:
-        raise ConfigError(
-            f"{folder}: got the towers {found['image']} and {found['text']}; expected both of one open_clip model "
-            "(model.towers: {kind: open_clip, ...}). open_clip has no place for other towers, nor for what vqclip adds "
-            "to them; vqclip.integrations.open_clip.load gives any folder the methods of an open_clip model"
-        )
-    return str(towers["image"].model)
 
 
 def _rename(tower: nn.Module, prefixes: dict[str, str]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ import functools
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -63,8 +63,9 @@ class Prefix(NamedTuple):
         Numbers of stages and of codebooks are 1, 2, 3, ... up to 8, or 1, 2, 4, ... of more. Without codes there is no
         prefix.
         """
-        found = {Prefix(number, self.codebooks) for number in _numbers(self.stages)}
-        found |= {Prefix(self.stages, number) for number in _numbers(self.codebooks)}
+        counts = [{most, *(n for n in range(1, most) if most <= 8 or n.bit_count() == 1)} for most in self]
+        found = {Prefix(number, self.codebooks) for number in counts[0]}
+        found |= {Prefix(self.stages, number) for number in counts[1]}
         # By stages, then by codebooks.
         return sorted(
             (each for each in found if min(each)),
@@ -75,11 +76,6 @@ class Prefix(NamedTuple):
         """Return the prefix that is the same share of ``to`` as this one is of ``of``, rounded up."""
         stages, codebooks = (-(-part * new // old) for part, old, new in zip(self, of, to, strict=True))
         return Prefix(stages, codebooks)
-
-
-def _numbers(most: int) -> Iterator[int]:
-    yield from (number for number in range(1, most) if most <= 8 or number.bit_count() == 1)
-    yield most
 
 
 @dataclass(eq=False)
@@ -229,11 +225,7 @@ class Quantizer(nn.Module, ABC):
         return QuantizerOutput(vectors.reshape(x.shape), ids.reshape(*x.shape[:-1], len(self.codebook_sizes)), stats)
 
     def encode(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the ids without computing statistics: ``(..., D)`` → ``(..., C)`` int64, -1 where masked.
-
-        Raises:
-            ShapeError: as in `forward`.
-        """
+        """Return the ids without computing statistics: ``(..., D)`` → ``(..., C)`` int64, -1 where masked."""
         with full_precision(x.device), torch.no_grad():
             bounded, keep = self._check_and_bound(x, mask)
             ids = self._nearest(bounded)[1]
@@ -263,9 +255,6 @@ class Quantizer(nn.Module, ABC):
         """Return ``forward(x, mask).vectors`` without the rounding, ``(..., D)`` → ``(..., D)``.
 
         Used to evaluate with the quantizer bypassed, and to measure the quantization error.
-
-        Raises:
-            ShapeError: as in `forward`.
         """
         with full_precision(x.device):
             vectors, keep = self._check_and_bound(x, mask)

@@ -26,11 +26,7 @@ FINEST = 2.0**24
 
 
 def check_size(name: str, dim: int, codebooks: int, stages: int = 1) -> None:
-    """Check the width and the numbers of codebooks and stages of a quantizer that contains others, before it is made.
-
-    Raises:
-        ConfigError: more than `MAX_WIDTH` channels, `MAX_CODEBOOKS` codebooks or `MAX_STAGES` stages.
-    """
+    """Check the sizes of a quantizer that contains others, before it is made; raise ConfigError if one is too large."""
     if codebooks > MAX_CODEBOOKS or dim > MAX_WIDTH:
         raise ConfigError(
             f"{name}: got {codebooks} codebooks and {dim} channels a token, nested ones counted; expected at most "

@@ -49,8 +49,7 @@ def from_vector_quantize_pytorch(module: nn.Module, inner: bool = False) -> Quan
 
     Copies the codebooks, their moving averages and all settings that determine ids; of the training settings, the
     decay, the learning method and quantize dropout. Losses and replacement of dead codes follow `VQ`. Ids are equal in
-    evaluation, except for vectors within a rounding error of the border between two codes. In a ResidualFSQ this
-    concerns the last stages once the product of a channel's levels over the stages exceeds 10^6.
+    evaluation, except for vectors within a rounding error of the border between two codes.
 
     Args:
         module: a ``VectorQuantize``, ``SimVQ``, ``FSQ``, ``LFQ``, or the residual or grouped residual form of one

@@ -51,10 +51,6 @@ class Draw:
     shared: bool = True
     """True: draw from the tokens of all ranks. False: each rank draws from its own."""
 
-    def number(self) -> int:
-        """Return M; never waits for the device."""
-        return int(self.count)
-
 
 @dataclass(eq=False)
 class Stats:
@@ -95,7 +91,7 @@ class Stats:
         """Return the statistics of both batches together, e.g. of two microbatches, this one's tokens first."""
         if not isinstance(other, Stats):
             return NotImplemented
-        drawn, also_drawn = ({n: draw.number() for n, draw in stats.draws.items()} for stats in (self, other))
+        drawn, also_drawn = ({n: int(draw.count) for n, draw in stats.draws.items()} for stats in (self, other))
         if self.keys() != other.keys() or drawn != also_drawn:
             raise ShapeError(
                 f"statistics of different quantizers, or from before and after an update: of {sorted(self)} and of "
@@ -185,8 +181,18 @@ def sync(stats: Sequence[Stats], order: Order | None = None, histograms: bool = 
         return list(stats)
     flat = dist.replicated_sum(torch.cat(parts))
     reduced = iter(flat.split([part.numel() for part in parts]))
+
+    def unpack(local: Tensor) -> Tensor:
+        total = next(reduced).view_as(local)
+        return total if local.is_floating_point() else total.detach().round().to(local.dtype)
+
     return [
-        Stats(_unpack_sums(travels, reduced) | stays, {}, True, {} if included else entry.histograms)
+        Stats(
+            {name: unpack(local) for name, local in travels.items()} | stays,
+            {},
+            True,
+            {} if included else entry.histograms,
+        )
         if travels or not entry.is_global
         else entry
         for entry, (travels, stays) in zip(stats, pending, strict=True)
@@ -239,7 +245,7 @@ def _draw_tokens(draws: Mapping[str, Draw], order: Order | None) -> dict[str, Te
     """Return ``<name>/vectors`` ``(M, G, D)`` and ``<name>/present`` ``(M, 1, 1)``, 0 for tokens of other ranks."""
     found = {}
     for name, draw in draws.items():
-        count = draw.number()
+        count = int(draw.count)  # it is on the CPU
         some = len(draw.vectors) and count and (order is None or order.size)
         row = _rows(draw, count, order) if some else draw.stream.new_full((count,), -1)
         present = (row >= 0)[:, None, None]
@@ -279,14 +285,6 @@ def _rows(draw: Draw, count: int, order: Order | None) -> Tensor:
 def _number_tokens(keep: Tensor, begin: Tensor | int) -> Tensor:
     """Return ``(T,)`` consecutive numbers of the real tokens, -1 for padding."""
     return torch.where(keep, begin + keep.cumsum(dim=0) - 1, -1)
-
-
-def _unpack_sums(local: Mapping[str, Tensor], reduced: Iterator[Tensor]) -> dict[str, Tensor]:
-    sums = {}
-    for name, total in local.items():
-        whole = next(reduced).view_as(total)
-        sums[name] = whole if total.is_floating_point() else whole.detach().round().to(total.dtype)
-    return sums
 
 
 def stream(key: int, step: Tensor) -> Tensor:

@@ -209,11 +209,7 @@ class TokenizerDecoder(nn.Module):
     def truncate(self, ids: Tensor, stages: int | None = None, codebooks: int | None = None) -> Tensor:
         """Replace the ids ``(B, N, C)`` outside of the first stages and codebooks by -1, to use fewer bits.
 
-        `decode` and `embed` take the result; see `Quantizer.truncate`.
-
-        Raises:
-            ShapeError: for another shape or dtype, or an id outside its codebook.
-            ConfigError: a number is less than 1, or more than the quantizer has (`quantizer.extent`).
+        `decode` and `embed` take the result; see `Quantizer.truncate`, also for errors.
         """
         return self.quantizer.truncate(self._require_shape(ids), stages, codebooks)
 
@@ -242,10 +238,7 @@ class TokenizerDecoder(nn.Module):
     def codebook(self, codebook: int) -> Tensor:
         """Return one codebook as a matrix ``(K, d)``, one row a code, of the quantizer's d channels.
 
-        A token's code vector is the sum of its rows over the codebooks; see `codebook_matrix`.
-
-        Raises:
-            ShapeError: there is no such codebook, or it has more codes than a matrix should.
+        A token's code vector is the sum of its rows over the codebooks; see `codebook_matrix`, also for errors.
         """
         return codebook_matrix(self.quantizer, codebook)
 

@@ -112,9 +112,7 @@ class Tokenizer(TokenizerDecoder, ABC):
     def forward(self, inputs: Tensor, tower_features: Tensor | None = None) -> TokenizerOutput:
         """Run the training path on a batch from `preprocess`: embedding, ids, statistics. Contains no collective.
 
-        Args:
-            inputs: a batch from `preprocess`.
-            tower_features: ``(B, N, D)`` from `tower_features`; the tower is then not run.
+        With ``tower_features`` ``(B, N, D)``, from the method of this name, the tower is not run.
         """
         return self._quantize(*self.features(inputs, tower_features))
 

@@ -85,13 +85,7 @@ class Normalize(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(3, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Normalise ``images``.
-
-        Args:
-            images: ``(B, 3, H, W)``, uint8 in 0..255 or floating point in 0..1.
-
-        Returns:
-            ``(B, 3, H, W)`` in the dtype of the tower's weights.
+        """Map ``(B, 3, H, W)``, uint8 in 0..255 or floating point in 0..1, to the dtype of the tower's weights.
 
         Raises:
             ShapeError: wrong shape or dtype.

@@ -255,14 +255,9 @@ def find_inherited(
     temperature: Collection[str],
     notes: tuple[str, ...] = (),
 ) -> InheritedWeights:
-    """Find the tensors of an open_clip model that are now those of ``towers``.
+    """Find the tensors of an open_clip model that are now those of ``towers``, or among the names in ``temperature``.
 
-    Args:
-        source: name of the checkpoint.
-        tensors: of the open_clip model, by name; the towers share those that they have taken.
-        towers: modules that have taken parts of it; weights that do not affect their features count as left.
-        temperature: which of ``logit_scale`` and ``logit_bias`` were taken.
-        notes: see `InheritedWeights`.
+    Weights that do not affect the features of a tower count as left.
     """
     used: set[int] = set()
     for tower in towers:

@@ -23,10 +23,8 @@ VOCABULARY_FILE = "tokenizer.json"
 _CACHED_WORDS = 100_000
 _LONG_WORD = 64
 """Longer words, in characters, are not cached."""
-_SIZE = 49408
 _END = "</w>"
 """End of the last token of a word."""
-_END_OF_TEXT = 49407
 
 
 class Vocabulary(ABC):
@@ -104,18 +102,16 @@ class BPE(Vocabulary):
         context_length: N, token positions per caption.
     """
 
-    size = _SIZE
-    end_of_text = _END_OF_TEXT
-    """Number of the end mark."""
-    before, after, padding = (_END_OF_TEXT - 1,), (_END_OF_TEXT,), 0
+    size, end_of_text = 49408, 49407
+    """Number of tokens, and number of the end mark."""
+    before, after, padding = (49406,), (49407,), 0
     description = "open_clip's byte pairs: start mark, tokens, end mark, then zeros up to the context length"
 
     def __init__(self, context_length: int):
         self.context_length = context_length
 
     def _numbers(self, caption: str) -> list[int]:
-        numbers: list[int] = _bpe().encode(caption)
-        return numbers
+        return list(_bpe().encode(caption))
 
     def pieces(self, caption: str) -> tuple[list[str], int]:
         """See `Vocabulary.pieces`."""
@@ -174,8 +170,8 @@ def _bpe() -> Any:
     pattern: str = tokenizer.pat.pattern
     if not pattern.startswith(marks):
         raise RuntimeError(f"open_clip's tokenizer changed: expected a pattern that starts with {marks}, got {pattern}")
-    if (tokenizer.vocab_size, tokenizer.eot_token_id) != (_SIZE, _END_OF_TEXT):
-        raise RuntimeError(f"open_clip's vocabulary changed: expected {_SIZE} tokens, got {tokenizer.vocab_size}")
+    if (tokenizer.vocab_size, tokenizer.eot_token_id) != (BPE.size, BPE.end_of_text):
+        raise RuntimeError(f"open_clip's vocabulary changed: expected {BPE.size} tokens, got {tokenizer.vocab_size}")
     regex = theirs.re  # the package of that name: Python's own does not know \p{L}
     tokenizer.pat = regex.compile(pattern.removeprefix(marks), regex.IGNORECASE)
     tokenizer.cache = _Bounded()
@@ -263,7 +259,7 @@ class FastVocabulary(Vocabulary):
         return [number for number, _ in self._tokens(caption)]
 
     def pieces(self, caption: str) -> tuple[list[str], int]:
-        """Return the text of each token of a caption, and how many of them are read; see `Vocabulary.pieces`."""
+        """See `Vocabulary.pieces`."""
         texts = [text for _, text in self._tokens(caption)]
         return texts, self.context_length - len(self.before) - len(self.after)
 

@@ -188,7 +188,7 @@ def _forward(config: TrainConfig, model: CLIP, samples: int, rows: int) -> tuple
     both = (out.image.stats, out.text.stats)
     numbers = 2 * config.model.embed_dim + 1 + sum(each.numel() for stats in both for each in stats.sums.values())
     for draw in (each for stats in both for each in stats.draws.values() if each.shared):
-        numbers += draw.number() * (draw.vectors[0].numel() + 1)
+        numbers += int(draw.count) * (draw.vectors[0].numel() + 1)
     batch = _size([tokens, *features.values()]) + (0 if "image" in config.cached_modalities else pixels.nbytes)
     return batch, saved, 8 * numbers
 

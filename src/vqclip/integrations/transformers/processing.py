@@ -30,15 +30,11 @@ _MAX_SIZE = 4096
 class VqclipImageProcessor(BaseImageProcessor):
     """PIL images → ``pixel_values`` ``(B, 3, H, W)`` uint8, bit for bit those of `ImageTokenizer.preprocess`.
 
-    Pixels stay bytes: the tower normalises them on the device.
-
-    Args:
-        image_size: height and width in pixels.
-        mode: crop: resize the shorter side and crop the centre; squash: resize both sides independently.
-        interpolation: bicubic or bilinear, antialiased.
+    Pixels stay bytes: the tower normalises them on the device. ``image_size`` is height and width in pixels; for the
+    other arguments see `EvalTransformConfig`.
 
     Raises:
-        ConfigError: another value.
+        ConfigError: a wrong value.
     """
 
     model_input_names = ["pixel_values"]
@@ -71,12 +67,7 @@ class VqclipImageProcessor(BaseImageProcessor):
     def from_pretrained(  # type: ignore[override]
         cls, pretrained_model_name_or_path: str | os.PathLike[str], revision: str | None = None, **options: Any
     ) -> VqclipImageProcessor:
-        """Load from a tokenizer folder or hub name, or from a folder with ``preprocessor_config.json`` alone.
-
-        Raises:
-            CheckpointError: a folder that is missing or damaged, or has no image tokenizer.
-            ConfigError: an option that has no meaning here.
-        """
+        """Load from a tokenizer folder or hub name, or from a folder with ``preprocessor_config.json`` alone."""
         folder = local_folder(pretrained_model_name_or_path, revision)
         if (folder / PROCESSOR_FILE).is_file() and not (folder / CONFIG_FILE).is_file():
             loaded: VqclipImageProcessor = super().from_pretrained(folder, **options)
@@ -125,12 +116,7 @@ class VqclipVocabulary:
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], revision: str | None = None, **options: Any
     ) -> VqclipVocabulary:
-        """Load from a tokenizer folder or hub name.
-
-        Raises:
-            CheckpointError: a folder that is missing or damaged, or has no text tokenizer.
-            ConfigError: an option that has no meaning here.
-        """
+        """Load from a tokenizer folder or hub name; errors as of `FolderModel.from_pretrained`."""
         require_no_options(f"{cls.__name__}.from_pretrained", options)
         folder = TokenizerFolder.open(local_folder(pretrained_model_name_or_path, revision))
         return cls(read_tokenizer_config(folder, "text").tower.vocabulary())
