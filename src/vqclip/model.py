@@ -134,7 +134,8 @@ class CLIP(nn.Module):
             self.inherited = find_inherited(source, tensors, towers, start.taken, start.notes)
         self.config = config.model_copy(update={"temperature": start.config})
         self.logit_scale = nn.Parameter(torch.tensor(start.log_scale))
-        self.logit_bias = None if start.bias is None else nn.Parameter(torch.tensor(float(start.bias)))
+        bias: Any = start.config.bias  # a number by now, if any
+        self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(float(bias)))
 
     def forward(
         self,

@@ -209,14 +209,6 @@ def test_more_stages_than_float32_has_digits_are_refused() -> None:
     Residual(SimVQ(3, 4), 100)
 
 
-@pytest.mark.parametrize("layer", [FSQ((4, 4)), VQ(4, 8, cosine=True)], ids=["fsq", "vq, cosine"])
-def test_one_stage_is_the_layer(layer: Quantizer) -> None:
-    quantizer = Residual(layer, 1)
-    quantizer.layers[0].load_state_dict(layer.state_dict())
-    x = torch.randn(30, layer.dim)
-    assert torch.equal(quantizer(x).vectors, layer(x).vectors)
-
-
 def test_stages_that_start_one_by_one_compile_once_and_draw_in_turn() -> None:
     torch._dynamo.reset()
     quantizer = Residual(VQ(4, 8), 5)

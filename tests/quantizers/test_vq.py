@@ -191,17 +191,6 @@ def test_statistics_of_evaluation_are_refused() -> None:
         quantizer.train().update(stats)
 
 
-def test_codes_are_float32_whatever_the_default() -> None:
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.bfloat16)
-        made = [VQ(3, 8), VQ(3, 8, learning="gradient"), SimVQ(3, 8)]
-    finally:
-        torch.set_default_dtype(before)
-    for quantizer in made:
-        assert all(t.dtype == torch.float32 for t in quantizer.state_dict().values() if t.is_floating_point())
-
-
 def test_statistics_from_before_another_state_are_refused() -> None:
     quantizer = VQ(3, 8, dead_below=0.0)
     before = quantizer(torch.randn(50, 3)).stats

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, VQ, on_the_border, tiny_model
+from tests.models import FSQ, LFQ, PRODUCT, RESIDUAL, VQ, on_the_border, tiny_model
 from vqclip import load_tokenizer
 from vqclip.errors import CheckpointError, ConfigError, ShapeError
 from vqclip.lm_vocabulary import DelayedCodes, Vocabulary
@@ -220,13 +220,6 @@ def test_wrong_ids_are_refused(ids, message):
             use(ids)
 
 
-def test_the_continuous_baseline_has_no_ids():
-    model = built(IDENTITY).eval()
-    images = pictures()
-    assert model.image.encode(images).shape == (3, 4, 0)
-    assert torch.equal(model.image(images).embedding, model.image.continuous(images))
-
-
 @pytest.mark.parametrize("normalize", ["layer", "l2"])
 def test_one_channel_has_nothing_to_normalize(normalize):
     config = tiny_model({"kind": "lfq", "bits": 1})
@@ -278,13 +271,6 @@ def test_preprocessing_is_pickled_without_the_weights(modality):
     if modality == "image":
         inputs = Image.effect_noise((40, 30), 90)
     assert torch.equal(pickle.loads(pickled)(inputs), tokenizer.preprocess(inputs))
-
-
-def test_parameters_stand_in_the_order_of_the_data():
-    names = [
-        name.split(".")[0] for name, _ in tiny_model(VQ | {"learning": "gradient"}).build().image.named_parameters()
-    ]
-    assert list(dict.fromkeys(names)) == ["tower", "project_in", "quantizer", "project_out", "pool"]
 
 
 def test_a_class_loads_its_own_modality(saved, tmp_path):

@@ -248,14 +248,6 @@ def test_a_bias_is_taken_where_it_is_asked_for(tmp_path):
     assert "no bias as configured; the pretrained weights have -7" in plain.inherited.describe()
 
 
-def test_a_trunk_is_taken_without_its_head(tmp_path):
-    vision = {"image_size": 224, "timm_model_name": "vit_tiny_patch16_224", "timm_pool": "avg", "timm_proj": "linear"}
-    _, weights = save_open_clip(tmp_path, "vqclip-trunk", vision_cfg=vision)
-    model = ModelConfig.model_validate(both_towers("vqclip-trunk", weights)).build()
-    assert "visual.head.proj.weight" in model.inherited.left
-    assert not any(name.startswith("visual.trunk.blocks") for name in model.inherited.left)
-
-
 def test_weights_that_do_not_affect_the_features_count_as_left():
     tower = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 4, bias=False))
     tensors = {"visual.trunk.proj": tower[0].weight, "visual.trunk.attn_pool": tower[1].weight}

@@ -78,7 +78,7 @@ class TemperatureConfig(Config):
             used = "no bias" if bias is None else f"{bias:g}"
             notes.append(f"model.temperature.bias: {used} as configured; the pretrained weights have {their_bias:g}")
         resolved = self.model_copy(update={"init": scale, "bias": bias})
-        return StartTemperature(resolved, log_scale, bias, tuple(taken), tuple(notes))
+        return StartTemperature(resolved, log_scale, tuple(taken), tuple(notes))
 
 
 class StartTemperature(NamedTuple):
@@ -88,8 +88,6 @@ class StartTemperature(NamedTuple):
     """The configuration with these values as numbers."""
     log_scale: float
     """Natural logarithm of the scale."""
-    bias: float | None
-    """Bias of the logits, if any."""
     taken: tuple[str, ...]
     """Names of the values from the checkpoint: ``logit_scale``, ``logit_bias``."""
     notes: tuple[str, ...]

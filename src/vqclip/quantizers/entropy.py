@@ -168,17 +168,6 @@ def _(grad: Tensor, logits: Tensor, keep: Tensor | None) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-def entropy(probabilities: Tensor) -> Tensor:
-    """Return ``-Σ p log p`` over the last dimension, in nats; ``(..., K)`` → ``(...)``.
-
-    A zero adds exactly 0 to the value and to the gradient: the inner `where` keeps it out of the logarithm. A clamp
-    would change both.
-    """
-    positive = probabilities != 0
-    log = torch.where(positive, torch.where(positive, probabilities, 1.0).log(), 0.0)
-    return -(probabilities * log).sum(dim=-1)
-
-
 def entropy_gap(mass: Tensor, tokens: Tensor) -> Tensor:
     """Return ``log K - H(mean distribution over codes)`` in nats; 0 without tokens.
 
@@ -189,6 +178,9 @@ def entropy_gap(mass: Tensor, tokens: Tensor) -> Tensor:
     Returns:
         ``(C,)`` float64, at least 0.
     """
-    gap = math.log(mass.shape[-1]) - entropy(mass.double() / tokens.clamp(min=1))
+    shares = mass.double() / tokens.clamp(min=1)
+    # The inner `where` keeps a share of 0 out of the logarithm: it adds exactly 0 to value and gradient.
+    log = torch.where(shares != 0, torch.where(shares != 0, shares, 1.0).log(), 0.0)
+    gap = math.log(mass.shape[-1]) + (shares * log).sum(dim=-1)
     # Rounding can make a gap of 0 slightly negative.
     return torch.where(tokens > 0, gap, 0.0).clamp(min=0)

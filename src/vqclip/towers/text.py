@@ -27,7 +27,7 @@ class TextTower(Tower):
         vocabulary: maps captions to its token numbers.
 
     Attributes:
-        context_length: N, positions per caption; captions are cut or padded to it.
+        context_length, num_tokens: N, positions per caption; captions are cut or padded to it.
         sees_padding: True if a token's features depend on the padding after it.
         unused: names of weights that do not affect the features, such as a pooler's.
     """
@@ -38,17 +38,12 @@ class TextTower(Tower):
     def __init__(self, transformer: nn.Module, width: int, vocabulary: Vocabulary):
         super().__init__()
         self.transformer, self.width, self.vocabulary = transformer, width, vocabulary
-        self.context_length = vocabulary.context_length
+        self.context_length = self.num_tokens = vocabulary.context_length
         self.unused: tuple[str, ...] = ()
 
     @abstractmethod
     def features(self, tokens: Tensor, real: Tensor) -> Tensor:
         """Map tokens ``(B, N)``, of which ``real`` are no padding, to ``(B, N, D)``; B is at least 1."""
-
-    @property
-    def num_tokens(self) -> int:
-        """N, token positions per caption, padding included."""
-        return self.context_length
 
     def mask(self, tokens: Tensor) -> Tensor:
         """Return ``(B, N)`` bool, True at real tokens, marks included; see `Vocabulary.mask`."""
