@@ -94,7 +94,7 @@ def read_tokenizer_config(opened: TokenizerFolder, modality: Modality) -> Any:
     Raises:
         CheckpointError: the folder lacks this tokenizer, or its section does not fit the schema.
     """
-    from vqclip.tokenizer import ImageTokenizerConfig, TextTokenizerConfig
+    from vqclip.tokenizer.encoder import ImageTokenizerConfig, TextTokenizerConfig
 
     path, prefix = opened.path / CONFIG_FILE, f"{modality}.tower."
     schema: Any = ImageTokenizerConfig if modality == "image" else TextTokenizerConfig
