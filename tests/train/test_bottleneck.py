@@ -13,8 +13,8 @@ from tests.training import all_equal, differences, identity_of, metrics, run, ru
 from vqclip.config import load_config
 from vqclip.errors import ConfigError
 from vqclip.train import TrainConfig
-from vqclip.train.compilation import compile_model
 from vqclip.train.config import BottleneckConfig
+from vqclip.train.parallel import compile_model
 
 SCHEDULE = BottleneckConfig(open_steps=2, close_steps=3)
 

@@ -50,9 +50,9 @@ from vqclip.towers.image import TimmTowerConfig
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
 from vqclip.train.checkpointer import Checkpointer
-from vqclip.train.compilation import CompiledRegions
 from vqclip.train.config import ScheduleConfig
 from vqclip.train.main import require_samples
+from vqclip.train.parallel import CompiledRegions
 from vqclip.train.resume import Resumed
 from vqclip.train.step import TrainStep
 from vqclip.train.summary import render

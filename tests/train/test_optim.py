@@ -217,22 +217,15 @@ def test_build():
     optimizer = OptimConfig(betas=(0.8, 0.9), eps=1e-7).build(Model())
     assert optimizer.defaults["fused"] is True
     assert (optimizer.defaults["betas"], optimizer.defaults["eps"]) == ((0.8, 0.9), 1e-7)
-    for implementation in ("foreach", "for_loop"):
-        optimizer = OptimConfig(implementation=implementation).build(Model())
-        assert optimizer.defaults["fused"] is False
-        assert optimizer.defaults["foreach"] is (implementation == "foreach")
-    meta = Model().to("meta")
-    assert OptimConfig().build(meta).defaults["fused"] is False
-    with pytest.raises(ConfigError, match=r"optim\.implementation: got 'fused', which meta may not have"):
-        OptimConfig(implementation="fused").build(meta)
+    assert OptimConfig().build(Model().to("meta")).defaults["fused"] is False
     with pytest.raises(ConfigError, match="nothing to train"):
         OptimConfig().build(Model().requires_grad_(False))
 
 
 def test_bad_values_are_refused():
     with pytest.raises(ConfigError) as caught:
-        load_config(OptimConfig, overrides=["lr=-1e-4", "betas=[0.9, 1.0]", "warmup=3", "implementation=fast"])
-    assert len(str(caught.value).splitlines()) == 4
+        load_config(OptimConfig, overrides=["lr=-1e-4", "betas=[0.9, 1.0]", "warmup=3"])
+    assert len(str(caught.value).splitlines()) == 3
     assert load_config(OptimConfig, overrides=["lr=1e-4", "clip_grad_norm=null"]).lr == 1e-4
     with pytest.raises(ConfigError, match="got neither lr_ratio nor weight_decay"):
         load_config(OptimConfig, overrides=["overrides=[{pattern: '*'}]"])

@@ -540,7 +540,7 @@ def finished(tmp_path_factory, shards):
 def test_what_leaves_the_trajectory_alone_may_change(finished):
     changes = {
         "data__workers": 1, "data__prefetch": 1, "train__report_every": 7, "train__checkpoint_every": 3,
-        "optim__implementation": "foreach", "train__activation_checkpointing": True, "run__timeout_s": 50.0,
+        "train__activation_checkpointing": True, "run__timeout_s": 50.0,
     }  # fmt: skip
     tree = run_tree(*finished, **({"train__steps": 4} | changes))
     assert train(tree).finished

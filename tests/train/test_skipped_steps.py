@@ -118,7 +118,6 @@ CASES = {
     "codebooks of each rank": (BUSY_VQ | {"sync_codebook": False}, {"train__precision": "bf16"}),
     "fsdp": (BUSY_VQ, {"train__parallel": "fsdp"}),
     "decoder and discriminators": (FSQ, {"model__image__pixels": PIXELS}),
-    "another kernel": (FSQ, {"optim__implementation": "foreach"}),
 }
 FEW = {1: ("residual, 3 microbatches",), 2: ("vq", "fsdp")}
 

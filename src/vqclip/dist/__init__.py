@@ -18,8 +18,9 @@ the whole batch, with equal, unequal and empty batches per rank:
         tower.backward                 # W · this rank's part of dL/dw
         DDP                            # mean over ranks: sum of W · parts / W = dL/dw
 
-Two rules follow. Normalise a loss by the *global* count, never by the local one. A parameter that every rank uses in the
-loss itself, such as the temperature, needs no collective: DDP's average of W equal gradients is right. `Shards` averages as DDP does.
+Two rules follow. Normalise a loss by the *global* count, never by the local one. A parameter that every rank uses in
+the loss itself, such as the temperature, needs no collective: DDP's average of W equal gradients is right. `Shards`
+averages as DDP does.
 
 Choose the sum by its use:
 
@@ -31,7 +32,8 @@ Choose the sum by its use:
 autograd function of our own from then on and under `torch.compile`; both give equal values and gradients.
 
 If another rank dies, or a wait exceeds the timeout given to `init`, the collective raises a `DistributedError` with its
-name. In the backward of `all_gather` torch raises an error of its own: wrap `loss.backward()` in `named_errors`. (NCCL checks its timeout in a separate thread, which ends the process with NCCL's message instead.)
+name. In the backward of `all_gather` torch raises an error of its own: wrap `loss.backward()` in `named_errors`. (NCCL
+checks its timeout in a separate thread, which ends the process with NCCL's message instead.)
 """
 
 from vqclip.dist._collectives import (
@@ -41,7 +43,6 @@ from vqclip.dist._collectives import (
     reduce_,
     reduce_scatter,
     replicated_sum,
-    ring_shift,
     start_ring_shift,
 )
 from vqclip.dist._control import (
@@ -57,8 +58,6 @@ from vqclip.dist._control import (
     shared_seed,
     start_any_rank,
 )
-from vqclip.dist._ddp import Replicas, release_ddp, unwrap_ddp, wrap_ddp
-from vqclip.dist._fsdp import Roots, Shards, local_rows, sharded_parameters
 from vqclip.dist._state import (
     Collective,
     choose_device,
@@ -77,6 +76,16 @@ from vqclip.dist._state import (
     world_size,
 )
 from vqclip.dist._torch_versions import is_torch_compiling
+from vqclip.dist._weights import (
+    Replicas,
+    Roots,
+    Shards,
+    local_rows,
+    release_ddp,
+    sharded_parameters,
+    unwrap_ddp,
+    wrap_ddp,
+)
 
 __all__ = [
     "BackgroundGroup",
@@ -110,7 +119,6 @@ __all__ = [
     "reduce_scatter",
     "release_ddp",
     "replicated_sum",
-    "ring_shift",
     "run_on_main",
     "sharded_parameters",
     "shared_seed",

@@ -177,11 +177,6 @@ def reduce_scatter(x: Tensor, sizes: Sequence[int]) -> Tensor:
     return mine[: sizes[rank()]].to(x.dtype)
 
 
-def ring_shift(x: Tensor, rows: int) -> Tensor:
-    """Send `x` to the next rank and receive the previous rank's `x`; see `start_ring_shift`."""
-    return start_ring_shift([x], rows)()[0]
-
-
 def start_ring_shift(tensors: Sequence[Tensor], rows: int) -> Callable[[], list[Tensor]]:
     """Begin to send tensors to the next rank, the last one to rank 0, and to receive those of the previous rank.
 

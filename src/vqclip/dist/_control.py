@@ -42,7 +42,7 @@ def any_rank(flag: bool | Tensor) -> bool:
 
 
 def start_any_rank(read_flags: Callable[[], Sequence[bool]]) -> Callable[[], Sequence[bool]]:
-    """Begin `any_rank` of several flags and return a function that ends it, so that no rank waits for the others in between.
+    """Begin `any_rank` of several flags and return a function that ends it; no rank waits for the others in between.
 
     Both are collectives, and other ones may come between them.
 

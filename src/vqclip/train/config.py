@@ -281,7 +281,7 @@ class TaskConfig(Config):
             "data": samples | self.data.model_dump(mode="json", include={"transform", "max_pixels", "views"}),
             "data.order": self.data.order.model_dump(mode="json"),
             **own,
-            "optim": self.optim.model_dump(mode="json", exclude={"implementation"}),
+            "optim": self.optim.model_dump(mode="json"),
         }
 
     def facts(self) -> RunFacts:

@@ -19,8 +19,8 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,68 +114,39 @@ def require_replay(
 def first_drifting_module(model: nn.Module, forward: Callable[[], object], tolerance: float) -> str | None:
     """Return the first module, in the order in which modules finish, whose outputs differ between two forwards.
 
-    As in the two passes, the first forward is without gradients and the second with them.
+    As in the two passes, the first forward is without gradients and the second with them. Of an output it compares the
+    sum with random signs, which changes by about the norm of the outputs' difference.
 
     Args:
         model: whose modules are compared.
         forward: runs the model, every time from the same state of torch's generators.
         tolerance: difference of an output, relative to its norm, that counts as rounding.
     """
-    with torch.no_grad():
-        first = _fingerprints(model, forward)
-    with torch.enable_grad():
-        second = _fingerprints(model, forward)
-    for before, after in itertools.zip_longest(first, second, fillvalue=_Fingerprint("", 0.0, 0.0)):
-        if before.name != after.name or _differ(before, after, tolerance):
-            return before.name or after.name
-    return None
+    found: list[tuple[str, float, float]] = []
 
+    def record(name: str, module: nn.Module, inputs: object, output: Any) -> None:
+        if dataclasses.is_dataclass(output):
+            output = tuple(vars(output).values())
+        for leaf in output if isinstance(output, tuple) else (output,):
+            if isinstance(leaf, Tensor):
+                wide, generator = leaf.detach().double(), torch.Generator().manual_seed(0)
+                signs = 2.0 * torch.randint(0, 2, wide.shape, generator=generator).to(wide) - 1
+                found.append((name, float((wide * signs).sum()), float(wide.norm())))
 
-def _differ(before: _Fingerprint, after: _Fingerprint, tolerance: float) -> bool:
-    if math.isfinite(before.projection) and math.isfinite(after.projection):
-        return abs(after.projection - before.projection) > tolerance * before.norm
-    return math.isfinite(before.projection) or math.isfinite(after.projection)
-
-
-class _Fingerprint(NamedTuple):
-    """Summary of a module's output: enough to detect another output, and to measure the difference."""
-
-    name: str
-    projection: float
-    """Projection onto random signs: it changes by about the norm of the outputs' difference."""
-    norm: float
-
-
-def _fingerprints(model: nn.Module, forward: Callable[[], object]) -> list[_Fingerprint]:
-    """Return a fingerprint of every tensor that a module returns, in the order in which modules finish."""
-    found: list[_Fingerprint] = []
-
-    def hook(name: str) -> Callable[[nn.Module, object, object], None]:
-        def record(module: nn.Module, inputs: object, output: object) -> None:
-            for leaf in _leaves(output):
-                if isinstance(leaf, Tensor):
-                    wide = leaf.detach().double()
-                    found.append(_Fingerprint(name, float((wide * _signs(wide)).sum()), float(wide.norm())))
-
-        return record
-
-    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules() if name]
+    hooks = [(name, functools.partial(record, name)) for name, _ in model.named_modules() if name]
+    handles = [model.get_submodule(name).register_forward_hook(hook) for name, hook in hooks]
     try:
-        forward()
+        with torch.no_grad():
+            forward()
+        first = list(found)
+        found.clear()
+        with torch.enable_grad():
+            forward()
     finally:
         for handle in handles:
             handle.remove()
-    return found
-
-
-def _leaves(output: object) -> Iterable[object]:
-    """Return the fields of an output such as `QuantizerOutput`, the items of a tuple, or the output itself."""
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        return [getattr(output, field.name) for field in dataclasses.fields(output)]
-    return output if isinstance(output, tuple) else (output,)
-
-
-def _signs(like: Tensor) -> Tensor:
-    """Draw random signs, the same for every tensor of that shape, from a generator of their own."""
-    generator = torch.Generator().manual_seed(0)
-    return 2.0 * torch.randint(0, 2, like.shape, generator=generator).to(like) - 1
+    for (name, before, norm), (again, after, _) in itertools.zip_longest(first, found, fillvalue=("", 0.0, 0.0)):
+        both_nan = not (math.isfinite(before) or math.isfinite(after))
+        if name != again or not (both_nan or abs(after - before) <= tolerance * norm):
+            return name or again
+    return None

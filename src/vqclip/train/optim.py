@@ -16,9 +16,9 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -102,8 +102,6 @@ class OptimConfig(Config):
     """Learning rate and weight decay by parameter name; of several patterns that match, the first one counts."""
     clip_grad_norm: float | None = Field(default=1.0, gt=0)
     """Largest norm of the whole gradient; null clips nothing."""
-    implementation: Literal["auto", "fused", "foreach", "for_loop"] = "auto"
-    """Kernel of AdamW; `auto` is `fused` on CPU and CUDA, else `for_loop`. They differ in rounding."""
 
     def build(self, model: nn.Module, discriminators: nn.Module | None = None) -> AdamW:
         """Make an optimizer over the parameters that require a gradient, under their names.
@@ -114,7 +112,7 @@ class OptimConfig(Config):
                 attribute `lr_ratio` of a module in it is a factor on the learning rate.
 
         Raises:
-            ConfigError: no parameter requires a gradient, an override matches none, or the device has no fused kernel.
+            ConfigError: no parameter requires a gradient, or a rate or an override changes none.
         """
         groups = parameter_groups(model, self.weight_decay, self._lr_ratios(model), self.overrides)
         if not groups:
@@ -122,29 +120,44 @@ class OptimConfig(Config):
         if discriminators is not None:
             named = nn.ModuleDict({"discriminators": discriminators})
             groups += parameter_groups(named, self.weight_decay, _ratios_of_modules(named))
-        chosen = self._implementation({parameter.device.type for group in groups for _, parameter in group["params"]})
-        flags = {"fused": chosen == "fused", "foreach": chosen == "foreach"}
+        fused = all(each.device.type in _FUSED_DEVICES for group in groups for _, each in group["params"])
         several = "\n  " if len(groups) > 4 else " "
-        logger.info("AdamW (%s):%s", chosen, several + f";{several}".join(_describe(group) for group in groups))
-        optimizer = AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, **flags)
+        logger.info("AdamW:%s", several + f";{several}".join(_describe(group) for group in groups))
+        optimizer = AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused, foreach=False)
         set_lr(optimizer, self.lr)
         return optimizer
 
     def _lr_ratios(self, model: nn.Module) -> dict[str, float]:
         """Return the factor on the learning rate of each parameter: by modality, depth in its tower, and module."""
-        ratios = {"image.": self.image_lr_ratio, "text.": self.text_lr_ratio}
-        for prefix, ratio in ratios.items():
-            if ratio != 1 and not any(name.startswith(prefix) for name, _ in model.named_parameters()):
+        ratios = {name: 1.0 for name, _ in model.named_parameters()} | _ratios_of_modules(model)
+        trained, decay, found = [name for name, each in model.named_parameters() if each.requires_grad], None, False
+        if isinstance(self.layer_decay, LayerDecayConfig):
+            decay = {"image": self.layer_decay.image, "text": self.layer_decay.text}
+        elif self.layer_decay is not None:
+            decay = dict.fromkeys(("image", "text"), self.layer_decay)
+        for modality, ratio in {"image": self.image_lr_ratio, "text": self.text_lr_ratio}.items():
+            mine = [name for name in ratios if name.startswith(f"{modality}.")]
+            if ratio != 1 and not mine:
                 raise ConfigError(
-                    f"optim.{prefix[:-1]}_lr_ratio: got {ratio}, but no parameter's name begins with {prefix!r}"
+                    f"optim.{modality}_lr_ratio: got {ratio}, but no parameter's name begins with '{modality}.'"
                 )
-        factors = {} if self.layer_decay is None else layer_factors(model, self.layer_decay)
-        by_modality = {
-            name: next((ratio for prefix, ratio in ratios.items() if name.startswith(prefix)), 1.0)
-            for name, _ in model.named_parameters()
-        }
-        own = _ratios_of_modules(model)
-        return {name: ratio * factors.get(name, 1.0) * own.get(name, 1.0) for name, ratio in by_modality.items()}
+            for name in mine:
+                ratios[name] *= ratio
+            if decay is None or (factor := decay[modality]) is None:
+                continue
+            prefix = f"{modality}.tower."
+            if any(name.startswith(prefix) for name in trained):
+                found, depths = True, layers(model.get_submodule(prefix[:-1]))
+                for number, names in enumerate(depths):
+                    for name in names:
+                        ratios[prefix + name] *= factor ** (len(depths) - 1 - number)
+            elif isinstance(self.layer_decay, LayerDecayConfig):
+                raise ConfigError(
+                    f"optim.layer_decay.{modality}: got {factor:g}, but no parameter of that tower trains"
+                )
+        if decay is not None and not found:
+            raise ConfigError("optim.layer_decay: got a decay, but no parameter of a tower trains; expected null")
+        return ratios
 
     def schedule(self, total_steps: int) -> Schedule:
         """Make the learning-rate schedule of `total_steps` steps.
@@ -153,17 +166,6 @@ class OptimConfig(Config):
             ConfigError: the warm-up is not shorter than the run.
         """
         return Schedule(self.lr, self.warmup_steps, total_steps, self.final_lr_ratio)
-
-    def _implementation(self, devices: set[str]) -> str:
-        has_fused = devices <= _FUSED_DEVICES
-        if self.implementation == "fused" and not has_fused:
-            raise ConfigError(
-                f"optim.implementation: got 'fused', which {', '.join(sorted(devices - _FUSED_DEVICES))} may not have; "
-                "expected 'auto', 'foreach' or 'for_loop'"
-            )
-        if self.implementation == "auto":
-            return "fused" if has_fused else "for_loop"
-        return self.implementation
 
 
 @dataclass(frozen=True)
@@ -222,9 +224,9 @@ def parameter_groups(
     Raises:
         ConfigError: an override matches no parameter that it can change.
     """
-    undecayed, chosen = _without_decay(model), match_overrides(model, overrides)
+    undecayed = _without_decay(model)
     decayed = {name for name, parameter in model.named_parameters() if id(parameter) not in undecayed}
-    require_decayed(overrides, {name: override for name, override in chosen.items() if name in decayed})
+    chosen = _match_overrides(model, overrides, decayed)
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -239,86 +241,40 @@ def parameter_groups(
     return list(groups.values())
 
 
-def layer_factors(model: nn.Module, decay: float | LayerDecayConfig) -> dict[str, float]:
-    """Return the factor of layer-wise decay for each parameter of the towers, by its name in ``model``.
-
-    Args:
-        model: with towers ``image.tower`` and ``text.tower``.
-        decay: of both towers, or of each.
-
-    Raises:
-        ConfigError: there is no tower that trains and has a decay.
-    """
-    chosen = {name: decay if isinstance(decay, float) else getattr(decay, name) for name in ("image", "text")}
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    factors: dict[str, float] = {}
-    for modality, value in chosen.items():
-        if value is None:
-            continue
-        prefix = f"{modality}.tower."
-        if any(name.startswith(prefix) for name in trained):
-            factors |= _tower_factors(model.get_submodule(prefix[:-1]), value, prefix)
-        elif not isinstance(decay, float):
-            raise ConfigError(f"optim.layer_decay.{modality}: got {value:g}, but no parameter of that tower trains")
-    if not factors:
-        raise ConfigError("optim.layer_decay: got a decay, but no parameter of a tower trains; expected null")
-    return factors
-
-
-def _tower_factors(tower: nn.Module, decay: float, prefix: str) -> dict[str, float]:
-    grouped = layers(tower)
-    last = len(grouped) - 1
-    return {f"{prefix}{name}": decay ** (last - number) for number, names in enumerate(grouped) for name in names}
-
-
-def match_overrides(model: nn.Module, overrides: Sequence[OverrideConfig]) -> dict[str, OverrideConfig]:
+def _match_overrides(
+    model: nn.Module, overrides: Sequence[OverrideConfig], decayed: Collection[str]
+) -> dict[str, OverrideConfig]:
     """Return the first override whose pattern matches, for each parameter that has one, by its name in ``model``.
 
     Raises:
         ConfigError: a pattern matches no parameter that trains, now or from a later step on, or only parameters that
-            an earlier pattern matches too.
+            an earlier pattern matches too; or it gives weight decay to parameters without it (`decayed`) alone.
     """
-    parameters = dict(model.named_parameters())
-    found: dict[str, OverrideConfig] = {}
+    parameters, found = dict(model.named_parameters()), dict[str, OverrideConfig]()
     for number, override in enumerate(overrides):
         matching = [name for name in parameters if fnmatch.fnmatchcase(name, override.pattern)]
         trained = [name for name in matching if parameters[name].requires_grad]
         new = [name for name in trained if name not in found]
-        if not new:
-            problem = _describe_mismatch(override.pattern, list(parameters), matching, trained)
-            raise ConfigError(f"optim.overrides[{number}].pattern: got {override.pattern!r}, which matches {problem}")
         found |= dict.fromkeys(new, override)
-    return found
-
-
-def _describe_mismatch(pattern: str, names: Sequence[str], matching: Sequence[str], trained: Sequence[str]) -> str:
-    if trained:
-        earlier = first_names(trained, _SHOWN)
-        return f"only parameters of an earlier override ({earlier}); the first match counts: reorder them"
-    if matching:
-        return f"only frozen parameters ({first_names(matching, _SHOWN)}); expected parameters that train"
-    sections = dict.fromkeys(f"{name[:end]}.*" for name in names for end, each in enumerate(name) if each == ".")
-    close = difflib.get_close_matches(pattern, [*sections, *names], n=_SHOWN)
-    return f"no parameter; expected names such as {first_names(names, _SHOWN)}{did_you_mean(close)}"
-
-
-def require_decayed(overrides: Sequence[OverrideConfig], decays: Mapping[str, OverrideConfig]) -> None:
-    """Check that each override with a weight decay has a parameter with weight decay.
-
-    Args:
-        overrides: all of them.
-        decays: name of a parameter with weight decay → its override.
-
-    Raises:
-        ConfigError: an override sets a weight decay for biases, norms or embeddings alone.
-    """
-    used = {id(override) for override in decays.values()}
-    for number, override in enumerate(overrides):
-        if override.weight_decay and id(override) not in used:
+        if override.weight_decay and new and not set(decayed) & set(new):
             raise ConfigError(
                 f"optim.overrides[{number}].weight_decay: got {override.weight_decay:g} for {override.pattern!r}, "
                 "which matches only parameters without weight decay (biases, norms, embeddings, scalars); expected null"
             )
+        if new:
+            continue
+        if trained:
+            earlier = first_names(trained, _SHOWN)
+            problem = f"only parameters of an earlier override ({earlier}); the first match counts: reorder them"
+        elif matching:
+            problem = f"only frozen parameters ({first_names(matching, _SHOWN)}); expected parameters that train"
+        else:
+            names = list(parameters)
+            parts = dict.fromkeys(f"{name[:end]}.*" for name in names for end, each in enumerate(name) if each == ".")
+            close = difflib.get_close_matches(override.pattern, [*parts, *names], n=_SHOWN)
+            problem = f"no parameter; expected names such as {first_names(names, _SHOWN)}{did_you_mean(close)}"
+        raise ConfigError(f"optim.overrides[{number}].pattern: got {override.pattern!r}, which matches {problem}")
+    return found
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

@@ -40,12 +40,11 @@ from vqclip.nn.precision import AUTOCAST_DTYPES, Precision, autocast
 from vqclip.quantizers import Stats
 from vqclip.seeds import derive_seed
 from vqclip.towers.blocks import Recomputed, recompute_blocks
-from vqclip.train.compilation import CompiledRegions
 from vqclip.train.ema import Ema, EmaConfig
 from vqclip.train.grad_cache import backward_from_cached_grads, join_outputs, mean_drift, require_replay
 from vqclip.train.guards import GuardConfig, Guards
 from vqclip.train.optim import Schedule, set_lr
-from vqclip.train.parallel import Parallel
+from vqclip.train.parallel import CompiledRegions, Parallel
 from vqclip.train.tasks.base import SamplesT, Task, TaskOutput
 
 
