@@ -63,8 +63,8 @@ def compare_machines(config: TaskConfig) -> None:
     if any(each["settings"] != found[0]["settings"] for each in found):
         every = dist.gather_json(settings)
         rank = next(rank for rank, each in enumerate(every) if each != every[0])
-        lines = describe_differences(every[0], every[rank], "on rank 0").values()
-        lines = [line.removesuffix(" now") + f" on {names[rank]}" for line in lines]
+        differing = describe_differences(every[0], every[rank], "on rank 0").values()
+        lines = [line.removesuffix(" now") + f" on {names[rank]}" for line in differing]
         more = f"\n  ... and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         raise ConfigError(
             "the ranks of this job have different settings; expected the same file and overrides:\n"
