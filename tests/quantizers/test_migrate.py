@@ -129,9 +129,7 @@ def test_channels_before_positions_are_moved_by_the_caller(module: Any, shape: t
         (lambda: peer.VectorQuantize(dim=4, codebook_size=8, affine_param=True), "affine param"),
         (lambda: peer.ResidualVQ(dim=4, codebook_size=(8, 4), num_quantizers=2), "codebook sizes that differ"),
         (lambda: peer.ResidualVQ(dim=4, codebook_size=8, num_quantizers=2, use_cosine_sim=True), "use cosine sim"),
-        (lambda: peer.VectorQuantize(dim=4, codebook_size=8, accept_image_fmap=True), "channels before positions"),
         (lambda: peer.SimVQ(dim=4, codebook_size=8, frozen_codebook_dim=6), "transform other than a square matrix"),
-        (lambda: peer.SimVQ(dim=4, codebook_size=8, codebook_transform=nn.Tanh()), "transform other than a square"),
         (lambda: peer.ResidualLFQ(dim=4, codebook_size=16, num_quantizers=2, spherical=True), "spherical"),
         (
             lambda: peer.LFQ(codebook_size=16, dim=4, spherical=True, codebook_scale=0.5),
@@ -144,8 +142,6 @@ def test_channels_before_positions_are_moved_by_the_caller(module: Any, shape: t
             "quantize dropout multiple of",
         ),
         (lambda: peer.FSQ([4, 4], orthogonal_rotation=True), "orthogonal rotation"),
-        (lambda: peer.FSQ([4, 4], channel_first=True), "channels before positions"),
-        (lambda: peer.LFQ(codebook_size=16, dim=4, channel_first=True), "channels before positions"),
         (lambda: peer.ResidualFSQ(levels=[4, 4], num_quantizers=2, dim=2, bound_hard_clamp=False), "hard clamp off"),
     ],
 )

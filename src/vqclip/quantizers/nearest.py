@@ -243,6 +243,17 @@ class SimVQ(TableQuantizer):
             return self.codebook @ whole(self.transform)
 
 
+class TableConfig(Config):
+    """Settings that VQ and SimVQ share."""
+
+    dim: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
+    """Width of the vectors and codes."""
+    codebook_size: Annotated[int, Field(ge=2, le=MAX_COUNTED_CODES)] = 1024
+    """Number of codes."""
+    gradient: GradientPath = "rotation"
+    """Gradient from codes to vectors: straight_through, or rotation (the rotation trick)."""
+
+
 class SimVQLossWeights(Config):
     """Weights of SimVQ's losses in the training loss."""
 
@@ -252,16 +263,10 @@ class SimVQLossWeights(Config):
     """Weight of the same distance, moving codes to their vectors."""
 
 
-class SimVQConfig(Config):
+class SimVQConfig(TableConfig):
     """Vector quantization with a frozen table of codes behind a learned linear layer."""
 
     kind: Literal["simvq"] = "simvq"
-    dim: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
-    """Width of the vectors."""
-    codebook_size: Annotated[int, Field(ge=2, le=MAX_COUNTED_CODES)] = 1024
-    """Number of codes."""
-    gradient: GradientPath = "rotation"
-    """Gradient from codes to vectors: straight_through, or rotation (the rotation trick)."""
     loss_weights: SimVQLossWeights = SimVQLossWeights()
     """Weights of the two losses."""
 

@@ -13,14 +13,13 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vqclip.config import Config
-from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError
 from vqclip.nn.precision import full_precision
 from vqclip.quantizers.base import resolve_weights
-from vqclip.quantizers.nearest import GradientPath, TableQuantizer, whole
+from vqclip.quantizers.nearest import GradientPath, TableConfig, TableQuantizer, whole
 from vqclip.quantizers.new_codes import kmeans, replacements
 from vqclip.quantizers.stats import OWN, Draw, Stats, stream
-from vqclip.quantizers.vectors import MAX_COUNTED_CODES, check_channels, sums_by_code, unit
+from vqclip.quantizers.vectors import check_channels, sums_by_code, unit
 
 log = logging.getLogger(__name__)
 
@@ -286,14 +285,10 @@ class VQLossWeights(Config):
     """Weight of the same distance, moving codes to their vectors: 1 with learning: gradient; not allowed with ema."""
 
 
-class VQConfig(Config):
+class VQConfig(TableConfig):
     """Vector quantization: a table of codes that move with the vectors."""
 
     kind: Literal["vq"] = "vq"
-    dim: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
-    """Width of the vectors and codes."""
-    codebook_size: Annotated[int, Field(ge=2, le=MAX_COUNTED_CODES)] = 1024
-    """Number of codes."""
     learning: Learning = "ema"
     """Update rule of the codes: ema (moving mean of their vectors) or gradient (the codebook loss)."""
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.99
@@ -304,8 +299,6 @@ class VQConfig(Config):
     """Initialise the codes with k-means of tokens of the first batch."""
     dead_below: Annotated[float, Field(ge=0, lt=1)] = 0.03
     """A code with less than this share of the average count is replaced by a token of the batch; 0 for never."""
-    gradient: GradientPath = "rotation"
-    """Gradient from codes to vectors: straight_through, or rotation (the rotation trick)."""
     sync_codebook: bool = True
     """Use the tokens of all ranks. False: each rank uses its own, so that `update` needs no communication and codebooks
     diverge; checkpoints and evaluations use rank 0's codes."""
