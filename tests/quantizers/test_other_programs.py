@@ -127,13 +127,7 @@ def replaced(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return found
 
 
-def in_accelerate(model: Model) -> Forward:
-    operations = pytest.importorskip("accelerate.utils")
-    return operations.convert_outputs_to_fp32(model)
-
-
 PROGRAMS: dict[str, Callable[[Model], Forward]] = {
-    "accelerate": in_accelerate,
     "pattern of accelerate": lambda model: lambda x: rebuilt(model(x), Tensor.clone),
     "pattern of Lightning": lambda model: lambda x: replaced(model(x), Tensor.clone),
     "checkpointing": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),

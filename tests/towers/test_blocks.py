@@ -180,12 +180,6 @@ def timm_model(name, **args):
         return timm.create_model(name, num_classes=0, **args)
 
 
-def t5_encoder():
-    with torch.device("meta"):
-        config = transformers.T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2, vocab_size=50)
-        return transformers.AutoModel.from_config(config).encoder
-
-
 def bert():
     with torch.device("meta"):
         return transformers.AutoModel.from_config(
@@ -216,8 +210,6 @@ CASES = {
         "conv_stem.weight",
         "conv_head.weight",
     ),
-    "resnet": (lambda: timm_model("resnet10t"), [f"layer{n}.0" for n in range(1, 5)], "conv1.0.weight", None),
-    "densenet": (lambda: timm_model("densenet121"), None, None, None),
     "open_clip": (
         open_clip_vision,
         [f"transformer.resblocks.{n}" for n in range(3)],
@@ -225,19 +217,6 @@ CASES = {
         "ln_post.bias",
     ),
     "bert": (bert, [f"encoder.layer.{n}" for n in range(3)], "embeddings.LayerNorm.weight", None),
-    "t5": (t5_encoder, [f"block.{n}" for n in range(3)], "embed_tokens.weight", "final_layer_norm.weight"),
-    "text": (
-        lambda: TransformerTowerConfig(width=16, heads=2, layers=3).build(),
-        [f"transformer.transformer.resblocks.{n}" for n in range(3)],
-        "transformer.token_embedding.weight",
-        "transformer.ln_final.weight",
-    ),
-    "convolutional": (
-        lambda: ConvolutionalTowerConfig(image_size=32).build(),
-        [f"backbone.stages.{n}" for n in range(4)],
-        None,
-        None,
-    ),
 }
 
 

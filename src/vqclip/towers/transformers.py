@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,8 +38,6 @@ from vqclip.towers.transformers_folder import (
 )
 from vqclip.towers.vocabulary import MAX_CONTEXT, VOCABULARY_FILE, FastVocabulary
 from vqclip.towers.weights import explain, unpack_minilm
-
-logger = logging.getLogger(__name__)
 
 _Channels = tuple[float, float, float]
 _Shapes = Mapping[str, tuple[int, ...]]
