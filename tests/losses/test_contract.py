@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from tests.losses.test_tiled import assert_equals_one_process, pairs, tile_bytes, value_and_gradients
 from tests.ranks import RankError, for_each
@@ -237,19 +237,29 @@ def test_pairs_of_one_key_are_no_negatives(ranks, sizes, tiles):
         assert_equals_one_process(results, value_and_gradients(by_hand, *pairs(11), LOSSES[name].numbers))
 
 
-def smoothed_on_a_rank(impl, sizes):
+def smoothed_on_a_rank(impl, sizes, keys):
     mine = [t.split(sizes)[dist.rank()] for t in pairs(11)]
-    return value_and_gradients(ContrastiveLoss(impl, label_smoothing=0.2), *mine, (14.0,))
+    loss = ContrastiveLoss(impl, label_smoothing=0.2, positives=None if keys is None else "caption")
+    mine_keys = None if keys is None else keys.split(sizes)[dist.rank()]
+    return value_and_gradients(functools.partial(loss, keys=mine_keys), *mine, (14.0,))
 
 
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["all pairs", "positives"])
 @pytest.mark.parametrize("sizes", [[11], [6, 5], [4, 0, 7]], ids=str)
-def test_label_smoothing_is_that_of_torch(ranks, sizes):
+def test_label_smoothing_is_that_of_torch(ranks, sizes, keys):
+    """Of all texts of the batch, also of those that are left out of the sums."""
+
     def by_torch(image, text, scale):
         logits, targets = scale * image @ text.T, torch.arange(11)
-        return sum(F.cross_entropy(scores, targets, label_smoothing=0.2) for scores in (logits, logits.T)) / 2
+        if keys is None:
+            return sum(F.cross_entropy(scores, targets, label_smoothing=0.2) for scores in (logits, logits.T)) / 2
+        left_out = (keys[:, None] == keys).fill_diagonal_(False)
+        of_negatives = [logits.masked_fill(left_out, -torch.inf).logsumexp(dim) for dim in (0, 1)]
+        wanted = 0.8 * torch.eye(11, dtype=logits.dtype) + 0.2 / 11
+        return (sum(of_negatives).sum() / 2 - (wanted * logits).sum()) / 11
 
     expected = value_and_gradients(by_torch, *pairs(11), (14.0,))
-    found = ranks(len(sizes), for_each, smoothed_on_a_rank, [(impl, sizes) for impl in IMPLEMENTATIONS])
+    found = ranks(len(sizes), for_each, smoothed_on_a_rank, [(impl, sizes, keys) for impl in IMPLEMENTATIONS])
     for results in zip(*found, strict=True):
         assert_equals_one_process(results, expected)
 
@@ -265,11 +275,7 @@ def test_keys_of_samples_and_of_captions():
     assert len(pair_keys("caption", short[:, 0], short).unique()) == len(short)
 
 
-def test_settings_that_do_not_go_together_are_refused():
-    with pytest.raises(ConfigError, match=r"label_smoothing: got 0\.1 together with positives"):
-        ContrastiveLoss(label_smoothing=0.1, positives="caption")
-    with pytest.raises(ValidationError, match="positives"):
-        ContrastiveConfig(label_smoothing=0.1, positives="caption")
+def test_wrong_settings_are_refused():
     with pytest.raises(ConfigError, match=r"loss\.positives: got 'caption', but no keys were passed"):
         ContrastiveLoss(positives="caption")(*pairs(3), torch.tensor(1.0))
     with pytest.raises(ConfigError, match=r"got 1\.5, expected a number from 0 to 1"):

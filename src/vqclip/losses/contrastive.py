@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from vqclip import dist
@@ -89,7 +89,6 @@ class Loss(nn.Module, ABC):
             raise ConfigError(
                 f"loss.positives: got {self.positives!r}, but no keys were passed; expected those of pair_keys()"
             )
-        _check_smoothing(self.label_smoothing, keys is not None)
         if self.needs_bias and bias is None:
             raise ConfigError("the sigmoid loss needs a bias; set model.temperature.bias (SigLIP starts at -10)")
         if not self.needs_bias and bias is not None:  # a softmax does not change with a constant
@@ -132,12 +131,12 @@ class ContrastiveLoss(Loss):
 
     Args:
         impl: see `Loss`.
-        label_smoothing: ε, 0 to 1: the target is 1 - ε for the partner, plus ε / G for each of the G (Szegedy et al.
-            2016, https://arxiv.org/abs/1512.00567).
+        label_smoothing: ε, 0 to 1: the target is 1 - ε for the partner, plus ε / G for each of the G, also for those
+            that ``positives`` leaves out of the sums (Szegedy et al. 2016, https://arxiv.org/abs/1512.00567).
         positives: see `Loss`.
 
     Raises:
-        ConfigError: unknown implementation, or label smoothing together with positives.
+        ConfigError: unknown implementation, or a smoothing below 0 or above 1.
     """
 
     name = "contrastive"
@@ -146,7 +145,8 @@ class ContrastiveLoss(Loss):
         self, impl: Implementation = "tiled", label_smoothing: float = 0.0, positives: Positives | None = None
     ):
         super().__init__(impl, positives)
-        _check_smoothing(label_smoothing, positives is not None)
+        if not 0 <= label_smoothing <= 1:
+            raise ConfigError(f"label_smoothing: got {label_smoothing}, expected a number from 0 to 1")
         self.label_smoothing = label_smoothing
 
     def chance(self, batch_size: int) -> float:
@@ -154,12 +154,10 @@ class ContrastiveLoss(Loss):
         return math.log(batch_size)
 
     def _of_logits(self, logits: Tensor, bias: Tensor | None, left_out: Tensor | None) -> Tensor:
-        logits = logits if left_out is None else logits.masked_fill(left_out, -torch.inf)
+        negatives = logits if left_out is None else logits.masked_fill(left_out, -torch.inf)
         targets = torch.arange(len(logits), device=logits.device)
-        by_row, by_column = (
-            F.cross_entropy(scores, targets, label_smoothing=self.label_smoothing) for scores in (logits, logits.T)
-        )
-        return (by_row + by_column) / 2
+        by_row, by_column = (F.cross_entropy(scores, targets) for scores in (negatives, negatives.T))
+        return (by_row + by_column) / 2 + self.label_smoothing * (logits.diagonal().mean() - logits.mean())
 
 
 def _smoothing_term(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
@@ -168,17 +166,6 @@ def _smoothing_term(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     sums = torch.cat((image.sum(dim=0), text.sum(dim=0), (image * text).sum().view(1), count))
     images, texts, pairs, count = dist.replicated_sum(sums).split((*2 * [image.shape[1]], 1, 1))
     return scale.to(image.dtype) * (pairs / count - (images @ texts) / count.square()).squeeze()
-
-
-def _check_smoothing(label_smoothing: float, has_keys: bool) -> None:
-    if not 0 <= label_smoothing <= 1:
-        raise ConfigError(f"label_smoothing: got {label_smoothing}, expected a number from 0 to 1")
-    if label_smoothing and has_keys:
-        raise ConfigError(
-            f"label_smoothing: got {label_smoothing} together with positives, but smoothing needs all texts and "
-            "positives leave some out; expected one of the two: set label_smoothing to 0, or "
-            "positives to null"
-        )
 
 
 class SigmoidLoss(Loss):
@@ -346,11 +333,6 @@ class ContrastiveConfig(_PairLossConfig):
     """The softmax loss."""
     label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Part of the target that is spread evenly over all texts (images) of the global batch."""
-
-    @model_validator(mode="after")
-    def _smoothing_fits(self) -> ContrastiveConfig:
-        _check_smoothing(self.label_smoothing, self.positives is not None)
-        return self
 
     def build(self) -> ContrastiveLoss:
         """Make the loss."""

@@ -21,6 +21,9 @@ Normalization = Literal["none", "layer", "l2"]
 """Normalisation of the channels of a token; see `normalize_channels`."""
 
 
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Attention(nn.Module):
     """Multi-head attention of ``queries`` over ``keys`` with a mask of the keys (Vaswani et al. 2017).
 
@@ -100,13 +103,16 @@ class MLPProjectionConfig(Config):
     kind: Literal["mlp"] = "mlp"
     expansion: Annotated[float, Field(gt=0, le=16)] = 2.0
     """Width between the layers, as a multiple of the wider end."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Probability = 0.0
     """Probability that a feature between the layers is set to 0 in training; see `KeyedDropout`."""
+    input_dropout: Probability = 0.0
+    """Probability for a feature before the first layer."""
 
     def layers(self, before: int, after: int) -> list[nn.Module]:
         """From width ``before`` to width ``after``."""
         hidden = max(1, round(self.expansion * max(before, after)))
-        return [nn.Linear(before, hidden), nn.GELU(), KeyedDropout(self.dropout), nn.Linear(hidden, after)]
+        first, second = nn.Linear(before, hidden), nn.Linear(hidden, after)
+        return [KeyedDropout(self.input_dropout), first, nn.GELU(), KeyedDropout(self.dropout), second]
 
 
 class AttentionProjectionConfig(Config):

@@ -6,6 +6,7 @@ images or captions → preprocess → tower → (reduce) → project_in → norm
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -209,8 +210,8 @@ class Tokenizer(TokenizerDecoder, ABC):
         tokens = {"num_tokens": self.num_tokens, "fewest_tokens": self.fewest_tokens}
         section = self.config.architecture().model_dump(mode="json", exclude={"pixels"})
         del section["tower"]["train"]  # how it was trained is no part of a tokenizer
-        for projection in (section["project_in"], section["project_out"]):
-            projection.pop("dropout", None)
+        for projection, name in itertools.product(("project_in", "project_out"), ("dropout", "input_dropout")):
+            section[projection].pop(name, None)
         if self.config.reduce is None:
             del section["reduce"]  # as in the folders and fingerprints from before this setting
         if section["tower"].get("package", "") is None:

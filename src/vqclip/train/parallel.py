@@ -1,4 +1,4 @@
-"""How a task runs: in one or several processes, eagerly or compiled.
+"""Execution of a task: in one or several processes, eagerly or compiled.
 
     parallel.network               the module of the task whose backward averages gradients over ranks
     parallel.weights               what this rank has of every weight: `dist.Replicas` or `dist.Shards`
