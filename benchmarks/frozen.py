@@ -37,7 +37,7 @@ from tqdm import tqdm
 from vqclip.data import Batch
 from vqclip.process.memory import keep_freed_memory
 from vqclip.train import TrainConfig
-from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
+from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.step import TrainStep
 from vqclip.train.tasks.contrastive import ContrastiveTask
 
@@ -97,7 +97,7 @@ def optimizer_bytes(step: TrainStep) -> int:
 
 def saved_bytes(step: TrainStep, run: Path) -> tuple[int, int]:
     """Save a checkpoint; return the bytes of its files, and of those that the run stores once."""
-    checkpointer = Checkpointer(run / "checkpoints", {}, step, RetentionPolicy(1), in_background=False)
+    checkpointer = Checkpointer(run / "checkpoints", {}, step, 1, in_background=False)
     checkpointer.frozen.write()
     checkpointer.save(1, {"replaced": {}, "caption_lengths": {}})
     return folder_bytes(checkpointer.path(1)), folder_bytes(checkpointer.frozen.path.parent)

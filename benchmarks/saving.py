@@ -26,7 +26,7 @@ from tqdm import tqdm
 from vqclip.config import load_config
 from vqclip.process.memory import keep_freed_memory
 from vqclip.train import TrainConfig
-from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
+from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.step import TrainStep
 from vqclip.train.tasks.contrastive import ContrastiveTask
 
@@ -58,8 +58,8 @@ def main() -> None:
     size += sum(t.nbytes for state in step.optimizer.state.values() for t in state.values() if t.ndim)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         ways = {
-            "waited for": Checkpointer(Path(folder) / "waited", {}, step, RetentionPolicy(1), in_background=False),
-            "in the background": Checkpointer(Path(folder) / "background", {}, step, RetentionPolicy(1)),
+            "waited for": Checkpointer(Path(folder) / "waited", {}, step, 1, in_background=False),
+            "in the background": Checkpointer(Path(folder) / "background", {}, step, 1),
         }
         pauses: dict[str, list[float]] = {name: [] for name in ways}
         wholes: dict[str, list[float]] = {name: [] for name in ways}

@@ -31,7 +31,7 @@ import torch
 from vqclip import dist
 from vqclip.data import Batch
 from vqclip.train import main as training
-from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
+from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.plan import plan_step
 from vqclip.train.tasks.kinds import load_task_config
 
@@ -80,7 +80,7 @@ def run_rank(parallel: str, depth: int, image_size: int, steps: int) -> None:
     trained = max(earlier - before, last), resident_mib("VmRSS") - before
     with tempfile.TemporaryDirectory() as own:
         folder = Path(dist.broadcast_json(own)) / "run" / "checkpoints"  # on one disk, which all ranks see
-        with Checkpointer(folder, {}, step, RetentionPolicy(1)) as checkpointer:
+        with Checkpointer(folder, {}, step, 1) as checkpointer:
             begun = time.perf_counter()
             checkpointer.save(steps, {"replaced": {}, "caption_lengths": {}})
             paused = time.perf_counter() - begun

@@ -20,7 +20,7 @@ from vqclip.checkpoint import folders
 from vqclip.errors import CheckpointError
 from vqclip.losses import ContrastiveLoss
 from vqclip.model import CLIP
-from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
+from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.guards import GuardConfig
 from vqclip.train.optim import OptimConfig
 from vqclip.train.resume import resume
@@ -55,7 +55,7 @@ def update(step: TrainStep) -> None:
 
 
 def checkpointer(folder: Path, step: TrainStep) -> Checkpointer:
-    return Checkpointer(folder, {"run.seed": 0, "data": {"sha256": "0"}}, step, RetentionPolicy(2), in_background=False)
+    return Checkpointer(folder, {"run.seed": 0, "data": {"sha256": "0"}}, step, 2, in_background=False)
 
 
 def resealed(folder: Path) -> None:

@@ -70,15 +70,6 @@ def test_a_value_that_json_cannot_hold_is_refused_on_every_rank(ranks, how):
         assert "got a value that JSON cannot hold (object:" in message
 
 
-def test_one_process():
-    assert dist.any_rank(True)
-    assert not dist.any_rank(torch.tensor(False))
-    assert dist.broadcast_json({"a": (1,)}) == {"a": [1]}
-    assert dist.gather_json(3) == [3]
-    assert dist.shared_seed() != dist.shared_seed()
-    dist.barrier()
-
-
 def on_nodes(groups: list[str | None]) -> tuple[int, ...]:
     with pytest.MonkeyPatch.context() as patch:
         if group := groups[dist.rank()]:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import get_args
-from unittest import mock
 
 import pytest
 import torch
@@ -90,45 +89,6 @@ def test_fp32_on_many_ranks(ranks, sizes):
         for each in results:
             assert {tensor.dtype for tensor in each} == {torch.float32}
             assert max(errors([each[0], *whole, *each[3:]], exact)) <= 5e-6
-
-
-def ring_shifts(kind, sizes):
-    """The bytes of every shift, and the shifts that begin (a number) and end (its negative) between blocks (0)."""
-    sent, order, start, compute = [], [], dist.start_ring_shift, tiled.Tiles.of
-
-    def recorded(tensors, rows):
-        sent.append(sum(each.nbytes for each in tensors))
-        number, end = len(sent), start(tensors, rows)
-        order.append(number)
-        return lambda: order.append(-number) or end()
-
-    with (
-        mock.patch.object(dist, "start_ring_shift", recorded),
-        mock.patch.object(tiled.Tiles, "of", lambda self, block: order.append(0) or compute(self, block)),
-    ):
-        in_fp32_on_a_rank(kind, "ring", sizes)
-    return sent, order
-
-
-def expected_order(ranks, shifts):
-    """The next texts are on their way during a block, what is added to follows it; at last only the latter."""
-    order, number = [], 0
-    while number < shifts:
-        for _ in range(ranks - 1):
-            order += [number + 1, 0, number + 2, -number - 2, -number - 1]
-            number += 2
-        number += 1
-        order += [0, number, -number]
-    return order
-
-
-@pytest.mark.parametrize("sizes", [[64, 64], [3, 0, 64, 1]], ids=str)
-def test_the_ring_hands_texts_on_as_narrow_as_they_are_while_it_computes(ranks, sizes):
-    """A row of 16 fp32 numbers, with its gradient and two fp64 numbers at most."""
-    for found in ranks(len(sizes), for_each, ring_shifts, [(kind, sizes) for kind in KINDS]):
-        for sent, order in found:
-            assert max(sent) <= 64 * (2 * 16 * 4 + 2 * 8)
-            assert order == expected_order(len(sizes), len(sent))
 
 
 def keys_on_rank_0(kind, impl):

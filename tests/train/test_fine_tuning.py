@@ -34,7 +34,7 @@ def fine_tuning(folder, shards, quantizer=BUSY_VQ, **changes):
     }
     tree["train"] |= {
         "keep_checkpoints": 9,
-        "ema": {"decay": 0.9, "every": 2},
+        "ema": {"decay": 0.9},
         "bottleneck": {"open_steps": 2, "close_steps": 6},
     }
     tree["model"]["text"]["tower"]["train"] = {"from_step": 6}

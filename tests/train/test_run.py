@@ -173,9 +173,7 @@ def test_a_second_run_at_once_is_refused(tmp_path, shards):
     class Again(Callback):
         def on_train_end(self, training):
             for where in (train, lambda tree: in_a_thread(train, tree)):
-                with pytest.raises(
-                    ConfigError, match=f"other/tiny cannot train while this process trains {tmp_path}/t"
-                ):
+                with pytest.raises(ConfigError, match="other/tiny cannot train while this process trains another run"):
                     where(run_tree(tmp_path / "other", shards, train__steps=1, optim__warmup_steps=0))
 
     tree = run_tree(tmp_path, shards, train__steps=1, optim__warmup_steps=0)

@@ -237,10 +237,6 @@ class Collective:
     finished: float | None = None
     """Time at which the call returned (with NCCL, before the work is done); None: not yet, or it failed."""
 
-    def end(self) -> None:
-        """Record that the call returned."""
-        self.finished = time.monotonic()
-
 
 _recent: deque[Collective] = deque(maxlen=32)
 _numbers = itertools.count(1)
@@ -260,23 +256,15 @@ def recent_collectives() -> list[Collective]:
 
 
 class ExchangeTimer:
-    """Stopwatch for collectives: it counts the time in which this process is in one, while it runs.
+    """Stopwatch for collectives: it counts the time in which this process is in one, while `runs` is True.
 
     For tensors on a GPU that is the time of the stream that waits for the collective, of others the time of the host.
     """
 
     def __init__(self) -> None:
-        self._runs = False
+        self.runs = False
         self._seconds = 0.0
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-
-    def start(self) -> None:
-        """Begin to count."""
-        self._runs = True
-
-    def stop(self) -> None:
-        """Count no more until the next `start`."""
-        self._runs = False
 
     def lap(self) -> float:
         """Return the seconds counted since the last lap, those of a GPU as far as it has done its work."""
@@ -288,7 +276,7 @@ class ExchangeTimer:
 
     def begin(self, arguments: Sequence[Any]) -> Callable[[], None]:
         """Note that a collective of the tensors among its arguments begins; return a function that notes its end."""
-        if not self._runs:
+        if not self.runs:
             return lambda: None
         if any(isinstance(each, Tensor) and each.is_cuda for each in arguments):
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -324,7 +312,7 @@ def named_errors(what: str) -> Iterator[None]:
     entry = _begin(what)
     try:
         yield
-        entry.end()
+        entry.finished = time.monotonic()
     except DistributedError:
         raise
     except RuntimeError as error:
@@ -342,7 +330,7 @@ def run_collective(name: str, collective: Callable[..., Any], *args: Any, **kwar
     entry, end = _begin(name, args), exchange_timer.begin(args)
     try:
         collective(*args, **kwargs)
-        entry.end()
+        entry.finished = time.monotonic()
         end()
     except RuntimeError as error:
         raise lost_peer(name, error) from error

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import hashlib
 import json
 import logging
@@ -22,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
@@ -52,20 +50,6 @@ DISCRIMINATORS = "discriminators/"
 """Beginning of the names of discriminators among the tensors of a checkpoint."""
 MODEL_FILE = f"{MODEL}/{WEIGHTS_FILE}"
 """File of the model's tensors in a checkpoint."""
-
-
-@dataclass(frozen=True)
-class RetentionPolicy:
-    """Retention policy for checkpoints."""
-
-    newest: int
-    """Number of recent checkpoints to keep."""
-    every: int | None = None
-    """Also keep the checkpoints after every ``every`` steps; None for no others."""
-
-    def keeps(self, step: int, best: int | None) -> bool:
-        """Return whether the checkpoint of ``step`` stays when it is no longer among the newest."""
-        return step == best or (self.every is not None and step % self.every == 0)
 
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -121,10 +105,11 @@ class Checkpointer:
         identity: JSON-able settings that define the trajectory, such as seed, batch size and data fingerprint; a
             checkpoint with other ones is refused on resume.
         step: the training step, whose model, optimizer, gradient scaler and guards are saved.
-        retention: which checkpoints stay.
+        keep_last: number of recent checkpoints to keep.
         in_background: write during the next steps, from a copy in host memory.
         mirror: of a run at a URL, on rank 0; a checkpoint is saved when it is there.
         timeout_s: longest wait for another rank's part of a checkpoint, in seconds.
+        keep_every: also keep the checkpoints after every ``keep_every`` steps; None for no others.
 
     Attributes:
         is_shared: whether the weights are in shards and all ranks see the run's folder: each then writes and reads its
@@ -136,13 +121,15 @@ class Checkpointer:
         folder: Path,
         identity: Mapping[str, Any],
         step: TrainStep[Any],
-        retention: RetentionPolicy,
+        keep_last: int,
         in_background: bool = True,
         mirror: RunMirror | None = None,
         timeout_s: float = 600.0,
+        keep_every: int | None = None,
     ):
         self.mirror = mirror
-        self.folder, self.step, self.retention, self.in_background = folder, step, retention, in_background
+        self.folder, self.step, self.in_background = folder, step, in_background
+        self._keep_last, self._keep_every = keep_last, keep_every
         self.identity = json.loads(json.dumps(identity))  # as it is read back
         self.frozen = FrozenWeights(folder.parent / FROZEN_FOLDER, step.model, step.task.towers)
         self.written: int | None = None
@@ -179,8 +166,10 @@ class Checkpointer:
             return
         identity, scaler, guards = self.identity, step.scaler.state_dict(), step.guards.state_dict()
         state = copy.deepcopy({"identity": identity, "scaler": scaler, "guards": guards, "best": best, **counts})
-        frozen, newest = self.frozen.section(), self.retention.newest
-        keep = functools.partial(self.retention.keeps, best=best["step"] if best else None)
+        frozen, best_step, every = self.frozen.section(), best["step"] if best else None, self._keep_every
+
+        def keep(number: int) -> bool:
+            return number == best_step or (every is not None and number % every == 0)
 
         def fill(folder: Path) -> None:
             self._write_tensors(files, folder)
@@ -192,9 +181,9 @@ class Checkpointer:
             if not is_main:
                 self._write_tensors(files, checkpoint.unfinished_path(self.folder, done))
                 return
-            path = checkpoint.save(self.folder, done, fill, state, newest, keep)
+            path = checkpoint.save(self.folder, done, fill, state, self._keep_last, keep)
             if self.mirror is not None:
-                self.mirror.upload_checkpoint(path, newest, keep)
+                self.mirror.upload_checkpoint(path, self._keep_last, keep)
             logger.debug("checkpoint written in %.2f s", time.perf_counter() - begun)
 
         self._writing = done, self._thread.submit(write)
@@ -398,18 +387,8 @@ class Checkpointer:
                 self._group.close()
 
     def find(self) -> list[Path]:
-        """Return the checkpoints of the run, oldest first, on rank 0; `fetch` them before they are read."""
+        """Return the checkpoints of the run, oldest first, on rank 0; those at a URL may not be on this disk yet."""
         return checkpoint.checkpoints(self.folder) if self.mirror is None else self.mirror.checkpoints()
-
-    def fetch(self, path: Path) -> Path:
-        """Fetch a checkpoint of a run at a URL unless it is on this disk, on rank 0, and return its path."""
-        return path if self.mirror is None else self.mirror.fetch(path)
-
-    def set_aside_newer(self, done: int) -> None:
-        """Rename checkpoints newer than ``done`` steps, on rank 0; see `vqclip.checkpoint.set_aside_newer`."""
-        checkpoint.set_aside_newer(self.folder, done)
-        if self.mirror is not None:
-            self.mirror.remove_newer(done)
 
     def path(self, done: int) -> Path:
         """Return the folder of the checkpoint after ``done`` steps."""

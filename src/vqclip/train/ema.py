@@ -1,7 +1,7 @@
 """Exponential moving average (EMA) of the weights: what is evaluated, kept as best and exported.
 
-    decay(step) = min(decay, (1 + step) / (10 + step))           with warmup, as in TensorFlow and timm
-    average     = d · average + (1 - d) · weight,  d = decay(step) ^ every
+    decay(step)   = min(decay, (1 + step) / (10 + step))           with warmup, as in TensorFlow and timm
+    average       = decay(step) · average + (1 - decay(step)) · weight
 
 An average begins as a copy of its weight in the first update in which the weight is trained. The averages are part of
 every checkpoint, are equal on all ranks, and change nothing in the training.
@@ -42,22 +42,19 @@ class EmaConfig(Config):
     """Share of the average that a step keeps: the average is over about 1 / (1 - decay) steps."""
     warmup: bool = True
     """Keep at most (1 + step) / (10 + step) at the beginning, so that the first weights are forgotten soon."""
-    every: Annotated[int, Field(ge=1)] = 1
-    """Steps between two updates; each has the decay of all its steps."""
     evaluate: Literal["averaged", "both"] = "averaged"
     """Weights that are evaluated; both: also the current ones, as `eval/current weights/...` in `metrics.jsonl`."""
 
     def decay_at(self, step: int) -> float:
         """Return the share of the average that the update after step number ``step`` (from 0) keeps."""
-        decay = min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
-        return decay**self.every
+        return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
 
 
 class Ema:
     """Moving average of the parameters of a model that require a gradient.
 
     Args:
-        config: decay and interval.
+        config: decay.
         parameters: of the bare model by name; of those in shards, this rank's rows.
 
     Attributes:
@@ -80,8 +77,6 @@ class Ema:
                 host reads it.
         """
         self._begun = ()
-        if (step + 1) % self.config.every:
-            return
         parameters = self._parameters
         shares = {
             dtype: torch.where(skip, 0.0, 1 - self.config.decay_at(step)).to(dtype)

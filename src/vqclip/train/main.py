@@ -32,7 +32,7 @@ from vqclip.runlog.records import Records, remove_stopped, write_stopped
 from vqclip.seeds import derive_seed
 from vqclip.train.callbacks import Callback, Training, evaluate, in_order, require_success
 from vqclip.train.callbacks.builtin import store_details, write_page
-from vqclip.train.checkpointer import Checkpointer, RetentionPolicy
+from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.config import ScheduleConfig, TaskConfig
 from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.train.feature_cache import store_features
@@ -48,8 +48,7 @@ from vqclip.train.tasks.kinds import load_task_config
 logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()
-_folder: Path | None = None
-"""Folder of the run in progress."""
+"""Held by the run in progress."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,9 @@ def run(
             progress.report_to(stop.raise_if_requested),
         ):
             try:
-                with RunLock(config.run.path) as lock, _mirror(config) as mirror:
+                at_url = config.run.url is not None and dist.is_main()
+                remote = RunMirror(str(config.run.url), config.run.path, config.run.remote) if at_url else None
+                with RunLock(config.run.path) as lock, remote or contextlib.nullcontext() as mirror:
                     try:
                         every = in_order(callbacks)
                         summary = _run(config, device, lock, mirror, log, stop, every, owns_process, started)
@@ -205,13 +206,6 @@ def _run(
             raise StopRequested
         outcome, exported, best = _export_and_evaluate(training)
     return _summarise(training, outcome, exported, best)
-
-
-def _mirror(config: TaskConfig) -> contextlib.AbstractContextManager[RunMirror | None]:
-    """Return the mirror of a run at a URL on rank 0."""
-    if config.run.url is None or not dist.is_main():
-        return contextlib.nullcontext()
-    return RunMirror(config.run.url, config.run.path, config.run.remote)
 
 
 def _claim_folder(config: TaskConfig, lock: RunLock, mirror: RunMirror | None, log: LogFile) -> None:
@@ -284,9 +278,17 @@ def _build_checkpointer(
     _require_same_data(config, data.fingerprint)
     folder, identity = config.run.path / "checkpoints", config.run_identity(step.task, data.fingerprint)
     dist.run_on_main(lambda: require_space(config.run.path, step))
-    retention = RetentionPolicy(config.train.keep_checkpoints, config.train.keep_every)
-    background, timeout_s = config.train.save_in_background, config.run.timeout_s
-    checkpointer = Checkpointer(folder, identity, step, retention, background, mirror, timeout_s)
+    settings = config.train
+    checkpointer = Checkpointer(
+        folder,
+        identity,
+        step,
+        settings.keep_checkpoints,
+        settings.save_in_background,
+        mirror,
+        config.run.timeout_s,
+        settings.keep_every,
+    )
     if config.run.resume == "never" and dist.run_on_main(lambda: len(checkpointer.find())):
         raise ConfigError(
             f"run.resume: got 'never', but {config.run.url or config.run.path}/checkpoints contains checkpoints; "
@@ -415,14 +417,12 @@ def exclusive_run(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: a run is in progress, in another thread or around this one.
     """
-    global _folder
     if not _lock.acquire(blocking=False):
         raise ConfigError(
-            f"run.name: {folder} cannot train while this process trains {_folder}; wait for its end, or start another "
-            "process: runs share torch's random generator, the log and the process group"
+            f"run.name: {folder} cannot train while this process trains another run; wait for its end, or start "
+            "another process: runs share torch's random generator, the log and the process group"
         )
     try:
-        _folder = folder
         yield
     finally:
         _lock.release()

@@ -60,18 +60,21 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
     step, files = checkpointer.step, dict[str, Mapping[str, Tensor]]()
 
     def find() -> dict[str, Any] | None:
-        paths = checkpointer.find()
+        mirror, paths = checkpointer.mirror, checkpointer.find()
+        fetch = mirror.fetch if mirror is not None else Path
         found = checkpoint.use_latest(
-            checkpointer.folder, lambda path: _verify(checkpointer.fetch(path), checkpointer, allow), paths
+            checkpointer.folder, lambda path: _verify(fetch(path), checkpointer, allow), paths
         )
         if found is None:
             checkpointer.frozen.write()
             return None
         path, state, tensors = found
         files.update(tensors)
-        checkpointer.set_aside_newer(checkpoint.step_of(path))
+        checkpoint.set_aside_newer(checkpointer.folder, checkpoint.step_of(path))
+        if mirror is not None:
+            mirror.remove_newer(checkpoint.step_of(path))
         if state.best is not None and (best := checkpointer.path(state.best.step)) in paths:
-            checkpointer.fetch(best)
+            fetch(best)
         return {"path": str(path), "state": state.model_dump()}
 
     found = dist.run_on_main(find)

@@ -178,7 +178,8 @@ class TrainStep(Generic[SamplesT]):
         with self._compiled_regions():
             out = self._forward(parts, step)
             sums = self.task.reduce(out, samples)
-            losses = self._losses(out, sums, parts, step)
+            terms, weights = self.task.losses(out, sums, parts, step)
+            losses = {"total": weighted_total(terms, weights), **terms}
             self._backward(losses["total"], out, parts, step)
         self.scaler.unscale_(self.optimizer)
         grad_norm = self.parallel.clip(self.clip_norm)
@@ -186,8 +187,8 @@ class TrainStep(Generic[SamplesT]):
         skip = self.guards.judge(losses, grad_norm, batch, self.scaler)
         sums = {name: each.detach() for name, each in sums.items()}
         self._update(sums, skip, step)
-        terms = {name: term.detach() for name, term in losses.items()}
-        return StepResult(terms, grad_norm, lr, sums, self.task.figures(out), skip)
+        detached = {name: term.detach() for name, term in losses.items()}
+        return StepResult(detached, grad_norm, lr, sums, self.task.figures(out), skip)
 
     def settle(self) -> None:
         """Read the verdict on the newest step, if it is not read yet; its update is otherwise still to be judged.
@@ -222,13 +223,6 @@ class TrainStep(Generic[SamplesT]):
         with torch.no_grad():
             cached = [self._run_model(part, step, number) for number, part in enumerate(parts)]
         return join_outputs(cached, self.task.shared())
-
-    def _losses(
-        self, out: TaskOutput, sums: dict[str, Stats], parts: Sequence[SamplesT], step: int
-    ) -> dict[str, Tensor]:
-        """Return the unweighted terms by name, and their weighted ``total``."""
-        terms, weights = self.task.losses(out, sums, parts, step)
-        return {"total": weighted_total(terms, weights), **terms}
 
     def _backward(self, total: Tensor, out: TaskOutput, parts: Sequence[SamplesT], step: int) -> None:
         """Compute the gradient of the weights; with microbatches, by a second pass over them."""

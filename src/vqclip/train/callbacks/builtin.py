@@ -72,12 +72,11 @@ class ReportMetrics(Callback):
     def on_step_start(self, training: Training) -> None:
         """Count the FLOPs of the first step, and the time that timed steps spend in collectives."""
         self._speed.count(training.step, training.batch)
-        if training.clock.runs:
-            dist.exchange_timer.start()
+        dist.exchange_timer.runs = training.clock.runs
 
     def on_step_end(self, training: Training) -> None:
         """Report, if a report is due."""
-        dist.exchange_timer.stop()
+        dist.exchange_timer.runs = False
         if not training.is_due(training.config.train.report_every):
             return
         figures, tokens = _read_metrics(training)
