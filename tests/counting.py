@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vqclip.dist import _collectives, _control, _fsdp
+from vqclip.dist import _collectives, _control, _weights
 
 SOURCE = str(Path(_collectives.__file__).parents[1])
 
@@ -70,7 +70,7 @@ def counting() -> Iterator[Counting]:
         mock.patch.object(torch.Tensor, "tolist", tolist),
         mock.patch.object(_collectives, "run_collective", run_collective),
         mock.patch.object(_control, "run_collective", run_collective),
-        mock.patch.object(_fsdp, "run_collective", run_collective),
+        mock.patch.object(_weights, "run_collective", run_collective),
         mode,
     ):
         yield mode
