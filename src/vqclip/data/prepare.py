@@ -13,9 +13,9 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from vqclip import dist
 from vqclip.data.remote.files import is_tar
@@ -31,6 +31,8 @@ from vqclip.io.files import cache_folder
 from vqclip.process import progress
 
 logger = logging.getLogger("vqclip.data")
+
+T = TypeVar("T")
 
 _ROUND_S = 10.0
 """Seconds of work after which a rank finishes its current shard and meets the others."""
@@ -62,27 +64,36 @@ def open_sources(sources: Sequence[SourceConfigBase], keys: Sequence[str] = ()) 
         with contextlib.suppress(OSError):
             for folder in (cache_folder() / "index", *(cache_folder() / "index").glob("*.parts")):
                 remove_leftovers(folder)
-    found: list[dict[str, Any]] = []
-    with dist.raise_on_all_ranks():
-        for key, source in zip(keys if dist.is_main() else (), sources, strict=False):
-            with name_section(key):
-                found.append(source.pins())
-    pins = dist.gather_json(found)[0]
-    pinned = [source.model_copy(update=pin) for source, pin in zip(sources, pins, strict=True)]
-    opening = _find_packings(pinned, keys, group)
 
-    place = group.index(dist.rank())
+    def pin_all() -> list[dict[str, Any]]:
+        pins = []
+        for key, source in zip(keys, sources, strict=True):
+            with name_section(key):
+                pins.append(source.pins())
+        return pins
+
+    pins = _ask_first([0], pin_all)
+    opening: list[SourceConfigBase | Packing] = []
     parts: _Named = []
-    for is_first in (True, False):  # the first one lists them before the others, so that data are drawn or fetched once
-        with dist.raise_on_all_ranks():
-            for key, data in zip(keys if is_first == (place == 0) else (), opening, strict=False):
-                with name_section(key):
-                    parts += [(key, part) for part in data.shards()]
-    left = parts[place :: len(group)][::-1]
-    if any(isinstance(source, PackedConfig) for source in pinned):  # another job may pack pieces between two lists
-        listed = dist.gather_json([[key, part.name] for key, part in parts])[group[0]]
-        mine = {(key, part.name): (key, part) for key, part in parts}
-        left = [mine[key, name] for key, name in listed[place :: len(group)] if (key, name) in mine][::-1]
+
+    def open_all(paths: Sequence[str | None]) -> list[str | None]:
+        """Open what is packed, and list the parts; return the folders of packed tars."""
+        for key, source, pin, path in zip(keys, sources, pins, paths, strict=True):
+            with name_section(key):
+                data: SourceConfigBase | Packing = source.model_copy(update=pin)
+                if isinstance(data, PackedConfig):
+                    files = data.image_files() if path is None else None
+                    data = files or Packing(data, path=None if path is None else Path(path))
+                opening.append(data)
+                parts.extend((key, part) for part in data.shards())
+        return [str(each.folder.path) if isinstance(each, Packing) else None for each in opening]
+
+    # The first rank opens the data before the others, so that they are drawn or fetched once.
+    paths = _ask_first(group, lambda: open_all([None] * len(sources)))
+    with dist.raise_on_all_ranks():
+        if dist.rank() != group[0]:
+            open_all(paths)
+    left = parts[group.index(dist.rank()) :: len(group)][::-1]
     more = True
     while more:
         with dist.raise_on_all_ranks():
@@ -92,27 +103,14 @@ def open_sources(sources: Sequence[SourceConfigBase], keys: Sequence[str] = ()) 
         return [open_source(data, key, is_checked=True) for data, key in zip(opening, keys, strict=True)]
 
 
-def _find_packings(
-    sources: list[SourceConfigBase], keys: Sequence[str], group: Sequence[int]
-) -> list[SourceConfigBase | Packing]:
-    """Return the sources, in place of those that are packed their folders, or the image files that they only name.
-
-    The first rank of a cache opens the data, and the others use its folders.
-    """
-    found: list[SourceConfigBase | Packing] = [*sources]
-    packed = [number for number, source in enumerate(sources) if isinstance(source, PackedConfig)]
-    paths: list[str | None] = [None] * len(sources)
-    for is_first in (True, False) if packed else ():
-        with dist.raise_on_all_ranks():
-            for number in packed if is_first == (dist.rank() == group[0]) else ():
-                source, path = sources[number], paths[number]
-                assert isinstance(source, PackedConfig)
-                with name_section(keys[number]):
-                    files = source.image_files() if path is None else None
-                    found[number] = files or Packing(source, path=None if path is None else Path(path))
-        mine = [str(each.folder.path) if isinstance(each, Packing) else None for each in found]
-        paths = dist.gather_json(mine)[group[0]]
-    return found
+def _ask_first(group: Sequence[int], work: Callable[[], T]) -> T:
+    """Return the JSON value of a function that is called on the first rank of each group. A collective."""
+    found: list[T] = []
+    with dist.raise_on_all_ranks():
+        if dist.rank() == group[0]:
+            found.append(work())
+    (value,) = dist.gather_json(found)[group[0]]
+    return cast(T, value)
 
 
 def _prepare_for_a_while(left: _Named) -> None:

@@ -215,6 +215,50 @@ def test_a_data_set_at_the_hub_is_of_a_commit(tmp_path: Path, monkeypatch: pytes
     assert len(asked) == 1
 
 
+class Unreachable(Exception):
+    def __init__(self, status: int):
+        super().__init__(f"HTTP {status}")
+        self.response = SimpleNamespace(status_code=status)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_packed_rows_need_no_hub(
+    tmp_path: Path, streaming: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: list[object] = [SimpleNamespace(sha="a" * 40)]
+
+    def ask(*_: object, **__: object) -> object:
+        if isinstance(answers[-1], Exception):
+            raise answers[-1]
+        return answers[-1]
+
+    def load(*_: object, **__: object) -> object:
+        if isinstance(answers[-1], Exception):
+            raise answers[-1]
+        return stored.to_iterable_dataset() if streaming else stored
+
+    made().to_parquet(tmp_path / "a.parquet")
+    stored = datasets.Dataset.from_parquet(str(tmp_path / "a.parquet"), cache_dir=str(tmp_path / "hf"))
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", ask)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    options = {"path": "someone/images", "split": "train", "streaming": streaming}
+    (source,) = open_sources([HfConfig(**options)])
+    for status in (0, 429, 503):
+        answers.append(Unreachable(status))
+        caplog.clear()
+        (again,) = open_sources([HfConfig(**options)])
+        assert again.fingerprint == source.fingerprint
+        (warning,) = [text for text in caplog.messages if "does not name its commit" in text]
+        assert f"rows of commit {'a' * 40}, packed before, are used" in warning
+    assert HfConfig(**options, revision="a" * 40).build().fingerprint == source.fingerprint
+    with pytest.raises(DataError, match="cannot be read by datasets"):
+        HfConfig(**options, revision="other").build()  # nothing is packed of this branch
+    answers.append(Unreachable(404))
+    with pytest.raises(DataError, match="HTTP 404"):
+        open_sources([HfConfig(**options)])
+
+
 def revision_on_rank(folder: Path) -> tuple[list[str], int]:
     """The revisions that this rank opens, and how often it asks for a commit; a branch moves whenever it is asked."""
     asked: list[int] = []

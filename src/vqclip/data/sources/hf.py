@@ -10,12 +10,13 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from vqclip.data.lookup import name_errors
 from vqclip.data.remote.urls import mask_credentials
-from vqclip.data.sources.packed import Piece, stamp
+from vqclip.data.sources.packed import Piece, packed_folders, stamp
 from vqclip.data.sources.table import TableConfig, TableStream, read_batch
+from vqclip.data.work_folder import WorkFolder
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.files import expand_home
 
@@ -55,31 +56,66 @@ class HfConfig(TableConfig):
         """The data set, for messages."""
         return mask_credentials(" ".join(filter(None, (self.path, self.name, self.split))))
 
+    _asked: str | None = PrivateAttr(None)
+    """The user's revision, in whose place `pins` puts a commit."""
+
+    def model_post_init(self, context: Any) -> None:
+        """Keep the user's revision."""
+        super().model_post_init(context)
+        self._asked = self.revision
+
     def pins(self) -> dict[str, Any]:
-        """Return the commit that a branch or tag of the hub names now; see `SourceConfigBase.pins`."""
+        """Return the commit that a branch or tag of the hub names now; see `SourceConfigBase.pins`.
+
+        If the hub does not answer, it is the commit that was packed last; without one, the files are used that
+        `datasets` has on this machine.
+        """
         datasets = _require_datasets(self)
-        is_commit = re.fullmatch("[0-9a-f]{40}", self.revision or "")
-        if is_commit or datasets.config.HF_HUB_OFFLINE or expand_home(self.path).is_dir():
+        if self._is_commit or expand_home(self.path).is_dir():
             return {}
+        packed = self._find_packed()
+        found = {} if packed is None else {"revision": packed.settings["revision"]}
+        if datasets.config.HF_HUB_OFFLINE:
+            return found
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError
 
         with name_errors(f"{self.where}{_UNREADABLE}", "unreadable data set"):
             try:
                 return {"revision": str(HfApi().dataset_info(self.path, revision=self.revision).sha)}
-            except HfHubHTTPError:
-                raise
-            except Exception as error:  # the hub did not answer, and `datasets` may have its files
-                if self.streaming:
+            except Exception as error:
+                status = getattr(getattr(error, "response", None), "status_code", 0)
+                refused = 400 <= status < 500 and status not in (408, 429)
+                if refused or (self.streaming and packed is None):
                     raise
                 reason = mask_credentials(" ".join(str(error).split())[:200])
-                logger.warning(
-                    "%s: the hub does not name its commit (%s); files on this machine are used", self.path, reason
-                )
-        return {}
+                used = f"rows of commit {found['revision']}, packed before," if found else "files on this machine"
+                logger.warning("%s: the hub does not name its commit (%s); %s are used", self.path, reason, used)
+        return found
+
+    @property
+    def _is_commit(self) -> bool:
+        return re.fullmatch("[0-9a-f]{40}", self.revision or "") is not None
+
+    def _find_packed(self) -> WorkFolder | None:
+        """Return the folder in which the rows of this commit, or of the branch when it was last asked for, are."""
+        for folder in packed_folders(self.kind):
+            settings = folder.settings
+            same = {**settings["source"], "files": None} == {**self._facts(), "files": None}
+            wanted = settings["revision"] if self._is_commit else settings["asked"]
+            if same and settings["revision"] and wanted == self.revision and not folder.missing():
+                return folder
+        return None
+
+    def _facts(self) -> dict[str, Any]:
+        return {**self.settings(), "revision": None, "folder": os.getcwd()}
 
     def open_data(self, known: Mapping[str, Any] | None = None) -> Any:
-        """Open the split, from the files that another process of this machine has found if it is all of them."""
+        """Open the split; a commit that is packed needs none, and stays the `identity` of its rows.
+
+        Files that another process of this machine has found are opened without the hub, if they are the whole split.
+        """
+        if self._is_commit and (packed := self._find_packed()) is not None:
+            return packed.settings["source"]
         if known is not None and not self.streaming and re.fullmatch(r"\w*", self.split or ""):
             import datasets
 
@@ -91,6 +127,8 @@ class HfConfig(TableConfig):
 
     def identity(self, data: Any) -> dict[str, Any]:
         """See `PackedConfig.identity`: the files of the data set, or the commit of one that is streamed."""
+        if isinstance(data, dict):
+            return data
         folder = expand_home(self.path)
         if not self.streaming:
             files: Any = stamp(each["filename"] for each in data.cache_files)
@@ -98,11 +136,11 @@ class HfConfig(TableConfig):
             files = stamp(sorted(each for each in folder.rglob("*") if each.is_file()))
         else:
             files = self.revision
-        return {**self.settings(), "revision": None, "folder": os.getcwd(), "files": files}
+        return {**self._facts(), "files": files}
 
     def open_stream(self, data: Any) -> HfStream:
         """See `PackedConfig.open_stream`."""
-        return HfStream(self, data)
+        return HfStream(self, _load(self) if isinstance(data, dict) else data)
 
 
 def is_saved_by_datasets(files: Collection[str]) -> bool:

@@ -146,6 +146,14 @@ class PackedConfig(SourceConfigBase):
         return Packing(config, cache).build(cache) if files is None else files.build(cache)
 
 
+def packed_folders(kind: str) -> Iterator[WorkFolder]:
+    """Yield the folders of packed tars of a kind in the cache, the newest first."""
+    paths = (cache_folder() / "packed").glob(f"{kind}-*")
+    for path in sorted(paths, key=lambda each: each.stat().st_mtime, reverse=True):
+        if (folder := WorkFolder.existing(path, _LAYOUT)) is not None:
+            yield folder
+
+
 class Packing:
     """A source while it is packed: its folder, made if it is missing, and its data as far as they are opened.
 
@@ -178,6 +186,7 @@ class Packing:
         settings = {
             "source": self.config.identity(self._data),
             "revision": getattr(self.config, "revision", None),  # the commit of a data set of the hub
+            "asked": getattr(self.config, "_asked", None),  # its branch
             "pieces": [list(piece) for piece in stream.pieces],
             "classnames": list(stream.classnames),
             "has_prompts": stream.has_prompts,
@@ -198,18 +207,20 @@ class Packing:
         return self._stream
 
     def shards(self) -> Sequence[Part]:
-        """Return the pieces that are to be packed; if there are none, what is to be done for the tars."""
+        """Return all pieces if one is to be packed, otherwise what is to be done for the tars."""
+        if not self.folder.missing():
+            return self._tar_set(range(self.folder.items)).parts()
         names = [name for name, _ in self.folder.settings["pieces"]]
-        missing = [piece for piece in range(self.folder.items) if self.folder.record(piece) is None]
-        pieces = [Part(f"{names[piece]}: piece {piece}", partial(self._pack, piece)) for piece in missing]
-        return pieces or self._tar_set(range(self.folder.items)).parts()
+        return [Part(f"{name}: piece {piece}", partial(self._pack, piece)) for piece, name in enumerate(names)]
 
     def _pack(self, piece: int) -> bool:
         """Pack and index a piece; return False if another process is packing it."""
         for number in self.folder.claim([piece]):
             write_piece(self.folder, number, self.stream)
-            self._tar_set([number]).make_parts()
-        return self.folder.record(piece) is not None
+        if self.folder.record(piece) is None:
+            return False
+        self._tar_set([piece]).make_parts()
+        return True
 
     def build(self, cache: Path | None = None) -> Source:
         """Open the packed tars, after packing and indexing what is missing, or waiting for processes that do."""
