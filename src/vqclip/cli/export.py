@@ -92,6 +92,7 @@ class Export(Command, words=("tokenizer",)):
     def _export_open_clip(self) -> None:
         from vqclip.export.open_clip import export_towers
         from vqclip.io.files import expand_home
+        from vqclip.io.tensors import first_names
         from vqclip.tokenizer.folder import CONFIG_FILE
 
         others = ("modality", "compare_only", "data", "split", "limit", "program")
@@ -100,7 +101,11 @@ class Export(Command, words=("tokenizer",)):
         folder = expand_home(self.tokenizer)
         run = folder if (folder / "tokenizer" / CONFIG_FILE).is_file() else folder.parent
         inside = folder / "tokenizer" if run == folder else folder
-        print_output(export_towers(inside, self.base or _base_of(run), self.out).describe())
+        written, kept = export_towers(inside, self.base or _base_of(run), self.out)
+        print_output(
+            f"{self.out}: {len(written)} tensors of the towers, {len(kept)} of the base checkpoint "
+            f"({first_names(kept)}); open_clip loads it as local-dir:{self.out}"
+        )
 
 
 class ExportTokenizer(Command, words=("run_",)):

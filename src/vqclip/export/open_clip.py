@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
 from vqclip.io.atomic import replace_folder, require_replaceable
-from vqclip.io.tensors import first_names, save_tensors, shape_differences
+from vqclip.io.tensors import save_tensors, shape_differences
 from vqclip.model import CLIP
 from vqclip.towers.open_clip import create_open_clip
 
@@ -34,32 +33,18 @@ _TEXT_PREFIXES = {"transformer.": "text."}
 _PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
 
 
-@dataclass(frozen=True)
-class ExportedTowers:
-    """Result of `export_towers`."""
-
-    folder: Path
-    """Folder that open_clip loads as ``local-dir:FOLDER``."""
-    written: tuple[str, ...]
-    """Names, in open_clip, of the tensors of the vqclip towers."""
-    kept: tuple[str, ...]
-    """Names of those of the base checkpoint: projections, pooling, heads, temperature."""
-
-    def describe(self) -> str:
-        """Return a summary for a person."""
-        return (
-            f"{self.folder}: {len(self.written)} tensors of the towers, {len(self.kept)} of the base checkpoint "
-            f"({first_names(self.kept)}); open_clip loads it as local-dir:{self.folder}"
-        )
-
-
-def export_towers(folder: str | Path, base: str, out: Path) -> ExportedTowers:
+def export_towers(folder: str | Path, base: str, out: Path) -> tuple[list[str], list[str]]:
     """Write the towers of a vqclip folder into the open_clip model that they came from.
 
     Args:
         folder: folder that `CLIP.save_pretrained` or a run wrote; both towers are those of one open_clip model.
         base: tag or file of the pretrained weights that the towers started from.
-        out: folder to write: ``open_clip_config.json`` and ``open_clip_model.safetensors``.
+        out: folder to write: ``open_clip_config.json`` and ``open_clip_model.safetensors``, loaded by open_clip as
+            ``local-dir:FOLDER``.
+
+    Returns:
+        Names, in open_clip, of the tensors of the vqclip towers, and of those of the base checkpoint: projections,
+        pooling, heads, temperature.
 
     Raises:
         CheckpointError: ``folder`` is missing or damaged, or contains only one modality.
@@ -100,7 +85,7 @@ def export_towers(folder: str | Path, base: str, out: Path) -> ExportedTowers:
         save_tensors({key: each.detach().contiguous().clone() for key, each in state.items()}, aside / WEIGHTS_FILE)
 
     replace_folder(out, fill)
-    return ExportedTowers(out, tuple(towers), tuple(key for key in model.state_dict() if key not in towers))
+    return list(towers), [key for key in model.state_dict() if key not in towers]
 
 
 def _rename(tower: nn.Module, prefixes: dict[str, str]) -> dict[str, Tensor]:
