@@ -98,7 +98,7 @@ def test_every_setting_is_part_of_the_identity(tmp_path, shards):
         ("optim", "layer_decay", 0.7),
         ("optim", "overrides", tree["optim"]["overrides"][:1]),
         ("optim", "overrides", []),
-        ("train", "ema", {"decay": 0.9}),
+        ("train", "ema", {"decay": 0.8}),
         ("train", "ema", None),
         ("train", "bottleneck", {"open_steps": 2, "close_steps": 5}),
         ("train", "bottleneck", None),

@@ -30,7 +30,7 @@ HOST_ONLY = {
     "quantizers/vq.py:_count_skipped",
     "dist/_control.py:gather_json",
     "train/guards.py:settle",
-    "quantizers/stats.py:number",
+    "quantizers/stats.py:_draw_tokens",
 }
 """Reads of what is never on the device: the loader's batch, messages of ranks, a copy that was made a step before, the
 number of tokens to draw."""
