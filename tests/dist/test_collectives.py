@@ -96,10 +96,73 @@ def test_compiled_gather_asks_for_sizes_it_was_not_told(ranks):
     check_against_one_process("all_gather", x, sizes, results)
 
 
+def both_gathers(x, sizes):
+    """Values and gradients through torch's function and through our own, and how often torch's was called for each."""
+    theirs, found, calls = torch.distributed.nn.functional.all_gather, [], []
+
+    def counted(*args, **options):
+        calls[-1] += 1
+        return theirs(*args, **options)
+
+    for uses_torch in (True, False):
+        calls.append(0)
+        mine = share(x, sizes, dist.rank()).clone().requires_grad_()
+        with (
+            mock.patch.object(torch.distributed.nn.functional, "all_gather", counted),
+            mock.patch.object(_collectives, "HAS_NN_ALL_GATHER", uses_torch),
+        ):
+            gathered = dist.all_gather(mine)
+            dist.all_gather(mine.detach())  # without gradients there is nothing to keep
+        # Each rank its own loss: the sum over ranks must be seen in backward.
+        ((1 + dist.rank()) * loss_of(gathered)).backward()
+        found.append((gathered.detach(), mine.grad))
+    return *found, calls
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_both_ways_to_gather_are_equal(ranks, sizes):
+    for theirs, ours, calls in ranks(len(sizes), both_gathers, rows(sizes), sizes):
+        assert calls == [1, 0]
+        assert torch.equal(ours[0], theirs[0])
+        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-14, atol=0)
+
+
+def softmax_loss(image, text, gather):
+    logits = 5 * gather(image) @ gather(text).T
+    return F.cross_entropy(logits, torch.arange(len(logits)))
+
+
+def contrastive_gradients(image, text):
+    gradients = []
+    for gather in (dist.all_gather, cut_gather):
+        mine = [t.chunk(dist.world_size())[dist.rank()].clone().requires_grad_() for t in (image, text)]
+        loss = softmax_loss(*mine, gather)
+        gradients.append([t.grad for t in mine] if loss.requires_grad and not loss.backward() else None)
+    return gradients
+
+
+def cut_gather(x):
+    """What open_clip's users got from torch.distributed.all_gather: the values without the graph."""
+    out = [torch.empty_like(x) for _ in range(dist.world_size())]
+    c10d.all_gather(out, x.detach())
+    return torch.cat(out)
+
+
+def test_bug_5_the_contrastive_gather_keeps_its_gradient(ranks):
+    full = [F.normalize(rows((8,), seed=s)).requires_grad_() for s in (1, 2)]
+    softmax_loss(*full, lambda x: x).backward()
+    for rank, (ours, cut) in enumerate(ranks(2, contrastive_gradients, *[t.detach() for t in full])):
+        assert cut is None
+        for grad, whole in zip(ours, full, strict=True):
+            torch.testing.assert_close(grad, 2 * whole.grad.chunk(2)[rank], rtol=1e-12, atol=1e-14)
+
+
 def all_with_warnings():
     torch.set_warn_always(True)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
+        if _collectives.HAS_NN_ALL_GATHER:  # which warns at our own line, from torch 2.12 on
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"vqclip\.dist\._collectives$")
         x = torch.randn(2 + dist.rank(), 3, requires_grad=True)
         for op in OPS:
             LOSSES[op](x, None).backward()
@@ -224,6 +287,8 @@ def test_ring_shifts_are_in_flight_side_by_side(ranks, sizes):
 def test_reduce_refuses_a_tensor_that_requires_a_gradient():
     with pytest.raises(DistributedError, match=r"requires a gradient.*replicated_sum"):
         dist.reduce_(torch.ones(2, requires_grad=True) * 2)
+    with pytest.raises(DistributedError, match="'mean', expected one of sum, max"):
+        dist.reduce_(torch.ones(2), "mean")
 
 
 def gather_without_gradients_on_rank_one():

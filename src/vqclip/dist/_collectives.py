@@ -1,11 +1,18 @@
-"""Collectives on tensors. The docstring of the package states how their gradients are scaled."""
+"""Collectives on tensors. The docstring of the package states how their gradients are scaled.
+
+`all_gather` with gradients goes through `torch.distributed.nn.functional.all_gather` before torch 2.15, and through an
+autograd function of our own from then on and in compiled code, where that one is refused (`_gather_equal_sizes`
+decides).
+"""
 
 from __future__ import annotations
 
 import math
+import re
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as c10d
@@ -13,9 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vqclip.dist._state import control_device, is_distributed, rank, run_collective, world_size
-from vqclip.dist._torch_versions import ALL_GATHER, REDUCE_SCATTER, eager_in_old_versions
+from vqclip.dist._torch_versions import ALL_GATHER, HAS_NN_ALL_GATHER, REDUCE_SCATTER, eager_in_old_versions
 from vqclip.errors import DistributedError, ShapeError
 from vqclip.nn.precision import first_derivative_only
+
+# torch 2.12 to 2.14 announce at our call that they will withdraw the function, which users cannot change.
+warnings.filterwarnings("ignore", category=FutureWarning, module=re.escape(__name__) + "$")
 
 
 @eager_in_old_versions
@@ -52,7 +62,7 @@ def all_gather(x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         return all_gather(x.to(torch.uint8), sizes).to(torch.bool)
     longest = max(sizes)
     padding = x.new_zeros(longest - x.shape[0], *x.shape[1:])
-    gathered = _Gather.apply(torch.cat([x, padding]) if len(padding) else x)
+    gathered = _gather_equal_sizes(torch.cat([x, padding]) if len(padding) else x)
     if min(sizes) == longest:
         return gathered
     return torch.cat([rows[:size] for rows, size in zip(gathered.split(longest), sizes, strict=True)])
@@ -108,7 +118,7 @@ def replicated_sum(x: Tensor) -> Tensor:
     return _ReplicatedSum.apply(x) if is_distributed() else x
 
 
-def reduce_(x: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+def reduce_(x: Tensor, op: str = "sum") -> Tensor:
     """Reduce statistics over ranks in place.
 
     Args:
@@ -124,9 +134,11 @@ def reduce_(x: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
     if x.requires_grad:
         raise DistributedError(
             "reduce_: got a tensor that requires a gradient, expected one without; use replicated_sum if every rank "
-            "computes the same loss from the sum, or pass x.detach()"
+            "computes the same loss from the sum, all_reduce if not, or pass x.detach()"
         )
     ops = {"sum": c10d.ReduceOp.SUM, "max": c10d.ReduceOp.MAX}
+    if op not in ops:
+        raise DistributedError(f"reduce_: got op {op!r}, expected one of {', '.join(ops)}")
     if is_distributed() and x.numel():
         dense = x.contiguous()
         run_collective("reduce_", c10d.all_reduce, dense, op=ops[op])
@@ -237,11 +249,30 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
-class _Gather(torch.autograd.Function):
-    """All-gather of equal sizes; backward is a reduce-scatter, which sums half precision in fp32.
+def _gather_equal_sizes(x: Tensor) -> Tensor:
+    """Return every rank's `x` in rank order, `(W · B, ...)`, keeping the gradient.
 
-    torch's own, in `torch.distributed.nn.functional`, is refused in compiled code and withdrawn from 2.15 on.
+    With gradients it goes through `torch.distributed.nn.functional.all_gather` before torch 2.15; through `_Gather` from
+    then on, in compiled code, for half precision, whose gradients `_Gather` sums in fp32, and for tensors on the CPU in
+    a job on GPUs, for which the other one has no backward. Every rank must come to the same choice.
     """
+    if (
+        torch.compiler.is_compiling()
+        or not HAS_NN_ALL_GATHER
+        or not (torch.is_grad_enabled() and x.requires_grad)
+        or _sum_dtype(x) != x.dtype
+        or (x.device.type == "cpu" and "nccl" in c10d.get_backend_config())
+    ):
+        return _Gather.apply(x)
+    import torch.distributed.nn.functional as functional  # an import that warns from torch 2.15 on
+
+    found: list[Tensor] = []
+    run_collective("all_gather", lambda x: found.extend(functional.all_gather(x, group=c10d.group.WORLD)), x)
+    return torch.cat(found)
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather of equal sizes; backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
