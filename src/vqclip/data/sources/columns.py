@@ -9,7 +9,7 @@ import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from pydantic import model_validator
 
@@ -50,15 +50,8 @@ _READ = {
 """Kinds of values that are read, and their names for messages."""
 
 
-class Row(NamedTuple):
-    """A row of a table."""
-
-    number: int
-    """Its number in the file, for messages."""
-    values: Mapping[str, Any]
-    """Column → value."""
-    problem: str = ""
-    """Reason why the row cannot be used; empty if it can."""
+Row: TypeAlias = tuple[int, Mapping[str, Any] | DataError]
+"""Number of a row of a table, for messages, and its values by column, or why it cannot be used."""
 
 
 class ColumnType(NamedTuple):

@@ -15,7 +15,7 @@ import os
 import stat
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,20 +95,69 @@ class FileSourceConfig(SourceConfigBase):
             save_table(file, table.facts | versions(name), table.arrays, name)
         return table
 
-    def parts(self, table: FileTable, cache: Path | None = None) -> list[FilePart]:
-        """Divide the table into parts for indexing."""
-        stem = self._stem(cache)
-        files = [stem.with_suffix(f".{number:05d}.safetensors") for number in range(-(-len(table) // PART_SIZE))]
-        return [FilePart(self, table, number * PART_SIZE, file) for number, file in enumerate(files)]
-
     def shards(self) -> Sequence[Part]:
-        """Return the parts, after making the table; for `vqclip.data.open_sources`.
+        """Return the parts that are indexed, after making the table; for `vqclip.data.open_sources`.
 
         Raises:
             DataError: see `table`.
         """
-        parts = self.parts(self.load_table())
-        return [Part(f"{self.listing}: images {each.start} to {each.stop}", each.load) for each in parts]
+        table = self.load_table()
+        return [
+            Part(f"{self.listing}: images from {start} on", partial(self.index, table, start))
+            for start in range(0, len(table), PART_SIZE)
+        ]
+
+    def index(
+        self, table: FileTable, start: int, cache: Path | None = None, is_checked: bool = False
+    ) -> dict[str, np.ndarray]:
+        """Return the index of the files of a part, after indexing those that have changed since.
+
+        Args:
+            table: the rows.
+            start: first row of the part.
+            cache: folder of the index.
+            is_checked: whether it has just been compared with the files.
+
+        Returns:
+            ``states``, ``(rows, files, 2)`` int64: size, -1 for a file that could not be read, and modification time.
+            ``digests``, ``(rows, files, 32)`` uint8: SHA-256.
+
+        Raises:
+            DataError: a file is written to while it is read, or the cache cannot be written.
+        """
+        name, captions = str(self.listing), self.caption_files(table)
+        second = "" if captions is None else captions.ending
+        stop = min(start + PART_SIZE, len(table))
+        paths = [table.paths.read(row) for row in range(start, stop)]
+        text = "\0".join([*paths, second])
+        facts = {**versions(name), "paths": checksum(text.encode("utf-8", "surrogatepass"))}
+        file = self._stem(cache).with_suffix(f".{start // PART_SIZE:05d}.safetensors")
+        found = find_table(file, facts, name, lambda stored: {**stored.arrays})
+        if found is not None and is_checked:
+            return found
+        shape = (len(paths), 2 if second else 1)
+        states, digests = np.full((*shape, 2), MISSING - 1, np.int64), np.zeros((*shape, 32), np.uint8)
+        if found is not None:
+            states[:], digests[:] = found["states"], found["digests"]
+        index: dict[str, np.ndarray] = {"states": states, "digests": digests}
+        changed, root = set[int](), self.root
+        for row, known in enumerate(states.tolist()):  # lists are faster to index
+            if row % _HEARTBEAT == 0:
+                progress.heartbeat()
+            try:
+                files = _files_of(paths[row], root, second)
+            except DataError:  # `FileSource.read` says what is wrong with it
+                files = [""] * len(known)
+            for column, path in enumerate(files):
+                if _stat(path) != known[column]:
+                    changed.add(row)
+                    size, modified, digest = _hash(path)
+                    states[row, column] = size, modified
+                    digests[row, column] = np.frombuffer(digest, np.uint8)
+        if changed or found is None:
+            save_table(file, facts, index, name)
+            logger.info("indexed %s: %d image files of samples %d to %d", name, len(changed), start, stop - 1)
+        return index
 
     def build(self, cache: Path | None = None) -> FileSource:
         """Open the images, after indexing those without an index."""
@@ -176,12 +225,12 @@ class FileSource:
         self._prompts = Prompts(self.templates, self.classnames)
         self.shards: list[dict[str, str | int]] = []
         states = []
-        for number, part in enumerate(config.parts(table, cache)):
-            index = part.load(is_checked)
+        for number, start in enumerate(range(0, len(table), PART_SIZE)):
+            index = config.index(table, start, cache, is_checked)
             states.append(index["states"])
             total = int(np.maximum(index["states"][..., 0], 0).sum())
             name, sha256 = f"{encodable(self._listing.stem)}-{number:05d}", checksum(index["digests"].tobytes())
-            self.shards.append({"name": name, "bytes": total, "samples": part.stop - part.start, "sha256": sha256})
+            self.shards.append({"name": name, "bytes": total, "samples": len(index["states"]), "sha256": sha256})
         self._states = np.concatenate(states)
         self._require_some()
 
@@ -282,67 +331,6 @@ class FileSource:
         if len(data) != size:
             raise StorageError(f"{name}: {what} became shorter while it was read", "changed file")
         return data
-
-
-@dataclass(frozen=True)
-class FilePart:
-    """Some rows of a table, whose files are indexed together, by any rank."""
-
-    config: FileSourceConfig
-    table: FileTable
-    start: int
-    file: Path
-    """Its index in the cache."""
-
-    @property
-    def stop(self) -> int:
-        """Row after the last."""
-        return min(self.start + PART_SIZE, len(self.table))
-
-    def load(self, is_checked: bool = False) -> dict[str, np.ndarray]:
-        """Return the index of the files, after indexing those that have changed since.
-
-        Args:
-            is_checked: whether it has just been compared with the files.
-
-        Returns:
-            ``states``, ``(rows, files, 2)`` int64: size, -1 for a file that could not be read, and modification time.
-            ``digests``, ``(rows, files, 32)`` uint8: SHA-256.
-
-        Raises:
-            DataError: a file is written to while it is read, or the cache cannot be written.
-        """
-        name, captions = str(self.config.listing), self.config.caption_files(self.table)
-        second = "" if captions is None else captions.ending
-        paths = [self.table.paths.read(row) for row in range(self.start, self.stop)]
-        text = "\0".join([*paths, second])
-        facts = {**versions(name), "paths": checksum(text.encode("utf-8", "surrogatepass"))}
-        found = find_table(self.file, facts, name, lambda table: {**table.arrays})
-        if found is not None and is_checked:
-            return found
-        shape = (len(paths), 2 if second else 1)
-        states, digests = np.full((*shape, 2), MISSING - 1, np.int64), np.zeros((*shape, 32), np.uint8)
-        if found is not None:
-            states[:], digests[:] = found["states"], found["digests"]
-        index: dict[str, np.ndarray] = {"states": states, "digests": digests}
-        changed, root = set[int](), self.config.root
-        for row, known in enumerate(states.tolist()):  # lists are faster to index
-            if row % _HEARTBEAT == 0:
-                progress.heartbeat()
-            try:
-                files = _files_of(paths[row], root, second)
-            except DataError:  # `FileSource.read` says what is wrong with it
-                files = [""] * len(known)
-            for column, file in enumerate(files):
-                if _stat(file) != known[column]:
-                    changed.add(row)
-                    size, modified, digest = _hash(file)
-                    states[row, column] = size, modified
-                    digests[row, column] = np.frombuffer(digest, np.uint8)
-        if changed or found is None:
-            save_table(self.file, facts, index, name)
-            logger.info("indexed %s: %d image files of samples %d to %d", name, len(changed), self.start, self.stop - 1)
-        return index
 
 
 def _stat(path: str) -> list[int]:

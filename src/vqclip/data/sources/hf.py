@@ -14,6 +14,7 @@ from pydantic import Field, PrivateAttr
 
 from vqclip.data.lookup import name_errors
 from vqclip.data.remote.urls import mask_credentials
+from vqclip.data.sources.columns import Row
 from vqclip.data.sources.packed import Piece, packed_folders, stamp
 from vqclip.data.sources.table import TableConfig, TableStream, read_batch
 from vqclip.data.work_folder import WorkFolder
@@ -244,7 +245,7 @@ class HfStream(TableStream):
         self._data.data.table.select([column]).validate(full=True)  # otherwise reading could leave the file
         yield self._data.select_columns([column])[:].column(0).to_pylist()
 
-    def rows(self, piece: int, start: int) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
+    def rows(self, piece: int, start: int) -> Iterator[Row]:
         """See `TableStream.rows`."""
         if self._streaming:
             batches = iter(self._data.shard(num_shards=len(self.pieces), index=piece).iter(_BATCH))

@@ -143,12 +143,15 @@ def _class_of(kind: object) -> type[SourceConfigBase]:
         found = named[0].load()
     except (Exception, SystemExit) as error:  # the code of another package may raise anything
         raise ConfigError(f"kind {kind!r}: {where} cannot be imported: {type(error).__name__}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, SourceConfigBase)):
-        raise ConfigError(f"kind {kind!r}: {where} is not a subclass of vqclip.data.SourceConfigBase")
-    if found.model_fields["kind"].default != kind:
-        raise ConfigError(f'kind {kind!r}: {where} has another one; expected kind: Literal["{kind}"] = "{kind}"')
-    if found.build is SourceConfigBase.build:
-        raise ConfigError(f"kind {kind!r}: {where} has no method build(cache), which opens the data; add one")
+    if (
+        not (isinstance(found, type) and issubclass(found, SourceConfigBase))
+        or found.model_fields["kind"].default != kind
+        or found.build is SourceConfigBase.build
+    ):
+        raise ConfigError(
+            f'kind {kind!r}: {where} is not a subclass of vqclip.data.SourceConfigBase with kind: Literal["{kind}"] = '
+            f'"{kind}" and a method build(cache), which opens the data'
+        )
     return found
 
 

@@ -88,14 +88,19 @@ class FileTable:
 
 
 class TableBuilder:
-    """Collects the rows of a `FileTable`."""
+    """Collects the rows of a `FileTable`; those of the same image and class are one sample."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         """Sentences on what is left out, grouped or ambiguous."""
+        self._samples: dict[tuple[str, int], int] = {}
+        """Image and class → number of the sample."""
         self._paths: list[str] = []
+        self._labels, self._rows, self._counts = array("q"), array("q"), array("q")
+        """Label, first row and number of rows of each sample."""
         self._captions: list[str] = []
-        self._counts, self._labels, self._rows = array("q"), array("q"), array("q")
+        self._owners = array("q")
+        """Sample of each caption."""
         self._inputs: dict[str, list[int]] = {}
 
     def read_from(self, path: Path) -> Path:
@@ -105,15 +110,23 @@ class TableBuilder:
 
     def add(self, path: str, captions: Iterable[str] = (), label: int = -1, row: int = -1) -> None:
         """Add a row; with `PROBLEM` as label, the one caption is what is wrong with it."""
-        before = len(self._captions)
-        self._paths.append(path)
-        self._captions += captions
-        self._counts.append(len(self._captions) - before)
-        self._labels.append(label)
-        self._rows.append(row)
+        sample = len(self)
+        if path and label != PROBLEM:
+            plain = os.path.normpath(path) if "./" in path or "//" in path else path
+            sample = self._samples.setdefault((plain, label), sample)
+        if sample == len(self):
+            self._paths.append(path)
+            self._labels.append(label)
+            self._rows.append(row)
+            self._counts.append(0)
+        self._counts[sample] += 1
+        for caption in captions:
+            self._captions.append(caption)
+            self._owners.append(sample)
 
     def __len__(self) -> int:
-        return len(self._labels)
+        """Return the number of samples."""
+        return len(self._paths)
 
     def finish(
         self,
@@ -122,7 +135,7 @@ class TableBuilder:
         relabel: Mapping[int, int] | None = None,
         **facts: Any,
     ) -> FileTable:
-        """Return the table, rows of the same image and class as one.
+        """Return the table.
 
         Args:
             classnames: names of the classes.
@@ -130,64 +143,31 @@ class TableBuilder:
             relabel: new labels of some.
             **facts: JSON values, which are kept.
         """
-        counts, labels, rows = (np.array(each, np.int64) for each in (self._counts, self._labels, self._rows))
-        labels = np.array([(relabel or {}).get(label, label) for label in labels.tolist()], np.int64)
-        first, sample = self._samples(labels)
-        starts = np.cumsum(counts) - counts
-        order = np.argsort(sample, kind="stable")  # rows in the order of their samples
-        captions = [self._captions[n] for row in order.tolist() for n in range(starts[row], starts[row] + counts[row])]
+        if grouped := [count for count in self._counts if count > 1]:
+            self.notes.append(
+                f"rows of the same image file are one sample with all their captions: {len(grouped)} "
+                f"{'image' if len(grouped) == 1 else 'images'}, {sum(grouped)} rows"
+            )
+        if several := sum(count > 1 for count in Counter(path for path, _ in self._samples).values()):
+            self.notes.append(
+                f"{several} {'image has' if several == 1 else 'images have'} rows of different classes: a sample for "
+                "each class"
+            )
+        owners = np.array(self._owners, np.int64)
+        captions = [self._captions[number] for number in np.argsort(owners, kind="stable").tolist()]
         arrays = {
-            "caption_ends": np.cumsum(np.bincount(sample, counts, len(first)).astype(np.int64)),
-            "labels": labels[first],
-            "rows": rows[first],
+            "caption_ends": np.cumsum(np.bincount(owners, minlength=len(self)).astype(np.int64)),
+            "labels": np.array([(relabel or {}).get(label, label) for label in self._labels], np.int64),
+            "rows": np.array(self._rows, np.int64),
             "input_states": np.array(list(self._inputs.values()), np.int64).reshape(-1, 2),
         }
-        paths = [self._paths[row] for row in first.tolist()]
         for texts, content, ends in (
-            (paths, "paths", "path_ends"),
+            (self._paths, "paths", "path_ends"),
             (captions, "captions", "text_ends"),
             (self._inputs, "inputs", "input_ends"),
         ):
             arrays[content], arrays[ends] = Texts.join(texts)
         return FileTable({**facts, "classnames": [*classnames], "templates": [*templates], "notes": self.notes}, arrays)
-
-    def _samples(self, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first row of each sample, and the sample of each row, and note what was grouped."""
-        alone = labels == PROBLEM
-        plain = (os.path.normpath(path) if "./" in path or "//" in path else path for path in self._paths)
-        first, sample = _number(plain, alone)
-        images = sample
-        if (labels >= 0).any():
-            keys = (f"{image} {label}" for image, label in zip(images.tolist(), labels.tolist(), strict=True))
-            first, sample = _number(keys, alone)
-        if several := int((np.bincount(sample) > 1).sum()):
-            rows = len(sample) - len(first) + several
-            self.notes.append(
-                f"rows of the same image file are one sample with all their captions: {several} "
-                f"{'image' if several == 1 else 'images'}, {rows} rows"
-            )
-        if several := int((np.bincount(images[first]) > 1).sum()):
-            self.notes.append(
-                f"{several} {'image has' if several == 1 else 'images have'} rows of different classes: a sample for "
-                "each class"
-            )
-        return first, sample
-
-
-def _number(keys: Iterable[str], alone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Number equal keys in the order of their first places; empty and ``alone`` ones are equal to no other.
-
-    Returns:
-        The first place of each number, and the number at each place.
-    """
-    numbers: dict[str, int] = {}
-    first, found = array("q"), array("q")
-    for place, (key, is_alone) in enumerate(zip(keys, alone.tolist(), strict=True)):
-        number = numbers.setdefault(key, len(first)) if key and not is_alone else len(first)
-        if number == len(first):
-            first.append(place)
-        found.append(number)
-    return np.array(first, np.int64), np.array(found, np.int64)
 
 
 def _state(path: str | Path) -> list[int]:
@@ -222,19 +202,17 @@ def list_images(
         DataError: a column is missing, or there are no rows; a row that cannot be used becomes a bad sample.
     """
     first = list(itertools.islice(rows, _SAMPLED))
-    usable = [row for row in first if not row.problem]
+    usable = [row for _, row in first if not isinstance(row, DataError)]
     if not first:
         raise DataError(f"{path}: no rows; expected one for each image")
     if not usable:
-        raise DataError(
-            f"{path}: none of the first {len(first)} rows can be used; row {first[0].number}: {first[0].problem}"
-        )
-    names = list(dict.fromkeys(name for row in usable for name in _names(row.values)))
+        raise DataError(f"{path}: none of the first {len(first)} rows can be used; row {first[0][0]}: {first[0][1]}")
+    names = list(dict.fromkeys(name for row in usable for name in _names(row)))
     images = sorted(guess_columns(names, IMAGE_COLUMNS), key=lambda name: not _names_files(usable, name, root))
     if {"filepath", "filename"} <= {*images}:  # Karpathy's: folder and name
         images = ["filename"]
     chosen = choose_columns(given, names, images, path, builder.notes)
-    spell = _Spelling.find([path_in(row.values, chosen.image) for row in usable], root, look_beside, builder)
+    spell = _Spelling.find([path_in(row, chosen.image) for row in usable], root, look_beside, builder)
     classes = Classes.read(given.classnames, path, builder.read_from) if chosen.label else None
     wanted = {
         find_column(names, key, "where", path): {*map(str, each if isinstance(each, (tuple, list)) else [each])}
@@ -243,25 +221,25 @@ def list_images(
     splits = Counter[str]()
     split = next((name for name in names if name.strip().lower() == "split" and name not in wanted), None)
     left_out = 0
-    for row in itertools.chain(first, rows):
-        if row.problem:
-            builder.add("", [row.problem[:_MAX_PROBLEM]], PROBLEM, row.number)
+    for number, row in itertools.chain(first, rows):
+        if isinstance(row, DataError):
+            builder.add("", [str(row)[:_MAX_PROBLEM]], PROBLEM, number)
             continue
-        if any(str(look_up(row.values, key)).strip() not in each for key, each in wanted.items()):
+        if any(str(look_up(row, key)).strip() not in each for key, each in wanted.items()):
             left_out += 1
             continue
         if split is not None and len(splits) < _MAX_SPLITS:
-            splits[str(row.values.get(split))] += 1
-        name, label = spell(path_in(row.values, chosen.image)), -1
+            splits[str(row.get(split))] += 1
+        name, label = spell(path_in(row, chosen.image)), -1
         try:
-            captions = find_captions(row.values, chosen.captions)
+            captions = find_captions(row, chosen.captions)
             if classes is not None:
-                label = classes.number(plain_text(look_up(row.values, chosen.label or "")))
+                label = classes.number(plain_text(look_up(row, chosen.label or "")))
         except DataError:  # of the settings, not of the row
             raise
         except ValueError as error:
             captions, label = [str(error)[:_MAX_PROBLEM]], PROBLEM
-        builder.add(name, captions, label, row.number)
+        builder.add(name, captions, label, number)
     if not len(builder):
         raise DataError(f"{path}: where: no row has these values; expected others, or leave it out")
     if left_out:
@@ -288,9 +266,9 @@ def _names(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Itera
             yield from _names(value, f"{prefix}{key}.", depth + 1)
 
 
-def _names_files(rows: Sequence[Row], column: str, root: Path) -> bool:
+def _names_files(rows: Sequence[Mapping[str, Any]], column: str, root: Path) -> bool:
     """Return whether most of the values in a column are files, or end like images."""
-    paths = [path for row in rows[:20] if (path := path_in(row.values, column)) and protocol_of(path) is None]
+    paths = [path for row in rows[:20] if (path := path_in(row, column)) and protocol_of(path) is None]
     found = [path for path in paths if path.lower().endswith(IMAGE_ENDINGS) or os.path.isfile(root / path)]
     return 2 * len(found) > len(paths)
 

@@ -116,11 +116,7 @@ class _ImageFiles(FileSourceConfig):
         builder.notes += stream.notes
         found: dict[str, Any] = {"image": stream.image, "captions": stream.captions or None, "label": stream.label}
         found["classnames"] = config.classnames or stream.classnames
-        rows = (
-            Row(number, {}, str(row)) if isinstance(row, DataError) else Row(number, row)
-            for file in range(len(files))
-            for number, row in stream.rows_of(file)
-        )
+        rows = (row for file in range(len(files)) for row in stream.rows_of(file))
         columns = config.model_copy(update=found)
         return list_images(rows, columns, builder, self.listing, self.root, look_beside=True)
 
@@ -171,11 +167,11 @@ class ParquetStream(TableStream):
         file, start, stop = self._spans[piece]
         return str(self._files[file]), start, stop
 
-    def rows(self, piece: int, start: int) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
+    def rows(self, piece: int, start: int) -> Iterator[Row]:
         """See `TableStream.rows`."""
         return self.rows_of(self._spans[piece][0], start)
 
-    def rows_of(self, file: int, start: int = 0) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
+    def rows_of(self, file: int, start: int = 0) -> Iterator[Row]:
         """Yield number and values of the rows of a file from a row on; a row in a damaged group is an error."""
         with open_parquet(self._files[file]) as opened:
             marked = {"key", _STATUS} <= {*opened.schema_arrow.names}

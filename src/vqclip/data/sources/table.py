@@ -31,6 +31,7 @@ from vqclip.data.sources.columns import (
     ColumnConfig,
     Columns,
     ColumnType,
+    Row,
     choose_columns,
     guess_columns,
     plain_text,
@@ -162,7 +163,7 @@ class TableStream(ABC):
         """Return the file of a piece, for messages, its first row, and the row after its last."""
 
     @abstractmethod
-    def rows(self, piece: int, start: int) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
+    def rows(self, piece: int, start: int) -> Iterator[Row]:
         """Yield number and values of the rows of a piece's file from a row on, to its end, or what is wrong."""
 
     @abstractmethod
@@ -221,7 +222,7 @@ class TableStream(ABC):
             )
         return classes
 
-    def _group(self, rows: Iterable[tuple[int, dict[str, Any] | DataError]], start: int, stop: int) -> Iterator[_Group]:
+    def _group(self, rows: Iterable[Row], start: int, stop: int) -> Iterator[_Group]:
         """Yield the rows from ``start`` to ``stop``, those of one image and label together if they have captions.
 
         A group belongs to the piece in which its first row is. The rows begin with the one before ``start``.
@@ -231,7 +232,7 @@ class TableStream(ABC):
         for number, row in rows:
             key = None if isinstance(row, DataError) else self._key_of(row)
             continues, former = key is not None and key == former, key
-            if continues and group is not None and isinstance(row, dict) and isinstance(group.values, list):
+            if continues and group is not None and not isinstance(row, DataError) and isinstance(group.values, list):
                 group.values.append({**row, self.image: None})
                 continue
             if group is not None:
@@ -324,7 +325,7 @@ class _Group(NamedTuple):
 
     row: int
     """Number of the first."""
-    values: list[dict[str, Any]] | DataError
+    values: list[Mapping[str, Any]] | DataError
     """Their values; the image is in the first alone. Or what is wrong with the only row."""
 
 

@@ -64,7 +64,7 @@ class CsvConfig(ListConfig):
     """Encoding of the file, such as latin-1; null: UTF-8, or UTF-16 with its mark."""
 
     def rows(self, path: Path, notes: list[str]) -> Iterator[Row]:
-        """See `ListConfig.rows`; 1 is the number of the header. Rows that cannot be used have a problem."""
+        """See `ListConfig.rows`; 1 is the number of the header. Rows that cannot be used are errors."""
         separator = self.separator
         with _open_text(path, self.encoding) as file:
             lines = _read_lines(file)
@@ -98,9 +98,9 @@ class CsvConfig(ListConfig):
                 if not any(map(str.strip, cells)):
                     continue
                 if (problem := _problem(cells, len(names), separator)) is not None:
-                    yield Row(number, {}, problem)
+                    yield number, DataError(problem)
                 else:
-                    yield Row(number, {name: parse_cell(cells[place]) for name, place in places.items()})
+                    yield number, {name: parse_cell(cells[place]) for name, place in places.items()}
         if unbalanced:
             notes.append(
                 f"{len(unbalanced)} rows, such as {unbalanced[0]}, have a quote that does not close; their quotes are "
@@ -278,7 +278,8 @@ class JsonConfig(ListConfig):
         try:
             content = read_json(path)
         except DataError:
-            if not next(read_json_lines(path), Row(1, {})).values:
+            _, first = next(read_json_lines(path), (1, {}))
+            if isinstance(first, DataError) or not first:
                 raise
             return read_json_lines(path)  # JSON lines, whatever the name says
         if isinstance(content, dict) and isinstance(content.get("images"), list) and "annotations" in content:
@@ -307,7 +308,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_lines(path: Path) -> Iterator[Row]:
-    """Yield the objects of a file of JSON lines; one line that is none is a row with a problem."""
+    """Yield the objects of a file of JSON lines; a line that is none is an error."""
     with _open_text(path) as file:
         for number, line in enumerate(_read_lines(file), 1):
             if not line.strip():
@@ -315,7 +316,7 @@ def read_json_lines(path: Path) -> Iterator[Row]:
             try:
                 found = json.loads(line) if _is_utf8(line) else None
             except (ValueError, RecursionError) as error:
-                yield Row(number, {}, f"is not JSON: {error}")
+                yield number, DataError(f"is not JSON: {error}")
                 continue
             yield _row(number, found, "" if _is_utf8(line) else "not UTF-8")
 
@@ -324,8 +325,8 @@ def _row(number: int, value: Any, problem: str = "") -> Row:
     if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):
         value = {"image": value[0], "caption": value[1]}
     if isinstance(value, dict):
-        return Row(number, value)
-    return Row(number, {}, problem or f"got a {type(value).__name__}; expected an object")
+        return number, value
+    return number, DataError(problem or f"got a {type(value).__name__}; expected an object")
 
 
 def _list_of(content: dict[str, Any], path: Path) -> list[Any]:
@@ -386,9 +387,9 @@ def _coco(content: dict[str, Any], path: Path, notes: list[str]) -> Iterator[Row
         seen.add(key)
         values = found.get(key, [])
         if has_captions:
-            yield Row(number, {**each, "caption": values})
+            yield number, {**each, "caption": values}
         else:
-            yield from (Row(number, {**each, "label": label}) for label in dict.fromkeys(values) or [None])
+            yield from ((number, {**each, "label": label}) for label in dict.fromkeys(values) or [None])
     if unknown := found.keys() - seen:
         count = sum(len(found[key]) for key in unknown)
         notes.append(f"left out: {count} annotations of images that are not listed, such as {min(unknown)}")
