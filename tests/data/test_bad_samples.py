@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.data import hostile
 from tests.data.loading import global_batch, open_data, same
@@ -68,26 +66,14 @@ BOMB = r"png image cannot be decoded: Decompressed [Dd]ata [Tt]oo [Ll]arge.*"  #
 CASES = {
     "no caption": Case({"jpg": JPEG}, "missing member", r"has no \.txt"),
     "no image": Case({"txt": TXT}, "missing member", r"has no image \(\.jpg, \.png, \.webp, \.\.\.\)"),
-    "an image by another extension": Case(
-        {"ico": foreign("ICO"), "txt": TXT}, "missing member", r"has no image \(\.jpg, \.png, \.webp, \.\.\.\)"
-    ),
     "empty caption": text(b"", "no caption", r"the caption \(\.txt\) is empty"),
-    "blank caption": text(b" \n\t\r\n ", "no caption", r"the caption \(\.txt\) is empty"),
     "gigantic caption": text(b"a" * 70_000, "caption too long", "caption of 70000 characters; at most 65536 are read"),
     "caption of megabytes": text(b"a" * (2 << 20), "too many bytes", "txt of 2097152 bytes; at most 1048576 are read"),
     "caption in Latin-1": text(
         b"caf\xe9 au lait", "not UTF-8", r"\.txt is not UTF-8: invalid continuation byte at byte 3"
     ),
-    "caption cut in a character": text(
-        "é".encode()[:1], "not UTF-8", r"\.txt is not UTF-8: unexpected end of data at byte 0"
-    ),
     "JSON cut short": facts(JSON[:-3], "damaged JSON", r"\.json cannot be read: Unterminated string .*"),
     "deep JSON": facts(b"[" * 100_000, "damaged JSON", r"\.json cannot be read: .*recursion.*"),
-    "deep JSON object": facts(b'{"caption":' * 100_000, "damaged JSON", r"\.json cannot be read: .*recursion.*"),
-    "number of 5,000 digits": facts(
-        b'{"caption": "x", "id": ' + b"9" * 5000 + b"}", "damaged JSON", r"\.json cannot be read: Exceeds the limit .*"
-    ),
-    "JSON of megabytes": facts(b" " * (5 << 20), "too many bytes", "json of 5242880 bytes; at most 4194304 are read"),
     "JSON that is no object": facts(b"[1]", "damaged JSON", r"\.json contains a list; expected an object"),
     "caption that is a number": facts(
         b'{"caption": 3}', "damaged JSON", r"\.json: key 'caption' contains a int; expected text or a list of texts"
@@ -98,38 +84,20 @@ CASES = {
     "half a character": facts(
         rb'{"caption": "a \ud800"}', "not UTF-8", r"\.json: caption with a lone surrogate at character 2: 'a \\ud800'"
     ),
-    "gigantic caption in JSON": facts(
-        json.dumps({"caption": "b" * 65_537}).encode(),
-        "caption too long",
-        r"\.json: caption of 65537 characters; at most 65536 are read",
-    ),
     "empty image": image(b"", "image format", NOT_AN_IMAGE.format("")),
-    "garbage": image(bytes(range(1, 200)), "image format", NOT_AN_IMAGE.format(r"\\x01")),
-    "zeros": image(bytes(500), "image format", NOT_AN_IMAGE.format(r"\\x00")),
     "EPS": image(foreign("EPS"), "image format", NOT_AN_IMAGE.format("%!PS")),
-    "SVG": image(b'<svg onload="run()"/>', "image format", NOT_AN_IMAGE.format("<svg")),
-    "PDF": image(b"%PDF-1.7\n", "image format", NOT_AN_IMAGE.format("%PDF")),
-    "zip": image(b"PK\x03\x04" + bytes(50), "image format", NOT_AN_IMAGE.format("PK")),
     "truncated JPEG": image(
         JPEG[:300], "damaged image", "(image ends inside its header|jpeg image cannot be decoded: .*)"
     ),
-    "JPEG without its end": image(JPEG[:-200], "damaged image", "jpeg image cannot be decoded: .*"),
-    "zeroed block in a JPEG": image(bytes(512) + JPEG[512:], "image format", NOT_AN_IMAGE.format(r"\\x00")),
     "truncated PNG": image(PNG[: len(PNG) // 2], "damaged image", "png image cannot be decoded: .*", "png"),
     "flipped bit in a PNG": image(
         flipped(PNG, 600), "damaged image", "png image cannot be decoded: wrong checksum of its chunk b'IDAT'", "png"
     ),
-    "zeroed block in a PNG": image(
-        PNG[:300] + bytes(512) + PNG[812:], "damaged image", "png image cannot be decoded: .*", "png"
-    ),
-    "truncated WebP": image(foreign("WEBP")[:60], "damaged image", "webp image cannot be decoded: .*", "webp"),
     "PNG of 20000²": image(hostile.huge_png(20_000), "image size", TOO_LARGE.format("png", 20000), "png"),
-    "JPEG of 20000²": image(hostile.huge_jpeg(20_000), "image size", TOO_LARGE.format("jpeg", 20000)),
     "JPEG of 5,000 scans": image(hostile.scans_jpeg(5000), "too many scans", "jpeg image of more than 100 scans or .*"),
     "WebP that lies about its size": image(
         hostile.lying_webp(2000), "damaged image", "webp image cannot be decoded: .*", "webp"
     ),
-    "PNG of no pixels": image(hostile.png(0, 5, 8, 2, b""), "damaged image", "png image cannot be decoded: .*", "png"),
     "text bomb": image(hostile.text_bomb_png(), "damaged image", BOMB, "png"),
     "profile bomb": image(hostile.profile_bomb_png(), "damaged image", BOMB, "png"),
     "16 bits with a transparent colour": image(
@@ -265,43 +233,6 @@ def test_batches_are_equal_on_all_ranks_whatever_happens(tmp_path: Path, ranks: 
     for _, theirs, counted in results:
         assert theirs == lines
         assert counted == figures
-
-
-def rotated(orientation: int) -> bytes:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return encode(Image.fromarray(pixels(6, 16, 32)), "PNG", exif=exif.tobytes())
-
-
-def test_unusual_images_are_no_bad_samples(tmp_path: Path) -> None:
-    """Any format and mode, animated, rotated, 1 x 1, long and thin: read like others (their pixels: test_decode.py)."""
-    wide = np.random.default_rng(0).integers(0, 65536, (20, 24), dtype=np.uint16)
-    images = {
-        "palette.png": encode(Image.fromarray(pixels(1)).quantize(8), "PNG"),
-        "palette_clear.png": encode(Image.fromarray(pixels(1)).quantize(8), "PNG", transparency=0),
-        "grey_alpha.png": encode(Image.fromarray(pixels(2, channels=2), "LA"), "PNG"),
-        "cmyk.jpg": encode(Image.fromarray(pixels(3)).convert("CMYK"), "JPEG"),
-        "grey16.png": encode(Image.fromarray(wide), "PNG"),
-        "rgb16.png": hostile.png(1, 1, 16, 2, b"\0" + bytes.fromhex("123456789abc")),
-        "rotated.png": rotated(6),
-        "dot.png": encode(pixels(4, 1, 1), "PNG"),
-        "dot.jpg": encode(pixels(4, 1, 1), "JPEG"),
-        "dot.webp": encode(pixels(4, 1, 1), "WEBP"),
-        "thin.png": encode(pixels(4, 1, 3000), "PNG"),
-        "scan.tif": foreign("TIFF"),
-        "bitmap.bmp": foreign("BMP"),
-        "animation.gif": hostile.animated("GIF"),
-        "animation.webp": hostile.animated("WEBP"),
-        "animation.png": hostile.animated("PNG"),
-        "data_bomb.png": hostile.data_bomb_png(),  # the pixel is read, the rest is not
-    }
-    members: dict[str, bytes] = {}
-    for number, (name, data) in enumerate(images.items()):
-        members |= {f"{number}.{name.partition('.')[2]}": data, f"{number}.txt": TXT}
-    data = opened(write_tar(tmp_path / "00000.tar", members), batch_size=len(images), max_bad_fraction=0)
-    (batch,) = data.batches(0, 1)
-    assert sorted(batch.sample_ids.tolist()) == list(range(len(images)))
-    assert recorded(data, tmp_path) == ([], {"data/replaced": 0})
 
 
 def test_names_cannot_forge_lines_or_steer_a_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

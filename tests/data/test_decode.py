@@ -183,6 +183,7 @@ def test_too_many_pixels_are_refused_by_the_header() -> None:
     with pytest.raises(DataError, match="20000x20000.*at most 50000000 pixels"):
         decode_image(data)
     assert rgb(hostile.huge_png(800)).shape == (800, 800, 3)
+    assert rgb(hostile.data_bomb_png()).shape == (1, 1, 3)  # the pixel is read, the rest is not
     with pytest.raises(DataError, match="at most 100 pixels"):
         decode_image(encode(pixels(0)), max_pixels=100)
 

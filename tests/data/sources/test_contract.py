@@ -107,16 +107,6 @@ def test_fingerprint_is_of_the_content(export: Export, samples, tmp_path: Path) 
         assert config.build().fingerprint != before
 
 
-def test_fingerprint_of_changed_files(export_files: Export, samples, tmp_path: Path) -> None:
-    config = export_files(samples, tmp_path)
-    before = config.build().fingerprint
-    (image, *_) = first_files(config)
-    data = bytearray(image.read_bytes())
-    data[-1] ^= 1
-    image.write_bytes(data)
-    assert config.build().fingerprint != before
-
-
 def test_bad_samples_are_replaced_as_in_shards(export: Export, samples, tmp_path: Path) -> None:
     damaged = [samples[0]._replace(image=b"\xff\xd8\xff"), *samples[1:]]
     members = {f"{n}.jpg": sample.image for n, sample in enumerate(damaged)}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.making import class_folder, encode, pixels
+from tests.data.making import encode, pixels
 from vqclip.data import FileSource, open_sources, parse_source
 from vqclip.data.prepare import open_images
 from vqclip.data.sources import files
@@ -448,21 +448,6 @@ def test_after_preparation_files_are_not_compared_a_second_time(folder: Path, mo
     assert len(compared) == 2
     config.build()  # later, files may have changed
     assert len(compared) == 4
-
-
-def test_class_folders_are_equal_to_class_shards(tmp_path: Path) -> None:
-    shards = class_folder(tmp_path / "shards")
-    packed = parse_source(shards).build()
-    samples = sorted((packed.read(index) for index in range(len(packed))), key=lambda sample: sample.label)
-    for number, sample in enumerate(samples):
-        path = tmp_path / "images" / packed.classnames[sample.label].replace(" ", "_") / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(sample.image)
-    templates = "zeroshot_classification_templates.txt"
-    (tmp_path / "images" / templates).write_bytes((shards / templates).read_bytes())
-    source = parse_source(tmp_path / "images").build()
-    assert (source.classnames, source.templates) == (packed.classnames, packed.templates)
-    assert [source.read(index) for index in range(len(source))] == samples
 
 
 def test_search_and_export_read_tables(folder: Path) -> None:
