@@ -110,15 +110,6 @@ def test_a_token_that_is_not_finite_moves_no_code(name: str, bad: float, caplog:
         assert caplog.text.count("contained NaN or infinity, so that it moved no code") == 1
 
 
-def test_kmeans_finds_clusters() -> None:
-    x, corners = clusters(2000)
-    centres, members, placed = kmeans(x[None], 32)
-    assert placed.all()
-    assert members.sum() == 2000
-    assert torch.cdist(corners, centres[0]).min(dim=1).values.max() < 0.5
-    assert kmeans(x[None, :3], 8)[2][0].tolist() == [True] * 3 + [False] * 5
-
-
 def test_kmeans_waits_for_tokens() -> None:
     quantizer = VQ(2, 4)
     quantizer.update(quantizer(torch.zeros(0, 2)).stats)
@@ -330,17 +321,6 @@ def test_every_token_has_the_same_chance(samples: int, tokens: int, count: int) 
 
 def fresh(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def test_dead_codes_get_different_tokens() -> None:
-    codes, tokens = fresh(2, 8, 3), fresh(2, 20, 3, seed=1)
-    dead = torch.zeros(2, 8).bool()
-    dead[0, 1:6], dead[1, 7] = True, True
-    new, replaced = replacements(codes, dead, tokens, torch.ones(20).bool())
-    assert torch.equal(replaced, dead)
-    assert torch.equal(new[~dead], codes[~dead])
-    where = (new[0, 1:6, None] == tokens[0]).all(-1).nonzero()[:, 1]
-    assert len(set(where.tolist())) == 5
 
 
 def test_a_token_that_equals_a_code_or_another_token_takes_no_place() -> None:

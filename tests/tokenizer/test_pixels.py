@@ -11,7 +11,6 @@ import vqclip
 from tests.checkpoint.making import save_checkpoint
 from tests.models import FSQ, RESIDUAL_FSQ, tiny_model
 from tests.pixels.test_decoder import BATCH_TOLERANCE, CONFIGS
-from vqclip import dist
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransformConfig
 from vqclip.errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, VqclipError
@@ -95,19 +94,6 @@ def test_batches_of_any_size_give_the_same_images(folders):
     for size in (1, 7):
         parts = torch.cat([tokenizer.decode_pixels(part) for part in ids.split(size)])
         torch.testing.assert_close(parts, whole, rtol=0, atol=BATCH_TOLERANCE)
-
-
-def decode_on_rank(folder, ids):
-    tokenizer = vqclip.load_tokenizer(folder, "image", encode=False)
-    return tokenizer.decode_pixels(ids[dist.rank() :: dist.world_size()])
-
-
-def test_two_processes_give_the_same_images_as_one(folders, ranks):
-    model, _, folder = folders
-    ids = torch.randint(0, 64, (9, 4, 3))
-    whole = model.image.decode_pixels(ids)
-    for rank, part in enumerate(ranks(2, decode_on_rank, folder, ids)):
-        torch.testing.assert_close(part, whole[rank::2], rtol=0, atol=BATCH_TOLERANCE)
 
 
 def test_weights_of_a_model_with_a_decoder_are_loaded_into_one_with_a_decoder(folders):
