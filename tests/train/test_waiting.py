@@ -30,6 +30,8 @@ HOST_ONLY = {
     "quantizers/vq.py:_count_skipped",
     "dist/_control.py:gather_json",
     "train/guards.py:settle",
+    "quantizers/stats.py:<dictcomp>",
+    "quantizers/stats.py:__add__",
     "quantizers/stats.py:_draw_tokens",
 }
 """Reads of what is never on the device: the loader's batch, messages of ranks, a copy that was made a step before, the
