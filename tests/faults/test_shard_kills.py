@@ -38,15 +38,16 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(600 + 60 * (SAVES + STEPS_
 def run_timed(settings, cache, stop):
     """Run until a step; return the seconds of each save up to its rename, and of each step."""
     begun, saves, steps = {}, [], []
-    save, write, step = Checkpointer.save, Checkpointer._save, TrainStep.__call__
+    save, write, step = Checkpointer.save, checkpoint.save, TrainStep.__call__
 
     def timed_save(self, done, *args, **kwargs):
         begun[done] = time.monotonic()
         save(self, done, *args, **kwargs)
 
-    def timed_write(self, folder, done, **kwargs):
-        write(self, folder, done, **kwargs)
+    def timed_write(folder, done, *args):
+        path = write(folder, done, *args)
         saves.append(time.monotonic() - begun[done])
+        return path
 
     def timed_step(self, batch, number):
         start = time.monotonic()
@@ -56,7 +57,7 @@ def run_timed(settings, cache, stop):
 
     with (
         mock.patch.object(Checkpointer, "save", timed_save),
-        mock.patch.object(Checkpointer, "_save", timed_write),
+        mock.patch.object(checkpoint, "save", timed_write),
         mock.patch.object(TrainStep, "__call__", timed_step),
     ):
         run_until(settings, cache, stop)
