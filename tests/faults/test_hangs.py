@@ -34,7 +34,7 @@ def tree_in(folder, shards, **changes):
     [
         ("loop_for_ever", "in loop_for_ever", "in no collective"),
         ("stand_still", "in stand_still", "in no collective"),
-        ("enter_another_collective", "in ring_shift", r"in collective #\d+ \(ring_shift\)"),
+        ("enter_another_collective", "in enter_another_collective", r"in collective #\d+ \(ring_shift\)"),
         ("hold_the_interpreter", "in hold_the_interpreter", None),
         ("loader", "in in_worker", "waiting for the next batch; in no collective"),
     ],
