@@ -36,17 +36,13 @@ class StopSignals:
     def __init__(self, notice: bool = True) -> None:
         self._notice = notice
         self._before: dict[signal.Signals, Any] = {}
-        self._reason: str | None = None
+        self.reason: str | None = None
+        """Name of the first signal, such as ``"SIGTERM"``, or the reason of the first request; None before both."""
 
     @property
     def requested(self) -> bool:
         """True after the first signal or request."""
-        return self._reason is not None
-
-    @property
-    def reason(self) -> str | None:
-        """Name of the first signal, such as ``"SIGTERM"``, or the reason of the first request; None before both."""
-        return self._reason
+        return self.reason is not None
 
     def request(self, reason: str) -> None:
         """Ask for a stop as a signal does, from any thread.
@@ -54,7 +50,7 @@ class StopSignals:
         Args:
             reason: reason in a few words.
         """
-        self._reason = self._reason or reason or "requested"
+        self.reason = self.reason or reason or "requested"
 
     def raise_if_requested(self) -> None:
         """Stop the current work if this process has received a signal or a request.
@@ -66,7 +62,7 @@ class StopSignals:
             raise StopRequested
 
     def __enter__(self) -> StopSignals:
-        self._reason = None
+        self.reason = None
         if threading.current_thread() is not threading.main_thread():
             return self
         for number in STOP_SIGNALS:
@@ -86,12 +82,12 @@ class StopSignals:
         again = " (Ctrl-C again: stop at once)" if number == signal.SIGINT else ""
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
-        if self._reason is None:
-            self._reason = signal.Signals(number).name
+        if self.reason is None:
+            self.reason = signal.Signals(number).name
             if self._notice:
                 # Not through logging or print: the signal may have interrupted one of their writes.
                 with contextlib.suppress(OSError):  # stderr may be closed
-                    os.write(2, f"\n{self._reason}: stopping; the run can be resumed{again}\n".encode())
+                    os.write(2, f"\n{self.reason}: stopping; the run can be resumed{again}\n".encode())
 
 
 def ignore_stop_signals() -> None:

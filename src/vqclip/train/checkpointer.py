@@ -312,7 +312,11 @@ class Checkpointer:
             NonFiniteError: on every rank, when one holds NaN or infinity; names the tensors and the rank.
         """
         found = dist.gather_json(nonfinite_names(self.tensors()))
-        bad = [f"{first_names(names)}{_on(rank)}" for rank, names in enumerate(found) if names]
+        bad = [
+            f"{first_names(names)}{f' on rank {rank}' if dist.is_distributed() else ''}"
+            for rank, names in enumerate(found)
+            if names
+        ]
         if bad:
             raise NonFiniteError(
                 f"after step {done}: NaN or infinity in {'; '.join(bad[:3])}. This state is not saved, and no later "
@@ -393,7 +397,3 @@ class Checkpointer:
     def path(self, done: int) -> Path:
         """Return the folder of the checkpoint after ``done`` steps."""
         return self.folder / checkpoint.checkpoint_name(done)
-
-
-def _on(rank: int) -> str:
-    return f" on rank {rank}" if dist.is_distributed() else ""
