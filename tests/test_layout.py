@@ -165,12 +165,13 @@ assert distributed is None or not distributed.is_available() or not distributed.
             ["torch", "webdataset", "open_clip", "timm", "pydantic"],
         ),
         ("import vqclip.config", ["torch", "webdataset", "open_clip", "timm"]),
+        ("import vqclip.data", ["webdataset", "open_clip", "timm"]),
         (
             "import vqclip.runlog.metrics; vqclip.load_tokenizer",
             ["webdataset", "open_clip", "timm", "tensorboard", "torchmetrics", "matplotlib", "jinja2"],
         ),
     ],
-    ids=["package", "command line", "config", "load_tokenizer"],
+    ids=["package", "command line", "config", "data", "load_tokenizer"],
 )
 def test_import_is_cheap_and_starts_nothing(imports, heavy):
     code = CHEAP.format(imports=imports, heavy=heavy)

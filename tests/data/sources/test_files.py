@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 from pathlib import Path
@@ -415,27 +416,8 @@ def test_urls_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_written_while_it_is_indexed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = files.open_regular
-
-    class Growing:
-        def __init__(self, path: Path):
-            self.path, self.file = path, opened(path)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            self.file.close()
-
-        def fileno(self):
-            return self.file.fileno()
-
-        def read(self):
-            with self.path.open("ab") as other:
-                other.write(b"x")
-            return self.file.read()
-
-    monkeypatch.setattr(files, "open_regular", Growing)
+    times = itertools.count()
+    monkeypatch.setattr(files.Stamp, "of", lambda _: files.Stamp(9, next(times)))
     with pytest.raises(DataError, match=r"a\.jpg: was written to while it was indexed"):
         table(folder, "filepath,title\na.jpg,x\n")
 

@@ -84,18 +84,6 @@ def test_splits_that_are_read_together_are_noted(tmp_path: Path, columns: dict |
     assert "splits" not in " ".join(ParquetConfig(path=f"{tmp_path}/train*").build().notes)
 
 
-def test_the_kind_is_plain_and_rows_have_names(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet")
-    for each in (path, tmp_path):
-        source = parse_source(each).build()
-        assert isinstance(source.config, ParquetConfig)
-    assert source.name(7) == f"{path}: row 7"
-    assert source.place(7) == "a.parquet/000000007"
-    assert source.shards[0]["samples"] == 10
-    with pytest.raises(IndexError):
-        source.read(10)
-
-
 def test_labels_become_prompts(tmp_path: Path) -> None:
     columns = {"image": IMAGES, "label": [number % 2 for number in range(10)]}
     path = write(tmp_path / "a.parquet", columns)
@@ -137,7 +125,8 @@ def test_img2dataset_needs_no_settings(tmp_path: Path) -> None:
     (tmp_path / "00000_stats.json").write_text("{}")
     source = parse_source(tmp_path).build()
     assert [source.read(index) for index in range(len(source))] == [EXPECTED[n] for n in range(10) if n not in lost]
-    assert source.name(2).endswith("row 4")
+    assert source.name(2).endswith("00000.parquet: row 4")
+    assert source.place(2) == "00000.parquet/000000004"
     del columns["jpg"]  # its table of metadata beside tars
     write(tmp_path / "00000.parquet", columns)
     assert "its columns: url (string), caption" in refusal(tmp_path)

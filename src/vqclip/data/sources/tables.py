@@ -33,6 +33,8 @@ _SEPARATORS = (",", "\t", ";", "|")
 _WORDS = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "pipe": "|", "\\|": "|", "space": " "}
 _URL = re.compile(r"[a-z][a-z0-9+]*://")
 _MAX_JSON = 2 << 30
+_NOT_UTF8 = re.compile("[\ud800-\udfff]")
+"""Bytes that are not UTF-8, as `_open_text` reads them."""
 _LINES = (".jsonl", ".ndjson")
 _ROWS = ("data", "rows", "samples", "items", "images", "annotations")
 """Keys of the list of rows beside other lists."""
@@ -110,7 +112,7 @@ class CsvConfig(ListConfig):
 
 def _problem(cells: Sequence[str], width: int, separator: str) -> str | None:
     text = separator.join(cells)
-    if not _is_utf8(text):
+    if _NOT_UTF8.search(text):
         return f"not UTF-8: {printable(text[:80])}; if the table has another encoding, set encoding, such as latin-1"
     if "\0" in text:
         return "contains a zero byte"
@@ -251,15 +253,6 @@ def _read_lines(file: TextIO) -> Iterator[str]:
         raise DataError(f"{file.name}: is damaged: {error}") from None
 
 
-def _is_utf8(text: str) -> bool:
-    """Return whether a text that was read from `_open_text` was UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 class JsonConfig(ListConfig):
     """A JSON file, or one of JSON lines, with an object for each image or for each caption of one.
 
@@ -314,11 +307,11 @@ def read_json_lines(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                found = json.loads(line) if _is_utf8(line) else None
+                if _NOT_UTF8.search(line):
+                    raise ValueError("it is not UTF-8")
+                yield _row(number, json.loads(line))
             except (ValueError, RecursionError) as error:
                 yield number, DataError(f"is not JSON: {error}")
-                continue
-            yield _row(number, found, "" if _is_utf8(line) else "not UTF-8")
 
 
 def _row(number: int, value: Any, problem: str = "") -> Row:

@@ -95,21 +95,22 @@ def _find_class(config: TorchvisionConfig) -> type:
 
 def _arguments(config: TorchvisionConfig, found: type) -> dict[str, Any]:
     """Return the arguments of the class; raise ConfigError for those that it does not have, or that it needs."""
-    needed: dict[str, bool] = {}  # name of a parameter, those of its bases included → whether it has no default
+    parameters: dict[str, inspect.Parameter] = {}  # those of its bases too, where it passes others on
     for each in found.__mro__:
-        if "__init__" not in vars(each):
-            continue
-        parameters = list(inspect.signature(each.__init__).parameters.values())[1:]  # type: ignore[misc]
-        kinds = {parameter.kind for parameter in parameters}
-        for parameter in parameters:
-            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                needed.setdefault(parameter.name, parameter.default is parameter.empty)
-        if inspect.Parameter.VAR_KEYWORD not in kinds:
-            break
+        if "__init__" in vars(each):
+            own = list(inspect.signature(each.__init__).parameters.values())[1:]  # type: ignore[misc]
+            parameters = {parameter.name: parameter for parameter in own} | parameters
+            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in own):
+                break
     given: dict[str, Any] = {key: list(v) if isinstance(v, tuple) else v for key, v in config.arguments.items()}
     given |= {} if config.root is None else {"root": str(expand_home(config.root))}
     given |= {"download": True} if config.download else {}
-    allowed = [name for name in needed if name not in _FUNCTIONS and not name.startswith("_")]
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    allowed = [
+        name
+        for name, each in parameters.items()
+        if each.kind not in variable and name not in _FUNCTIONS and not name.startswith("_")
+    ]
     for name in given:
         if name not in allowed:
             close = did_you_mean(difflib.get_close_matches(name[:80], allowed, n=1))
@@ -117,9 +118,11 @@ def _arguments(config: TorchvisionConfig, found: type) -> dict[str, Any]:
             raise ConfigError(
                 f"arguments: {config.name} takes no {name!r}{more}; expected {', '.join(allowed) or 'none'}{close}"
             )
-    if missing := [name for name in allowed if needed[name] and name not in given]:
+    if missing := [
+        name for name in allowed if parameters[name].default is inspect.Parameter.empty and name not in given
+    ]:
         raise ConfigError(f"arguments: {config.name} needs {', '.join(missing)} (root is a key beside arguments)")
-    return given | ({"loader": _Original} if "loader" in needed else {})
+    return given | ({"loader": _Original} if "loader" in parameters else {})
 
 
 def _files(arguments: dict[str, Any]) -> list[str]:
