@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -18,7 +17,7 @@ from tests.commands import command
 from tests.data.making import class_folder
 from tests.data.remote.test_s3 import bucket, put  # noqa: F401
 from tests.data.serving import serving
-from tests.data.tars.test_index import COUNTS, tiny
+from tests.data.tars.test_index import tiny
 from vqclip.data.remote.files import RemoteShard
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.sources.paths import find_shards
@@ -61,20 +60,6 @@ def test_beside_the_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     # some of the shards have an index of their own
     assert "13 samples in 3 shards" in run(capsys, tmp_path / "a" / "{1..3}.tar")
     assert len(list((tmp_path / "a").glob("*.index"))) == 2
-
-
-def test_plan_from_counts_that_others_have_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shards = tiny(tmp_path / "a")
-    (tmp_path / "a" / "sizes.json").write_text(json.dumps({f"{n}.tar": count for n, count in enumerate(COUNTS)}))
-    plan = ["plan", str(tmp_path / "a"), "--json"]
-    assert main(plan) == 0
-    from_counts = json.loads(capsys.readouterr().out)
-    run(capsys, tmp_path / "a")
-    assert find_index(shards) is not None
-    assert main(plan) == 0
-    from_index = json.loads(capsys.readouterr().out)
-    assert from_counts == from_index
-    assert from_index["samples"] == 20
 
 
 def test_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

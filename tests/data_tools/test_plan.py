@@ -71,13 +71,6 @@ def test_what_does_not_fit_is_named_with_a_remedy(cache_gib: float, words: str) 
     assert words in advice
 
 
-@pytest.mark.parametrize(("cache", "then"), [(100, "fetches all of them"), (1e-3, "ends: they exceed the cache")])
-def test_a_missing_index_at_urls(cache: float, then: str) -> None:
-    data = SMALL._replace(is_indexed=False)
-    assert f"without one training {then}" in make_plan([data], KIND, cache_gib=cache)["advice"][0]
-    assert make_plan([data._replace(at_urls=False)], KIND, 2)["advice"] == []
-
-
 def test_sizes_come_from_the_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = caption_shards(tmp_path / "shards", counts=(5, 3, 8))
     assert main(["plan", str(folder)]) == 1
@@ -132,7 +125,7 @@ def test_a_real_run_fetches_what_the_plan_says(nodes: int, tmp_path: Path, monke
     kind, folder = WindowedOrder(chunk=4, window=120), caption_shards(tmp_path / "data", (118,) * 20)
     shards = sorted(folder.glob("*.tar"))
     make_index(shards, folder / index_name(shards), 4)
-    data = count_source(CaptionShardsConfig(path=str(folder)), 4)._replace(at_urls=True)
+    data = count_source(CaptionShardsConfig(path=str(folder)))._replace(at_urls=True)
     plan = make_plan([data], kind, nodes)["windowed"]
     with serving() as server:
         url = f"{server.add(folder)}/{{00000..00019}}.tar"

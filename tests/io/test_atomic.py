@@ -128,13 +128,6 @@ def test_a_full_disk_names_the_file_of_lines_and_results(tmp_path: Path, monkeyp
         lines.write(1, {"a": 1})
 
 
-def test_a_text_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "page.html").mkdir()
-    with pytest.raises(OSError, match="Is a directory"):
-        write_text(tmp_path / "page.html", "x")
-    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
-
-
 def test_links_pipes_and_devices_are_written_through(tmp_path: Path) -> None:
     (tmp_path / "real.json").write_text("old")
     (tmp_path / "link.json").symlink_to(tmp_path / "real.json")

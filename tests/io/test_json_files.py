@@ -37,7 +37,5 @@ def test_each_leaf_that_differs_has_a_line():
         "a.b": "  a.b: 1 in the file, 2 now",
         "a.c[1]": "  a.c[1]: 2 in the file, absent now",
     }
-
-
-def test_a_setting_that_is_off_may_be_absent():
+    # a setting that is off may be absent
     assert describe_differences({"a": 1}, {"a": 1, "new": None, "section": {"old": None}}, "in the file") == {}

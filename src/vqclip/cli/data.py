@@ -316,7 +316,7 @@ class Plan(_DataCommand, reads=_MORE_WITH_CONFIG):
         counts = [DataCounts(numbers[0], numbers[1], numbers[2], chunk)] if numbers else []
         for number, source in enumerate(() if numbers else sources):
             with name_section(f"data.sources[{number}]" if self.config else "SOURCE"):
-                counts.append(count_source(source, chunk))
+                counts.append(count_source(source))
         limits = [each.remote.cache_gib for each in sources if hasattr(each, "remote")]
         plan = make_plan(counts, order, self.machines, min(limits, default=RemoteConfig().cache_gib))
         print_output(json.dumps(plan, indent=1) if self.json_ else format_plan(plan))

@@ -13,8 +13,7 @@ from vqclip.data import SourceConfigBase
 from vqclip.data.order import WindowedOrder
 from vqclip.data.remote.files import RemoteShard, is_gzip
 from vqclip.data.tars.make import MOST_WITH_MEMBERS
-from vqclip.data.tars.open import find_index, known_counts
-from vqclip.data.tars.store import survey
+from vqclip.data.tars.open import find_index
 from vqclip.data.windows import Windows
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.files import format_bytes
@@ -38,18 +37,13 @@ class DataCounts(NamedTuple):
     """Samples of a chunk of its index."""
     weight: float = 1.0
     at_urls: bool = True
-    is_indexed: bool = True
 
 
-def count_source(source: SourceConfigBase, chunk: int) -> DataCounts:
-    """Return the size of a source of plain tars: from its index, else from counts that others have written.
-
-    Args:
-        source: configuration of the source.
-        chunk: samples of a chunk of an index that is still to be made.
+def count_source(source: SourceConfigBase) -> DataCounts:
+    """Return the size of a source of plain tars, from its index.
 
     Raises:
-        DataError: it consists of other files, or has neither index nor counts.
+        DataError: it consists of other files, or has no index.
         StorageError: its server cannot be reached.
     """
     tars = source.tar_set() if hasattr(source, "tar_set") else None
@@ -58,15 +52,11 @@ def count_source(source: SourceConfigBase, chunk: int) -> DataCounts:
     numbers = "--samples, --shards and --bytes"
     if tars is None or not plain or len(plain) < len(shards):
         raise DataError(f"kind {source.kind}: only the sizes of plain tars are known; expected {numbers} instead")
-    at_urls, weight = any(isinstance(each, RemoteShard) for each in plain), source.weight or 1.0
-    if (index := find_index(plain, tars.rules)) is not None:
-        return DataCounts(index.samples, len(plain), int(index.lengths.sum()), index.chunk, weight, at_urls)
-    counts = known_counts(plain)
-    if counts is None or not sum(counts):
+    if (index := find_index(plain, tars.rules)) is None:
         others = f" and {len(plain) - 1} more" if plain[1:] else ""
         raise DataError(f"{plain[0]}{others}: no index; make it (vqclip data index SOURCE), or give {numbers}")
-    size = sum(each.length for each in survey(plain))
-    return DataCounts(sum(counts), len(plain), size, chunk, weight, at_urls, is_indexed=False)
+    at_urls, size = any(isinstance(each, RemoteShard) for each in plain), int(index.lengths.sum())
+    return DataCounts(index.samples, len(plain), size, index.chunk, source.weight or 1.0, at_urls)
 
 
 def make_plan(
@@ -124,9 +114,6 @@ def make_plan(
         windowed["epoch_bytes"] += times * each.bytes
         windowed["epoch_requests"] += times * requests
     advice = []
-    if missing := sum(each.bytes for each in remote if not each.is_indexed):
-        then = "fetches all of them to make it" if missing <= cache_gib * 2**30 else "ends: they exceed the cache"
-        advice += [f"the data at URLs have no index; without one training {then}. Make it: vqclip data index SOURCE"]
     times = windowed["cache_bytes"] / limit
     if full["cache_bytes"] > limit and times <= 1:
         fetched = full["epoch_bytes"] / remote_bytes

@@ -123,15 +123,6 @@ def test_a_chunk_that_is_larger_than_the_cache_is_refused(folder: Folder) -> Non
     assert folder.keys == ""
 
 
-def test_nothing_half_made_remains(folder: Folder) -> None:
-    def fail() -> bytes:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        folder.open("a", fail)
-    assert folder.keys == ""
-
-
 @pytest.mark.parametrize(
     "rest", [b"", b"a" * 10, content("a"), content("a") + struct.pack("<8sQ", module._MARK, SIZE + 1)]
 )

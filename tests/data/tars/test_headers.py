@@ -53,12 +53,6 @@ def test_many_at_a_time() -> None:
     assert 10 < sum(map(bool, messages)) < len(messages) - 10
 
 
-@pytest.mark.slow
-def test_many_at_a_time_on_many_tars() -> None:
-    for data in cases(1000, 2500):
-        check(data)
-
-
 @pytest.mark.parametrize("size", [b"-0000000777", b"+0000000777", b"0o000000100", b"0_000000100", b" 0000000100"])
 def test_sizes_that_python_reads_and_tar_does_not(tmp_path: Path, size: bytes) -> None:
     data = bytearray(write_tar(tmp_path / "a.tar", {f"{n}.jpg": bytes(100) for n in range(4)}).read_bytes())

@@ -206,24 +206,6 @@ def test_other_indexes_that_cannot_be_used(folder: Path, monkeypatch: pytest.Mon
     assert open_data(folder, sources=(local,), order={"kind": "windowed", "chunk": 4}).epoch_size == sum(COUNTS)
 
 
-def test_each_byte_is_fetched_once_an_epoch(server: FaultyServer, tmp_path: Path) -> None:
-    """With a cache for two windows, which are a third of the data."""
-    caption_shards(tmp_path / "a", (18,) * 10)
-    url = server.add(tmp_path / "a")
-    sizes = [len(data) for data in server.files.values()]
-    order = {"kind": "windowed", "chunk": 3, "window": 10}
-    # A file takes whole blocks of the disk.
-    gib = 2 * 10 * (sum(sizes) / 60 + 3 * 100 + 4096) / 0.95 / 2**30
-    source = CaptionShardsConfig(path=f"{url}/{{00000..00009}}.tar", remote=RemoteConfig(cache_gib=gib, tries=2))
-    index = make_index(sorted((tmp_path / "a").iterdir()), tmp_path / "index", 3)
-    server.files[f"/{index_name(source.tars())}"] = index.path.read_bytes()
-    data = open_data(tmp_path, sources=(source,), order=order, batch_size=10)
-    sent = server.sent
-    ids = torch.cat([batch.sample_ids for batch in data.batches(0, 36)])
-    assert ids.bincount().tolist() == [2] * 180
-    assert server.sent - sent <= 1.1 * 2 * sum(sizes)
-
-
 # ---- interruptions
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import tarfile
 import threading
@@ -16,7 +15,6 @@ from tests.data.making import caption_members, make_index, write_tar
 from tests.data.serving import FaultyServer
 from tests.data.tars.test_index import read, tiny
 from tests.data.tars.test_open import remote
-from vqclip.data import table_file
 from vqclip.data.table_file import open_table, save_table
 from vqclip.data.tars import make
 from vqclip.data.tars.index import scan_chunk
@@ -83,16 +81,6 @@ def test_crafted_parts(tmp_path: Path, scanned: list[str]) -> None:
     assert sorted(scanned[:5]) == [shards[number].name for number in (1, 2, 3, 5, 6)]
 
 
-def test_threads_and_order_make_the_same_index(tmp_path: Path) -> None:
-    shards = tiny(tmp_path)
-    finished: list[int] = []
-    maker = IndexMaker(shards, Parts(tmp_path / "parts"))
-    maker.read_all(3, finished.append)
-    assert sorted(finished) == sorted(path.stat().st_size for path in shards)
-    one = maker.write(tmp_path / "1", 4).path.read_bytes()
-    assert one == make_index(shards, tmp_path / "2", 4).path.read_bytes()
-
-
 def test_damaged_shards_are_named_and_the_others_are_read(tmp_path: Path, scanned: list[str]) -> None:
     shards = tiny(tmp_path)
     for number in (1, 2):
@@ -155,18 +143,6 @@ def test_shards_at_urls_are_read_in_streams(
     server.for_ever["/2.tar"] = serving.unannounced
     with pytest.raises(StorageError, match="the server announces no size"):
         IndexMaker(there, parts)
-
-
-def test_a_full_disk_stops_all(tmp_path: Path, scanned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    shards = tiny(tmp_path)
-    monkeypatch.setattr(table_file, "write_file", full)
-    maker = IndexMaker(shards, Parts(tmp_path / "parts"))
-    with pytest.raises(StorageError, match=r"index of .* cannot be written \(No space left on device\).*set VQCLIP"):
-        maker.read_all()
-    assert len(scanned) == 1
 
 
 def test_an_error_of_a_server_stops_all(tmp_path: Path, server: FaultyServer, pauses: list[float]) -> None:

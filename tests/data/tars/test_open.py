@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.tars import open as module
 from vqclip.data.tars.index import TarIndex, open_index
-from vqclip.data.tars.open import cached_index, data_folder, find_index, index_name, known_counts
+from vqclip.data.tars.open import cached_index, data_folder, find_index, index_name
 from vqclip.errors import DataError, StorageError
 
 
@@ -138,58 +137,3 @@ def test_names_of_many_urls_take_few_calls() -> None:
         assert (cached_index(shards).suffix, index_name(shards)[-6:]) == (".tars", ".index")
 
     assert count_calls(name) < 15 * 4000
-
-
-def folder(path: Path, **files: object) -> list[Path]:
-    path.mkdir()
-    shards = [path / f"{n:05d}.tar" for n in range(3)]
-    for name, content in files.items():
-        (path / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
-    return shards
-
-
-STATS = {f"{n:05d}_stats": {"count": 9, "successes": n + 4} for n in range(3)}
-SIZES = {f"{n:05d}.tar": n + 4 for n in range(3)}
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        STATS,
-        {"sizes": SIZES},
-        {"sizes": "[" * 100_000, **STATS},
-        {"sizes": SIZES | {"00001.tar": -1}, **STATS},
-    ],
-)
-def test_known(tmp_path: Path, files: dict[str, object]) -> None:
-    assert known_counts(folder(tmp_path / "a", **files)) == [4, 5, 6]
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {},
-        {"00000_stats": {"successes": 4}, "00001_stats": {"successes": 5}},
-        {**STATS, "00001_stats": {"successes": True}},
-        {**STATS, "00001_stats": {"successes": 1e3}},
-        {**STATS, "00001_stats": {"successes": 2**70}},
-        {**STATS, "00001_stats": [4]},
-        {"sizes": {"00000.tar": 4}},
-    ],
-)
-def test_unknown(tmp_path: Path, files: dict[str, object]) -> None:
-    assert known_counts(folder(tmp_path / "a", **files)) is None
-    assert known_counts([]) is None
-
-
-def test_at_urls(tmp_path: Path, server: FaultyServer, pauses: list[float]) -> None:
-    shards = folder(tmp_path / "a", **STATS)
-    url = server.add(tmp_path / "a")
-    there = remote(*(f"{url}/{path.name}?key=secret" for path in shards))
-    assert known_counts(there) == [4, 5, 6]
-    server.for_ever["/00001_stats.json"] = serving.status(404)
-    assert known_counts(there) is None
-    server.for_ever["/00001_stats.json"] = serving.status(503)
-    with pytest.raises(StorageError, match="00001_stats.json.*HTTP 503") as error:
-        known_counts(there)
-    assert "secret" not in str(error.value)

@@ -114,17 +114,6 @@ def test_workers_of_a_node_divide_its_chunks(monkeypatch: pytest.MonkeyPatch) ->
     assert set.union(*parts) <= {next(plan).chunk for _ in range(24)}
 
 
-@pytest.mark.parametrize(
-    ("nodes", "told"), [((0, 0), ""), ((0, 1, 2), "lanes of chunks in a window: 1, and nodes: 3;")]
-)
-def test_a_window_too_small_for_the_nodes_is_warned_of(
-    caplog: pytest.LogCaptureFixture, nodes: Sequence[int], told: str
-) -> None:
-    supply_of(Reader(cache_room=24), nodes=nodes).warn()
-    assert bool(caplog.messages) == bool(told)
-    assert told in caplog.text
-
-
 PLAN = [PlannedFetch(position=10 * number, size=100, chunk=number) for number in range(100)]
 
 
@@ -173,13 +162,6 @@ def test_several_at_once() -> None:
     fetched.may_end.set()
     assert fetched.come_to(100) == list(range(100))
     ahead.advance(2000)
-
-
-def test_workers_divide_the_chunks_and_the_room() -> None:
-    every = [Fetched() for _ in range(3)]
-    for number, fetched in enumerate(every):
-        FetchAhead(PLAN, fetched, room=1000, worker=number, workers=3)
-    assert [fetched.come_to(3) for fetched in every] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
 
 
 def test_a_chunk_larger_than_the_room_is_fetched_alone() -> None:

@@ -355,9 +355,9 @@ def _fetch_error(error: Exception, url: str) -> FetchError:
         return _status_error(status, reason, str((getattr(error, "headers", None) or {}).get("Retry-After", "")))
     text = redact_message(str(error), url) + _HINTS.get(type(error).__name__, "")
     permanent = isinstance(error, _PERMANENT) or any(kind.__name__ in _PERMANENT_NAMES for kind in type(error).__mro__)
-    return FetchError(
-        f"{type(error).__name__}{': ' if text else ''}{text}", again=not permanent and not _is_permanent(error)
-    )
+    # urllib3 wraps the error of a certificate that is not trusted.
+    permanent = permanent or isinstance(next(iter(error.args), None), ssl.SSLCertVerificationError)
+    return FetchError(f"{type(error).__name__}{': ' if text else ''}{text}", again=not permanent)
 
 
 def _status(error: Exception) -> object:
@@ -403,7 +403,7 @@ def _open_http(url: str, headers: dict[str, str], timeout_s: float, deadline: De
         )
         location = response.get_redirect_location()
         if not location:
-            return _require_whole_or_part(response)
+            break
         response.read1(1 << 16)  # most often all of it, so that the connection can be used again
         response.close()
         url = urljoin(url, location)
@@ -416,10 +416,8 @@ def _open_http(url: str, headers: dict[str, str], timeout_s: float, deadline: De
             )
         if (here.scheme, here.netloc) != (there.scheme, there.netloc):
             headers.pop("Authorization", None)
-    raise FetchError(f"more than {_REDIRECTS} redirects", again=False)
-
-
-def _require_whole_or_part(response: urllib3.BaseHTTPResponse) -> urllib3.BaseHTTPResponse:
+    else:
+        raise FetchError(f"more than {_REDIRECTS} redirects", again=False)
     encoding = response.headers.get("Content-Encoding", "identity")
     if response.status in (200, 206) and encoding.lower() == "identity":
         return response
@@ -447,12 +445,6 @@ def _status_error(status: int, reason: str, retry_after: str = "") -> FetchError
             after_s = urllib3.Retry().parse_retry_after(retry_after)
     again = status >= 500 or status in (408, 425, 429)
     return FetchError(f"HTTP {status} {reason[:200]}".rstrip(), again, after_s, status)
-
-
-def _is_permanent(error: Exception) -> bool:
-    """Return whether an error of urllib3 comes again: a certificate that is not trusted, or an invalid URL."""
-    cause = error.args[0] if error.args else None
-    return isinstance(cause, ssl.SSLCertVerificationError) or isinstance(error, urllib3.exceptions.LocationValueError)
 
 
 @functools.lru_cache(maxsize=16)

@@ -113,7 +113,20 @@ def scan_shard(
     Raises:
         DataError: it is damaged.
     """
-    return _MemberScan(shard, first, rules).read(TarWalk(shard, length, first, end), blocks)
+    scan, digest, at = _MemberScan(rules), hashlib.sha256(), first
+    begins, digests = list[int](), list[bytes]()  # of the bytes of each key: up to the next key
+    for data, members in TarWalk(shard, length, first, end).walk(blocks):
+        for member in members:
+            if scan.add(member):
+                if begins:
+                    digest.update(data[: member.begin - at])
+                    data, at = data[member.begin - at :], member.begin
+                    digests.append(digest.digest()[:DIGEST])
+                    digest = hashlib.sha256()
+                begins.append(member.begin if begins else first)
+        digest.update(data)
+        at += len(data)
+    return scan.finish(begins, [*digests, digest.digest()[:DIGEST]])
 
 
 @dataclass
@@ -133,38 +146,15 @@ class _Sample:
 
 
 class _MemberScan:
-    """Scan of consecutive bytes of a shard; see `scan_shard`."""
+    """Members of consecutive bytes of a shard, grouped into samples; see `scan_shard`."""
 
-    def __init__(self, shard: Shard, first: int, rules: MemberRules):
-        self._shard, self._endings = shard, _Endings(rules)
+    def __init__(self, rules: MemberRules):
+        self._endings = _Endings(rules)
         self._samples: dict[str, _Sample] = {}
         self._order: list[int] = []  # numbers of the keys, member by member, without repetitions
-        self._begins: list[int] = []  # of the bytes of each key: up to the next key
-        self._digests: list[bytes] = []
-        self._at, self._hash = first, hashlib.sha256()
         self._seen, self._ignored, self._ambiguous = Counter[str](), Counter[str](), Counter[str]()
 
-    def read(self, tar: TarWalk, blocks: Iterable[bytes]) -> ShardScan:
-        first = self._at
-        for data, members in tar.walk(blocks):
-            for member in members:
-                if self._add(member):
-                    if self._begins:
-                        self._hash.update(data[: member.begin - self._at])
-                        data = data[member.begin - self._at :]
-                        self._at = member.begin
-                        self._finish_digest()
-                    self._begins.append(member.begin if self._begins else first)
-            self._hash.update(data)
-            self._at += len(data)
-        self._finish_digest()
-        return self._finish()
-
-    def _finish_digest(self) -> None:
-        self._digests.append(self._hash.digest()[:DIGEST])
-        self._hash = hashlib.sha256()
-
-    def _add(self, member: Member) -> bool:
+    def add(self, member: Member) -> bool:
         """Add a member; return whether it has a new key."""
         base = member.name[member.name.rfind("/") + 1 :]
         if len(self._seen) < _SHOWN or base.partition(".")[2].lower() in self._seen:
@@ -195,7 +185,8 @@ class _MemberScan:
             sample.offsets[column], sample.sizes[column], sample.endings[column] = member.offset, member.size, ending
         return is_new
 
-    def _finish(self) -> ShardScan:
+    def finish(self, begins: Sequence[int], digests: Sequence[bytes]) -> ShardScan:
+        """Return the scan, from the first byte of each key and the digests of the bytes up to the next key."""
         owners = self._find_owners()
         order = owners[np.array(self._order, np.int64)]
         is_scattered = bool(len(order)) and 1 + int((np.diff(order) != 0).sum()) != len(np.unique(order))
@@ -208,9 +199,8 @@ class _MemberScan:
             np.minimum.at(least, owners, np.arange(len(owners)))
             firsts = least[numbers]
         firsts[:1] = 0
-        begins = np.array(self._begins, np.int64)[firsts]
         edges = [*firsts.tolist(), len(owners)]
-        digests = [_join_digests(self._digests[start:end]) for start, end in itertools.pairwise(edges)]
+        joined = [_join_digests(digests[start:end]) for start, end in itertools.pairwise(edges)]
         count = len(samples)
         table = SampleTable(
             Texts.join(samples),
@@ -218,8 +208,8 @@ class _MemberScan:
             np.array([each.sizes for each in samples.values()], np.int64).reshape(count, len(KINDS)),
         )
         return ShardScan(
-            begins,
-            np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST),
+            np.array(begins, np.int64)[firsts],
+            np.frombuffer(b"".join(joined), np.uint8).reshape(-1, DIGEST),
             table,
             is_scattered,
             _positive(self._seen),

@@ -4,7 +4,6 @@
     TarSet.parts()  what is to be done before the first sample is read: copy shards that cannot be read at random
                     places, check the index, or read the shards that it lacks
     TarSet.open()   index, or a new one in the cache  ->  TarReader
-    known_counts    numbers of samples that others have written beside shards
 
 The name of an index is a function of the names of the shards and of the rules by which their members are grouped, so
 training finds what `vqclip data index` wrote, and a folder can have an index for each list of shards.
@@ -18,11 +17,9 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from vqclip.data.remote.cache import BoundedCache
 from vqclip.data.remote.files import RemoteShard, Shard, fetch_bytes
@@ -38,7 +35,7 @@ from vqclip.data.tars.store import UnpackedTars, find_unpacked, local_state, sha
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.atomic import write_file
 from vqclip.io.file_locks import hold_lock
-from vqclip.io.files import cache_folder, read_bounded
+from vqclip.io.files import cache_folder
 
 logger = logging.getLogger("vqclip.data")
 
@@ -46,11 +43,6 @@ MAX_CHUNK = 1 << 30
 """Bytes of the largest chunk that is read: each thread that fetches has one in memory."""
 _LARGEST_OF_SHARD = 64 << 20
 """Bytes of a fetched index for each shard at most: a shard of 350 million samples in chunks of 128."""
-_COUNTS = "sizes.json"
-"""File of open_clip with the counts of all shards of a folder: {name: samples}."""
-_LARGEST_COUNTS, _LARGEST_STATS = 64 << 20, 1 << 20
-_MOST_SAMPLES = 2**40
-_THREADS = 16
 _DIGITS = 12
 _SHOWN = 3
 
@@ -368,55 +360,3 @@ def _fetch(url: str, shards: Sequence[Shard], path: Path) -> bool:
 def _digest(names: Sequence[str], rules: MemberRules) -> str:
     more = [f"format {INDEX_VERSION}", *([] if rules == USUAL else [json.dumps(rules.to_json(), sort_keys=True)])]
     return hashlib.sha256("\n".join([*names, *more]).encode("utf-8", "surrogateescape")).hexdigest()
-
-
-# ---- numbers of samples that others have written beside shards
-
-
-def known_counts(shards: Sequence[Shard]) -> list[int] | None:
-    """Return the number of samples of each shard, as files beside them say; None if one of them has none.
-
-    open_clip's `sizes.json` is read if it is there, otherwise img2dataset's `NNNNN_stats.json` of each shard. They are
-    not compared with the shards.
-
-    Raises:
-        StorageError: a server cannot be reached.
-    """
-    if (folder := data_folder(shards)) is not None:
-        listed = _read_json(folder, _COUNTS, shards[0], _LARGEST_COUNTS)
-        counts = [_count(listed, shard.name) for shard in shards]
-        if None not in counts:
-            return [count for count in counts if count is not None]
-    if not shards or _successes(shards[0]) is None:  # most data sets without statistics end here
-        return None
-    with ThreadPoolExecutor(_THREADS, "counts") as pool:
-        found = list(pool.map(_successes, shards))
-    return None if None in found else [count for count in found if count is not None]
-
-
-def _successes(shard: Shard) -> int | None:
-    """Return the samples of a shard from img2dataset's statistics; None if there are none."""
-    name = f"{shard.name.partition('.')[0]}_stats.json"
-    return _count(_read_json(data_folder([shard]), name, shard, _LARGEST_STATS), "successes")
-
-
-def _read_json(folder: Path | str | None, name: str, shard: Shard, limit: int) -> Any:
-    """Return the content of a JSON file in the folder of a shard; None if it is missing or contains no JSON."""
-    data = b""
-    try:
-        if isinstance(folder, Path):
-            data = read_bounded(folder / name, limit)
-        elif folder is not None and isinstance(shard, RemoteShard):
-            data = fetch_bytes(beneath(folder, name), shard.options, limit)
-        return json.loads(data) if len(data) <= limit else None
-    except StorageError as error:
-        if error.kind != "gone":
-            raise
-    except (OSError, ValueError, RecursionError):
-        pass
-    return None
-
-
-def _count(content: Any, key: str) -> int | None:
-    value = content.get(key) if isinstance(content, dict) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_SAMPLES else None

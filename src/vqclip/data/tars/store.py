@@ -93,7 +93,7 @@ def survey(shards: Sequence[Shard], leave_out: bool = False) -> list[ShardFacts]
         try:
             if isinstance(shard, RemoteShard):
                 # A shard that is not listed is asked for, which names the reason.
-                facts = listed.get(_path_in_store(shard)) or find_facts(shard.url, shard.options)
+                facts = listed.get(path_in_url(shard.url).partition("://")[2]) or find_facts(shard.url, shard.options)
                 return facts.size, facts.tag, ""
             open_regular(shard).close()
             return (*local_state(shard), "")
@@ -121,10 +121,6 @@ def _list_folders(shards: Sequence[Shard]) -> dict[str, FileFacts]:
         for folder in sorted(folders):
             there |= list_files(f"{folder}/*", stored[0].options)
     return there
-
-
-def _path_in_store(shard: RemoteShard) -> str:
-    return path_in_url(shard.url).partition("://")[2]
 
 
 def read_shard(shard: Shard, facts: ShardFacts, scan: Callable[[Iterable[bytes]], T]) -> T:
@@ -200,13 +196,14 @@ def read_ranges(
 class OpenFiles:
     """Reads shards by `pread`, and keeps the recently used ones open.
 
-    Works in several threads, after a fork and in spawned workers: reading does not move a file position, and files are
-    opened on demand.
+    At most a quarter of the files that this process may open, and 1,024. Works in several threads, after a fork and in
+    spawned workers: reading does not move a file position, and files are opened on demand.
     """
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, int] = OrderedDict()
-        self._most = _most_open_files()
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = 1024 if allowed == resource.RLIM_INFINITY else max(1, min(1024, allowed // 4))
         weakref.finalize(self, _close_all, self._files)  # `__del__` fails when the interpreter ends
         self._lock = threading.Lock()
 
@@ -256,11 +253,6 @@ class OpenFiles:
             os.close(self._files.popitem(last=False)[1])
         return file
 
-    def close(self) -> None:
-        """Close the files; they are opened again on demand."""
-        with self._lock:
-            _close_all(self._files)
-
     def __reduce__(self) -> tuple[type[OpenFiles], tuple[()]]:
         return OpenFiles, ()  # descriptors are not valid in a spawned worker
 
@@ -268,12 +260,6 @@ class OpenFiles:
 def _close_all(files: OrderedDict[Path, int]) -> None:
     while files:
         os.close(files.popitem()[1])
-
-
-def _most_open_files() -> int:
-    """Return a quarter of the files that this process may open, at most 1,024."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1024 if allowed == resource.RLIM_INFINITY else max(1, min(1024, allowed // 4))
 
 
 # ---- copies of shards that cannot be read at random places
