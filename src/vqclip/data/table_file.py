@@ -135,9 +135,7 @@ def open_table(path: Path, expected: Mapping[str, object], verify: bool | Collec
     return Table({key: value for key, value in facts.items() if key not in (_CHECKSUMS, "sha256")}, arrays)
 
 
-def find_table(
-    path: Path, expected: Mapping[str, object], name: str, make: Callable[[Table], T], verify: bool = True
-) -> T | None:
+def find_table(path: Path, expected: Mapping[str, object], name: str, make: Callable[[Table], T]) -> T | None:
     """Return what is made of a stored table, see `open_table`; None if there is none, damaged or of other facts.
 
     Args:
@@ -145,12 +143,11 @@ def find_table(
         expected: some of its facts, such as version and name of the data.
         name: name of the data, for the warning that the file is damaged.
         make: function of the table; anything that it raises means damage.
-        verify: compare the checksums of the arrays.
     """
     if not path.is_file():
         return None
     try:
-        table = open_table(path, {}, verify)
+        table = open_table(path, {})
         return make(table) if all(table.facts.get(key) == value for key, value in expected.items()) else None
     except Exception as error:  # `make` of a damaged table may raise nearly anything
         logger.warning("%s: damaged index of %s is made again (%s)", path, name, error)

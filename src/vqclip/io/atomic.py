@@ -41,17 +41,17 @@ class FileDigest(Strict):
     """SHA-256 of the whole file, in hexadecimal digits."""
 
 
-def digest_file(path: Path, limit: int | None = None) -> FileDigest:
-    """Return the digest of a file, or of its first ``limit + 1`` bytes.
+def digest_file(path: Path) -> FileDigest:
+    """Return the digest of a file.
 
     Raises:
         OSError: it cannot be read, or is not a regular file.
     """
     with open_regular(path) as file:
-        return _digest_open(file, limit)
+        return _digest_open(file)
 
 
-def _digest_open(file: BinaryIO, limit: int | None) -> FileDigest:
+def _digest_open(file: BinaryIO, limit: int | None = None) -> FileDigest:
     digest, size = hashlib.sha256(), 0
     while chunk := file.read(_CHUNK if limit is None else min(_CHUNK, limit + 1 - size)):
         digest.update(chunk)
