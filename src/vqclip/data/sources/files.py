@@ -382,18 +382,18 @@ def resolve_path(text: str, root: Path) -> str:
 
 
 def _files_of(text: str, root: Path, second: str) -> list[str]:
-    """Return the image that a path names, and its caption file if ``second`` is the ending; see `caption_path`."""
-    path = resolve_path(text, root)
-    paths = [path, caption_path(path, second)] if second else [path]
-    return [_find_spelling(os.path.join(root, each)) for each in paths]
+    """Return the image that a path names, and its caption file if ``second`` is the ending; see `caption_path`.
 
-
-def _find_spelling(path: str) -> str:
-    """Return a path as the disk spells it: macOS decomposes letters with marks, and tables mostly have them whole."""
-    if path.isascii() or os.path.lexists(path):
-        return path
-    spelled = (unicodedata.normalize(form, path) for form in ("NFC", "NFD"))
-    return next(filter(os.path.lexists, spelled), path)
+    They are spelled as on the disk: macOS decomposes letters with marks, and tables mostly have them whole.
+    """
+    path, found = resolve_path(text, root), []
+    for each in [path, caption_path(path, second)] if second else [path]:
+        file = os.path.join(root, each)
+        if not file.isascii() and not os.path.lexists(file):
+            spelled = (unicodedata.normalize(form, file) for form in ("NFC", "NFD"))
+            file = next(filter(os.path.lexists, spelled), file)
+        found.append(file)
+    return found
 
 
 def _cut(text: str) -> str:

@@ -103,7 +103,8 @@ class FolderConfig(FileSourceConfig):
         ending = ".json" if mode == "json" else _text_ending(images, set(paths))[1]
         if mode == "names":
             for path in images:
-                builder.add(path, [_caption_of(path)])
+                stem = _read_name(os.path.splitext(os.path.basename(path))[0])
+                builder.add(path, [stem.replace("_", " ").replace("-", " ").strip() or stem])
         else:
             images = self._choose_images(images, builder)
             place, _, plain = ending.rpartition("/")
@@ -234,7 +235,13 @@ class FolderConfig(FileSourceConfig):
             if plain[0] != folders[0]:
                 builder.notes.append(f"numbers and ids before the names of classes are left out: {folders[0]}, ...")
             names = tuple(_read_name(name).replace("_", " ") for name in plain)
-            _require_distinct(folder, folders, names)
+            name, count = Counter(names).most_common(1)[0]
+            if count > 1:
+                same = ", ".join(each for each, read in zip(folders, names, strict=True) if read == name)
+                raise DataError(
+                    f'{folder}: the folders {same} are all the class {name!r}, because "_" is read as a blank; move '
+                    "their images into one folder, or rename the others"
+                )
             builder.notes += filter(None, [describe_ids(names)])
             return names, {name: number for number, name in enumerate(folders)}
         classes = Classes.read(self.classnames, folder, builder.read_from)
@@ -290,11 +297,6 @@ def _refuse_boxes(folder: Path, file: str) -> None:
             )
 
 
-def _caption_of(path: str) -> str:
-    stem = _read_name(os.path.splitext(os.path.basename(path))[0])
-    return stem.replace("_", " ").replace("-", " ").strip() or stem
-
-
 def _read_name(name: str) -> str:
     """Return a file's name for a text tower: bytes that are not UTF-8 are read as Latin-1, unless they are controls."""
     if encodable(name) == name:
@@ -310,16 +312,6 @@ def _without_numbers(folders: Sequence[str]) -> Sequence[str]:
     if len(pairs) < 2 or any(len({*each}) < len(folders) for each in zip(*pairs, strict=True)):
         return folders
     return [name for _, name in pairs]
-
-
-def _require_distinct(folder: Path, classes: Sequence[str], names: Sequence[str]) -> None:
-    for name in dict.fromkeys(names):
-        same = [each for each, read in zip(classes, names, strict=True) if read == name]
-        if len(same) > 1:
-            raise DataError(
-                f'{folder}: the folders {", ".join(same)} are all the class {name!r}, because "_" is '
-                "read as a blank; move their images into one folder, or rename the others"
-            )
 
 
 def _describe_left_out(paths: Iterable[str], what: str) -> list[str]:

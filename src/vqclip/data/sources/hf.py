@@ -99,11 +99,11 @@ class HfConfig(TableConfig):
 
     def _find_packed(self) -> WorkFolder | None:
         """Return the folder in which the rows of this commit, or of the branch when it was last asked for, are."""
-        for folder in packed_folders(self.kind):
-            settings = folder.settings
-            same = {**settings["source"], "files": None} == {**self._facts(), "files": None}
-            wanted = settings["revision"] if self._is_commit else settings["asked"]
-            if same and settings["revision"] and wanted == self.revision and not folder.missing():
+        for folder in () if expand_home(self.path).is_dir() else packed_folders(self.kind):
+            commit, branch = folder.settings.get("revision"), folder.settings.get("asked")
+            same = {**folder.settings["source"], "files": None} == {**self._facts(), "files": None}
+            wanted = commit if self._is_commit else branch
+            if same and commit and wanted == self.revision and not folder.missing():
                 return folder
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,7 +157,13 @@ class ParquetStream(TableStream):
                 self._require_same(opened.schema_arrow, schema, file)
                 pieces += self._divide(number, opened.metadata)
         self.pieces = pieces
-        self.notes += _describe_splits(self._files)
+        # The names of files may begin with those of several splits, such as train-00000-of-00002.parquet.
+        splits = Counter(re.split(r"[-_.]", str(file).rpartition("/")[2], maxsplit=1)[0] for file in self._files)
+        if len(splits) > 1 and all(map(is_split, splits)):
+            found = ", ".join(f"{split} ({count})" for split, count in sorted(splits.items()))
+            one = next((name for name in ("train", "training") if name in splits), min(splits))
+            reads = f"{str(first).rpartition('/')[0]}/{one}*"
+            self.notes += (f"files of splits {found} are read together; path={reads} reads one",)
 
     def __str__(self) -> str:
         return self._name + (f" and {len(self._files) - 1} more" if self._files[1:] else "")
@@ -233,14 +239,3 @@ class ParquetStream(TableStream):
                 self._spans.append((file, start, at))
                 yield Piece(str(self._files[file]), size)
                 start, size = at, 0
-
-
-def _describe_splits(files: Sequence[Shard]) -> tuple[str, ...]:
-    """Return a note on files whose names begin with those of several splits, such as train-00000-of-00002.parquet."""
-    folder, _, _ = str(files[0]).rpartition("/")
-    splits = Counter(re.split(r"[-_.]", str(file).rpartition("/")[2], maxsplit=1)[0] for file in files)
-    if len(splits) < 2 or not all(map(is_split, splits)):
-        return ()
-    found = ", ".join(f"{split} ({count})" for split, count in sorted(splits.items()))
-    first = next((name for name in ("train", "training") if name in splits), min(splits))
-    return (f"files of splits {found} are read together; path={folder}/{first}* reads one",)

@@ -256,7 +256,12 @@ def _require_members(tars: TarReader, kind: str, path: object) -> None:
     elif tars.count("image") and kind == "txt" and facts.complete[KINDS.index("json")]:
         hint = " Captions in the .json? Set captions: json and json_keys."
     elif tars.count("image") and tars.count(kind) and tars.index.keys is not None:
-        image, other = (_first_with(tars, each) for each in ("image", kind))
+        image, other = (
+            next(
+                tars.key(sample) for sample in range(len(tars)) if tars.index.member(sample, KINDS.index(each))[0] >= 0
+            )
+            for each in ("image", kind)
+        )
         stem = image.rpartition(".")[0]
         if not stem or stem != other.rpartition(".")[0]:  # 0.input.png and 0.output.txt: the hint above
             hint = (
@@ -268,12 +273,6 @@ def _require_members(tars: TarReader, kind: str, path: object) -> None:
         f"{path}: none of the {len(tars)} samples has an image (.jpg, .png, .webp, ...) and a {what} of the same name; "
         f"the members end in {found}.{hint}"
     )
-
-
-def _first_with(tars: TarReader, kind: str) -> str:
-    """Return the name of the first sample that has a member of a kind; there must be one."""
-    has = (sample for sample in range(len(tars)) if tars.index.member(sample, KINDS.index(kind))[0] >= 0)
-    return tars.key(next(has))
 
 
 class ScenesSourceConfig(SourceConfigBase):
