@@ -196,7 +196,7 @@ def run_rank(tree: dict[str, Any], cache: str) -> list[list[tuple[int, str, str]
     seen: list[list[tuple[int, str, str]]] = []
     step = TrainStep.__call__
 
-    def recording(self: TrainStep[Any], batch: Any, number: int) -> Any:
+    def recording(self: TrainStep, batch: Any, number: int) -> Any:
         stored = batch.features.get("image", batch.images)
         rows = zip(batch.places.tolist(), batch.sample_ids.tolist(), batch.texts, stored, strict=True)
         seen.append([(place, _digest(f"{key}", text), _digest(image)) for place, key, text, image in rows])

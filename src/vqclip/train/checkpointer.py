@@ -120,7 +120,7 @@ class Checkpointer:
         self,
         folder: Path,
         identity: Mapping[str, Any],
-        step: TrainStep[Any],
+        step: TrainStep,
         keep_last: int,
         in_background: bool = True,
         mirror: RunMirror | None = None,

@@ -35,7 +35,7 @@ MODEL_HELP = (
 )
 
 
-def export_tokenizer(task: Task[Any], folder: Path) -> None:
+def export_tokenizer(task: Task, folder: Path) -> None:
     """Write the tokenizer folder; keep an existing card if the weights are the same."""
 
     def fill(aside: Path) -> None:
@@ -91,7 +91,7 @@ def load_checkpoint_model(path: Path, weights: Weights = "averaged") -> tuple[An
     return whole, bool(averages)
 
 
-def _load_task(saved: checkpoint.Checkpoint) -> Task[Any]:
+def _load_task(saved: checkpoint.Checkpoint) -> Task:
     """Load a checkpoint that holds only a part of the model, by the configuration of its run."""
     file = saved.path.parents[1] / "config.yaml"
     try:

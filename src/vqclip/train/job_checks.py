@@ -9,7 +9,6 @@ import logging
 import shutil
 import socket
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic_core import to_jsonable_python
@@ -92,7 +91,7 @@ def _versions() -> str:
     return f"vqclip {vqclip.__version__}, torch {torch.__version__}"
 
 
-def require_space(folder: Path, step: TrainStep[Any]) -> None:
+def require_space(folder: Path, step: TrainStep) -> None:
     """Check that the disk of the run folder has room for one more checkpoint; on rank 0.
 
     Raises:

@@ -247,18 +247,18 @@ def require_samples(settings: ScheduleConfig, processes: int) -> None:
         )
 
 
-def build_task(config: TaskConfig, device: torch.device) -> Task[Any]:
+def build_task(config: TaskConfig, device: torch.device) -> Task:
     """Build the task with the weights of the first step. A collective."""
     torch.manual_seed(derive_seed(config.run.seed, "weights"))  # the same weights on every rank
     return config.build_task(device, config.dtype)
 
 
-def build_data(config: TaskConfig, task: Task[Any]) -> TrainData:
+def build_data(config: TaskConfig, task: Task) -> TrainData:
     """Open the training data; see `DataConfig.build`. A collective."""
     return config.data.build(task.image_size, task.tokenize, config.train.batch_size, config.run.seed)
 
 
-def build_step(config: TaskConfig, task: Task[Any]) -> TrainStep[Any]:
+def build_step(config: TaskConfig, task: Task) -> TrainStep:
     """Make the training step of a task with the weights of the first step. A collective with several processes."""
     return TrainStep(
         task,
@@ -272,9 +272,7 @@ def build_step(config: TaskConfig, task: Task[Any]) -> TrainStep[Any]:
     )
 
 
-def _build_checkpointer(
-    config: TaskConfig, step: TrainStep[Any], data: TrainData, mirror: RunMirror | None
-) -> Checkpointer:
+def _build_checkpointer(config: TaskConfig, step: TrainStep, data: TrainData, mirror: RunMirror | None) -> Checkpointer:
     _require_same_data(config, data.fingerprint)
     folder, identity = config.run.path / "checkpoints", config.run_identity(step.task, data.fingerprint)
     dist.run_on_main(lambda: require_space(config.run.path, step))
@@ -297,7 +295,7 @@ def _build_checkpointer(
     return checkpointer
 
 
-def _open_records(config: TaskConfig, task: Task[Any], data: TrainData, resumed: Resumed) -> Records:
+def _open_records(config: TaskConfig, task: Task, data: TrainData, resumed: Resumed) -> Records:
     guards, progress_of = config.guards, task.progress(config.train.batch_size)
     codes = {name: each.codebook_sizes[0] for name, each in task.quantizers().items() if each.codebook_sizes}
     health = Health(guards.collapse, guards.divergence, *progress_of, codes, config.optim.warmup_steps)

@@ -62,14 +62,14 @@ class Parallel:
 
     def __init__(
         self,
-        task: Task[Any],
+        task: Task,
         optimizer: Optimizer,
         kind: Literal["ddp", "fsdp", "hsdp"] = "ddp",
         compiled: bool = False,
         bucket_mb: float | None = None,
     ):
         self._task, self._compiled, self._bucket_mb = task, compiled, bucket_mb
-        self._whole: Task[Any] = task
+        self._whole: Task = task
         self._slots: dict[str, _Slots] = {}
         if kind != "ddp":
             task.require_shardable(f"train.parallel: got {kind!r}")
@@ -125,7 +125,7 @@ class Parallel:
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     @contextmanager
-    def whole_task(self, averages: Mapping[str, Tensor], for_export: bool = False) -> Iterator[Task[Any]]:
+    def whole_task(self, averages: Mapping[str, Tensor], for_export: bool = False) -> Iterator[Task]:
         """Return the task with whole weights; those in shards are gathered now, in a collective, and none is later.
 
         Args:
@@ -148,7 +148,7 @@ class Parallel:
                 _fill(slots, self.weights.parameters[name].new_empty(0))
 
 
-def _copy_without(task: Task[Any], sharded: Collection[nn.Parameter]) -> tuple[Task[Any], dict[str, _Slots]]:
+def _copy_without(task: Task, sharded: Collection[nn.Parameter]) -> tuple[Task, dict[str, _Slots]]:
     """Copy a task with empty tensors for some parameters; everything without any of them is shared.
 
     Returns:

@@ -194,7 +194,7 @@ def _load_weights(checkpointer: Checkpointer, rows: Iterable[tuple[str, Tensor]]
         quantizer.load_state_dict(quantizer.state_dict())
 
 
-def _restore_state(step: TrainStep[Any], state: RunState, tensors: Mapping[str, Tensor]) -> None:
+def _restore_state(step: TrainStep, state: RunState, tensors: Mapping[str, Tensor]) -> None:
     running = step.scaler.state_dict()
     if {name: type(value) for name, value in state.scaler.items()} != {n: type(v) for n, v in running.items()}:
         raise ValueError(f"scaler: got {sorted(state.scaler)}, expected numbers for {sorted(running)}")

@@ -126,7 +126,7 @@ class SpeedMeter:
         self._flops: float | None = None
         """Model FLOPs of a sample, forward and backward; None before they are counted."""
 
-    def count(self, step: TrainStep[Any], batch: Batch) -> None:
+    def count(self, step: TrainStep, batch: Batch) -> None:
         """Count the FLOPs of a few samples of the first batch that has any. With weights in shards a collective."""
         if self._flops is not None:
             return

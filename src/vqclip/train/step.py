@@ -23,7 +23,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -45,7 +45,7 @@ from vqclip.train.grad_cache import backward_from_cached_grads, join_outputs, me
 from vqclip.train.guards import GuardConfig, Guards
 from vqclip.train.optim import Schedule, set_lr
 from vqclip.train.parallel import CompiledRegions, Parallel
-from vqclip.train.tasks.base import SamplesT, Task, TaskOutput
+from vqclip.train.tasks.base import RankBatch, Task, TaskOutput
 
 
 class ComputeConfig(Config):
@@ -107,7 +107,7 @@ class StepResult:
     """() bool: whether the step was skipped, so that weights and codebooks are unchanged."""
 
 
-class TrainStep(Generic[SamplesT]):
+class TrainStep:
     """One training step at a time: forward, statistics, losses, backward, clip, update.
 
     Every rank must call it with its part of the same global batch; parts may be of unequal size.
@@ -128,7 +128,7 @@ class TrainStep(Generic[SamplesT]):
 
     def __init__(
         self,
-        task: Task[SamplesT],
+        task: Task,
         optimizer: Optimizer,
         schedule: Schedule,
         compute: ComputeConfig,
@@ -209,14 +209,14 @@ class TrainStep(Generic[SamplesT]):
         """Return whether the computation changes with step number ``step``, so that it is compiled again."""
         return step > 0 and step in self.task.changing_steps
 
-    def _microbatches(self, samples: SamplesT) -> list[SamplesT]:
+    def _microbatches(self, samples: RankBatch) -> list[RankBatch]:
         """Return the samples of each microbatch."""
         if self.micro_batches == 1:
             return [samples]
         bounds = [len(samples) * number // self.micro_batches for number in range(self.micro_batches + 1)]
         return [samples.part(rows) for rows in itertools.starmap(slice, itertools.pairwise(bounds))]
 
-    def _forward(self, parts: Sequence[SamplesT], step: int) -> TaskOutput:
+    def _forward(self, parts: Sequence[RankBatch], step: int) -> TaskOutput:
         """Return the outputs of this rank's samples; with microbatches, cached ones without a graph."""
         if len(parts) == 1:
             return self._run_model(parts[0], step, 0)
@@ -224,7 +224,7 @@ class TrainStep(Generic[SamplesT]):
             cached = [self._run_model(part, step, number) for number, part in enumerate(parts)]
         return join_outputs(cached, self.task.shared())
 
-    def _backward(self, total: Tensor, out: TaskOutput, parts: Sequence[SamplesT], step: int) -> None:
+    def _backward(self, total: Tensor, out: TaskOutput, parts: Sequence[RankBatch], step: int) -> None:
         """Compute the gradient of the weights; with microbatches, by a second pass over them."""
         with dist.named_errors("averaging the gradients"):
             self.scaler.scale(total).backward()
@@ -232,7 +232,7 @@ class TrainStep(Generic[SamplesT]):
             self._second_pass(out, parts, step)
         self.parallel.weights.collect_gradients()
 
-    def _second_pass(self, cached: TaskOutput, parts: Sequence[SamplesT], step: int) -> None:
+    def _second_pass(self, cached: TaskOutput, parts: Sequence[RankBatch], step: int) -> None:
         """Run every microbatch with a graph, and continue the backward of the cached outputs in it."""
         drifts, begin = [], 0
         for number, part in enumerate(parts):
@@ -256,7 +256,7 @@ class TrainStep(Generic[SamplesT]):
                 )
             self._replay_checked = True
 
-    def _run_model(self, samples: SamplesT, step: int, part: int, model: nn.Module | None = None) -> TaskOutput:
+    def _run_model(self, samples: RankBatch, step: int, part: int, model: nn.Module | None = None) -> TaskOutput:
         """Run the model, by default as it trains, on samples of this rank; equal arguments draw equal numbers."""
         torch.manual_seed(derive_seed(self.seed, "towers", step, dist.rank(), part))
         set_dropout_keys(self.model, self.seed, step, samples.order.places)
@@ -280,7 +280,7 @@ class TrainStep(Generic[SamplesT]):
         if self.ema is not None:
             self.ema.update(step, skip)
 
-    def whole_task(self, averaged: bool = True, for_export: bool = False) -> AbstractContextManager[Task[SamplesT]]:
+    def whole_task(self, averaged: bool = True, for_export: bool = False) -> AbstractContextManager[Task]:
         """Return the task to evaluate and to export; weights in shards are gathered once. A collective then.
 
         Within the block no forward is a collective.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from vqclip.data import Batch, TrainData
 from vqclip.process.lock import RunLock
@@ -26,7 +25,7 @@ class Training:
 
     config: TaskConfig
     data: TrainData
-    step: TrainStep[Any]
+    step: TrainStep
     """Task, optimizer and schedule; ``training.step.model`` is the bare model."""
     lock: RunLock
     checkpointer: Checkpointer

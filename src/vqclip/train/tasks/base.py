@@ -17,11 +17,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from vqclip.config import Modality
 from vqclip.data import Batch
@@ -36,23 +35,43 @@ from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.folder import WEIGHTS_FILE
 from vqclip.towers import ImageTower, TextTower
 
-__all__ = ["RankBatch", "Samples", "Task", "TaskOutput", "copy_images", "make_rank_batch"]
+__all__ = ["RankBatch", "Task", "TaskOutput", "copy_to_device", "make_rank_batch"]
 
 
-class Samples(Protocol):
-    """Samples of a rank or of a microbatch, on the device."""
+@dataclass(frozen=True)
+class RankBatch:
+    """A rank's part of the global batch, or of a microbatch of it."""
 
-    @property
-    def order(self) -> Order:
-        """Places of the samples in the global batch."""
+    images: Tensor
+    """``(B, 3, H, W)`` uint8."""
+    tokens: Tensor
+    """``(B, N)`` int64, without columns that no caption needs; not on the device where no network reads captions."""
+    order: Order
+    """Places of the samples in the global batch."""
+    sizes: tuple[int, ...] | None
+    """Samples of every rank in the global batch; None if they are not known."""
+    keys: Tensor | None
+    """See `pair_keys`."""
+    features: Mapping[str, Tensor]
+    """Name → ``(B, N, D)``: of frozen towers (``image``, ``text``), of teachers from the feature cache, and the vectors
+    of the codes (``vectors``) for a pixel decoder."""
+    captions: tuple[str, ...]
+    """B captions."""
 
-    def part(self, rows: slice) -> Self:
-        """Return some of the samples."""
+    def part(self, rows: slice) -> RankBatch:
+        """Return some of its samples."""
+        return dataclasses.replace(
+            self,
+            images=self.images[rows],
+            tokens=self.tokens[rows],
+            order=Order(self.order.places[rows], self.order.size),
+            keys=None if self.keys is None else self.keys[rows],
+            features={name: each[rows] for name, each in self.features.items()},
+            captions=self.captions[rows],
+        )
 
-    def __len__(self) -> int: ...
-
-
-SamplesT = TypeVar("SamplesT", bound=Samples)
+    def __len__(self) -> int:
+        return len(self.images)
 
 
 @dataclass(frozen=True)
@@ -70,7 +89,7 @@ class TaskOutput:
     """Name → tensor that does not depend on the samples, such as the temperature."""
 
 
-class Task(ABC, Generic[SamplesT]):
+class Task(ABC):
     """Model and losses of a run, and the parts of its step.
 
     Args:
@@ -108,11 +127,11 @@ class Task(ABC, Generic[SamplesT]):
     # What a step computes.
 
     @abstractmethod
-    def local(self, batch: Batch) -> SamplesT:
+    def local(self, batch: Batch) -> RankBatch:
         """Move this rank's part of a batch to the device, and compute what does not depend on the trained weights."""
 
     @abstractmethod
-    def run(self, network: nn.Module, local: SamplesT, step: int) -> TaskOutput:
+    def run(self, network: nn.Module, local: RankBatch, step: int) -> TaskOutput:
         """Run the network, which is `student` as it trains or bare, on samples of this rank. No collective."""
 
     def shared(self) -> dict[str, Tensor]:
@@ -120,7 +139,7 @@ class Task(ABC, Generic[SamplesT]):
         return {}
 
     @abstractmethod
-    def reduce(self, out: TaskOutput, local: SamplesT) -> dict[str, Stats]:
+    def reduce(self, out: TaskOutput, local: RankBatch) -> dict[str, Stats]:
         """Return the sums of `TaskOutput.stats`, and further ones, over all ranks. One collective.
 
         `Stats.histograms` stay those of this rank.
@@ -128,7 +147,7 @@ class Task(ABC, Generic[SamplesT]):
 
     @abstractmethod
     def losses(
-        self, out: TaskOutput, sums: Mapping[str, Stats], parts: Sequence[SamplesT], step: int
+        self, out: TaskOutput, sums: Mapping[str, Stats], parts: Sequence[RankBatch], step: int
     ) -> tuple[dict[str, Tensor], dict[str, float | Tensor]]:
         """Return the unweighted terms of the loss over the global batch, and their weights, by name.
 
@@ -159,7 +178,7 @@ class Task(ABC, Generic[SamplesT]):
         for name, quantizer in self.quantizers().items():
             quantizer.set_seed(derive_seed(seed, "quantizer", name))
 
-    def mark_dynamic(self, local: SamplesT) -> None:
+    def mark_dynamic(self, local: RankBatch) -> None:  # noqa: B027
         """Mark the axes of the samples whose lengths differ between batches, for `torch.compile`."""
 
     def move_to_step(self, step: int) -> bool:
@@ -246,47 +265,12 @@ class Task(ABC, Generic[SamplesT]):
             extra: of `FrozenWeights.section`.
         """
 
-    def require_own(self, folder: Path) -> None:
+    def require_own(self, folder: Path) -> None:  # noqa: B027
         """Raise CheckpointError unless a checkpoint's part of the model belongs to this task's other parts."""
 
     @abstractmethod
     def export(self, folder: Path) -> None:
         """Write the tokenizer to a folder, which is empty."""
-
-
-@dataclass(frozen=True)
-class RankBatch:
-    """A rank's part of the global batch, or of a microbatch of it."""
-
-    images: Tensor
-    """``(B, 3, H, W)`` uint8."""
-    tokens: Tensor
-    """``(B, N)`` int64, without columns that no caption needs."""
-    order: Order
-    """Places of the samples in the global batch."""
-    sizes: tuple[int, ...] | None
-    """Samples of every rank in the global batch; None if they are not known."""
-    keys: Tensor | None
-    """See `pair_keys`."""
-    features: Mapping[str, Tensor]
-    """Name → ``(B, N, D)``: of frozen towers (``image``, ``text``), and of teachers from the feature cache."""
-    captions: tuple[str, ...]
-    """B captions."""
-
-    def part(self, rows: slice) -> RankBatch:
-        """Return some of its samples."""
-        return dataclasses.replace(
-            self,
-            images=self.images[rows],
-            tokens=self.tokens[rows],
-            order=Order(self.order.places[rows], self.order.size),
-            keys=None if self.keys is None else self.keys[rows],
-            features={name: each[rows] for name, each in self.features.items()},
-            captions=self.captions[rows],
-        )
-
-    def __len__(self) -> int:
-        return len(self.images)
 
 
 @functools.cache
@@ -295,7 +279,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _copy_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def copy_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Copy tensors of the host to a device; on a GPU without waiting for the computation of the step before.
 
     The copies run on a stream of their own, for which the current stream waits. They overlap if the tensors are in
@@ -312,16 +296,6 @@ def _copy_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict
     return copies
 
 
-def copy_images(batch: Batch, others: Mapping[str, Tensor], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-    """Copy the images of a batch and other tensors to a device.
-
-    Returns:
-        ``(B, 3, H, W)`` uint8, and the other tensors.
-    """
-    copies = _copy_to_device({**others, "images": batch.images}, device)
-    return copies.pop("images"), copies
-
-
 def make_rank_batch(batch: Batch, model: CLIP, positives: Positives | None, precision: Precision) -> RankBatch:
     """Move a batch to the model's device, and run the frozen towers whose features are not in the cache.
 
@@ -334,10 +308,9 @@ def make_rank_batch(batch: Batch, model: CLIP, positives: Positives | None, prec
         precision: of the step.
     """
     device, dtype = model.logit_scale.device, model.image.pool.position.dtype
-    named = {"texts": batch.texts, "places": batch.places, "sample_ids": batch.sample_ids}
-    stored = {f"features/{name}": each for name, each in batch.features.items()}
-    images, copies = copy_images(batch, named | stored, device)
-    tokens, places, sample_ids = (copies[name] for name in named)
+    given = {"images": batch.images, "texts": batch.texts, "places": batch.places, "sample_ids": batch.sample_ids}
+    copies = copy_to_device(given | {f"features/{name}": each for name, each in batch.features.items()}, device)
+    images, tokens, places, sample_ids = (copies[name] for name in given)
     keys = pair_keys(positives, sample_ids, tokens)  # of all columns: ranks leave out different ones
     features = {name: copies[f"features/{name}"].to(dtype) for name in batch.features}
     for tokenizer, inputs in ((model.image, images), (model.text, tokens)):

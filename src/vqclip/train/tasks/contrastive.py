@@ -40,7 +40,7 @@ __all__ = ["ContrastiveTask", "TrainConfig", "towers_draw"]
 logger = logging.getLogger(__name__)
 
 
-class ContrastiveTask(Task[RankBatch]):
+class ContrastiveTask(Task):
     """A model of two tokenizers, trained by a contrastive loss, the quantizers' losses, and terms that follow teachers.
 
     Args:
@@ -345,7 +345,7 @@ class TrainConfig(TaskConfig):
             losses = PixelLosses(pixels.losses, size, self.run.seed, key).to(device, dtype)
         return ContrastiveTask(model, self.loss.build(), self.train.bottleneck, distillation, losses)
 
-    def feature_makers(self, task: Task[Any]) -> dict[str, FeatureMaker]:
+    def feature_makers(self, task: Task) -> dict[str, FeatureMaker]:
         """Return a maker for each network whose outputs are stored before the first step, by name."""
         assert isinstance(task, ContrastiveTask)
         makers: dict[str, FeatureMaker] = {name: tower_maker(task.tokenizers[name]) for name in self.cached_modalities}
@@ -353,7 +353,7 @@ class TrainConfig(TaskConfig):
             makers |= term.makers() if self.stores_teacher(term.config) else {}
         return makers
 
-    def release_stored(self, task: Task[Any]) -> None:
+    def release_stored(self, task: Task) -> None:
         """Drop the networks whose outputs batches contain from now on."""
         assert isinstance(task, ContrastiveTask)
         for term in task.distillation.terms.values():
@@ -374,7 +374,7 @@ class TrainConfig(TaskConfig):
         alone = not any(self.stores_teacher(term) for term in self.distillation)
         return self.data.feature_cache.choose(training, self.data.views, alone=alone)
 
-    def run_identity(self, task: Task[Any], samples: dict[str, Any]) -> dict[str, object]:
+    def run_identity(self, task: Task, samples: dict[str, Any]) -> dict[str, object]:
         """Return the settings that define the trajectory: they must be the same when a run resumes.
 
         If the towers draw random numbers, the numbers of processes and of microbatches are among them, because every

@@ -10,7 +10,6 @@ number of processes, nor on `train.precision`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +44,7 @@ from vqclip.towers.base import run_in_chunks
 from vqclip.train.config import TaskConfig
 from vqclip.train.feature_cache import FeatureMaker
 from vqclip.train.reconstruction import Reconstruction, error_metrics
-from vqclip.train.tasks.base import Task, TaskOutput, copy_images
+from vqclip.train.tasks.base import RankBatch, Task, TaskOutput, copy_to_device
 
 __all__ = ["PixelTask", "PixelTrainConfig"]
 
@@ -55,32 +54,12 @@ _DESCRIPTION = "pixels.json"
 """File of a checkpoint with the tokenizer's fingerprint and the decoder's configuration."""
 
 
-@dataclass(frozen=True)
-class PixelBatch:
-    """Images of a rank or of a microbatch, and the vectors of their codes."""
-
-    images: Tensor
-    """``(B, 3, H, W)`` uint8."""
-    vectors: Tensor
-    """``(B, N, quantizer.dim)`` without gradient."""
-    order: Order
-    """Places of the samples in the global batch."""
-
-    def part(self, rows: slice) -> PixelBatch:
-        """Return some of its samples."""
-        order = Order(self.order.places[rows], self.order.size)
-        return replace(self, images=self.images[rows], vectors=self.vectors[rows], order=order)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-
 class _Described(Strict):
     tokenizer: str
     pixels: PixelsConfig
 
 
-class PixelTask(Task[PixelBatch]):
+class PixelTask(Task):
     """A pixel decoder that is trained for a frozen tokenizer.
 
     Args:
@@ -117,25 +96,28 @@ class PixelTask(Task[PixelBatch]):
         """Return the ids ``(B, N, C)`` of images ``(B, 3, H, W)`` uint8; equal in every batch."""
         return run_in_chunks(self.image.encode, images)
 
-    def local(self, batch: Batch) -> PixelBatch:
+    def local(self, batch: Batch) -> RankBatch:
         """Move the images to the device, and encode them unless their ids are stored."""
-        stored = {IDS: batch.features[IDS]} if IDS in batch.features else {}
-        images, copies = copy_images(batch, {"places": batch.places} | stored, self.device)
-        ids = copies[IDS].long() if stored else self.encode(images)
+        given = {"images": batch.images, "places": batch.places}
+        copies = copy_to_device(
+            given | {name: each for name, each in batch.features.items() if name == IDS}, self.device
+        )
+        images, order = copies["images"], Order(copies["places"], batch.global_size)
+        ids = copies[IDS].long() if IDS in copies else self.encode(images)
         with torch.no_grad():
             vectors = self.image.quantizer.decode(ids)
-        return PixelBatch(images, vectors, Order(copies["places"], batch.global_size))
+        return RankBatch(images, batch.texts, order, batch.sizes, None, {"vectors": vectors}, batch.captions)
 
-    def run(self, network: nn.Module, local: PixelBatch, step: int) -> TaskOutput:
+    def run(self, network: nn.Module, local: RankBatch, step: int) -> TaskOutput:
         """Return the sums of the losses."""
-        return TaskOutput(stats=network(local.vectors, local.images, local.order.places, step))
+        return TaskOutput(stats=network(local.features["vectors"], local.images, local.order.places, step))
 
-    def reduce(self, out: TaskOutput, local: PixelBatch) -> dict[str, Stats]:
+    def reduce(self, out: TaskOutput, local: RankBatch) -> dict[str, Stats]:
         """Return the sums over all ranks."""
         return dict(zip(out.stats, sync([*out.stats.values()], local.order, histograms=False), strict=True))
 
     def losses(
-        self, out: TaskOutput, sums: Mapping[str, Stats], parts: Sequence[PixelBatch], step: int
+        self, out: TaskOutput, sums: Mapping[str, Stats], parts: Sequence[RankBatch], step: int
     ) -> tuple[dict[str, Tensor], dict[str, float | Tensor]]:
         """Return the losses on pixels, and those of the detail codebooks."""
         terms, weights = self.pixel_losses.terms(sums["pixels"].sums, step)
