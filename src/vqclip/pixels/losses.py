@@ -28,13 +28,13 @@ from vqclip.errors import ConfigError, ShapeError, name_section
 from vqclip.nn.precision import first_derivative_only, full_precision
 from vqclip.pixels.adversarial import AdversarialConfig
 from vqclip.pixels.decoder import PixelDecoder, PixelDecoderConfig, PixelsConfig
-from vqclip.pixels.terms import L1Config, L2Config, LPIPSConfig, PerceptualConfig, PixelTerm, PixelTermConfig
+from vqclip.pixels.terms import LPIPSConfig, PerceptualConfig, PixelErrorConfig, PixelTerm, PixelTermConfig
 from vqclip.seeds import derive_seed
 
 __all__ = ["PixelLossConfig", "PixelLosses", "PixelLossesConfig", "PixelTrainingConfig", "require_starts"]
 
 PixelLossConfig = Annotated[
-    L1Config | L2Config | PerceptualConfig | LPIPSConfig | AdversarialConfig, Field(discriminator="kind")
+    PixelErrorConfig | PerceptualConfig | LPIPSConfig | AdversarialConfig, Field(discriminator="kind")
 ]
 """Configuration of any term, chosen by ``kind``."""
 PixelLossesConfig = tuple[PixelLossConfig, ...]
@@ -235,7 +235,7 @@ class PixelTrainingConfig(Config):
 
     decoder: PixelDecoderConfig
     """From the vectors of the codes to pixels."""
-    losses: PixelLossesConfig = (L1Config(),)
+    losses: PixelLossesConfig = (PixelErrorConfig(),)
     """Differences between decoded and real images."""
     weight: float = Field(1.0, ge=0, le=1e6)
     """Factor on the gradient that the losses have for the tokenizer; the decoder trains with the whole gradient. 0: the

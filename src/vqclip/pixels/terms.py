@@ -23,7 +23,7 @@ from vqclip.io.tensors import module_digest
 from vqclip.pixels.networks import FeatureNetwork, Layers, NetworkConfig, build_network, make_constant
 from vqclip.towers.weights import load_checkpoint
 
-__all__ = ["L1Config", "L2Config", "LPIPSConfig", "PerceptualConfig", "PixelTerm", "PixelTermConfig"]
+__all__ = ["LPIPSConfig", "PerceptualConfig", "PixelErrorConfig", "PixelTerm", "PixelTermConfig"]
 
 
 class PixelTerm(nn.Module, ABC):
@@ -63,37 +63,24 @@ class PixelTermConfig(Config):
 
 
 class _PixelError(PixelTerm):
-    """Mean over pixels and channels of |made - real|, or of its square."""
-
-    def __init__(self, squared: bool):
+    def __init__(self, power: int):
         super().__init__()
-        self.squared = squared
+        self.power = power
 
     def forward(self, made: Tensor, real: Tensor) -> Tensor:
         apart = made - real
-        return (apart.square() if self.squared else apart.abs()).mean(dim=(1, 2, 3))
+        return (apart.square() if self.power == 2 else apart.abs()).mean(dim=(1, 2, 3))
 
 
-class L1Config(PixelTermConfig):
-    """Mean absolute error of pixels in 0..1."""
+class PixelErrorConfig(PixelTermConfig):
+    """Mean over pixels in 0..1 and channels of the absolute error, or of its square."""
 
-    kind: Literal["l1"] = "l1"
-    """Mean absolute error."""
-
-    def build(self, image_size: int) -> PixelTerm:
-        """Make the term."""
-        return _PixelError(squared=False)
-
-
-class L2Config(PixelTermConfig):
-    """Mean squared error of pixels in 0..1."""
-
-    kind: Literal["l2"] = "l2"
-    """Mean squared error."""
+    kind: Literal["l1", "l2"] = "l1"
+    """l1: mean absolute error. l2: mean squared error."""
 
     def build(self, image_size: int) -> PixelTerm:
         """Make the term."""
-        return _PixelError(squared=True)
+        return _PixelError(1 if self.kind == "l1" else 2)
 
 
 class _Perceptual(PixelTerm):

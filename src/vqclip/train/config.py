@@ -270,14 +270,11 @@ class TaskConfig(Config):
             samples: fingerprint of the data.
             own: settings of the task.
         """
-        ema, bottleneck = self.train.ema, self.train.bottleneck
+        train = self.train.model_dump(mode="json", exclude={"ema": {"evaluate"}})
+        trajectory = ("steps", "batch_size", "precision", "ema", "bottleneck")
         return {
             "run.seed": self.run.seed,
-            "train.steps": self.train.steps,
-            "train.batch_size": self.train.batch_size,
-            "train.precision": self.train.precision,
-            "train.ema": None if ema is None else ema.model_dump(mode="json", exclude={"evaluate"}),
-            "train.bottleneck": None if bottleneck is None else bottleneck.model_dump(mode="json"),
+            **{f"train.{name}": train[name] for name in trajectory},
             "data": samples | self.data.model_dump(mode="json", include={"transform", "max_pixels", "views"}),
             "data.order": self.data.order.model_dump(mode="json"),
             **own,
@@ -294,12 +291,8 @@ class TaskConfig(Config):
         )
 
     @model_validator(mode="after")
-    def _warmup_is_shorter_than_the_run(self) -> Self:
+    def _warmup_ends_and_best_is_a_figure(self) -> Self:
         self.optim.schedule(self.train.steps)
-        return self
-
-    @model_validator(mode="after")
-    def _best_is_a_figure(self) -> Self:
         names = [f"{EVALUATION}{name}" for name in scalar_names(self.evaluation, codes=self.has_codes())]
         if self.train.keep_best not in (None, *names):
             expected = f"one of {', '.join(names)}" if names else "null, as evaluation is empty"

@@ -267,21 +267,16 @@ class TrainConfig(TaskConfig):
     """Further terms of the loss, which follow frozen teachers."""
 
     @model_validator(mode="after")
-    def _loss_and_temperature_fit(self) -> TrainConfig:
-        needs, has = self.loss.needs_bias, self.model.temperature.bias is not None
-        if needs and not has:
+    def _settings_fit_each_other(self) -> TrainConfig:
+        needs, bias = self.loss.needs_bias, self.model.temperature.bias
+        if needs and bias is None:
             raise ValueError(
                 f"loss.kind {self.loss.kind!r} needs model.temperature.bias (SigLIP starts at -10); got null"
             )
-        if has and not needs:
+        if bias is not None and not needs:
             raise ValueError(
-                f"loss.kind {self.loss.kind!r} does not use model.temperature.bias; got {self.model.temperature.bias}, "
-                "expected null"
+                f"loss.kind {self.loss.kind!r} does not use model.temperature.bias; got {bias}, expected null"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _towers_train_within_the_run(self) -> TrainConfig:
         for name in ("image", "text"):
             train = getattr(self.model, name).tower.train
             if isinstance(train, FromStep) and train.from_step >= self.train.steps:
@@ -289,45 +284,33 @@ class TrainConfig(TaskConfig):
                     f"model.{name}.tower.train.from_step: got {train.from_step}, but the run has {self.train.steps} "
                     "steps; expected fewer, or `train: none`"
                 )
-        return self
-
-    def has_codes(self) -> bool:
-        """Return whether both tokenizers have codes."""
-        return "identity" not in (self.model.image.quantizer.kind, self.model.text.quantizer.kind)
-
-    @model_validator(mode="after")
-    def _stored_features_are_of_frozen_towers(self) -> TrainConfig:
-        needs_pixels = [
-            term.kind for term in self.distillation if term.kind != "text_features" and not self.stores_teacher(term)
-        ]
-        if "image" in self.cached_modalities and needs_pixels:
-            raise ValueError(
-                f"data.feature_cache.teachers: got false with a distillation term of kind {needs_pixels[0]}, whose "
-                "teacher needs images, which stored image features replace; expected true, or modalities: [text]"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _pixels_are_decoded_within_the_run(self) -> TrainConfig:
+        stores_images = "image" in self.cached_modalities
+        for term in self.distillation:
+            if stores_images and term.kind != "text_features" and not self.stores_teacher(term):
+                raise ValueError(
+                    f"data.feature_cache.teachers: got false with a distillation term of kind {term.kind}, whose "
+                    "teacher needs images, which stored image features replace; expected true, or modalities: [text]"
+                )
         if (pixels := self.model.image.pixels) is None:
             return self
-        key = "model.image.pixels"
-        for name, got, most in (
-            ("start_step", pixels.start_step, self.train.steps - 1),
-            ("one_in", pixels.one_in, self.train.batch_size),
-        ):
-            if got > most:
-                raise ValueError(
-                    f"{key}.{name}: got {got}; expected at most {most} in a run of {self.train.steps} "
-                    f"steps of {self.train.batch_size} samples"
-                )
+        key, in_run = "model.image.pixels", f"in a run of {self.train.steps} steps of {self.train.batch_size} samples"
+        if pixels.start_step >= self.train.steps:
+            raise ValueError(
+                f"{key}.start_step: got {pixels.start_step}; expected at most {self.train.steps - 1} {in_run}"
+            )
+        if pixels.one_in > self.train.batch_size:
+            raise ValueError(f"{key}.one_in: got {pixels.one_in}; expected at most {self.train.batch_size} {in_run}")
         require_starts(pixels.losses, self.train.steps, f"{key}.losses")
-        if "image" in self.cached_modalities:
+        if stores_images:
             raise ValueError(
                 f"{key}: got a pixel decoder with data.feature_cache, whose stored image features replace the images "
                 "that it learns from; expected modalities: [text] there, or no feature cache"
             )
         return self
+
+    def has_codes(self) -> bool:
+        """Return whether both tokenizers have codes."""
+        return "identity" not in (self.model.image.quantizer.kind, self.model.text.quantizer.kind)
 
     def build_task(self, device: torch.device, dtype: torch.dtype) -> ContrastiveTask:
         """Build the model with the weights of the first step, and all that trains it. A collective.

@@ -35,7 +35,7 @@ from vqclip.pixels import (
 )
 from vqclip.pixels.detail import pixels_per_token
 from vqclip.pixels.losses import PixelLosses, PixelLossesConfig, require_starts
-from vqclip.pixels.terms import L1Config
+from vqclip.pixels.terms import PixelErrorConfig
 from vqclip.quantizers import Order, Quantizer, Stats, sync
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import ImageTokenizer, Tokenizer
@@ -206,7 +206,7 @@ class PixelTrainConfig(TaskConfig):
     """From the vectors of the codes to pixels."""
     detail: DetailConfig | None = None
     """Further codebooks, whose ids hold what the tokenizer's ids leave out; null: none."""
-    losses: PixelLossesConfig = (L1Config(),)
+    losses: PixelLossesConfig = (PixelErrorConfig(),)
     """Differences between decoded and real images."""
 
     @model_validator(mode="after")
