@@ -49,29 +49,24 @@ class ModelConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _copy_towers(cls, data: Any) -> Any:
-        """Copy `towers` to `image.tower` and `text.tower`, which may set `train` alone."""
-        if not isinstance(data, dict) or not isinstance(data.get("towers"), dict):
+    def _fill_in(cls, data: Any) -> Any:
+        """Copy `towers` to `image.tower` and `text.tower`, which may set `train` alone; fill in `temperature.init`.
+
+        Where pretrained weights have a temperature, it stays open.
+        """
+        if not isinstance(data, dict):
             return data
-        towers = {"kind": "open_clip"} | data["towers"]
-        filled = dict(data)
+        filled, both = dict(data), data.get("towers")
         for name in ("image", "text"):
             part = data.get(name)
             own = part.get("tower", {}) if isinstance(part, dict) else None
-            if isinstance(part, dict) and isinstance(own, dict) and own.keys() <= {"train"}:
-                filled[name] = part | {"tower": towers | own}
-        return filled
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_temperature(cls, data: Any) -> Any:
-        """Fill in `temperature.init` where no pretrained weights have one."""
-        if not isinstance(data, dict) or _has_pretrained(data.get("towers")):
-            return data
+            if isinstance(both, dict) and isinstance(part, dict) and isinstance(own, dict) and own.keys() <= {"train"}:
+                filled[name] = part | {"tower": {"kind": "open_clip"} | both | own}
+        pretrained = both.get("pretrained") if isinstance(both, dict) else getattr(both, "pretrained", None)
         temperature = data.get("temperature", {})
-        if isinstance(temperature, dict) and temperature.get("init") is None:
-            return data | {"temperature": temperature | {"init": DEFAULT_SCALE}}
-        return data
+        if pretrained is None and isinstance(temperature, dict) and temperature.get("init") is None:
+            filled["temperature"] = temperature | {"init": DEFAULT_SCALE}
+        return filled
 
     @model_validator(mode="after")
     def _check_towers_agree(self) -> ModelConfig:
@@ -84,11 +79,6 @@ class ModelConfig(Config):
     def build(self) -> CLIP:
         """Build the model; weights that are not pretrained are drawn from torch's global generator."""
         return CLIP(self)
-
-
-def _has_pretrained(towers: Any) -> bool:
-    held = towers.get("pretrained") if isinstance(towers, dict) else getattr(towers, "pretrained", None)
-    return held is not None
 
 
 class CLIPOutput(NamedTuple):

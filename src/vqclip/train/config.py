@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -203,28 +203,6 @@ class TaskConfig(Config):
     """Evaluations at the end, and every `train.evaluate_every` steps."""
     report: DetailsConfig | None = DetailsConfig()
     """Files for people to look at, made at every evaluation; null: none."""
-
-    _owners: ClassVar[dict[str, str]] = {}
-    """Key that not all tasks have → a task that has it."""
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Note the keys of a task, for messages."""
-        own = cls.model_fields.keys() - TaskConfig.model_fields.keys() - {"task"}
-        cls._owners.update(dict.fromkeys(own, cls.model_fields["task"].default))
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_key_of_another_task(cls, values: Any) -> Any:
-        if isinstance(values, Mapping):
-            for key in values:
-                owner = cls._owners.get(key)
-                if key not in cls.model_fields and owner is not None:
-                    raise ValueError(
-                        f"got {key}, which belongs to task: {owner}, with task: {cls.model_fields['task'].default}; "
-                        "expected another task, or no such key"
-                    )
-        return values
 
     @property
     def dtype(self) -> torch.dtype:

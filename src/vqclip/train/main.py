@@ -31,7 +31,7 @@ from vqclip.runlog.health import Health
 from vqclip.runlog.records import Records, remove_stopped, write_stopped
 from vqclip.seeds import derive_seed
 from vqclip.train.callbacks import Callback, Training, evaluate, in_order, require_success
-from vqclip.train.callbacks.builtin import store_details, write_page
+from vqclip.train.callbacks.builtin import write_pages
 from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.config import ScheduleConfig, TaskConfig
 from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
@@ -351,7 +351,7 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, di
     with training.step.whole_task(for_export=True) as whole:
         if dist.is_main():
             export_tokenizer(whole, folder)
-    store_details(config.report, config.run.path, outcome, best["step"])
+    write_pages(config.report, config.run.path, best["step"], outcome)
     return outcome, best["step"], best
 
 
@@ -366,7 +366,7 @@ def _summarise(
     summary = summarise(training, outcome.results, exported, best, speed, processes)
     if dist.is_main() and (outcome.results or outcome.failure is None):  # otherwise keep the former summary
         write_summary(summary, config)
-    write_page(config.report, folder, training.done)
+    write_pages(config.report, folder, training.done)
     _upload_files(training.checkpointer.mirror)
     require_success(outcome)
     if dist.is_main():

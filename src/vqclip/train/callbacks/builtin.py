@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -231,9 +230,9 @@ def evaluate(training: Training) -> EvaluationOutcome:
     for result in current.results if is_last else results:  # for the last step, a table is printed
         training.records.report_evaluation(training.done, result)
     report, folder = training.config.report, training.config.run.path
-    store_details(report, folder, outcome, training.done)
+    write_pages(report, folder, training.done, outcome)
     if not is_last:  # after the last step, the page is written with the summary
-        write_page(report, folder, training.done)
+        write_pages(report, folder, training.done)
     return EvaluationOutcome(outcome.results, outcome.failure or current.failure)
 
 
@@ -249,31 +248,24 @@ def _evaluate_weights(training: Training, *, averaged: bool) -> EvaluationOutcom
     return EvaluationOutcome(named, outcome.failure)
 
 
-def store_details(config: DetailsConfig | None, run: Path, outcome: EvaluationOutcome, step: int) -> None:
-    """Store an evaluation on rank 0, for the page; a failure is a warning and does not end the run.
+def write_pages(config: DetailsConfig | None, run: Path, step: int, outcome: EvaluationOutcome | None = None) -> None:
+    """Store an evaluation on rank 0 for the page, or write ``report.html``; a failure is a warning, not the run's end.
 
     Args:
         config: settings; None: nothing is written.
         run: the run's folder.
-        outcome: outcome of the evaluation, with details.
         step: steps of training of the evaluated weights.
+        outcome: outcome of the evaluation, with details; None: write the page of all that is stored.
     """
-    if outcome.results and config is not None:
-        _try_to_write("report", step, lambda: write_evaluations(run, step, outcome.results))
-
-
-def write_page(config: DetailsConfig | None, run: Path, step: int) -> None:
-    """Write ``report.html`` on rank 0, unless ``config`` is None; a failure is a warning and does not end the run."""
-    if config is not None:
-        _try_to_write("report.html", step, lambda: write_report(run))
-
-
-def _try_to_write(what: str, step: int, write: Callable[[], object]) -> None:
+    if config is None or not dist.is_main():
+        return
     try:
-        if dist.is_main():
-            write()
+        if outcome is None:
+            write_report(run)
+        elif outcome.results:
+            write_evaluations(run, step, outcome.results)
     except Exception as error:  # of any kind: a page is never worth a run
-        told = f"{type(error).__name__}: {error}"
+        what, told = "report.html" if outcome is None else "report", f"{type(error).__name__}: {error}"
         logger.warning("%s: cannot be written after step %d; the run continues without it: %s", what, step, told)
 
 
