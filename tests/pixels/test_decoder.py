@@ -88,11 +88,7 @@ def test_pixels_are_float32_under_autocast(config):
     ("section", "message"),
     [
         ({"kind": "transformer", "width": 30, "heads": 4}, "got width 30 and heads 4; expected heads that divide"),
-        ({"kind": "transformer", "width": 2**20}, "less than or equal to 65536"),
         ({"kind": "convolutional", "channels": 12}, "expected channels that are multiples of channels_per_group"),
-        ({"kind": "convolutional", "blocks": 2**20}, "less than or equal to 32"),
-        ({"kind": "convolutional", "chanels": 8}, "Extra inputs"),
-        ({"kind": "diffusion"}, "'diffusion' found using 'kind'"),
     ],
 )
 def test_wrong_settings_are_refused(section, message):

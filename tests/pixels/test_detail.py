@@ -199,10 +199,8 @@ def test_a_decoder_without_detail_says_so():
     ("values", "message"),
     [
         ({"stages": 2}, r"detail\.quantizer\.layer\.codebook: got shape \(3, 8, 3\), expected \(2, 8, 3\)"),
-        ({"stages": 2**14}, r"detail\.branch\.layers\.\d+\.weight: got shape .*, expected \(49152, 8, 1, 1\)"),
         ({"stages": 2**16}, "pixels: detail.quantizer: Product: got 65536 codebooks and 196608 channels a token"),
         ({"quantizer": NESTED}, r"pixels: detail.quantizer: Product: got \d+ codebooks .*; expected at most 65536"),
-        ({"stages": 2**20}, "pixels.detail.stages: got 1048576; Input should be less than or equal to 65536"),
         (
             {"channels": 2**15, "max_channels": 2**16},
             r"branch\.layers\.1\.weight: got shape \(8, 12, 3, 3\), expected \(32768, 12",
@@ -211,8 +209,6 @@ def test_a_decoder_without_detail_says_so():
             {"quantizer": {"kind": "identity", "dim": 3}},
             "pixels: detail.quantizer: got kind 'identity', which has no",
         ),
-        ({"quantizer": QUANTIZERS["residual fsq"]}, r"unexpected image\.pixels\.detail\.quantizer\.layer\.codebook"),
-        ({"speed": 1}, r"pixels\.detail\.speed: got 1; Extra inputs"),
     ],
 )
 def test_a_folder_with_other_detail_settings_is_refused_before_memory_is_taken(vq_folder, tmp_path, values, message):

@@ -13,7 +13,6 @@ from tests.training import TIMES, metrics, run_tree
 from vqclip import dist
 from vqclip.train import Callback, TrainConfig
 from vqclip.train import run as train
-from vqclip.train.callbacks import in_order
 from vqclip.train.callbacks.builtin import Heartbeat
 
 
@@ -70,16 +69,6 @@ def test_a_callback_of_a_user_comes_after_reports_and_checkpoints(tmp_path, shar
     steps = [(hook, number) for step in range(5) for hook, number in (("step", step), ("done", step + 1))]
     assert recorder.hooks == [("start", 0), *steps, ("end", 5)]
     assert recorder.seen == [[1], [2, "2"], [3, "2"], [4, "2", "4"], [5, "2", "4", "5"]]
-
-
-def test_the_order_is_fixed():
-    mine = Callback()
-    names = [type(each).__name__ for each in in_order([mine])]
-    assert names == [
-        "RecordEvents", "CountBadSamples", "ReportMetrics", "SaveCheckpoints", "Evaluate", "LimitBadSamples",
-        "Callback", "StopOnRequest", "Heartbeat",
-    ]  # fmt: skip
-    assert "StopOnRequest" not in [type(each).__name__ for each in in_order()]  # a collective that nobody needs
 
 
 def test_a_callback_changes_no_bit(tmp_path, shards):

@@ -25,7 +25,6 @@ from vqclip.data.samples import read_decoded
 from vqclip.errors import ConfigError, DataError, NonFiniteError, StorageError
 from vqclip.io.file_locks import ProcessLock
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
-from vqclip.towers.base import chunk_size
 from vqclip.train import TrainConfig, feature_cache
 from vqclip.train.step import TrainStep
 
@@ -278,18 +277,24 @@ CHANGES = {
     "dtype": {"data__feature_cache__dtype": "bf16"},
     "precision": {"train__precision": "bf16"},
     "pixels": {"data__max_pixels": 10_000},
+    "kind of CPU": {},  # kernels for other vector instructions round differently
+    "version of ftfy": {},  # which decides the token numbers of captions
 }
 
 
-def test_other_settings_have_another_folder(tmp_path, shards):
+def test_other_settings_have_another_folder(tmp_path, shards, monkeypatch, caplog):
     """Only the features that they change."""
-    cache = str(tmp_path / "cache")
+    cache, version = str(tmp_path / "cache"), importlib.metadata.version
     found = {}
     for name, changes in {"none": {}, **CHANGES}.items():
+        if name == "kind of CPU":
+            monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX1024")
+        if name == "version of ftfy":
+            monkeypatch.setattr("importlib.metadata.version", lambda each: "0" if each == "ftfy" else version(each))
         run(tree_of(tmp_path / name, shards, cache_of(tmp_path), **SHORT, **changes), cache)
         found[name] = {path.name for path in (tmp_path / "features").iterdir()}
     for name, (before, after) in zip(CHANGES, itertools.pairwise(found.values()), strict=True):
-        changed = ["image", "text"] if name in ("weights", "dtype", "precision") else ["image"]
+        changed = ["image"] if name in ("transform", "views", "pixels") else ["image", "text"]
         assert sorted(new.partition("-")[0] for new in after - before) == changed, name
 
 
@@ -303,38 +308,6 @@ def test_data_and_vocabulary_are_part_of_the_settings(tmp_path, shards):
     source = {"kind": "shards", "path": str(other), "captions": "txt"}
     run(tree_of(tmp_path / "c", other, cache_of(tmp_path), **SHORT, data__sources=[source]), cache)
     assert len(list((tmp_path / "features").iterdir())) == 4
-
-
-@pytest.mark.parametrize("package", ["vqclip", "ftfy", "tokenizers"])
-def test_versions_are_part_of_the_settings(monkeypatch, package):
-    """Those of the libraries that make pixels, token numbers or features."""
-    version, before = importlib.metadata.version, feature_cache.library_versions()
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0" if name == package else version(name))
-    assert feature_cache.library_versions() != before
-
-
-def test_the_kind_of_cpu_is_part_of_the_settings(tmp_path, shards, monkeypatch, caplog):
-    """Kernels for other vector instructions round differently, so a run with their features has other bits."""
-    for name, kind in (("a", "AVX2"), ("b", "AVX512")):
-        monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda kind=kind: kind)
-        with caplog.at_level("INFO"):
-            run(tree_of(tmp_path / name, shards, cache_of(tmp_path), **SHORT), str(tmp_path / "cache"))
-    assert len(list((tmp_path / "features").iterdir())) == 4
-    assert re.search(r"origin.device: 'cpu \S+ AVX2' there, 'cpu \S+ AVX512' now", caplog.text)
-
-
-def test_other_ranks_never_wait_for_all_views_of_a_block(tmp_path, shards):
-    """The job pauses after every chunk, however many views a block of samples has."""
-    compute, sizes = ImageTokenizer.tower_features, []
-
-    def counting(self, inputs):
-        sizes.append(len(inputs))
-        return compute(self, inputs)
-
-    tree = tree_of(tmp_path, shards, cache_of(tmp_path), **(SHORT | {"data__views": 5}))
-    with mock.patch.object(ImageTokenizer, "tower_features", counting):
-        run(tree, str(tmp_path / "cache"))
-    assert max(sizes) == chunk_size(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
