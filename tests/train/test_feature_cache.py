@@ -282,7 +282,7 @@ CHANGES = {
 }
 
 
-def test_other_settings_have_another_folder(tmp_path, shards, monkeypatch, caplog):
+def test_other_settings_have_another_folder(tmp_path, shards, monkeypatch):
     """Only the features that they change."""
     cache, version = str(tmp_path / "cache"), importlib.metadata.version
     found = {}

@@ -12,14 +12,14 @@ no gradient, no optimizer state, and are not saved.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vqclip import dist
@@ -45,44 +45,32 @@ from vqclip.train.teachers import (
 )
 
 
-class DistillationTerm(Config):
-    """Common keys of all terms."""
+class DistillationConfig(Config):
+    """A term of the loss that follows a teacher.
 
-    if TYPE_CHECKING:
-        kind: Any
-        teacher: Any
+    Embeddings: the student's softmax over similarities of images and texts follows the teacher's, over rows and columns
+    (CLIP-KD, Yang et al. 2024, https://arxiv.org/abs/2307.12732; see `vqclip.losses.DistillationLoss`). Features of a
+    tower: 1 - cosine to the teacher's, of each patch or token.
+    """
+
+    kind: Literal["embeddings", "image_features", "text_features"]
+    """embeddings, or features of a tower: those of images need as many patches, those of texts the same vocabulary."""
+    teacher: Annotated[OpenCLIPTeacherConfig | FolderTeacherConfig | InitialTeacherConfig, Field(discriminator="kind")]
+    """Model whose embeddings, or whose tower's features, are followed; initial for features alone."""
     weight: float = Field(1.0, gt=0, le=1e6)
     """Factor of the term in the total loss."""
     until_step: int | None = Field(None, ge=1)
     """First step without the term, whose teacher is then not run; null: the term stays to the end."""
-
-
-class EmbeddingDistillationConfig(DistillationTerm):
-    """Similarities of images and texts: the student's softmax follows the teacher's, over rows and columns.
-
-    CLIP-KD (Yang et al. 2024, https://arxiv.org/abs/2307.12732); see `vqclip.losses.DistillationLoss`.
-    """
-
-    kind: Literal["embeddings"] = "embeddings"
-    teacher: Annotated[OpenCLIPTeacherConfig | FolderTeacherConfig, Field(discriminator="kind")]
-    """Model whose embeddings are followed."""
     impl: Implementation = "tiled"
-    """Implementation; see the contrastive loss."""
+    """Implementation of the loss on embeddings; see the contrastive loss."""
 
-
-class FeatureDistillationConfig(DistillationTerm):
-    """Features of a tower: 1 - cosine to the teacher's, of each patch or token.
-
-    `image_features` needs as many patches, `text_features` the same vocabulary.
-    """
-
-    kind: Literal["image_features", "text_features"]
-    teacher: Annotated[OpenCLIPTeacherConfig | FolderTeacherConfig | InitialTeacherConfig, Field(discriminator="kind")]
-    """Model whose tower is followed."""
-
-
-DistillationConfig = Annotated[EmbeddingDistillationConfig | FeatureDistillationConfig, Field(discriminator="kind")]
-"""A term of distillation, chosen by ``kind``."""
+    @model_validator(mode="after")
+    def _settings_belong_to_the_kind(self) -> DistillationConfig:
+        if self.kind == "embeddings" and isinstance(self.teacher, InitialTeacherConfig):
+            raise ValueError("got teacher kind initial with kind embeddings; expected open_clip or vqclip")
+        if self.kind != "embeddings" and "impl" in self.model_fields_set:
+            raise ValueError(f"got impl with kind {self.kind}, which has one implementation; expected kind embeddings")
+        return self
 
 
 class EmbeddingTerm:
@@ -95,8 +83,9 @@ class EmbeddingTerm:
 
     teacher: EmbeddingTeacher | None
 
-    def __init__(self, config: EmbeddingDistillationConfig, name: str, student: CLIP):
+    def __init__(self, config: DistillationConfig, name: str, student: CLIP):
         self.config, self.name, self.student, self.loss = config, name, student, DistillationLoss(config.impl)
+        assert not isinstance(config.teacher, InitialTeacherConfig)
         self.teacher, self.digest = freeze(config.teacher.build(), student)
         self.scale = self.teacher.scale.detach().clone()
 
@@ -118,24 +107,18 @@ class EmbeddingTerm:
         assert teacher is not None
         with torch.no_grad():
             width = teacher.of_images(torch.zeros(1, 3, size, size, device=self.scale.device)).shape[-1]
-        shared: dict[str, Any] = {"tokens": 1, "width": width, "device": self.scale.device}
         origin = {"teacher": module_digest(teacher, json.dumps(teacher.origin, sort_keys=True))}
-        images = FeatureMaker(
-            modality="image",
-            network=f"teacher of {self.name} (images)",
-            compute=lambda rows: teacher.of_images(rows)[:, None],
-            origin=origin | {"image_size": size},
-            **shared,
-        )
-        texts = FeatureMaker(
-            modality="text",
-            network=f"teacher of {self.name} (texts)",
-            compute=lambda rows: teacher.of_tokens(rows)[:, None],
-            origin=origin,
-            tokenize=teacher.vocabulary,
-            **shared,
-        )
-        return {f"{self.name}/image": images, f"{self.name}/text": texts}
+
+        def maker(modality: Modality, compute: Callable[[Tensor], Tensor], **others: Any) -> FeatureMaker:
+            network = f"teacher of {self.name} ({modality}s)"
+            return FeatureMaker(
+                modality, network, lambda rows: compute(rows)[:, None], 1, width, self.scale.device, **others
+            )
+
+        return {
+            f"{self.name}/image": maker("image", teacher.of_images, origin=origin | {"image_size": size}),
+            f"{self.name}/text": maker("text", teacher.of_tokens, origin=origin, tokenize=teacher.vocabulary),
+        }
 
 
 class FeatureTerm:
@@ -143,7 +126,7 @@ class FeatureTerm:
 
     teacher: ImageTower | TextTower | None
 
-    def __init__(self, config: FeatureDistillationConfig, name: str, student: CLIP, seed: int):
+    def __init__(self, config: DistillationConfig, name: str, student: CLIP, seed: int):
         self.config, self.name = config, name
         self.modality: Modality = "image" if config.kind == "image_features" else "text"
         self.tokenizer: Tokenizer = getattr(student, self.modality)
@@ -252,7 +235,7 @@ class Distillation:
                 name = config.kind if turn == 1 else f"{config.kind}_{turn}"
                 term: EmbeddingTerm | FeatureTerm
                 with _name_errors(f"distillation[{number}]"):
-                    if isinstance(config, EmbeddingDistillationConfig):
+                    if config.kind == "embeddings":
                         term = EmbeddingTerm(config, name, model)
                     else:
                         term = FeatureTerm(config, name, model, derive_seed(seed, "distillation", name))

@@ -192,7 +192,12 @@ def _load(name: str, weights: Weights) -> LoadedModel:
     if not path.is_dir():
         if weights == "current":
             _refuse_current(name)
-        return LoadedModel(load_pretrained(_find_on_hub(name)), name, "exported")
+        try:
+            return LoadedModel(load_pretrained(find_folder(name)), name, "exported")
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"no such run, checkpoint or tokenizer folder here: {error}; expected a {MODEL_HELP}"
+            ) from None
     saved = _find_checkpoint(path)
     if saved is None and weights == "averaged":  # a run exports averages if it has them
         for folder in (path, path / "tokenizer"):
@@ -243,12 +248,3 @@ def _exported_weights(folder: Path) -> str:
 
 def _refuse_current(name: str) -> None:
     raise ConfigError(f"weights: got 'current' for the tokenizer {name}; expected the folder of a run or checkpoint")
-
-
-def _find_on_hub(name: str) -> Path:
-    try:
-        return find_folder(name)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"no such run, checkpoint or tokenizer folder here: {error}; expected a {MODEL_HELP}"
-        ) from None

@@ -30,7 +30,7 @@ from vqclip.tokenizer.saving import write_tokenizer_files
 from vqclip.towers import ImageTower, TextTower
 from vqclip.towers.base import FromStep
 from vqclip.train.config import BottleneckConfig, TaskConfig
-from vqclip.train.distillation import Distillation, DistillationConfig, DistillationTerm
+from vqclip.train.distillation import Distillation, DistillationConfig
 from vqclip.train.feature_cache import FeatureMaker, tower_maker
 from vqclip.train.reconstruction import ReconstructingCLIP, error_metrics
 from vqclip.train.tasks.base import RankBatch, Task, TaskOutput, make_rank_batch
@@ -342,7 +342,7 @@ class TrainConfig(TaskConfig):
         for term in task.distillation.terms.values():
             term.teacher = None if self.stores_teacher(term.config) else term.teacher
 
-    def stores_teacher(self, term: DistillationTerm) -> bool:
+    def stores_teacher(self, term: DistillationConfig) -> bool:
         """Return whether all that a term's teacher computes is stored before the first step."""
         cache = self.data.feature_cache
         repeats = self.data.views is not None or term.kind == "text_features"

@@ -243,7 +243,20 @@ class PixelTrainConfig(TaskConfig):
             ConfigError: it has no codes on a square grid, or ranks have loaded different tokenizers; on every rank.
         """
         with dist.raise_on_all_ranks():
-            whole, decoder = self._build_model(device, dtype)
+            whole = _load_frozen(self.tokenizer).to(device)
+            image = whole.image
+            if not image.codebook_sizes:
+                raise ConfigError(
+                    f"tokenizer: {self.tokenizer} has no codes (quantizer kind identity); expected another"
+                )
+            config = PixelsConfig(decoder=self.decoder, image_size=image.tower.image_size, detail=self.detail)
+            try:
+                pixels_per_token(image.num_tokens, config.image_size)
+            except ConfigError as error:
+                raise ConfigError(f"tokenizer: {self.tokenizer}: {error}") from error
+            torch.manual_seed(derive_seed(self.run.seed, "pixel decoder"))  # loading has drawn numbers
+            decoder = config.build(image.quantizer.dim, image.num_tokens).to(device, dtype)
+            attach(image, decoder)
         losses = PixelLosses(self.losses, decoder.image_size, self.run.seed).to(device, dtype)
         task = PixelTask(whole, decoder, losses)
         texts = [fingerprint(each) for name, each in task.tokenizers.items() if name == "text"]
@@ -253,23 +266,6 @@ class PixelTrainConfig(TaskConfig):
                 "the same files, byte for byte, on every machine"
             )
         return task
-
-    def _build_model(self, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, PixelDecoder]:
-        whole = _load_frozen(self.tokenizer).to(device)
-        image = whole.image
-        assert isinstance(image, ImageTokenizer)
-        if not image.codebook_sizes:
-            raise ConfigError(f"tokenizer: {self.tokenizer} has no codes (quantizer kind identity); expected another")
-        size = image.tower.image_size
-        try:
-            pixels_per_token(image.num_tokens, size)
-        except ConfigError as error:
-            raise ConfigError(f"tokenizer: {self.tokenizer}: {error}") from error
-        config = PixelsConfig(decoder=self.decoder, image_size=size, detail=self.detail)
-        torch.manual_seed(derive_seed(self.run.seed, "pixel decoder"))  # loading has drawn numbers
-        decoder = config.build(image.quantizer.dim, image.num_tokens).to(device, dtype)
-        attach(image, decoder)
-        return whole, decoder
 
     def feature_makers(self, task: PixelTask) -> dict[str, FeatureMaker]:
         """Return a maker of the ids."""
