@@ -193,11 +193,12 @@ def _load(name: str, weights: Weights) -> LoadedModel:
         if weights == "current":
             _refuse_current(name)
         try:
-            return LoadedModel(load_pretrained(find_folder(name)), name, "exported")
+            folder = find_folder(name)
         except CheckpointError as error:
             raise CheckpointError(
                 f"no such run, checkpoint or tokenizer folder here: {error}; expected a {MODEL_HELP}"
             ) from None
+        return LoadedModel(load_pretrained(folder), name, "exported")
     saved = _find_checkpoint(path)
     if saved is None and weights == "averaged":  # a run exports averages if it has them
         for folder in (path, path / "tokenizer"):
