@@ -35,37 +35,6 @@ def noisy(real: Tensor, amount: int, seed: int = 1) -> Tensor:
     return (real.long() + noise).clamp(0, 255).to(torch.uint8)
 
 
-def windows_of(image: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All windows inside of one channel ``(n, 121)``, and their weights."""
-    found = np.lib.stride_tricks.sliding_window_view(image, (11, 11)).reshape(-1, 121)
-    steps = np.arange(11) - 5
-    weights = np.exp(-(steps[:, None] ** 2 + steps**2) / (2 * 1.5**2)).ravel()
-    return found, weights / weights.sum()
-
-
-def ssim_by_windows(x: np.ndarray, y: np.ndarray) -> float:
-    """The formula of Wang et al. (2004) for one channel, window by window."""
-    (first, weights), (second, _) = windows_of(x), windows_of(y)
-    found = []
-    for a, b in zip(first, second, strict=True):
-        mean_a, mean_b = (weights * a).sum(), (weights * b).sum()
-        var_a, var_b = (weights * (a - mean_a) ** 2).sum(), (weights * (b - mean_b) ** 2).sum()
-        cov = (weights * (a - mean_a) * (b - mean_b)).sum()
-        top = (2 * mean_a * mean_b + 1e-4) * (2 * cov + 9e-4)
-        found.append(top / ((mean_a**2 + mean_b**2 + 1e-4) * (var_a + var_b + 9e-4)))
-    return float(np.mean(found))
-
-
-def test_ssim_is_the_formula_window_by_window():
-    real = images(2, 3, 17, 24)
-    made = noisy(real, 30)
-    expected = [
-        np.mean([ssim_by_windows(made[i, c].numpy() / 255, real[i, c].numpy() / 255) for c in range(3)])
-        for i in range(2)
-    ]
-    assert compare_images(made, real)["ssim"].tolist() == pytest.approx(expected, abs=1e-12)
-
-
 def test_values_of_other_libraries():
     """Measured with scikit-image 0.26 (SSIM) and torchmetrics 1.9 (MS-SSIM, which handles odd sizes in another way)."""
     real = images(1, 3, 192, 180)
