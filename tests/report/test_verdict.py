@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from tests.report.making import make_run, write_lines
+from tests.report.making import CONFIG, make_run, write_lines
 from vqclip.evaluation import Result
+from vqclip.report.page import render_run
 from vqclip.report.run_files import newest_tasks, read_run
 from vqclip.report.verdict import Verdict, judge
 
@@ -97,6 +98,43 @@ def test_ill_runs(tmp_path, case):
     found = verdict_on(make_run(tmp_path / "run", change))
     assert (found.level, found.headline) == (level, headline)
     assert any(text in finding.text for finding in found.findings)
+
+
+@pytest.mark.parametrize("name", ["collapse", "divergence"])
+def test_what_the_run_does_not_look_for_the_page_does_not_find(tmp_path, name):
+    change = {"collapse": lambda step: collapse(step) | few(step), "divergence": CASES["exploding"][0]}[name]
+    folder = make_run(tmp_path / "run", change)
+    assert verdict_on(folder).level == "bad"
+    (folder / "config.yaml").write_text(f"{CONFIG}guards: {{{name}: null}}\n")
+    found = verdict_on(folder)
+    assert found.headline == "Healthy"
+    other = {"collapse": "divergence", "divergence": "collapse"}[name]
+    assert found.findings[0].title == f"No sign of {other}"
+    assert len(found.codebooks) == 12  # the table stays
+
+
+def test_rows_of_a_stop_are_not_judged(tmp_path):
+    folder = make_run(tmp_path / "run", lambda step: {"grad_norm": 0.0} if step == 380 else {}, steps=380)
+    assert verdict_on(folder).headline.startswith("Dead")
+    (folder / "config.yaml").write_text(CONFIG.replace("train: {", "train: {report_every: 40, "))
+    assert verdict_on(folder).headline == "Healthy"
+
+
+def test_detail_codebooks_are_judged(tmp_path):
+    def change(step):
+        figures = {"detail__tokens": 1000.0, "detail__usage_if_uniform": 1.0, "detail__usage": 0.5}
+        for number, usage in enumerate((0.8, 1 / 64)):
+            figures |= {f"detail__{number}__usage": usage, f"detail__{number}__perplexity": max(1.0, 50 * usage - 1)}
+        return figures
+
+    folder = make_run(tmp_path / "run", change)
+    text = "task: pixels\ndetail: {stages: 2, quantizer: {kind: fsq, levels: [8, 8]}}\ntrain: {steps: 400, batch_size: 16}\n"
+    (folder / "config.yaml").write_text(text)
+    found = verdict_on(folder)
+    assert found.headline == "Collapsed since step 20: 1 of 2 detail codebooks"
+    assert [each.name for each in found.codebooks] == ["detail/0", "detail/1"]
+    assert "normalize" not in found.findings[0].advice  # the detail quantizer has no such setting
+    assert "detail: 2 codebooks" in render_run(read_run(folder))
 
 
 def test_the_worst_finding_is_first(tmp_path):

@@ -90,6 +90,21 @@ def test_a_run_tells_it_on_the_screen_and_not_again_after_a_resume(tmp_path, mon
     assert health["verdict"].startswith("DIVERGED: ")
 
 
+def test_rows_of_a_stop_change_nothing_and_the_last_row_counts():
+    """The reports of a run that was stopped five times are judged as those of one that never was."""
+    rows = [(10 * number, {"loss": loss, "grad_norm": 1.0}) for number, loss in enumerate([*FALLING, *[3.5] * 20], 1)]
+    stops = [(step, {"loss": 0.01, "grad_norm": 0.0}) for step in (33, 34, 35, 36, 211)]
+
+    def judged(rows):
+        health = Health(CollapseConfig(), DivergenceConfig(), "loss", CHANCE, {}, every=10, end=405)
+        return [(step, text) for step, figures in rows for text in health.add(step, figures)], health.summary()
+
+    plain = judged(rows)
+    assert len(plain[0]) == 1
+    assert judged(sorted([*rows, *stops], key=lambda row: row[0])) == plain
+    assert "the gradient is 0" in judged([*rows, (405, {"grad_norm": 0.0})])[1]["verdict"]
+
+
 class Watched:
     """A run of one quantizer, whose steps are reports; everything else is as in a healthy run."""
 

@@ -7,7 +7,7 @@ import pytest
 
 from vqclip.evaluation import Result
 from vqclip.runlog.health import Health
-from vqclip.runlog.metrics import MetricsLog, read_curves
+from vqclip.runlog.metrics import SMALL_BYTES, MetricsLog, read_curves
 from vqclip.runlog.records import Ranking, Records
 
 
@@ -38,6 +38,23 @@ def test_all_files_are_closed_whatever_happens_to_one(tmp_path, monkeypatch, cap
     assert sorted(caplog.messages) == sorted(f"{path}: {lost}: '{path}'" for path in paths)
     held = {str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink() and each.exists()}
     assert not {each for each in held if each.startswith(str(tmp_path))}
+
+
+def test_a_resumed_run_judges_every_row_of_a_long_file(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        for step in range(1, 2001):
+            log.write(step, {"loss": 1.0, "note": "x" * 1200})
+        log.write(2000, {"eval/n": 0.5})
+    assert log.path.stat().st_size > SMALL_BYTES
+
+    class Counting(Health):
+        def add(self, step, figures):
+            judged.append((step, dict(figures)))
+            return []
+
+    judged = []
+    with Records(tmp_path, 2000, NoData(), {}, Counting(None, None, "loss", 1.0, {}), None):
+        assert judged == [(step, {"loss": 1.0}) for step in range(1, 2001)]
 
 
 def result(i2t, t2i):

@@ -23,7 +23,7 @@ from vqclip.report.model_words import describe_data, describe_model, describe_pr
 from vqclip.report.plot import Curve, compact, line_chart, plain
 from vqclip.report.run_files import MAX_FIGURES, RunFiles, newest_tasks, number_at, read_run
 from vqclip.report.verdict import judge
-from vqclip.runlog.health import MODALITIES
+from vqclip.runlog.health import CODED
 
 if TYPE_CHECKING:
     from vqclip.search.scan import Hit
@@ -96,7 +96,7 @@ def render_run(run: RunFiles) -> str:
     coded = [(task, task.details.codes) for task in tasks if task.details is not None and task.details.codes]
     codebooks = {
         modality: [(each, run.curves.latest.get(f"{each.name}/bits_used")) for each in found[: run_charts.MAX_ROWS]]
-        for modality in MODALITIES
+        for modality in CODED
         if (found := [each for each in verdict.codebooks if each.modality == modality])
     }
     processes = int(number_at(run.summary, "processes") or 1)

@@ -17,7 +17,7 @@ from vqclip.evaluation.tables import figure_title
 from vqclip.report.images import draw_map, find_grid, png_uri
 from vqclip.report.plot import PERCENT, Chart, Curve, Plot, heat_map, line_chart, ticks
 from vqclip.report.run_files import MAX_FIGURES, Task, split_names
-from vqclip.runlog.health import MODALITIES, Codebook
+from vqclip.runlog.health import CODED, Codebook
 from vqclip.runlog.metrics import Curves
 
 MODE_TITLES = {"continuous": "continuous", "quantized": "quantized", "codes_only": "codes only"}
@@ -59,12 +59,12 @@ def training_charts(curves: Curves) -> list[Chart]:
 def codebook_charts(curves: Curves, codebooks: Sequence[Codebook]) -> list[Chart]:
     """Return usage, perplexity and bits used: of each modality, and of each codebook."""
     charts = [
-        _lines("Codes in use", curves, [f"{each}/usage" for each in MODALITIES], unit=PERCENT, floor=0.0),
-        _lines("Perplexity", curves, [f"{each}/perplexity" for each in MODALITIES], unit="codes", floor=0.0),
-        _lines("Bits used by a token", curves, [f"{each}/bits_used" for each in MODALITIES], unit="bits", floor=0.0),
-        _lines("Mean cosine of embeddings", curves, [f"{each}/embedding_cosine" for each in MODALITIES], floor=0.0),
+        _lines("Codes in use", curves, [f"{each}/usage" for each in CODED], unit=PERCENT, floor=0.0),
+        _lines("Perplexity", curves, [f"{each}/perplexity" for each in CODED], unit="codes", floor=0.0),
+        _lines("Bits used by a token", curves, [f"{each}/bits_used" for each in CODED], unit="bits", floor=0.0),
+        _lines("Mean cosine of embeddings", curves, [f"{each}/embedding_cosine" for each in CODED], floor=0.0),
     ]
-    for modality in MODALITIES:
+    for modality in CODED:
         found = [each for each in codebooks if each.modality == modality][:MAX_ROWS]
         if len(found) < 2:
             continue
@@ -204,6 +204,6 @@ def confusion_chart(confusion: Confusion) -> Chart | None:
 
 def _lines(title: str, curves: Curves, names: list[str], **options: Any) -> Chart | None:
     """Draw metrics over steps, those of loss terms and of codebooks without their common prefix or suffix."""
-    labels = {name: name.rpartition("/")[0] if name.partition("/")[0] in MODALITIES else name for name in names}
+    labels = {name: name.rpartition("/")[0] if name.partition("/")[0] in CODED else name for name in names}
     found = [Curve(labels[name].removeprefix("loss/"), *curves.get(name)) for name in names]
     return line_chart(title, [curve for curve in found if curve.x], **options)

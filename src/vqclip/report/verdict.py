@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -15,8 +15,8 @@ from vqclip.losses import LossConfig
 from vqclip.report.model_words import codebook_size
 from vqclip.report.run_files import RunFiles, Task, number_at, text_at, value_at
 from vqclip.runlog.health import (
+    CODED,
     LEVELS,
-    MODALITIES,
     RECENT,
     Codebook,
     CollapseConfig,
@@ -27,6 +27,7 @@ from vqclip.runlog.health import (
     suggest_remedies,
 )
 
+_Thresholds = TypeVar("_Thresholds", CollapseConfig, DivergenceConfig)
 MANY_BAD = 0.1
 """Share of bad samples from which the data counts as ill."""
 FEW_BAD = 0.01
@@ -57,20 +58,22 @@ def judge(run: RunFiles, tasks: list[Task]) -> Verdict:
         tasks: its newest evaluation.
     """
     loss, chance = _progress(run)
-    collapse, divergence = CollapseConfig(), DivergenceConfig()
-    try:
-        collapse = CollapseConfig.model_validate(value_at(run.config, "guards.collapse") or {})
-        divergence = DivergenceConfig.model_validate(value_at(run.config, "guards.divergence") or {})
-    except ValidationError:
-        pass  # a forged configuration
-    sizes = {each: codebook_size(value_at(run.config, f"model.{each}.quantizer")) for each in MODALITIES}
-    codes = {modality: size for modality, size in sizes.items() if size is not None}
-    warmup = number_at(run.config, "optim.warmup_steps") or 0
-    health = Health(collapse, divergence, loss, chance, codes, int(warmup))
+    collapse, divergence = (
+        _thresholds(run, "collapse", CollapseConfig),
+        _thresholds(run, "divergence", DivergenceConfig),
+    )
+    quantizers = {"image": "model.image.quantizer", "text": "model.text.quantizer", "detail": "detail.quantizer"}
+    sizes = {name: codebook_size(value_at(run.config, path)) for name, path in quantizers.items()}
+    codes = {name: size for name, size in sizes.items() if size is not None}
+    warmup = int(number_at(run.config, "optim.warmup_steps") or 0)
+    every = max(1, int(number_at(run.config, "train.report_every") or 1))
+    health = Health(collapse, divergence, loss, chance, codes, warmup, every, run.steps)
     for step, values in run.curves.steps.items():
         health.add(step, values)
 
-    rarely_used = _check_unused([each for each in health.codebooks if not collapse.has_collapsed(each)])
+    rarely_used: list[Finding] = []
+    if collapse is not None:
+        rarely_used += _check_unused([each for each in health.codebooks if not collapse.has_collapsed(each)])
     signs = [replace(each, text=f"{each.text}.", advice=f"{each.advice}.") for each in health.findings()]
     found = [*_check_finite(run), *signs, *_check_samples(run), *rarely_used, *_check_rest(run, tasks)]
     found.sort(key=lambda finding: LEVELS.index(finding.level))
@@ -80,8 +83,21 @@ def judge(run: RunFiles, tasks: list[Task]) -> Verdict:
         return Verdict(ill[0].level, ill[0].title + more, found, health.codebooks)
     if len(run.curves.steps) < 2:
         return Verdict("note", "Too early for a verdict", found, health.codebooks)
-    healthy = Finding("good", "No sign of collapse", _describe_progress(run, loss, chance, health.codebooks))
+    judged = {"collapse": collapse, "divergence": divergence}
+    told = " or ".join(name for name, config in judged.items() if config is not None)
+    title = f"No sign of {told}" if told else "Neither collapse nor divergence is looked for"
+    healthy = Finding("good", title, _describe_progress(run, loss, chance, health.codebooks))
     return Verdict("good", "Healthy", [healthy, *found], health.codebooks)
+
+
+def _thresholds(run: RunFiles, name: str, kind: type[_Thresholds]) -> _Thresholds | None:
+    """Return a section of ``guards``: the defaults if it is absent or forged, None if it is null."""
+    guards = value_at(run.config, "guards")
+    given = guards.get(name, {}) if isinstance(guards, dict) else {}
+    try:
+        return None if given is None else kind.model_validate(given)
+    except ValidationError:
+        return kind()
 
 
 def _progress(run: RunFiles) -> tuple[str, float | str]:
@@ -105,7 +121,7 @@ def _describe_progress(run: RunFiles, loss: str, chance: float | str, codebooks:
     text += "." if isinstance(chance, str) or math.isnan(chance) else f"; a model that knows nothing has {chance:.3g}."
     shares = [
         f"{_percent(statistics.mean(each.usage for each in found))} of the {modality} codes"
-        for modality in MODALITIES
+        for modality in CODED
         if (found := [each for each in codebooks if each.modality == modality])
     ]
     return f"{text} In use over the newest tokens: {' and '.join(shares)}." if shares else text
@@ -133,7 +149,7 @@ def _check_finite(run: RunFiles) -> Iterator[Finding]:
 
 def _check_unused(codebooks: list[Codebook]) -> Iterator[Finding]:
     """Find codebooks that use few codes, among those that have not collapsed."""
-    for modality in MODALITIES:
+    for modality in CODED:
         every = [each for each in codebooks if each.modality == modality]
         few = [each.name for each in every if each.usage < UNUSED * each.usage_if_uniform and each.tokens > 0]
         if few:

@@ -1,12 +1,13 @@
 """Health of a run, judged from its metrics: a dead model, collapsed codebooks, divergence.
 
-    health = Health(collapse, divergence, loss, chance, codes, warmup_steps)
+    health = Health(collapse, divergence, loss, chance, codes, warmup_steps, every)
     for step, figures in rows:  health.add(step, figures)     new warnings, in words
     health.findings()                                         what is wrong after the last row
     health.summary()                                          the same for summary.json, with all warnings
 
 The rows are those of ``metrics.jsonl``. A run adds each report; when it resumes, it first adds the rows in the file.
-Its page adds the rows in the file, too. So the run and its page say the same, and checkpoints hold no state of it.
+Its page adds the rows in the file, too. So the run and its page say the same, and checkpoints hold no state of it. A
+row that is only there because the run was stopped is not judged: a run that was never stopped has none.
 
 The run warns of a sign when it has lasted, and again only after it was absent for long:
 
@@ -33,7 +34,8 @@ from pydantic import Field
 from vqclip.config import Config
 from vqclip.io.tensors import first_names
 
-MODALITIES = ("image", "text")
+CODED = ("image", "text", "detail")
+"""Names under which quantizers are in the metrics."""
 HEALTHY = "no sign of collapse"
 """Verdict on a run without signs."""
 RECENT = 5
@@ -77,7 +79,7 @@ class Codebook:
 
     @property
     def modality(self) -> str:
-        """``image`` or ``text``."""
+        """One of `CODED`."""
         return self.name.partition("/")[0]
 
     @property
@@ -116,7 +118,7 @@ def read_codebooks(modality: str, figures: Mapping[str, float], codes: int = 0) 
     """Return the codebooks of a modality whose metrics are complete and possible.
 
     Args:
-        modality: ``image`` or ``text``.
+        modality: one of `CODED`.
         figures: metrics of a step.
         codes: K of each codebook; 0 if unknown.
     """
@@ -135,7 +137,7 @@ def read_codebooks(modality: str, figures: Mapping[str, float], codes: int = 0) 
 
 def least_used(figures: Mapping[str, float]) -> Codebook | None:
     """Return the codebook that uses the smallest share of the codes it could; None if there is none."""
-    every = [each for modality in MODALITIES for each in read_codebooks(modality, figures)]
+    every = [each for modality in CODED for each in read_codebooks(modality, figures)]
     return min(every, key=lambda each: each.share, default=None)
 
 
@@ -215,9 +217,11 @@ class Health:
         chance: its value for a model that knows nothing, or the metric that has it; NaN if unknown.
         codes: K of each codebook, by modality; codebooks of others are not judged.
         warmup_steps: first steps, in which the loss may be at chance or rise.
+        every: steps between reports; rows of other steps are those of a stop and change nothing.
+        end: last step of the run, whose row counts whatever ``every`` is.
 
     Attributes:
-        codebooks: codebooks of the last row.
+        codebooks: codebooks of the last row that was judged.
         warnings: ``step`` and ``text`` of the newest warnings.
     """
 
@@ -229,9 +233,12 @@ class Health:
         chance: float | str,
         codes: Mapping[str, int],
         warmup_steps: int = 0,
+        every: int = 1,
+        end: int = 0,
     ):
         self._collapse, self._divergence = collapse, divergence
         self._loss, self._chance, self._codes, self._warmup_steps = loss, chance, codes, warmup_steps
+        self._every, self._end = every, end
         self.codebooks: list[Codebook] = []
         self.warnings: deque[dict[str, Any]] = deque(maxlen=_MAX_WARNINGS)
         self._step = self._before = 0
@@ -243,14 +250,16 @@ class Health:
         """Lowest median of the losses, and its step."""
 
     def add(self, step: int, figures: Mapping[str, float]) -> list[str]:
-        """Judge a row, and return the new warnings."""
+        """Judge a row, and return the new warnings; none for the row of a stop."""
+        if step % self._every and step != self._end:
+            return []
         self._before, self._step = self._step, step
         loss, chance = figures.get(self._loss, math.nan), self._chance
         chance = figures.get(chance, math.nan) if isinstance(chance, str) else chance
         is_warm, found = step > self._warmup_steps, list[_Sign]()
+        self.codebooks = [each for name, k in self._codes.items() for each in read_codebooks(name, figures, k)]
         if self._collapse is not None:
             found += self._find_dead(self._collapse, figures, loss if is_warm else math.nan, chance)
-            self.codebooks = [each for name, k in self._codes.items() for each in read_codebooks(name, figures, k)]
             steps = self._collapse.steps
             wait = 0 if step - self._before >= steps else steps  # 0: reports are rare
             lost = [each.name for each in self.codebooks if self._collapse.has_collapsed(each)]
@@ -306,7 +315,7 @@ class Health:
         """Find signs of a model that no longer learns."""
         if figures.get("grad_norm", math.inf) < 1e-12:
             yield self._sign("dead", "gradient", 0, "the gradient is 0, so the model no longer learns")
-        for modality in MODALITIES:
+        for modality in CODED:
             if figures.get(f"{modality}/embedding_cosine", 0.0) > 1 - 1e-5:
                 text = f"all {modality} embeddings of a batch are equal"
                 yield self._sign("dead", f"{modality} embeddings", 0, text)
@@ -385,8 +394,9 @@ def _describe_collapse(modality: str, lost: Sequence[Codebook], every: int, sinc
 
 def suggest_remedies(modality: str) -> str:
     """Return advice for codebooks of a modality that use few codes."""
+    normalize = "" if modality == "detail" else f"model.{modality}.normalize: layer before the quantizer, "
     return (
-        f"What may help: model.{modality}.normalize: layer before the quantizer, a lower optim.lr or a longer "
+        f"What may help: {normalize}a lower optim.lr or a longer "
         "optim.warmup_steps; for vq dead_below > 0; for lfq and bsq a larger weight of codebook_entropy_gap or a "
         "higher entropy_temperature; several smaller codebooks (kind: product)"
     )

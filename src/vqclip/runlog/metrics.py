@@ -261,13 +261,9 @@ class Curves:
         for known in (self.steps, self.evaluations):
             while known and next(reversed(known)) > step:
                 known.popitem()
-        values = {name: number for name, value in entry.items() if (number := _number(value)) is not None}
-        values.pop("step", None)
-        evaluated = {name: value for name, value in values.items() if name.startswith(EVALUATION)}
-        trained = {name: value for name, value in values.items() if name not in evaluated}
+        trained, evaluated = split_values(entry)
         if evaluated:
-            rates = {name.removeprefix(EVALUATION): value for name, value in evaluated.items()}
-            self.evaluations.setdefault(step, {}).update(rates)
+            self.evaluations.setdefault(step, {}).update(evaluated)
         if trained:
             self.steps.setdefault(step, {}).update(trained)
 
@@ -294,6 +290,15 @@ def read_curves(path: Path) -> Curves:
             else:
                 curves.add(entry)
     return curves
+
+
+def split_values(entry: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the numbers of a line: those of the training, and those of an evaluation without their prefix."""
+    values = {name: number for name, value in entry.items() if (number := _number(value)) is not None}
+    values.pop("step", None)
+    evaluated = {name: value for name, value in values.items() if name.startswith(EVALUATION)}
+    trained = {name: value for name, value in values.items() if name not in evaluated}
+    return trained, {name.removeprefix(EVALUATION): value for name, value in evaluated.items()}
 
 
 def _number(value: Any) -> float | None:

@@ -22,7 +22,7 @@ from vqclip.errors import CheckpointError
 from vqclip.evaluation import Result, format_line, main_figures
 from vqclip.io.atomic import write_text
 from vqclip.runlog.health import Health
-from vqclip.runlog.metrics import EVALUATION, Curves, JsonLines, MetricsLog, read_curves
+from vqclip.runlog.metrics import EVALUATION, JsonLines, MetricsLog, read_metrics, split_values
 from vqclip.runlog.trackers import Feed, RunFacts, TrackerConfigBase
 from vqclip.towers import CaptionLengths
 
@@ -89,12 +89,16 @@ class Records:
         self.lacks_evaluation: bool = dist.broadcast_json(not any(name.startswith(EVALUATION) for name in known))
         """Whether ``metrics.jsonl`` has no evaluation after ``start_step``; the same on every rank."""
 
-        exists = self.metrics is not None and self.metrics.path.exists()
-        curves = read_curves(self.metrics.path) if self.metrics and exists else Curves()
         self.health = health
-        for step, figures in curves.steps.items():
-            health.add(step, figures)
-        self._ranking = Ranking(keep_best, curves.evaluations)
+        evaluations: dict[int, dict[str, float]] = {}
+        if self.metrics and self.metrics.path.exists():
+            for entry in read_metrics(self.metrics.path, skip_damaged=True):  # every line, however many there are
+                trained, evaluated = split_values(entry)
+                if trained:
+                    health.add(entry["step"], trained)
+                if evaluated:
+                    evaluations.setdefault(entry["step"], {}).update(evaluated)
+        self._ranking = Ranking(keep_best, evaluations)
         self._best: Best | None = None
         if keep_best is not None:
             self._best = Best(keep_best, best, folder if writes else None)

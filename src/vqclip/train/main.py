@@ -298,8 +298,10 @@ def _build_checkpointer(config: TaskConfig, step: TrainStep, data: TrainData, mi
 def _open_records(config: TaskConfig, task: Task, data: TrainData, resumed: Resumed) -> Records:
     guards, progress_of = config.guards, task.progress(config.train.batch_size)
     codes = {name: each.codebook_sizes[0] for name, each in task.quantizers().items() if each.codebook_sizes}
-    health = Health(guards.collapse, guards.divergence, *progress_of, codes, config.optim.warmup_steps)
-    keep_best, best = config.train.keep_best, resumed.best
+    settings, warmup = config.train, config.optim.warmup_steps
+    every, end = settings.report_every, settings.steps
+    health = Health(guards.collapse, guards.divergence, *progress_of, codes, warmup, every, end)
+    keep_best, best = settings.keep_best, resumed.best
     trackers, facts = config.run.trackers, config.facts()
     return Records(config.run.path, resumed.step, data, resumed.counts, health, keep_best, best, trackers, facts)
 

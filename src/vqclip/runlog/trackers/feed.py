@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from vqclip.config import Config
 from vqclip.data import mask_credentials
 from vqclip.errors import ConfigError
-from vqclip.runlog.health import MODALITIES, codebook_names
+from vqclip.runlog.health import CODED, codebook_names
 from vqclip.runlog.metrics import read_metrics
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _SPEED = (
     "mfu",
     "memory_gib",
 )
-_CODEBOOK = re.compile(r"(image|text)/[0-9]+/")
+_CODEBOOK = re.compile(r"(image|text|detail)/[0-9]+/")
 
 
 @dataclass(frozen=True)
@@ -212,14 +212,14 @@ class Feed:
 def view(row: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Return scalars and histograms of a step by the names that trackers show, from its metrics in ``metrics.jsonl``.
 
-    The groups are ``train/``, ``image codes/``, ``text codes/``, ``speed/``, ``data/`` and ``eval/``; other names stay.
+    The groups are ``train/``, ``image codes/``, ``text codes/``, ``detail codes/``, ``speed/``, ``data/`` and ``eval/``; other names stay.
     What each codebook has alone becomes a histogram; the lowest usage is a scalar, too. Rates of the mode *quantized*
     are left out where those of *codes only* are equal to them.
     """
     numbers = {name: float(value) for name, value in row.items() if type(value) in (int, float) and name != "step"}
     scalars = {_display_name(name): value for name, value in numbers.items() if _is_shown(name, numbers)}
     histograms: dict[str, list[float]] = {}
-    for modality in MODALITIES:
+    for modality in CODED:
         for figure in _DRAWN:
             names = [name for name in codebook_names(numbers, modality) if name != modality]
             values = [numbers[f"{name}/{figure}"] for name in names if f"{name}/{figure}" in numbers]
@@ -238,7 +238,7 @@ def _is_shown(name: str, numbers: Mapping[str, float]) -> bool:
 
 def _display_name(name: str) -> str:
     modality, _, rest = name.partition("/")
-    if modality in ("image", "text"):
+    if modality in CODED:
         return f"{modality} codes/{rest}"
     if name in _SPEED:
         return f"speed/{name}"
