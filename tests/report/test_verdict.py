@@ -128,8 +128,8 @@ def test_detail_codebooks_are_judged(tmp_path):
         return figures
 
     folder = make_run(tmp_path / "run", change)
-    text = "task: pixels\ndetail: {stages: 2, quantizer: {kind: fsq, levels: [8, 8]}}\ntrain: {steps: 400, batch_size: 16}\n"
-    (folder / "config.yaml").write_text(text)
+    detail = "detail: {stages: 2, quantizer: {kind: fsq, levels: [8, 8]}}"
+    (folder / "config.yaml").write_text(f"task: pixels\n{detail}\ntrain: {{steps: 400, batch_size: 16}}\n")
     found = verdict_on(folder)
     assert found.headline == "Collapsed since step 20: 1 of 2 detail codebooks"
     assert [each.name for each in found.codebooks] == ["detail/0", "detail/1"]

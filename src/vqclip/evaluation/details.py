@@ -32,7 +32,7 @@ MAX_THUMBNAIL_BYTES = 64 << 10
 MAX_CLASSES = 1000
 """Largest number of classes whose accuracy is listed: those with the lowest one."""
 MAX_CONFUSED = 30
-"""Largest number of classes in a confusion matrix."""
+"""Largest number of confusions that are listed."""
 MAX_CODEBOOKS = 16
 """Largest number of codebooks in code maps and galleries: the first ones."""
 DIFFERENCE_GAIN = 4
@@ -161,26 +161,11 @@ class Confused(Part):
     images: Annotated[Count, Field(ge=1)]
 
 
-class Confusion(Part):
-    """Confusion of classes, codes only. Of equally near classes the first one is predicted."""
-
-    classes: Annotated[tuple[Text, ...], Field(max_length=MAX_CONFUSED)]
-    """Classes of the matrix: all of them, or those of the largest confusions, in the order of the data."""
-    counts: Annotated[
-        tuple[Annotated[tuple[Count, ...], Field(max_length=MAX_CONFUSED)], ...], Field(max_length=MAX_CONFUSED)
-    ]
-    """Images by right class (row) and predicted class (column), among `classes`."""
-    complete: bool
-    """Whether `classes` are all classes."""
-    largest: Annotated[tuple[Confused, ...], Field(max_length=MAX_CONFUSED)]
-    """Largest confusions of all classes, largest first."""
-
-
 class Codebook(Part):
     """A codebook of the image tokenizer that code maps and galleries show."""
 
     name: Text
-    """Such as `stage 2` or `codebook 1`."""
+    """Such as `stage 2` or `codebook 1`, counted from 0 as in the metrics."""
     size: Annotated[Id, Field(ge=1)]
     """Number of codes."""
 
@@ -279,8 +264,8 @@ class Details(Part):
     """Hits and misses, both directions of retrieval; empty for other tasks and without codes."""
     classes: Annotated[tuple[ClassAccuracy, ...], Field(max_length=MAX_CLASSES)] = ()
     """Classes that have images, those with the lowest codes-only accuracy first; at most `MAX_CLASSES`."""
-    confusion: Confusion | None = None
-    """None without classes or without codes."""
+    confusions: Annotated[tuple[Confused, ...], Field(max_length=MAX_CONFUSED)] = ()
+    """Confusions with the most images, most first, codes only; of equally near classes the first one is predicted."""
     codes: Codes | None = None
     """None if the image tokenizer has no codes."""
     reconstructions: Annotated[tuple[Reconstruction, ...], Field(max_length=32)] = ()

@@ -26,7 +26,6 @@ from vqclip.evaluation.details import (
     CodeMap,
     Codes,
     Confused,
-    Confusion,
     Details,
     DetailsConfig,
     Example,
@@ -281,11 +280,11 @@ def _gather_ids(encoded: Encoded, rows: list[int], tokenizer: ImageTokenizer, pa
 
 
 def codebook_names(quantizer: Quantizer) -> list[str]:
-    """Return the name of each codebook, such as ``stage 2`` or ``stage 1, codebook 3``."""
+    """Return the name of each codebook, such as ``stage 2`` or ``stage 1, codebook 3``, counted from 0."""
     whole = quantizer.extent
     return [
         ", ".join(
-            f"{word} {number + 1}"
+            f"{word} {number}"
             for word, number, most in zip(("stage", "codebook"), place, whole, strict=True)
             if most > 1 or (word == "codebook" and max(whole) == 1)
         )
@@ -381,36 +380,18 @@ def class_accuracies(names: Sequence[str], labels: Tensor, hits: Mapping[Mode, T
     )
 
 
-def confusion(names: Sequence[str], labels: Tensor, predicted: Tensor) -> Confusion:
-    """Return the confusion matrix of labels ``(n,)`` int64 and predicted classes ``(n,)`` int64."""
-    count, shown = len(names), [clip_text(name) for name in names]
-    pairs, images = (labels * count + predicted).unique(return_counts=True)
-    right, wrong = pairs // count, pairs % count
-    order = torch.where(right == wrong, -1, images).argsort(stable=True, descending=True)
-    largest = [place for place in order[:MAX_CONFUSED].tolist() if right[place] != wrong[place]]
-    chosen = list(range(count)) if count <= MAX_CONFUSED else _of_largest(right, wrong, order.tolist())
-    place_of = {label: place for place, label in enumerate(chosen)}
-    counts = [[0] * len(chosen) for _ in chosen]
-    for a, b, number in zip(right.tolist(), wrong.tolist(), images.tolist(), strict=True):
-        if a in place_of and b in place_of:
-            counts[place_of[a]][place_of[b]] = number
-    return Confusion(
-        classes=tuple(shown[label] for label in chosen),
-        counts=tuple(map(tuple, counts)),
-        complete=len(chosen) == count,
-        largest=tuple(
-            Confused(right=shown[right[place]], predicted=shown[wrong[place]], images=int(images[place]))
-            for place in largest
-        ),
-    )
+def largest_confusions(names: Sequence[str], labels: Tensor, predicted: Tensor) -> tuple[Confused, ...]:
+    """Return the confusions with the most images, most first.
 
-
-def _of_largest(right: Tensor, wrong: Tensor, order: Sequence[int]) -> list[int]:
-    """Return the classes of the largest confusions, at most `MAX_CONFUSED`, ascending."""
-    chosen: set[int] = set()
-    for place in order:
-        both = {int(right[place]), int(wrong[place])}
-        if len(both) == 1 or len(chosen | both) > MAX_CONFUSED:
-            break
-        chosen |= both
-    return sorted(chosen)
+    Args:
+        names: of the classes.
+        labels: ``(n,)`` int64.
+        predicted: ``(n,)`` int64.
+    """
+    wrong = labels != predicted
+    pairs, images = (labels * len(names) + predicted)[wrong].unique(return_counts=True)
+    order = images.argsort(stable=True, descending=True)[:MAX_CONFUSED]
+    found = zip(pairs[order].tolist(), images[order].tolist(), strict=True)
+    places = [(*divmod(pair, len(names)), count) for pair, count in found]
+    shown = [clip_text(name) for name in names]
+    return tuple(Confused(right=shown[a], predicted=shown[b], images=count) for a, b, count in places)

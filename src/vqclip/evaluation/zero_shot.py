@@ -21,7 +21,7 @@ from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, ClassFolder, read_
 from vqclip.errors import DataError
 from vqclip.evaluation.details import Details, Interval
 from vqclip.evaluation.encode import MODES, Encoded, Encoder, Mode
-from vqclip.evaluation.image_details import ImageDetails, class_accuracies, confusion, make_details
+from vqclip.evaluation.image_details import ImageDetails, class_accuracies, largest_confusions, make_details
 from vqclip.evaluation.images import EncodedImages, ImagesConfig, LabelledData, encode_labelled
 from vqclip.evaluation.intervals import class_intervals
 from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, Classified, Ranks, class_figures, rank
@@ -193,7 +193,7 @@ def class_details(
         samples=len(images.labels),
         intervals=class_intervals(figures, hits, images.labels),
         classes=class_accuracies(names, images.labels, {mode: hits[mode][0] for mode in MODES if mode in hits}),
-        confusion=None if codes is None else confusion(names, images.labels, codes.predicted),
+        confusions=() if codes is None else largest_confusions(names, images.labels, codes.predicted),
         codes=maker.codes(),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,6 @@ def render_run(run: RunFiles) -> str:
     step, tasks = newest_tasks(run)
     verdict = judge(run, tasks)
     charts = {
-        "figures": [(task, run_charts.figure_chart(task)) for task in tasks],
         "pixels": [(task, run_charts.pixel_chart(task)) for task in tasks if task.pixels],
         "training": run_charts.training_charts(run.curves),
         "evaluations": run_charts.evaluation_charts(run.curves),
@@ -140,9 +140,17 @@ def reconstructions_page(title: str, found: Reconstructions, facts: Sequence[str
         side: side of the images in pixels.
     """
     points = sorted((bits, figures["psnr"]) for _, bits, figures in found.decodings)
-    bits, psnr = [bits for bits, _ in points], [psnr for _, psnr in points]
-    curve = Curve("ids", bits, psnr)
-    chart = line_chart("PSNR against bits", [curve], unit="dB", x_label="bits an image", marks=True)
+    curves = [Curve("ids", [bits for bits, _ in points], [psnr for _, psnr in points])]
+    shown = [one.decoded for _, images in found.groups for one in images if len(one.decoded) > 1]
+    if shown:  # WebP is the last of each, and of these images alone
+        where = "" if len(found.groups) == 1 else ", images below"
+        for label, place in (("all ids", -2), ("WebP", -1))[not where :]:
+            each = [decoded[place] for decoded in shown]
+            bits, psnr = (
+                statistics.mean(numbers) for numbers in ([x.bits for x in each], [x.figures["psnr"] for x in each])
+            )
+            curves.append(Curve(f"{label}{where}", [bits], [psnr]))
+    chart = line_chart("PSNR against bits", curves, unit="dB", x_label="bits an image", marks=True)
     return render(
         "reconstructions.html",
         title=title,
@@ -185,7 +193,6 @@ def _environment() -> Environment:
         "SHOWN_CLASSES": run_charts.SHOWN_CLASSES,
         "bits_chart": run_charts.bits_chart,
         "code_maps": run_charts.code_maps,
-        "confusion_chart": run_charts.confusion_chart,
         "galleries": run_charts.galleries,
     }
     templates.filters |= {

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from markupsafe import Markup
 
-from vqclip.evaluation import MODES
-from vqclip.evaluation.details import Bits, Codes, Confusion, Gallery, ShownImage
+from vqclip.evaluation.details import Bits, Codes, Gallery, ShownImage
 from vqclip.evaluation.pixel_methods import CODES
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.images import draw_map, find_grid, png_uri
-from vqclip.report.plot import PERCENT, Chart, Curve, Plot, heat_map, line_chart, ticks
+from vqclip.report.plot import PERCENT, Chart, Curve, heat_map, line_chart
 from vqclip.report.run_files import MAX_FIGURES, Task, split_names
 from vqclip.runlog.health import CODED, Codebook
 from vqclip.runlog.metrics import Curves
@@ -120,27 +118,6 @@ def pixel_chart(task: Task) -> Chart | None:
     return line_chart(f"{task.name}: PSNR against bits", curves, unit="dB", x_label="bits an image", marks=True)
 
 
-def figure_chart(task: Task) -> Chart | None:
-    """Draw the rates of a task in the three modes as dots with intervals; chance is a dotted line across the row."""
-    rows = task.rows[:10]
-    if not rows:
-        return None
-    height = 46.0 + 13.0 * len(rows) * len(MODES)
-    plot = Plot((0.0, 100.0), (len(rows) - 0.5, -0.5), height=height, margins=(150, 18, 38, 4))
-    plot.x_axis([0, 25, 50, 75, 100], "% of the queries or images")
-    plot.row_names([row.title for row in rows], range(len(rows)), 24)
-    for place, row in enumerate(rows):
-        if row.chance is not None:
-            plot.line([(100 * row.chance, place - 0.42), (100 * row.chance, place + 0.42)], 7, "chance")
-        for number, mode in enumerate(MODES):
-            y = place + (number - 1) * 0.28
-            if mode in row.intervals:
-                plot.line([(100 * end, y) for end in row.intervals[mode]], number, "interval")
-            if mode in row.rates:
-                plot.dots([(100 * row.rates[mode], y)], number)
-    return Chart(task.name, plot.svg(task.name), PERCENT, [*enumerate(MODE_TITLES.values())])
-
-
 def code_maps(codes: Codes) -> list[tuple[ShownImage, list[Markup]]]:
     """Return images, and for each the address of a map of each codebook."""
     found = []
@@ -185,21 +162,6 @@ def bits_curve(label: str, bits: Bits, figure: str) -> Curve:
     rates = [point.figures[figure] for point in points]
     ends = [point.intervals.get(figure, (rate, rate)) for point, rate in zip(points, rates, strict=True)]
     return Curve(label, [p.bits_per_image for p in points], rates, [low for low, _ in ends], [high for _, high in ends])
-
-
-def confusion_chart(confusion: Confusion) -> Chart | None:
-    """Draw the confusion matrix as colours, each row as shares of its class; columns have the numbers of the rows."""
-    size = len(confusion.classes)
-    if size < 2 or len(confusion.counts) != size or any(len(row) != size for row in confusion.counts):
-        return None
-    title = "Confusion of all classes" if confusion.complete else f"Confusion of the {size} most confused classes"
-    height = 46 + max(150.0, 15.0 * size)
-    plot = Plot((0.5, size + 0.5), (size + 0.5, 0.5), width=400, height=height, margins=(160, 14, 38, 8))
-    plot.colours(np.array([[count / max(1, sum(row)) for count in row] for row in confusion.counts]))
-    plot.x_axis(ticks(1, size, 10, whole=True), "predicted class, by its number", grid=False)
-    names = [f"{name} {number}" for number, name in enumerate(confusion.classes, start=1)]
-    plot.row_names(names, range(1, size + 1), 24)
-    return Chart(title, plot.svg(title), scale=("0 % of a class", "100 %"))
 
 
 def _lines(title: str, curves: Curves, names: list[str], **options: Any) -> Chart | None:

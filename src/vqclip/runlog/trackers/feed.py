@@ -212,9 +212,9 @@ class Feed:
 def view(row: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, list[float]]]:
     """Return scalars and histograms of a step by the names that trackers show, from its metrics in ``metrics.jsonl``.
 
-    The groups are ``train/``, ``image codes/``, ``text codes/``, ``detail codes/``, ``speed/``, ``data/`` and ``eval/``; other names stay.
-    What each codebook has alone becomes a histogram; the lowest usage is a scalar, too. Rates of the mode *quantized*
-    are left out where those of *codes only* are equal to them.
+    The groups are ``train/``, ``image codes/``, ``text codes/``, ``detail codes/``, ``speed/``, ``data/`` and
+    ``eval/``; other names stay. What each codebook has alone becomes a histogram; the lowest usage is a scalar, too.
+    Rates of the mode *quantized* are left out where those of *codes only* are equal to them.
     """
     numbers = {name: float(value) for name, value in row.items() if type(value) in (int, float) and name != "step"}
     scalars = {_display_name(name): value for name, value in numbers.items() if _is_shown(name, numbers)}
