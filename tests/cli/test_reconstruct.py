@@ -62,6 +62,7 @@ def test_a_page_has_originals_decoded_images_and_differences(page, capsys):
     assert "Worst by the PSNR of all ids" in found.text
     assert "1 of 3 stages" in found.text
     assert found.text.count("WebP, smallest file") == 3
+    assert "ids all ids, images below WebP, images below" in found.text  # legend of the curve
     for first in range(0, len(images), each):
         original = torch.from_numpy(images[first].copy()).permute(2, 0, 1)[None]
         ids = page.tokenizer.encode(original)
@@ -85,6 +86,7 @@ def test_groups_are_sorted_by_psnr_and_the_table_has_the_mean(page):
     assert "All images, worst first" in text
     rates = [float(rate) for rate in re.findall(r"3 of 3 stages 72 bits (\d+\.\d) dB", text)]
     assert len(rates) == 12
+    assert "ids WebP decoded from" in text  # legend of the curve
     assert rates == sorted(rates)
     (mean,) = re.findall(r"3 of 3 stages 72 (\d+\.\d\d) ", text)
     assert abs(float(mean) - sum(rates) / 12) < 0.1

@@ -197,7 +197,7 @@ def test_code_maps_galleries_and_bits_of_a_real_model(tmp_path):
     amounts = DetailsConfig(code_maps=2, gallery_codes=2, gallery_patches=2, gallery_images=10, bits_images=20)
     (result,) = evaluate(model, [task], details=amounts)
     codes, source = result.details.codes, task.data.build()
-    assert ([each.name for each in codes.codebooks], codes.grid) == ([f"codebook {n}" for n in (1, 2, 3)], (2, 2))
+    assert ([each.name for each in codes.codebooks], codes.grid) == ([f"codebook {n}" for n in range(3)], (2, 2))
     assert [each.image.index for each in codes.maps] == [0, 11]
     pixels = {i: model.image.transform(decode_image(source.read(i).image)) for i in range(22)}
     model.eval()
