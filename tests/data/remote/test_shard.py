@@ -71,6 +71,7 @@ MENDED = {
     "503, then 500": ([status(503), status(500)], ["HTTP 503", "HTTP 500"]),
     "429": ([status(429)], ["HTTP 429"]),
     "408": ([status(408)], ["HTTP 408"]),
+    "reset before any answer": ([serving.reset_at_once] * 3, ["ProtocolError"] * 3),
     "reset in the body": ([serving.reset], ["ProtocolError"]),
     "truncated": ([serving.truncated] * 3, ["IncompleteRead"] * 3),
     "wrong length": ([serving.too_long], ["IncompleteRead"]),
@@ -92,21 +93,13 @@ def test_what_passes_is_tried_again(
         assert any(part in line for part in message.split("|")), line
 
 
-def test_a_connection_that_breaks_before_any_answer(server: FaultyServer, shard: str, pauses: list[float]) -> None:
-    server.faults["/0.tar"] = [serving.reset_at_once] * 3
-    assert fetched(shard) == server.files["/0.tar"]
-    assert len(server.requests) == 4
-    assert len(pauses) == 3
-    server.for_ever["/0.tar"] = serving.reset_at_once
-    assert "Tries: 4 of remote.tries=4" in refusal(f"{shard}?")
-
-
 LOST = {
     "503 for ever": (status(503), "HTTP 503", 4),
     "404": (status(404), "not found (404)", 1),
     "401": (status(401), "HTTP 401", 1),
     "410": (status(410), "HTTP 410", 1),
     "204": (status(204), "HTTP 204", 1),
+    "reset for ever": (serving.reset_at_once, "ProtocolError", 4),
     "truncated for ever": (serving.truncated, "IncompleteRead", 4),
     "compressed on the way": (serving.compressed, "sent with Content-Encoding 'gzip'", 1),
     "redirect to a file": (status(302, Location="file:///etc/passwd"), "edirect", 1),
@@ -265,10 +258,10 @@ def evict(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_change_at_a_url_ends_the_run_and_replaces_nothing(
-    server: FaultyServer, tmp_path: Path, cache: Path, workers: int
+def test_a_change_or_failure_at_a_url_ends_the_run_and_replaces_nothing(
+    server: FaultyServer, tmp_path: Path, cache: Path, pauses: list[float], workers: int
 ) -> None:
-    """Unlike that of a local shard: which samples it would strike hangs on what the cache holds."""
+    """Unlike a change of a local shard: which samples it would strike hangs on what the cache holds."""
     url = server.add(caption_shards(tmp_path / "a", (4,)))
     source = CaptionShardsConfig(path=f"{url}/00000.tar", remote=OPTIONS)
     data = DataConfig(sources=(source,), workers=workers, max_bad_fraction=0.9).build(SIZE, tokenize, 4, 0)
@@ -277,24 +270,17 @@ def test_a_change_at_a_url_ends_the_run_and_replaces_nothing(
     with pytest.raises(StorageError, match=rf"{url}/00000.tar: changed since they were indexed"):
         next(data.batches(0, 1))
     evict(cache)
+    evaluated = EvalSet(data.samples.sources[0], EvalTransformConfig().build(SIZE), max_bad_fraction=0.9)
     with pytest.raises(StorageError, match=rf"{url}/00000.tar: changed since they were indexed"):
-        list(EvalSet(data.samples.sources[0], EvalTransformConfig().build(SIZE), max_bad_fraction=0.9))
+        list(evaluated)
     assert data.replaced == 0
     assert len(source.build()) == 4  # the next start takes what is there
-
-
-def test_storage_that_fails_is_no_bad_sample(
-    server: FaultyServer, tmp_path: Path, cache: Path, pauses: list[float]
-) -> None:
-    url = server.add(caption_shards(tmp_path / "a", (4,)))
-    sources = (CaptionShardsConfig(path=f"{url}/00000.tar", remote=OPTIONS),)
-    data = DataConfig(sources=sources, workers=0, max_bad_fraction=0.9).build(SIZE, tokenize, 4, 0)
+    data = DataConfig(sources=(source,), workers=0, max_bad_fraction=0.9).build(SIZE, tokenize, 4, 0)
     evict(cache)
     server.for_ever["/00000.tar"] = status(503)
-    with pytest.raises(DataError, match=rf"^{url}/00000.tar: cannot be fetched: HTTP 503 .*remote.total_s=30$"):
-        next(data.batches(0, 1))
-    with pytest.raises(DataError, match=rf"^{url}/00000.tar: cannot be fetched: HTTP 503 .*remote.total_s=30$"):
-        list(EvalSet(sources[0].build(), EvalTransformConfig().build(SIZE), max_bad_fraction=0.9))
+    for read in (lambda: next(data.batches(0, 1)), lambda: list(evaluated)):
+        with pytest.raises(StorageError, match=rf"^{url}/00000.tar: cannot be fetched: HTTP 503 .*total_s=30$"):
+            read()
     assert data.replaced == 0
 
 

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,6 @@ from tests.data.loading import global_batches, open_data, same
 from tests.data.making import caption_shards, class_folder, make_index
 from tests.data.remote.test_s3 import bucket, put  # noqa: F401
 from tests.data.serving import FaultyServer
-from tests.ranks import RankPool
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, TrainData
 from vqclip.data.remote.retry import RemoteConfig
@@ -240,21 +238,3 @@ def test_an_outdated_index_in_the_cache_gives_way(folder: Path, server: FaultySe
         list(data.batches(0, 1))
     data = open_data(folder, sources=(one_source(url),), order=WINDOWED)
     assert len(list(data.batches(0, STEPS))) == STEPS
-
-
-def prepare_on_rank(folder: str, cache: str) -> tuple[list[int], str]:
-    os.environ["VQCLIP_CACHE"] = cache
-    data = open_chunks(Path(folder))
-    (batch,) = data.batches(2, 3)
-    return batch.sample_ids.tolist(), data.fingerprint["sha256"]
-
-
-def test_ranks_make_one_index_together(
-    folder: Path, expected: list[tuple[torch.Tensor, ...]], ranks: RankPool, cache: Path
-) -> None:
-    results = ranks(2, prepare_on_rank, str(folder), str(cache))
-    assert results[0][1] == results[1][1]
-    ids = np.stack([np.array(result[0]) for result in results], axis=1).ravel()
-    assert ids.tolist() == expected[2][0].tolist()
-    assert len(list((cache / "index").glob("*.tars"))) == 3
-    assert dist.world_size() == 1
