@@ -83,7 +83,7 @@ class Distances:
                     self._terms[config.kind] = config.build(image_size).to(device)
         self.notes: list[str] = []
         """Remarks for the reader, after `finish`."""
-        self._moments: list[tuple[Moments, Moments]] = []
+        self._moments: dict[int, list[Moments]] = {}  # of made and of real images
 
     def of_images(self, made: Tensor, real: Tensor) -> dict[str, Tensor]:
         """Return kind → ``(B,)`` float64 on the CPU, of images ``(B, 3, S, S)`` uint8."""
@@ -96,33 +96,22 @@ class Distances:
     def add(self, made: Tensor, real: Tensor) -> None:
         """Add the features of a batch ``(B, 3, S, S)`` uint8 to the moments."""
         with torch.autocast(self._device.type, enabled=False):
-            new = [
-                tuple(Moments.of(each.features(images.to(self._device))) for images in (made, real))
-                for each in self._features
-            ]
-        before = self._moments
-        self._moments = [
-            (a, b) if not before else (before[number][0].add(a), before[number][1].add(b))
-            for number, (a, b) in enumerate(new)
-        ]
+            for number, each in enumerate(self._features):
+                new = [Moments.of(each.features(images.to(self._device))) for images in (made, real)]
+                before = self._moments.get(number)
+                self._moments[number] = new if before is None else [*map(Moments.add, before, new)]
 
     def finish(self, partition: RankPartition) -> dict[str, float]:
         """Return name → Fréchet distance of all images of all ranks; of fewer than two images, none. A collective."""
-        found = {}
+        found, one = {}, torch.zeros(1, 3, 32, 32, dtype=torch.uint8, device=self._device)
         for number, each in enumerate(self._features):
-            pair = self._moments[number] if self._moments else self._none(each.features)
-            made, real = (Moments(*(partition.gather(part[None]).sum(dim=0) for part in one)) for one in pair)
+            pair = self._moments.get(number) or [Moments.of(each.features(one)[:0])] * 2  # a rank without images
+            made, real = (Moments(*(partition.gather(part[None]).sum(dim=0) for part in mine)) for mine in pair)
             if made.images >= 2:
                 found[each.name] = frechet_distance(made, real)
             else:
                 self.notes.append(f"no {each.name}: it needs two images")
         return found
-
-    def _none(self, features: object) -> tuple[Moments, Moments]:
-        """Return the moments of no image."""
-        size = torch.zeros(1, 3, 32, 32, dtype=torch.uint8, device=self._device)
-        empty = Moments.of(features(size)[:0])  # type: ignore[operator]
-        return empty, empty
 
 
 class Methods:

@@ -7,8 +7,8 @@ images → ids → file → ids → pixel decoder → 8-bit images → quality b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import torch
 import torchvision.transforms.v2.functional as F
@@ -174,8 +174,7 @@ class PixelQualityConfig(ImagesConfig):
             )
         if text is None:
             return images, None
-        find: Any = meaning_of_classes if source.classnames else meaning_of_captions
-        return images, find(images, text, encoder, self.batch_size, f"{name}-text")
+        return images, Meaning(images, text, encoder, self.batch_size, f"{name}-text")
 
     def _mean_image(self, tokenizer: ImageTokenizer, source: Source, partition: RankPartition) -> Tensor:
         """Return the mean ``(3, S, S)`` uint8 of all images: the best image for all of them, by squared error."""
@@ -247,55 +246,35 @@ def _rows(columns: Sequence[Sequence[str]], values: Sequence[Sequence[float]], m
     return rows
 
 
-class Meaning(NamedTuple):
-    """Figures of the meaning of a set's images."""
+class Meaning:
+    """What a set's images mean: ``top1`` with the prompts of the data, or ``i2t_r1`` and ``t2i_r1`` of the captions.
 
-    text: Encoded
-    """The class prompts or captions."""
-    texts: int
-    """Number of them."""
-    chance: dict[str, float]
-    """Figure → its expectation for random embeddings."""
-    figures: Callable[[Encoded], Found]
-    """Function of the encoded images, or of their reconstructions."""
+    Every rank must make it, which encodes the prompts or captions.
+    """
 
+    def __init__(
+        self, images: EncodedImages[Any], tokenizer: TextTokenizer, encoder: Encoder, batch_size: int, name: str
+    ):
+        names, templates = images.source.classnames, images.source.templates or (DEFAULT_TEMPLATE,)
+        texts = [fill(templates, [each]) for each in names] or images.annotations
+        self._images, self._counts = images, torch.tensor([len(each) for each in texts])
+        self.texts = int(self._counts.sum())
+        self.text = encoder.captions(tokenizer, list(itertools.chain(*texts)), batch_size, name)
+        chances = {"top1": 1 / len(names)} if names else chance(self._counts)
+        self.chance = {figure: rate for figure, rate in chances.items() if figure in ("top1", "i2t_r1", "t2i_r1")}
 
-def meaning_of_classes(
-    images: EncodedImages[int], tokenizer: TextTokenizer, encoder: Encoder, batch_size: int, name: str
-) -> Meaning:
-    """Return the zero-shot accuracy ``top1``, with the prompts of the data; every rank must call this."""
-    names, templates = images.source.classnames, images.source.templates or (DEFAULT_TEMPLATE,)
-    prompts = [fill(templates, [each]) for each in names]
-    text = encoder.captions(tokenizer, list(itertools.chain(*prompts)), batch_size, name)
-    sizes = [len(each) for each in prompts]
-
-    def figures(encoded: Encoded) -> Found:
-        targets = {mode: class_embeddings(text.embeddings[mode], sizes) for mode in common_modes(encoded, text)[0]}
-        ranks = rank_classes(encoded, targets, images.labels)
-        return {mode: {"top1": _mean(each.hits(DEPTHS[:1]))} for mode, each in ranks.items()}
-
-    return Meaning(text, sum(sizes), {"top1": 1 / len(names)}, figures)
-
-
-def meaning_of_captions(
-    images: EncodedImages[list[str]], tokenizer: TextTokenizer, encoder: Encoder, batch_size: int, name: str
-) -> Meaning:
-    """Return R@1 of captions and of images, ``i2t_r1`` and ``t2i_r1``; every rank must call this."""
-    counts = torch.tensor([len(each) for each in images.annotations])
-    text = encoder.captions(tokenizer, [each for one in images.annotations for each in one], batch_size, name)
-
-    def figures(encoded: Encoded) -> Found:
-        found = {}
-        for mode in common_modes(encoded, text)[0]:
-            ranks = both_ranks(encoded.embeddings[mode], text.embeddings[mode], counts)
-            found[mode] = {
-                "i2t_r1": _mean(ranks.to_text.hits((1,))),
-                "t2i_r1": _mean(ranks.to_image.hits((1,)), counts),
-            }
-        return found
-
-    chances = chance(counts)
-    return Meaning(text, int(counts.sum()), {name: chances[name] for name in ("i2t_r1", "t2i_r1")}, figures)
+    def figures(self, encoded: Encoded) -> Found:
+        """Return the figures of the encoded images, or of their reconstructions."""
+        modes, text, counts = common_modes(encoded, self.text)[0], self.text.embeddings, self._counts
+        if self._images.source.classnames:
+            targets = {mode: class_embeddings(text[mode], counts.tolist()) for mode in modes}
+            ranks = rank_classes(encoded, targets, self._images.labels)
+            return {mode: {"top1": _mean(each.hits(DEPTHS[:1]))} for mode, each in ranks.items()}
+        both = {mode: both_ranks(encoded.embeddings[mode], text[mode], counts) for mode in modes}
+        return {
+            mode: {"i2t_r1": _mean(each.to_text.hits((1,))), "t2i_r1": _mean(each.to_image.hits((1,)), counts)}
+            for mode, each in both.items()
+        }
 
 
 def _mean(hits: Tensor, counts: Tensor | None = None) -> tuple[float, Interval]:
