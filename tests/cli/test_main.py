@@ -45,16 +45,16 @@ assert not {{"torch", "timm", "open_clip", "webdataset"}} & sys.modules.keys(), 
     assert done.returncode == 0, done.stderr
 
 
-def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tokenise"]) == 2
-    assert 'did you mean "tokenize"' in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("given", "meant"), [(["data", "chekc", "x"], '"check"'), (["report", "runs/base", "--outputt", "x"], '"--output"')]
+    ("given", "meant"),
+    [
+        (["tokenise"], '"tokenize"'),
+        (["data", "chekc", "x"], '"check"'),
+        (["report", "runs/base", "--outputt", "x"], '"--output"'),
+    ],
 )
 def test_options_and_commands_that_were_meant(given: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if given[0] == "data":
+    if given[0] != "report":
         assert main(given) == 2
     else:
         with pytest.raises(SystemExit, match="2"):

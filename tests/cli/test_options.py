@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from typing import get_args
 from unittest import mock
@@ -40,48 +41,30 @@ CALLS = {
     "reconstruct": ["t", "--data", "d", "--output", "o.html"],
 }
 """Each command with what it cannot do without."""
-WHOLE = {
-    "tokenize": ("batch_size", "workers", "threads"),
-    "export": ("batch_size", "limit"),
-    "search build": ("batch_size",),
-    "search query": ("k",),
-    "reconstruct": ("batch_size", "workers", "show"),
+WHOLE = ("an integer >= ", ("-1", "x", "1.5", "nan", "9" * 30, "9" * 5000))
+SHARE = ("a ", ("nan", "inf", "-0.1", "1", "x"))
+TEXT = ("a text that is not empty", ("",))
+REFUSED = {
+    "tokenize": {WHOLE: "batch_size workers threads", SHARE: "tolerance", TEXT: "tokenizer data out"},
+    "export": {WHOLE: "batch_size limit", TEXT: "out data"},
+    "search build": {WHOLE: "batch_size", SHARE: "bad_fraction", TEXT: "tokenizer images out"},
+    "search query": {WHOLE: "k", TEXT: "tokenizer images index image html"},
+    "reconstruct": {WHOLE: "batch_size workers show", SHARE: "bad_fraction"},
+    "evaluate zero-shot": {TEXT: "data device codes json"},
 }
-SHARES = {"tokenize": "tolerance", "search build": "bad_fraction", "reconstruct": "bad_fraction"}
-TEXTS = {
-    "tokenize": ("tokenizer", "data", "out"),
-    "export": ("out", "data"),
-    "search build": ("tokenizer", "images", "out"),
-    "search query": ("tokenizer", "images", "index", "image", "html"),
-    "evaluate zero-shot": ("data", "device", "codes", "json"),
-}
+"""Each command with what its options expect, values that are refused, and the names of the options."""
 
 
-def refusal(call: str, key: str, value: str, capsys) -> str:
-    """What a command says of a value of an option, when it stops there."""
-    option = f"-{key}" if len(key) == 1 else f"--{key.replace('_', '-')}"
-    assert main([*call.split(), *CALLS[call], option, value]) == 2
-    return capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("call", "key"), [(call, key) for call, each in WHOLE.items() for key in each])
-def test_numbers_that_cannot_be_are_refused(call, key, capsys):
-    for value in ("-1", "x", "1.5", "nan", "9" * 30, "9" * 5000, *(["0"] if key != "workers" else [])):
-        said = refusal(call, key, value, capsys)
-        assert re.search(rf"{key}: got '{value[:50]}.* \(str\); expected an integer >= [01]", said)
-
-
-@pytest.mark.parametrize("call", SHARES)
-def test_shares_that_cannot_be_are_refused(call, capsys):
-    for value in ("nan", "inf", "-0.1", "1", "x"):
-        said = refusal(call, SHARES[call], value, capsys)
-        assert f"{SHARES[call]}: got '{value}' (str); expected a " in said
-
-
-@pytest.mark.parametrize("call", TEXTS)
-def test_empty_texts_are_refused(call, capsys):
-    for key in TEXTS[call]:
-        assert "got '' (str); expected a text that is not empty" in refusal(call, key, "", capsys)
+@pytest.mark.parametrize("call", REFUSED)
+def test_values_that_cannot_be_are_refused(call, capsys):
+    for (expected, values), keys in REFUSED[call].items():
+        for key, value in itertools.product(keys.split(), values):
+            option = f"-{key}" if len(key) == 1 else f"--{key.replace('_', '-')}"
+            assert main([*call.split(), *CALLS[call], option, value]) == 2
+            said = capsys.readouterr().err
+            assert re.search(rf"{key}.*: got '{value[:50]}.* \(str\); expected {expected}", said), (key, value)
+    for key in REFUSED[call].get(WHOLE, "").replace("workers", "").split():
+        assert main([*call.split(), *CALLS[call], f"--{key.replace('_', '-')}"[len(key) == 1 :], "0"]) == 2
 
 
 def test_every_data_of_an_evaluation_is_a_task(monkeypatch):

@@ -81,15 +81,6 @@ def test_codes_only_sees_nothing_but_the_file(tmp_path, monkeypatch):
     assert torch.allclose(after.embeddings["codes_only"], before.embeddings["quantized"].flip(0), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["fsq", "identity"])
-def test_batches_change_nothing_but_rounding(tmp_path, name):
-    model = tiny_clip(QUANTIZERS[name])
-    for one, other in zip(encode_both(model, tmp_path, 100), encode_both(model, tmp_path, 2), strict=True):
-        for mode in one.embeddings:
-            torch.testing.assert_close(one.embeddings[mode], other.embeddings[mode], atol=1e-5, rtol=0)
-        assert one.usage == other.usage
-
-
 def test_identity_has_no_codes(tmp_path):
     for encoded in encode_both(tiny_clip(QUANTIZERS["identity"]), tmp_path, 5):
         assert set(encoded.embeddings) == {"continuous", "quantized"}

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from vqclip.evaluation import ranking
-from vqclip.evaluation.ranking import hit_chance, rank
+from vqclip.evaluation.ranking import rank
 from vqclip.process import progress
 
 
@@ -53,20 +53,13 @@ def test_equals_a_sort_without_ties():
         assert hit_rates(queries, candidates, query_group, group, [k]) == pytest.approx([float(expected)])
 
 
-def test_the_same_embedding_for_everything_scores_chance():
-    same = F.normalize(torch.ones(40, 7), dim=-1)
-    each = torch.arange(40)
-    rates = hit_rates(same, same, each, each, [1, 5, 10])
-    assert rates == pytest.approx([1 / 40, 5 / 40, 10 / 40])
-
-
 def test_rounding_does_not_break_a_tie():
     queries, candidates = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.0], [0.5 + 1e-6, 0.0], [0.4, 0.0]])
     for right in (0, 1):
         assert hit_rates(queries, candidates, torch.tensor([right]), torch.arange(3), [1]) == [0.5]
 
 
-def test_blocks_change_nothing_and_bound_the_scores(monkeypatch):
+def test_blocks_change_nothing_bound_the_scores_and_show_that_the_work_goes_on(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     x = F.normalize(torch.randn(101, 8, generator=generator), dim=-1)
     noisy = F.normalize(x + 0.6 * torch.randn(101, 8, generator=generator), dim=-1)
@@ -76,30 +69,9 @@ def test_blocks_change_nothing_and_bound_the_scores(monkeypatch):
     seen = []
     rank = ranking.rank_scores
     monkeypatch.setattr(ranking, "rank_scores", lambda a, *rest: (seen.append(len(a)), rank(a, *rest))[1])
-    assert hit_rates(x, noisy, each, each, [1, 5]) == whole
-    assert max(seen) == 7
-    assert 0.1 < whole[0] < whole[1] < 1
-
-
-@pytest.mark.parametrize(
-    ("above", "right", "wrong", "k", "chance"),
-    [
-        (0, 1, 0, 1, 1.0),
-        (1, 1, 0, 1, 0.0),
-        (0, 1, 1, 1, 0.5),
-        (0, 2, 2, 2, 1 - 1 / 6),
-        (3, 1, 9, 5, 0.2),
-        (0, 3, 2, 10, 1),
-    ],
-)
-def test_hit_chance(above, right, wrong, k, chance):
-    counts = [torch.tensor([value]) for value in (above, right, wrong)]
-    assert hit_chance(*counts, k).item() == pytest.approx(chance)
-
-
-def test_every_block_shows_that_the_work_goes_on(monkeypatch):
-    monkeypatch.setattr(ranking, "BLOCK", 30)
-    rows, beats = torch.eye(10), []
+    beats = []
     with progress.report_to(lambda: beats.append(1)):
-        hit_rates(rows, rows, torch.arange(10), torch.arange(10), (1,))
-    assert len(beats) == 4  # of three rows each
+        assert hit_rates(x, noisy, each, each, [1, 5]) == whole
+    assert max(seen) == 7
+    assert len(beats) == len(seen) == 15
+    assert 0.1 < whole[0] < whole[1] < 1

@@ -89,8 +89,6 @@ class Query(Command, words=("text",)):
     """Image to search for instead of a text."""
     k: Annotated[int, Field(ge=1, lt=2**63)] = 24
     """Number of results."""
-    continuous: bool = False
-    """Do not quantize the query."""
     html: LocalPath | None = None
     """Write a page with the images of --images to this file."""
 
@@ -130,7 +128,7 @@ class Query(Command, words=("text",)):
         else:
             inputs = own.preprocess([asked])
         with torch.no_grad():
-            query = own.continuous(inputs) if self.continuous else own.embed(own.encode(inputs))
+            query = own.embed(own.encode(inputs))
         found = search.search(query, self.k)
         lines = []
         for rank, (score, item) in enumerate(zip(found.scores[0].tolist(), found.items[0].tolist(), strict=True), 1):
