@@ -83,13 +83,6 @@ def test_torchrun_shares_the_work(run_folder, tmp_path):
     assert done.stdout.count("images (4 images, 2 classes)") == 1  # rank 0 alone prints
 
 
-def test_a_split_of_an_image_folder(command, run_folder, tmp_path):
-    image_folder(tmp_path / "images" / "test")
-    code, out, err = command("zero-shot", run_folder, "--data", tmp_path / "images", "--split", "test")
-    assert code == 0, err
-    assert "(4 images, 2 classes)" in out
-
-
 def labelled(folder):
     """Training and test images of four classes."""
     class_shards(folder, 40)

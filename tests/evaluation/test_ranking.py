@@ -42,17 +42,6 @@ def test_equals_the_mean_over_all_orders_of_ties_with_several_right_ones(seed):
     assert hit_rates(queries, candidates, query_group, group, ks) == pytest.approx(expected, abs=1e-12)
 
 
-def test_equals_a_sort_without_ties():
-    generator = torch.Generator().manual_seed(0)
-    queries, candidates = torch.randn(50, 8, generator=generator), torch.randn(60, 8, generator=generator)
-    group = torch.arange(60) // 2
-    query_group = torch.randint(0, 30, (50,), generator=generator)
-    order = (queries @ candidates.T).argsort(dim=1, descending=True)
-    for k in (1, 5, 10):
-        expected = (group[order[:, :k]] == query_group[:, None]).any(1).double().mean()
-        assert hit_rates(queries, candidates, query_group, group, [k]) == pytest.approx([float(expected)])
-
-
 def test_rounding_does_not_break_a_tie():
     queries, candidates = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.0], [0.5 + 1e-6, 0.0], [0.4, 0.0]])
     for right in (0, 1):

@@ -2,36 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.evaluation.made import IDENTITY, PlainModel, caption_shards, png, tiny_clip, write_tar
 from vqclip.data import CaptionShardsConfig
 from vqclip.evaluation import RetrievalConfig, evaluate
 from vqclip.evaluation.retrieval import both_ranks, chance, recalls
-
-
-def plain_loop(images, captions, counts):
-    """R@k by the definition, for scores without ties."""
-    owner = [image for image, count in enumerate(counts) for _ in range(count)]
-    scores = images @ captions.T
-    figures = {}
-    for k in (1, 5, 10):
-        found = [any(owner[c] == i for c in row.argsort(descending=True)[:k]) for i, row in enumerate(scores)]
-        figures[f"i2t_r{k}"] = sum(found) / len(found)
-        found = [owner[c] in row.argsort(descending=True)[:k] for c, row in enumerate(scores.T)]
-        figures[f"t2i_r{k}"] = sum(found) / len(found)
-    return figures
-
-
-def test_recalls_with_several_captions_an_image_equal_the_definition():
-    generator = torch.Generator().manual_seed(0)
-    counts = torch.tensor([1, 5, 2, 3, 1, 1, 4, 2, 2, 1] * 4)
-    images = torch.randn(40, 6, generator=generator)
-    captions = images.repeat_interleave(counts, dim=0) + torch.randn(int(counts.sum()), 6, generator=generator)
-    images, captions = F.normalize(images, dim=-1), F.normalize(captions, dim=-1)
-    expected = plain_loop(images, captions, counts.tolist())
-    assert recalls(both_ranks(images, captions, counts)) == pytest.approx(expected)
-    assert 0.2 < expected["i2t_r1"] < 0.9
 
 
 def test_the_same_embedding_for_everything_scores_chance():
