@@ -105,12 +105,6 @@ class BottleneckConfig(Config):
     modalities: Annotated[tuple[Modality, ...], Field(min_length=1)] = ("image", "text")
     """Tokenizers that begin with continuous vectors."""
 
-    @model_validator(mode="after")
-    def _names_each_modality_once(self) -> BottleneckConfig:
-        if len(set(self.modalities)) != len(self.modalities):
-            raise ValueError(f"got modalities {', '.join(self.modalities)}; expected each one once")
-        return self
-
     @property
     def steps(self) -> int:
         """Number of steps before the first one that sees codes alone."""
