@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.making import caption_shards, class_folder
 from tests.data.serving import FaultyServer, serving
 
 
@@ -24,6 +25,15 @@ def real_data() -> Path:
     if not folder:
         pytest.skip("needs real data: set VQCLIP_DATA to a folder with captions_noto_emoji, captions_pomological, ...")
     return Path(folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The three sources of `open_data`."""
+    caption_shards(tmp_path / "a", (9, 8))
+    caption_shards(tmp_path / "b", (12,), first=100)
+    class_folder(tmp_path / "c", 6)
+    return tmp_path
 
 
 @pytest.fixture

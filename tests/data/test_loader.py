@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -9,18 +8,9 @@ import torch
 from pydantic import ValidationError
 
 from tests.data.loading import SIZE, G, global_batches, open_data, same, text
-from tests.data.making import caption_members, caption_shards, class_folder, encode, pixels, write_tar
+from tests.data.making import caption_members, encode, pixels, write_tar
 from vqclip.data import CaptionShardsConfig, DataConfig, batch_maker
 from vqclip.data.decode import decode_image
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    caption_shards(tmp_path / "a", (9, 8))
-    caption_shards(tmp_path / "b", (12,), first=100)
-    class_folder(tmp_path / "c", 6)
-    return tmp_path
-
 
 WINDOWED = {"kind": "windowed", "chunk": 3, "window": 2}
 
@@ -177,9 +167,3 @@ def test_fingerprint(folder: Path) -> None:
 def test_wrong_configuration(change: dict) -> None:
     with pytest.raises(ValidationError):
         DataConfig(**{"sources": [{"kind": "shards", "path": "x"}], **change})
-
-
-def test_batches_are_immutable(folder: Path) -> None:
-    (batch,) = open_data(folder).batches(0, 1)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        batch.step = 3

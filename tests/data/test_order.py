@@ -48,14 +48,6 @@ def test_large_domains_look_shuffled() -> None:
     assert (image == other).sum() < 15
 
 
-def test_billions_cost_no_memory() -> None:
-    order = FullOrder().build([2_000_000_000, 3_000_000_000], [1.0, 0.5], seed=1)
-    slots = order[10**9 * 4096 + np.arange(4096)]
-    assert slots.sample.max() < 3_000_000_000
-    assert (slots.epoch >= 0).all()
-    assert set(slots.source.tolist()) == {0, 1}
-
-
 @ORDERS
 @settings(deadline=None)
 @given(sizes=SIZES, seed=st.integers(0, 2**63), epoch=st.integers(0, 5))
@@ -124,25 +116,17 @@ def test_seed_and_epoch_change_the_order(kind: Order) -> None:
     assert epoch(0, 0) != epoch(0, 1)
 
 
-def test_the_order_is_the_same_in_every_version() -> None:
+@pytest.mark.parametrize(
+    ("kind", "size", "sources", "samples"),
+    [
+        (FullOrder(), 10, [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 1], [2, 6, 0, 1, 2, 7, 0, 1, 1, 4, 4, 3]),
+        (WINDOWED, 30, [1, 0, 0, 1, 0, 1, 0, 0, 1, 0, 0, 0], [0, 16, 9, 4, 8, 2, 19, 17, 1, 11, 18, 10]),
+    ],
+)
+def test_orders_are_the_same_in_every_version(kind: Order, size: int, sources: list[int], samples: list[int]) -> None:
     # A change here makes runs unable to resume: raise the version of the data fingerprint with it.
-    slots = FullOrder().build([10, 5], [1.0, 2.0], seed=3)[np.arange(12)]
-    assert slots.source.tolist() == GOLDEN_SOURCES
-    assert slots.sample.tolist() == GOLDEN_SAMPLES
-
-
-GOLDEN_SOURCES = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 1]
-GOLDEN_SAMPLES = [2, 6, 0, 1, 2, 7, 0, 1, 1, 4, 4, 3]
-
-
-def test_the_windowed_order_is_the_same_in_every_version() -> None:
-    slots = WINDOWED.build([30, 5], [1.0, 2.0], 3)[np.arange(12)]
-    assert slots.source.tolist() == WINDOWED_SOURCES
-    assert slots.sample.tolist() == WINDOWED_SAMPLES
-
-
-WINDOWED_SOURCES = [1, 0, 0, 1, 0, 1, 0, 0, 1, 0, 0, 0]
-WINDOWED_SAMPLES = [0, 16, 9, 4, 8, 2, 19, 17, 1, 11, 18, 10]
+    slots = kind.build([size, 5], [1.0, 2.0], seed=3)[np.arange(12)]
+    assert (slots.source.tolist(), slots.sample.tolist()) == (sources, samples)
 
 
 @settings(deadline=None, max_examples=40)
@@ -206,9 +190,9 @@ def test_topics_of_a_batch_vary_as_stated(topics: int) -> None:
         assert 0.75 * expected < found < 1.25 * expected
 
 
-def test_windowed_order_of_a_billion_costs_no_memory() -> None:
-    order = WindowedOrder().build([1_300_000_000, 77], [1.0, 2.0], 1)
-    slots = order[10**6 * 4096 + np.arange(4096)]
+@pytest.mark.parametrize("kind", [FullOrder(), WindowedOrder()], ids=["full", "windowed"])
+def test_orders_of_billions_cost_no_memory(kind: Order) -> None:
+    slots = kind.build([1_300_000_000, 77], [1.0, 2.0], 1)[10**6 * 4096 + np.arange(4096)]
     chunks = np.unique(slots.sample[slots.source == 0] // 128)
     assert len(chunks) > 3_800
     assert slots.sample.max() < 1_300_000_000
@@ -242,11 +226,6 @@ def test_keyed_generator() -> None:
 @pytest.mark.parametrize("change", [(1, 2, 4), (1, 3, 3), (2, 2, 3), (2, 1, 3), (1, 2), (1, 2, 3, 0)])
 def test_hash_depends_on_every_part_and_their_order(change: tuple[int, ...]) -> None:
     assert hash_integers(1, 2, 3) != hash_integers(*change)
-
-
-def test_hash_works_elementwise() -> None:
-    numbers = np.arange(5)
-    assert hash_integers(9, numbers).tolist() == [int(hash_integers(9, int(number))) for number in numbers]
 
 
 # ---- nodes and ranks

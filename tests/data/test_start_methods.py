@@ -13,21 +13,13 @@ import pytest
 import torch
 
 from tests.data.loading import SIZE, global_batches, open_data, same
-from tests.data.making import caption_shards, class_folder
+from tests.data.making import caption_shards
 from vqclip.data import CaptionShardsConfig, DataConfig, batch_maker, workers
 from vqclip.errors import DataError
 
 METHODS = ("fork", "forkserver", "spawn")
 FORK_AND_SLOW_ONES = ["fork", *(pytest.param(each, marks=pytest.mark.slow) for each in METHODS[1:])]
 WINDOWED = {"kind": "windowed", "chunk": 3, "window": 2}
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    caption_shards(tmp_path / "a", (9, 8))
-    caption_shards(tmp_path / "b", (12,), first=100)
-    class_folder(tmp_path / "c", 6)
-    return tmp_path
 
 
 @pytest.mark.slow

@@ -92,8 +92,8 @@ def test_trying_whether_a_bucket_can_be_written_leaves_nothing_there(monkeypatch
     calls: list[tuple[str, str]] = []
     monkeypatch.setattr(job.RemoteFolder, "write", lambda self, name, content: calls.append(("write", name)))
     monkeypatch.setattr(job.RemoteFolder, "remove", lambda self, name: calls.append(("remove", name)))
-    place = job._choose_place(TarSet([RemoteShard(f"s3://b/a/{n}.tar") for n in range(3)], RemoteConfig()))
-    assert place.upload is not None
+    _, _, upload, _ = job._choose_place(TarSet([RemoteShard(f"s3://b/a/{n}.tar") for n in range(3)], RemoteConfig()))
+    assert upload is not None
     assert calls == [("write", "writable"), ("remove", "writable")]
 
 
@@ -106,10 +106,10 @@ def test_a_bucket_without_permission_to_write(
     monkeypatch.setattr(job.RemoteFolder, "write", refuse)
     shards = [RemoteShard(f"s3://b/a/{n}.tar") for n in range(3)]
     kind = "gone"
-    place = job._choose_place(TarSet(shards, RemoteConfig()))
-    assert place.path == cached_index(shards)
-    assert (place.upload, "AccessDenied; the index goes to the cache" in caplog.text) == (None, True)
-    assert place.advice.endswith(f"for other machines copy it to s3://b/a/{index_name(shards)}")
+    path, _, upload, advice = job._choose_place(TarSet(shards, RemoteConfig()))
+    assert path == cached_index(shards)
+    assert (upload, "AccessDenied; the index goes to the cache" in caplog.text) == (None, True)
+    assert advice.endswith(f"for other machines copy it to s3://b/a/{index_name(shards)}")
     kind = "storage"  # the store does not answer: nothing else is chosen in its place
     with pytest.raises(StorageError):
         job._choose_place(TarSet(shards, RemoteConfig()))

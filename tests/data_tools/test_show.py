@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from tests.commands import command
-from tests.data.making import caption_members, caption_shards, encode, pixels, write_tar
+from tests.data.making import caption_members, caption_shards, write_tar
 from tests.training import run_tree
 from vqclip.data_tools.show import Caption, ModelInputs, Tile, render_sheet, training_tiles
 from vqclip.towers.vocabulary import BPE
@@ -97,16 +97,3 @@ def test_texts_are_escaped_and_a_cut_is_marked() -> None:
     assert '<p class="faint">&lt;b&gt;</p>' in page
     assert page.count("word") == 300
     assert not re.search(r"<script|https?://", page)
-
-
-def test_pixels_of_the_stored_image(tmp_path: Path) -> None:
-    """A transform that does nothing shows the file's own pixels."""
-    shard = str(write_tar(tmp_path / "0.tar", {"a.png": encode(pixels(3, 32, 32), "PNG"), "a.txt": b"a"}))
-    sheet = tmp_path / "sheet.html"
-    tree = run_tree(tmp_path / "runs", Path(shard), train__batch_size=2)
-    tree["data"]["transform"] = {"scale": [1, 1], "ratio": [1, 1]}
-    tree["data"]["sources"][0]["weight"] = 2
-    (tmp_path / "c.json").write_text(json.dumps(tree))
-    size = ["model.image.tower.image_size=32"]
-    assert main(["show", "--config", str(tmp_path / "c.json"), "--out", str(sheet), "--count", "1", *size]) == 0
-    assert np.array_equal(images_of(sheet)[0], pixels(3, 32, 32))

@@ -197,21 +197,17 @@ class TrainData:
         batches = make_batches(maker, steps, options, pin_memory)
         with contextlib.closing(supply) if supply else contextlib.nullcontext(), contextlib.closing(batches):
             for batch in batches:
-                self._count(batch)
+                for bad in batch.bad:
+                    text = "step %d: sample %d replaced by %d: %s"
+                    logger.warning(text, batch.step, bad.sample_id, bad.substitute_id, bad.reason)
+                self.seen += len(batch)
+                self.replaced += len(batch.bad)
+                self.last_replaced.extend(batch.bad)
+                self._unreported += [(batch.step, bad) for bad in batch.bad]
+                self._lengths.update(batch.lengths)
                 if judge:
                     self.require_few_bad(self.replaced, self.seen)
                 yield batch
-
-    def _count(self, batch: Batch) -> None:
-        """Log bad samples and update the counters."""
-        for bad in batch.bad:
-            text = "step %d: sample %d replaced by %d: %s"
-            logger.warning(text, batch.step, bad.sample_id, bad.substitute_id, bad.reason)
-        self.seen += len(batch)
-        self.replaced += len(batch.bad)
-        self.last_replaced.extend(batch.bad)
-        self._unreported += [(batch.step, bad) for bad in batch.bad]
-        self._lengths.update(batch.lengths)
 
     def take_replaced(self) -> list[tuple[int, BadSample]]:
         """Return ``(step, bad sample)`` for each sample replaced on this rank since the last call."""

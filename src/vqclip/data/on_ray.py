@@ -11,7 +11,6 @@ item that it had. So items must be repeatable. All else is in a work folder that
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import logging
 import os
@@ -24,6 +23,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field
 
+from vqclip import dist
 from vqclip.config import Config
 from vqclip.data.remote.urls import mask_credentials
 from vqclip.errors import ConfigError, VqclipError
@@ -211,9 +211,7 @@ class _Worker:
         self._open = open_job
         self._work: Callable[[int], Any] | None = None
         # End with Ray on this machine: Ray's own end of a worker can hang, with its GPU memory.
-        if sys.platform == "linux":
-            set_death_signal = 1
-            ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)
+        dist.signal_at_parent_death(signal.SIGKILL)
         with contextlib.suppress(OSError):  # this machine may lack it
             os.chdir(folder)
         if cache is not None:

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 from vqclip.data.remote.files import RemoteShard
 from vqclip.data.remote.folder import STORES, RemoteFolder
@@ -28,18 +27,6 @@ PARTS = ".vqclip-index-parts"
 """Folder of the parts, beside the index."""
 
 
-class _Place(NamedTuple):
-    """The place of an index and its parts."""
-
-    path: Path
-    """The index on this machine."""
-    parts: Parts
-    upload: RemoteFolder | None
-    """The folder at a URL that it is copied to."""
-    advice: str
-    """Hints for the user."""
-
-
 def index_shards(tars: TarSet, chunk: int, workers: int = 1) -> str:
     """Make the index of some shards, unless it is up to date; return in words where it is and what was read.
 
@@ -53,9 +40,9 @@ def index_shards(tars: TarSet, chunk: int, workers: int = 1) -> str:
         StorageError: a server cannot be reached.
     """
     tars = tars.readable()
-    name, place = index_name(tars.shards, tars.rules), _choose_place(tars)
-    maker, made, size = IndexMaker(tars.shards, place.parts, tars.rules, tars.leave_out), 0, 0
-    found = index = maker.find_current(place.path, chunk)
+    name, (path, parts, folder, advice) = index_name(tars.shards, tars.rules), _choose_place(tars)
+    maker, made, size = IndexMaker(tars.shards, parts, tars.rules, tars.leave_out), 0, 0
+    found = index = maker.find_current(path, chunk)
     if index is None:
         made, total = len(maker.missing()), len(maker.facts)
         with ProgressBar(total, total - made, True, "index", "shard") as bar:
@@ -67,31 +54,34 @@ def index_shards(tars: TarSet, chunk: int, workers: int = 1) -> str:
                 bar.show({"bytes": size})
 
             maker.read_all(workers, report)
-        index = maker.write(place.path, chunk)
-    folder = place.upload
-    if folder and (found is None or folder.list(name).get(name) != place.path.stat().st_size):
-        folder.upload(name, place.path)
-    where = display_url(f"{folder.url}/{name}") if folder else str(place.path)
+        index = maker.write(path, chunk)
+    if folder and (found is None or folder.list(name).get(name) != path.stat().st_size):
+        folder.upload(name, path)
+    where = display_url(f"{folder.url}/{name}") if folder else str(path)
     read = f"{made:,} shards read, {index.shards - made:,} known" if made else "no shard had to be read"
     text = f"{where}: {index.samples:,} samples in {index.shards:,} shards, chunks of {index.chunk}"
-    return f"{text}, {format_bytes(int(index.lengths.sum()))}; {read}\n{place.advice}"
+    return f"{text}, {format_bytes(int(index.lengths.sum()))}; {read}\n{advice}"
 
 
-def _choose_place(tars: TarSet) -> _Place:
-    """Return the place of an index: beside the shards if that can be written, else the cache of this machine."""
+def _choose_place(tars: TarSet) -> tuple[Path, Parts, RemoteFolder | None, str]:
+    """Return the place of an index: beside the shards if that can be written, else the cache of this machine.
+
+    Returns:
+        The index on this machine, its parts, the folder at a URL that it is copied to, and a hint for the user.
+    """
     shards, advice = tars.shards, "training finds it beside the shards"
     folder, name, cached = data_folder(shards), index_name(shards, tars.rules), cached_index(shards, tars.rules)
     if isinstance(folder, Path) and os.access(folder, os.W_OK):
-        return _Place(folder / name, Parts(folder / PARTS), None, advice)
+        return folder / name, Parts(folder / PARTS), None, advice
     kept = cached.with_suffix(".parts")
     if isinstance(folder, str) and protocol_of(folder) in STORES:
         options = next((each.options for each in shards if isinstance(each, RemoteShard)), RemoteConfig())
         parts = RemoteFolder(f"{folder}/{PARTS}", options)
         if _is_writable(parts):
-            return _Place(cached, Parts(kept, parts), RemoteFolder(folder, options), advice)
+            return cached, Parts(kept, parts), RemoteFolder(folder, options), advice
     beside = path_in_url(beneath(folder, name)) if isinstance(folder, str) else f"{folder}/{name}"
     others = f"; for other machines copy it to {beside}" if folder else ""
-    return _Place(cached, Parts(kept), None, f"it is in the cache, where training on this machine finds it{others}")
+    return cached, Parts(kept), None, f"it is in the cache, where training on this machine finds it{others}"
 
 
 def _is_writable(folder: RemoteFolder) -> bool:
