@@ -19,6 +19,7 @@ from vqclip.errors import ConfigError, NonFiniteError
 from vqclip.evaluation import (
     DetailsConfig,
     PixelQualityConfig,
+    RetrievalConfig,
     ZeroShotConfig,
     evaluate,
     format_line,
@@ -159,6 +160,10 @@ def test_pairs_have_r_at_1(folder):
     assert result.chance.keys() == names == result.details.intervals["codes_only"].keys()
     for name, (low, high) in result.details.intervals["codes_only"].items():
         assert low <= result.figures["codes_only"][name] <= high
+    retrieval = RetrievalConfig(data=captions(folder).data, batch_size=4)
+    [retrieved] = evaluate(with_decoder(), [retrieval])
+    for figure in ("i2t_r1", "t2i_r1"):
+        assert result.figures["codes_only"][f"original_{figure}"] == retrieved.figures["codes_only"][figure]
     [without] = evaluate(with_decoder(), [captions(folder, meaning=False)])
     assert without.chance == {}
     assert without.pixels == result.pixels
@@ -278,11 +283,12 @@ def test_a_model_without_a_decoder_is_refused(folder):
         classes(folder, codecs=("png",))
 
 
-def distances_of(folder, limit=2):
+def distances_of(folder, limit=6, batch_size=4):
     os.environ["VQCLIP_CACHE"] = str(folder / "cache")
     network = {"kind": "tokenizer", "folder": str(folder / "model")}
     distances = [{"kind": "perceptual", "network": network}, {"kind": "frechet", "network": network}]
-    [result] = evaluate(CLIP.from_pretrained(folder / "model"), [classes(folder, distances=distances, limit=limit)])
+    task = classes(folder, distances=distances, limit=limit, batch_size=batch_size)
+    [result] = evaluate(CLIP.from_pretrained(folder / "model"), [task])
     return result
 
 
@@ -293,12 +299,14 @@ def test_distances_in_the_features_of_networks(ranks, folder):
     assert 0 < rows_of(result)["codes"].figures["perceptual"] < 2
     assert f"{name}: " in (text := format_results([result]))
     assert "perceptual distance" in text
+    assert distances_of(folder, batch_size=6).pixels.distances == {name: pytest.approx(distance)}
     alone = distances_of(folder, limit=1)
     assert alone.pixels.distances == {}
     assert f"no {name}: it needs two images" in alone.notes
     # On three ranks one has no image.
-    for other in ranks(3, distances_of, folder):
-        assert other.pixels.distances == {name: pytest.approx(distance, rel=1e-3)}
+    two = distances_of(folder, limit=2).pixels.distances
+    for other in ranks(3, distances_of, folder, 2):
+        assert other.pixels.distances == {name: pytest.approx(two[name], rel=1e-3)}
     with pytest.raises(ValidationError, match="each of lpips and perceptual at most once"):
         classes(folder, distances=[{"kind": "perceptual", "network": {"kind": "tokenizer", "folder": "x"}}] * 2)
     with pytest.raises(ValidationError, match=r"distances: got weight 2.0 .*kind perceptual, which has no effect"):
