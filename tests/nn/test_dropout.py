@@ -68,6 +68,9 @@ def test_without_keys_it_is_the_dropout_of_torch_and_in_evaluation_nothing():
     found = layer(x)
     torch.manual_seed(3)
     assert torch.equal(found, nn.functional.dropout(x, 0.5))
+    set_dropout_keys(layer, 0, 0, torch.arange(3))
+    set_dropout_keys(layer, 0, 0, None)  # as after a step
+    assert layer(x).shape == x.shape
     assert layer.eval()(x) is x
     assert KeyedDropout(0.0)(x) is x
 

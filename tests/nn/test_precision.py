@@ -21,6 +21,19 @@ def test_autocast_is_on_for_half_precision_alone(precision):
         assert product_type() == AUTOCAST_DTYPES.get(precision, torch.float32)
 
 
+def test_cast_weights_of_a_caller_are_neither_used_nor_kept():
+    x, layer = torch.ones(2, 2), torch.nn.Linear(2, 2)
+    with torch.autocast("cpu", torch.float16):
+        layer(x)
+        with torch.no_grad(), autocast(CPU, "bf16"):
+            assert layer(x).dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad(), autocast(CPU, "bf16"):
+            layer(x)
+        layer(x).sum().backward()
+    assert layer.weight.grad is not None
+
+
 def test_full_precision_within_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         assert product_type() == torch.bfloat16

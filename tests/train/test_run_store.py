@@ -215,6 +215,8 @@ def test_of_two_jobs_the_one_that_started_last_continues(tmp_path, store):
             before = store.names()
             with pytest.raises(CheckpointError, match="another job .* continues the run at .*; this one"):
                 first.upload_checkpoint(save(tmp_path / "a", 4), 9, keep_none)
+            with pytest.raises(CheckpointError, match="another job"):
+                first.upload_files()
             assert store.names() == before
             second.upload_checkpoint(save(tmp_path / "b", 4, "other weights"), 9, keep_none)
 

@@ -197,3 +197,25 @@ def test_a_run_that_must_end_has_the_weights_from_before_the_bad_step(ranks, tmp
         assert begun == min(bad + 2, STEPS)
     (event,) = read_metrics(tmp_path / "tiny" / "events.jsonl")
     assert (event["step"], sorted(event["sample_ids"])) == (bad + 1, sorted(found[0][2] + found[1][2]))
+
+
+class StopAtOnce(Callback):
+    def on_step_end(self, training):
+        training.request_stop("enough")
+
+
+def test_a_stop_after_a_bad_step_is_its_error(tmp_path, shards):
+    """Of a step that nothing else asks the verdict of: no report, no checkpoint, no evaluation."""
+    settings = tree(tmp_path, shards, FSQ, guards={}, train__checkpoint_every=1000)
+    call = TrainStep.__call__
+
+    def harmed(self, batch, number):
+        hook = poison(self.model.text, "loss")
+        try:
+            return call(self, batch, number)
+        finally:
+            hook.remove()
+
+    with mock.patch.object(TrainStep, "__call__", harmed), pytest.raises(NonFiniteError, match="step 0: total = nan"):
+        train(load_task_config(settings), [StopAtOnce()])
+    assert not list((tmp_path / "tiny" / "checkpoints").glob("*"))

@@ -59,16 +59,17 @@ def hash32(x: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
-def set_dropout_keys(model: nn.Module, seed: int, step: int, places: Tensor) -> None:
+def set_dropout_keys(model: nn.Module, seed: int, step: int, places: Tensor | None) -> None:
     """Set the masks of the next forward of each `KeyedDropout`, and of its recomputation in the backward.
 
     Args:
         model: whose names of modules are keys, the same on every process.
         seed: run seed.
         step: number of the step.
-        places: ``(B,)`` int64, places of the samples in the global batch, on the device of the features.
+        places: ``(B,)`` int64, places of the samples in the global batch, on the device of the features; None: masks
+            are drawn from torch's generator again.
     """
     for name, module in model.named_modules():
         if isinstance(module, KeyedDropout) and module.p > 0:
             layer = derive_seed(seed, "dropout", name, step) & _BITS
-            module.keys = hash32(hash32(places) ^ layer)
+            module.keys = None if places is None else hash32(hash32(places) ^ layer)

@@ -21,7 +21,7 @@ Normalization = Literal["none", "layer", "l2"]
 """Normalisation of the channels of a token; see `normalize_channels`."""
 
 
-Probability = Annotated[float, Field(ge=0, lt=1)]
+_Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Attention(nn.Module):
@@ -103,10 +103,10 @@ class MLPProjectionConfig(Config):
     kind: Literal["mlp"] = "mlp"
     expansion: Annotated[float, Field(gt=0, le=16)] = 2.0
     """Width between the layers, as a multiple of the wider end."""
-    dropout: Probability = 0.0
-    """Probability that a feature between the layers is set to 0 in training; see `KeyedDropout`."""
-    input_dropout: Probability = 0.0
-    """Probability for a feature before the first layer."""
+    dropout: _Probability = 0.0
+    """_Probability that a feature between the layers is set to 0 in training; see `KeyedDropout`."""
+    input_dropout: _Probability = 0.0
+    """_Probability for a feature before the first layer."""
 
     def layers(self, before: int, after: int) -> list[nn.Module]:
         """From width ``before`` to width ``after``."""

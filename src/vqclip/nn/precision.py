@@ -27,7 +27,11 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
     if precision not in get_args(Precision):
         raise ConfigError(f"precision: got {precision!r}; expected one of {', '.join(get_args(Precision))}")
     dtype = AUTOCAST_DTYPES.get(precision)
-    return full_precision(device) if dtype is None else torch.autocast(device.type, dtype)
+    if dtype is None:
+        return full_precision(device)
+    # Within a caller's autocast not with its cache of cast weights, which may have another dtype, or no gradient.
+    is_nested = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, dtype, cache_enabled=not is_nested and torch.is_autocast_cache_enabled())
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

@@ -82,6 +82,8 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
             consensus.apply()
             if stopping:
                 training.stopping, training.discarding = stopping, discarding
+            with _recorded(training):
+                training.step.settle()
             _call(callbacks, "on_train_end", training)
     except StopRequested:
         raise

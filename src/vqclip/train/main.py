@@ -319,7 +319,7 @@ def _upload_files(mirror: RunMirror | None) -> None:
     """Upload the files of a run at a URL from rank 0. A collective."""
 
     def upload() -> None:
-        if mirror is not None and mirror.is_open:
+        if mirror is not None and mirror.is_claimed:
             mirror.upload_files()
 
     dist.run_on_main(upload)

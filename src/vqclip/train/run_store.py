@@ -62,8 +62,8 @@ class RunMirror:
         self._remote = RemoteFolder(url, options, "run.remote")
         self._uploaded: dict[str, Stamp] = {}
         self._job = f"process {os.getpid()} on {socket.gethostname()}, started at {time.time_ns() / 1e9:.9f}".encode()
-        self.is_open = False
-        """True once the copy follows the URL."""
+        self.is_claimed = False
+        """True once the run at the URL is this job's: before, nothing is uploaded."""
 
     def open(self) -> None:
         """Make the copy equal to the URL. Checkpoints are fetched when they are needed.
@@ -99,7 +99,6 @@ class RunMirror:
         same = {name for name in wanted if name in missing or name.split("/")[0] not in kept}
         self._uploaded = {name: Stamp.of(self._folder / name) for name in same}
         self._write_record(versions)
-        self.is_open = True
 
     def claim(self) -> None:
         """Write the name of this job to the URL; a job that started earlier ends when it finds it.
@@ -108,6 +107,7 @@ class RunMirror:
             StorageError: it cannot be written.
         """
         self._remote.write(_JOB, self._job)
+        self.is_claimed = True
 
     def checkpoints(self, names: Iterable[str] | None = None) -> list[Path]:
         """Return the paths in the copy of all whole checkpoints at the URL, oldest first; they may not be there.
@@ -163,16 +163,11 @@ class RunMirror:
         """
         base = f"{_CHECKPOINTS}/{path.name}"
         try:
-            if (job := self._remote.read(_JOB)) not in (None, self._job):
-                other = job[:200].decode(errors="replace")
-                raise CheckpointError(
-                    f"run.folder: another job ({other}) continues the run at {self._remote}; this one "
-                    f"({self._job.decode()}) writes nothing more to it"
-                )
             self.upload_files()  # those with the lines of its steps, and with the weights that it refers to
             self._remove(path.name)
             for file in sorted(_files(path), key=lambda name: name == MANIFEST):
                 self._remote.upload(f"{base}/{file}", path / file)
+            self._require_own()
             names = self._remote.list(_CHECKPOINTS)
             for old in find_old(self.checkpoints(names), path, keep_last, keep):
                 self._remove(old.name)
@@ -190,8 +185,10 @@ class RunMirror:
         """Upload the files of the run that have changed, except its checkpoints, and remove those that are gone.
 
         Raises:
+            CheckpointError: another job has continued the run.
             StorageError: one cannot be written.
         """
+        self._require_own()
         names, before = _files(self._folder, _LEFT_OUT), dict(self._uploaded)
         for name in names:
             try:
@@ -207,6 +204,14 @@ class RunMirror:
             del self._uploaded[name]
         if self._uploaded != before:
             self._write_record(self._remote.versions())
+
+    def _require_own(self) -> None:
+        if (job := self._remote.read(_JOB)) not in (None, self._job):
+            other = job[:200].decode(errors="replace")
+            raise CheckpointError(
+                f"run.folder: another job ({other}) continues the run at {self._remote}; this one "
+                f"({self._job.decode()}) writes nothing more to it"
+            )
 
     def _write_record(self, versions: Mapping[str, str | None]) -> None:
         record = {name: [versions.get(name), *stamp] for name, stamp in self._uploaded.items()}
@@ -225,9 +230,9 @@ class RunMirror:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.is_open and isinstance(error, Exception) and not isinstance(error, CheckpointError | StorageError):
+        if self.is_claimed and isinstance(error, Exception) and not isinstance(error, CheckpointError | StorageError):
             self._remote = self._remote.with_limits(tries=1, total_s=_LAST_S)
-            with contextlib.suppress(StorageError):
+            with contextlib.suppress(CheckpointError, StorageError):
                 self.upload_files()
 
     def _remove(self, name: str) -> None:

@@ -181,6 +181,7 @@ class TrainStep:
             terms, weights = self.task.losses(out, sums, parts, step)
             losses = {"total": weighted_total(terms, weights), **terms}
             self._backward(losses["total"], out, parts, step)
+        set_dropout_keys(self.model, self.seed, step, None)
         self.scaler.unscale_(self.optimizer)
         grad_norm = self.parallel.clip(self.clip_norm)
         self.settle()
