@@ -247,7 +247,7 @@ def _rows(columns: Sequence[Sequence[str]], values: Sequence[Sequence[float]], m
 
 
 class Meaning:
-    """What a set's images mean: ``top1`` with the prompts of the data, or ``i2t_r1`` and ``t2i_r1`` of the captions.
+    """Meaning of a set's images: ``top1`` with the prompts of the data, or ``i2t_r1`` and ``t2i_r1`` of the captions.
 
     Every rank must make it, which encodes the prompts or captions.
     """

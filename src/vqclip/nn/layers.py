@@ -104,9 +104,9 @@ class MLPProjectionConfig(Config):
     expansion: Annotated[float, Field(gt=0, le=16)] = 2.0
     """Width between the layers, as a multiple of the wider end."""
     dropout: _Probability = 0.0
-    """_Probability that a feature between the layers is set to 0 in training; see `KeyedDropout`."""
+    """Probability that a feature between the layers is set to 0 in training; see `KeyedDropout`."""
     input_dropout: _Probability = 0.0
-    """_Probability for a feature before the first layer."""
+    """Probability for a feature before the first layer."""
 
     def layers(self, before: int, after: int) -> list[nn.Module]:
         """From width ``before`` to width ``after``."""
