@@ -23,7 +23,6 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field
 
-from vqclip import dist
 from vqclip.config import Config
 from vqclip.data.remote.urls import mask_credentials
 from vqclip.errors import ConfigError, VqclipError
@@ -211,6 +210,8 @@ class _Worker:
         self._open = open_job
         self._work: Callable[[int], Any] | None = None
         # End with Ray on this machine: Ray's own end of a worker can hang, with its GPU memory.
+        from vqclip import dist  # torch, which the options of commands can do without
+
         dist.signal_at_parent_death(signal.SIGKILL)
         with contextlib.suppress(OSError):  # this machine may lack it
             os.chdir(folder)

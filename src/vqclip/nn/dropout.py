@@ -48,6 +48,24 @@ class KeyedDropout(nn.Module):
         return f"p={self.p}"
 
 
+class DropoutLinear(nn.Linear):
+    """Linear layer behind a `KeyedDropout`.
+
+    Args:
+        before: width of the input.
+        after: width of the output.
+        p: probability that a feature of the input is set to 0 in training.
+    """
+
+    def __init__(self, before: int, after: int, p: float):
+        super().__init__(before, after)
+        self.dropout = KeyedDropout(p)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``(B, ..., before)`` → ``(B, ..., after)``."""
+        return super().forward(self.dropout(input))
+
+
 def hash32(x: Tensor) -> Tensor:
     """Map int64 from 0 to 2^32 - 1 to pseudo-random numbers of this range, one to one.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.nn.dropout import KeyedDropout
+from vqclip.nn.dropout import DropoutLinear
 
 Normalization = Literal["none", "layer", "l2"]
 """Normalisation of the channels of a token; see `normalize_channels`."""
@@ -104,15 +104,15 @@ class MLPProjectionConfig(Config):
     expansion: Annotated[float, Field(gt=0, le=16)] = 2.0
     """Width between the layers, as a multiple of the wider end."""
     dropout: _Probability = 0.0
-    """Probability that a feature between the layers is set to 0 in training; see `KeyedDropout`."""
+    """Probability that a feature between the layers is set to 0 in training; see `vqclip.nn.dropout`."""
     input_dropout: _Probability = 0.0
     """Probability for a feature before the first layer."""
 
     def layers(self, before: int, after: int) -> list[nn.Module]:
         """From width ``before`` to width ``after``."""
         hidden = max(1, round(self.expansion * max(before, after)))
-        first, second = nn.Linear(before, hidden), nn.Linear(hidden, after)
-        return [KeyedDropout(self.input_dropout), first, nn.GELU(), KeyedDropout(self.dropout), second]
+        first, second = (before, hidden, self.input_dropout), (hidden, after, self.dropout)
+        return [DropoutLinear(*first), nn.GELU(), DropoutLinear(*second)]
 
 
 class AttentionProjectionConfig(Config):

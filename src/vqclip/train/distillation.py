@@ -68,8 +68,8 @@ class DistillationConfig(Config):
     def _settings_belong_to_the_kind(self) -> DistillationConfig:
         if self.kind == "embeddings" and isinstance(self.teacher, InitialTeacherConfig):
             raise ValueError("got teacher kind initial with kind embeddings; expected open_clip or vqclip")
-        if self.kind != "embeddings" and "impl" in self.model_fields_set:
-            raise ValueError(f"got impl with kind {self.kind}, which has one implementation; expected kind embeddings")
+        if self.kind != "embeddings" and self.impl != "tiled":
+            raise ValueError(f"got impl {self.impl} with kind {self.kind}, which has one implementation; expected kind embeddings")
         return self
 
 
