@@ -9,6 +9,7 @@ import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 
 from tests.data.making import caption_shards
 from tests.models import FSQ, tiny_model
@@ -16,6 +17,7 @@ from tests.open_clip_models import save_open_clip
 from tests.towers.transformers_models import make_image
 from tests.train.test_grad_cache import assert_alike, batch_number
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
+from vqclip.config import to_yaml
 from vqclip.errors import ConfigError, OtherRunError
 from vqclip.losses import ContrastiveConfig, DistillationLoss
 from vqclip.model import CLIP
@@ -24,6 +26,7 @@ from vqclip.train.distillation import Distillation, FeatureComparison
 from vqclip.train.optim import OptimConfig
 from vqclip.train.step import ComputeConfig, TrainStep
 from vqclip.train.tasks.contrastive import ContrastiveTask
+from vqclip.train.tasks.kinds import load_task_config
 from vqclip.train.teachers import resize
 
 CAPTIONS = tuple(f"a {word} thing" for word in ["red", "blue", "small", "large", "round", "old"] * 2)
@@ -299,3 +302,10 @@ def test_comparison_is_drawn_by_key_and_keeps_angles(student, teacher):
         wide, rows = (x if student > teacher else y), one.map.float()
         inside = wide @ rows.T @ rows
         torch.testing.assert_close((inside @ rows.T).norm(dim=-1), inside.norm(dim=-1))
+
+
+@pytest.mark.parametrize("kind", ["image_features", "text_features"])
+def test_the_configuration_of_a_run_is_read_again(tmp_path, kind):
+    tree = run_tree(tmp_path, tmp_path, distillation=[{"kind": kind, "teacher": {"kind": "initial"}}])
+    config = load_task_config(tree)
+    assert load_task_config(yaml.safe_load(to_yaml(config))) == config

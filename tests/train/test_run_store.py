@@ -56,12 +56,12 @@ class Store(MemoryFileSystem):
 
 
 @contextlib.contextmanager
-def opened(folder: Path) -> Iterator[RunMirror]:
-    """A job with its copy in ``folder``."""
+def opened(folder: Path, done: int = 1000) -> Iterator[RunMirror]:
+    """A job with its copy in ``folder``, which continues after ``done`` steps."""
     folder.mkdir(parents=True, exist_ok=True)
     with RunMirror(URL, folder, TransferConfig(tries=3)) as mirror:
         mirror.open()
-        mirror.claim()
+        mirror.claim(done)
         yield mirror
 
 
@@ -211,7 +211,9 @@ def test_names_that_lead_elsewhere_are_not_fetched(tmp_path, store):
 def test_of_two_jobs_the_one_that_started_last_continues(tmp_path, store):
     with opened(tmp_path / "a") as first:
         first.upload_checkpoint(save(tmp_path / "a", 2), 9, keep_none)
-        with opened(tmp_path / "b") as second:
+        first.upload_checkpoint(save(tmp_path / "a", 3), 9, keep_none)  # after the other job has looked for the newest
+        with opened(tmp_path / "b", 2) as second:
+            assert [path.name for path in second.checkpoints()] == ["step-00000002"]
             before = store.names()
             with pytest.raises(CheckpointError, match="another job .* continues the run at .*; this one"):
                 first.upload_checkpoint(save(tmp_path / "a", 4), 9, keep_none)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
+import operator
 import signal
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -92,12 +94,15 @@ class Records:
         self.health = health
         evaluations: dict[int, dict[str, float]] = {}
         if self.metrics and self.metrics.path.exists():
-            for entry in read_metrics(self.metrics.path, skip_damaged=True):  # every line, however many there are
-                trained, evaluated = split_values(entry)
-                if trained:
-                    health.add(entry["step"], trained)
-                if evaluated:
-                    evaluations.setdefault(entry["step"], {}).update(evaluated)
+            lines = read_metrics(self.metrics.path, skip_damaged=True)  # every line, however many there are
+            for step, entries in itertools.groupby(lines, operator.itemgetter("step")):
+                row: dict[str, float] = {}
+                for trained, evaluated in map(split_values, entries):
+                    row |= trained
+                    if evaluated:
+                        evaluations.setdefault(step, {}).update(evaluated)
+                if row:
+                    health.add(step, row)
         self._ranking = Ranking(keep_best, evaluations)
         self._best: Best | None = None
         if keep_best is not None:

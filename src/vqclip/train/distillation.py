@@ -69,7 +69,7 @@ class DistillationConfig(Config):
         if self.kind == "embeddings" and isinstance(self.teacher, InitialTeacherConfig):
             raise ValueError("got teacher kind initial with kind embeddings; expected open_clip or vqclip")
         if self.kind != "embeddings" and self.impl != "tiled":
-            raise ValueError(f"got impl {self.impl} with kind {self.kind}, which has one implementation; expected kind embeddings")
+            raise ValueError(f"got impl {self.impl} with kind {self.kind}, which has one; expected impl tiled")
         return self
 
 

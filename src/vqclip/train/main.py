@@ -187,7 +187,7 @@ def _run(
     checkpointer = _build_checkpointer(config, step, data, mirror)
     resumed = resume(checkpointer, config.run.resume_allow)
     _leave_if_requested(stop)
-    _write_config(config, mirror)
+    _write_config(config, mirror, resumed.step)
     if resumed.step < config.train.steps:
         store_features(config.feature_makers(task), data, config.data, config.train.precision, config.run.seed)
         config.release_stored(task)
@@ -306,12 +306,12 @@ def _open_records(config: TaskConfig, task: Task, data: TrainData, resumed: Resu
     return Records(config.run.path, resumed.step, data, resumed.counts, health, keep_best, best, trackers, facts)
 
 
-def _write_config(config: TaskConfig, mirror: RunMirror | None) -> None:
+def _write_config(config: TaskConfig, mirror: RunMirror | None, done: int) -> None:
     """Write the configuration, with credentials masked so that it can be shared; the run at a URL is this job's now."""
     if dist.is_main():
         write_text(config.run.path / "config.yaml", to_yaml(config, mask_credentials))
         remove_stopped(config.run.path)
-    dist.run_on_main(lambda: None if mirror is None else mirror.claim())
+    dist.run_on_main(lambda: None if mirror is None else mirror.claim(done))
     _upload_files(mirror)
 
 

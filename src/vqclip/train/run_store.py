@@ -91,6 +91,11 @@ class RunMirror:
             if versions.get(name) is None or record.get(name) != [versions[name], *Stamp.of(self._folder / name)]:
                 (self._folder / name).unlink()
         wanted = [name for name in names if name.split("/")[0] not in _LEFT_OUT]
+        for path in (self._folder / name for name in wanted):
+            if path.is_symlink():
+                path.unlink()
+            elif path.is_dir():
+                shutil.rmtree(path)
         missing = [name for name in wanted if not (self._folder / name).exists()]
         size = format_bytes(sum(names[name] for name in missing))
         logger.info("%s: fetching %d of its %d files (%s)", self._remote, len(missing), len(wanted), size)
@@ -100,14 +105,18 @@ class RunMirror:
         self._uploaded = {name: Stamp.of(self._folder / name) for name in same}
         self._write_record(versions)
 
-    def claim(self) -> None:
+    def claim(self, done: int) -> None:
         """Write the name of this job to the URL; a job that started earlier ends when it finds it.
+
+        Args:
+            done: steps after which this job continues; later checkpoints, which the other job has written, are removed.
 
         Raises:
             StorageError: it cannot be written.
         """
         self._remote.write(_JOB, self._job)
         self.is_claimed = True
+        self.remove_newer(done)
 
     def checkpoints(self, names: Iterable[str] | None = None) -> list[Path]:
         """Return the paths in the copy of all whole checkpoints at the URL, oldest first; they may not be there.
@@ -166,8 +175,9 @@ class RunMirror:
             self.upload_files()  # those with the lines of its steps, and with the weights that it refers to
             self._remove(path.name)
             for file in sorted(_files(path), key=lambda name: name == MANIFEST):
+                if file == MANIFEST:
+                    self._require_own()
                 self._remote.upload(f"{base}/{file}", path / file)
-            self._require_own()
             names = self._remote.list(_CHECKPOINTS)
             for old in find_old(self.checkpoints(names), path, keep_last, keep):
                 self._remove(old.name)

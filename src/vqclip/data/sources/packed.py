@@ -13,6 +13,7 @@ is a .json alone that says why: it keeps its number, and is a bad sample when it
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -148,8 +149,11 @@ class PackedConfig(SourceConfigBase):
 
 def packed_folders(kind: str) -> Iterator[WorkFolder]:
     """Yield the folders of packed tars of a kind in the cache, the newest first."""
-    paths = (cache_folder() / "packed").glob(f"{kind}-*")
-    for path in sorted(paths, key=lambda each: each.stat().st_mtime, reverse=True):
+    found = []
+    for path in (cache_folder() / "packed").glob(f"{kind}-*"):
+        with contextlib.suppress(FileNotFoundError):  # another job has removed it
+            found.append((path.stat().st_mtime, path))
+    for _, path in sorted(found, reverse=True):
         if (folder := WorkFolder.existing(path, _LAYOUT)) is not None:
             yield folder
 
