@@ -330,6 +330,19 @@ def test_a_run_keeps_no_credentials(
         assert any(path.name == name and masked.encode() in data for path, data in files.items()), name
 
 
+@pytest.mark.parametrize("file", ["classnames.txt", "zeroshot_classification_templates.txt"])
+@pytest.mark.parametrize("fault", [serving.answer, serving.unannounced])
+def test_texts_at_urls_have_the_limits_of_local_ones(
+    server: FaultyServer, tmp_path: Path, file: str, fault: Callable
+) -> None:
+    url = server.add(class_folder(tmp_path))
+    server.files["/train/nshards.txt"] = b"1"
+    server.files[f"/{file}"] += b"\n" * ((4 << 20) + 1 - len(server.files[f"/{file}"]))
+    server.for_ever[f"/{file}"] = fault
+    with pytest.raises(DataError, match=rf"{url}/{file}: has (more than 4194304|4194305) bytes"):
+        ClassShardsConfig(path=url, split="train").build()
+
+
 FETCHING = """
 import sys
 from vqclip.data.remote.retry import RemoteConfig
