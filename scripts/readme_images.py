@@ -12,7 +12,7 @@ contains the figures as text (`tests/docs/test_readme.py` compares the README's 
 
     python scripts/readme_images.py runs/base --pixels runs/pixels/tokenizer kind=scenes split=val
 
-also draws `reconstructed`: images of a data set, drawn by a seed, above what their ids decode to; --pixels may be
+also draws `reconstructed`: images of a data set, spread evenly over it, above what their ids decode to; --pixels may be
 repeated.
 """
 
@@ -42,7 +42,7 @@ import vqclip
 from vqclip.config import load_config
 from vqclip.data import EvalSet, ScenesSourceConfig, parse_source
 from vqclip.errors import ConfigError, VqclipError
-from vqclip.evaluation.reconstructions import DrawnSource, pixel_transform
+from vqclip.evaluation.reconstructions import pixel_transform
 from vqclip.pixels.metrics import compare_images, mean_figures, to_uint8
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.train import TrainConfig
@@ -139,8 +139,9 @@ def decode(folder: str, data: Sequence[str]) -> Decoded:
     if image.pixels is None:
         raise ConfigError(f"--pixels: {folder}: has no pixel decoder; expected the tokenizer of a run that trained one")
     path = [each for each in data if "=" not in each]
-    source = DrawnSource(parse_source(path, [each for each in data if "=" in each]).build(), DECODED, seed=0)
-    (seen,), (originals,) = (EvalSet(source, each, DECODED) for each in (image.transform, pixel_transform(image)))
+    source = parse_source(path, [each for each in data if "=" in each]).build()
+    transforms = image.transform, pixel_transform(image)
+    (seen,), (originals,) = (EvalSet(source, each, DECODED, limit=DECODED) for each in transforms)
     decoded = to_uint8(image.decode_pixels(image.encode_pixels(seen.images)))
     detail = image.pixels.detail
     bits = image.bits_per_sample + (0 if detail is None else image.num_tokens * detail.quantizer.bits)

@@ -37,7 +37,8 @@ def test_what_is_saved_is_what_is_loaded(saved):
     for loaded in (text, whole.text):
         assert torch.equal(loaded.encode(["a red star"]), model.text.encode(["a red star"]))
     assert torch.equal(whole.logit_bias, model.logit_bias)
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "preprocessor_config.json"}
+    assert sorted(contents(folder)) == ["README.md", "config.json", "model.safetensors", "preprocessor_config.json"]
+    assert "A tokenizer of images and texts, made with vqclip." in (folder / "README.md").read_text()
 
 
 def test_a_folder_of_images_or_of_both_is_verified_once(saved, tmp_path, monkeypatch):
@@ -203,7 +204,7 @@ def test_the_working_folder_is_not_replaced(tmp_path, monkeypatch):
     model = tiny_model().build()
     monkeypatch.chdir(tmp_path)
     model.save_pretrained(".")
-    assert sorted(contents(tmp_path)) == ["config.json", "model.safetensors", "preprocessor_config.json"]
+    assert sorted(contents(tmp_path)) == ["README.md", "config.json", "model.safetensors", "preprocessor_config.json"]
     with pytest.raises(ConfigError, match="is the working folder"):
         model.save_pretrained(".")
 
@@ -225,7 +226,8 @@ def test_a_tokenizer_is_replaced_whole_or_not_at_all(saved, tmp_path, monkeypatc
     link.symlink_to(folder)
     model.save_pretrained(link)  # both in place of one
     assert link.is_symlink()
-    assert sorted(contents(folder)) == ["config.json", "model.safetensors", "preprocessor_config.json"]
+    assert sorted(contents(folder)) == ["README.md", "config.json", "model.safetensors", "preprocessor_config.json"]
+    assert "the former one" not in (folder / "README.md").read_text()
     assert torch.equal(CLIP.from_pretrained(folder).logit_scale, model.logit_scale)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vqclip.tokenizer import TextTokenizer as TextTokenizer
     from vqclip.tokenizer.loading import load_tokenizer as load_tokenizer
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 """Version of the installed package."""
 
 _MODULES = {

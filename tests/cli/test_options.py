@@ -38,7 +38,7 @@ CALLS = {
     "search build": ["--tokenizer", "t", "--images", "i", "--out", "o"],
     "search query": ["--index", "i", "words"],
     "evaluate zero-shot": ["t", "--data", "d"],
-    "reconstruct": ["t", "--data", "d", "--output", "o.html"],
+    "reconstruct": ["t", "--data", "d", "--out", "o.html"],
 }
 """Each command with what it cannot do without."""
 NUMBERS = ("-1", "x", "1.5", "nan", "9" * 30, "9" * 5000)
@@ -50,7 +50,7 @@ REFUSED = {
     "export": {COUNT: "batch_size limit", TEXT: "out data"},
     "search build": {COUNT: "batch_size", SHARE: "bad_fraction", TEXT: "tokenizer images out"},
     "search query": {COUNT: "k", TEXT: "tokenizer images index image html"},
-    "reconstruct": {COUNT: "batch_size show", WHOLE: "workers", SHARE: "bad_fraction"},
+    "reconstruct": {COUNT: "batch_size show limit", WHOLE: "workers", SHARE: "bad_fraction"},
     "evaluate zero-shot": {TEXT: "data device codes json"},
 }
 """Each command with what its options expect, values that are refused, and the names of the options."""
@@ -151,6 +151,7 @@ def test_no_command_guesses_among_splits(tmp_path):
 def test_defaults_are_those_of_the_configuration(command: type[Command], schema: type[Config]) -> None:
     """They are stated twice, since the configuration imports torch."""
     shared = {name for name, field in command.model_fields.items() if not field.is_required()} & {*schema.model_fields}
+    shared -= {"data", "limit"}  # those of the page of `vqclip reconstruct`
     assert {"batch_size", "workers"} & shared
     for name in shared:
         ours, theirs = command.model_fields[name], schema.model_fields[name]
@@ -164,7 +165,7 @@ def test_limits_are_those_of_the_parts() -> None:
     assert MAX_CONTEXT in (each.le for each in limits.metadata if hasattr(each, "le"))
     with pytest.raises(ValueError, match="less than or equal to"):
         Check(source="x", context_length=MAX_CONTEXT + 1)
-    assert Reconstruct(tokenizer="t", data=("d",), output="o", side=MAX_SIDE).side == MAX_SIDE
+    assert Reconstruct(tokenizer="t", data=("d",), out="o", side=MAX_SIDE).side == MAX_SIDE
     assert get_args(get_args(Eval.model_fields["model"].annotation)[0]) == MODES
     assert str(MAX_PIXELS) in str(Check.model_fields["max_pixels"].description)
 

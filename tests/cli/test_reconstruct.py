@@ -1,10 +1,12 @@
-"""``vqclip reconstruct``: a page of images beside what their ids decode to."""
+"""``vqclip reconstruct``: image files of what ids decode to, and a page of them beside their originals."""
 
 from __future__ import annotations
 
 import base64
 import io
+import os
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ from tests.commands import command
 from tests.models import FSQ, IDENTITY, RESIDUAL_FSQ, tiny_model
 from tests.report.test_hostile import EVIL, require_harmless
 from tests.search.making import pictures
-from vqclip.evaluation.reconstructions import choose_images
+from vqclip.evaluation.reconstructions import BEGUN_FILE, choose_images
+from vqclip.io import atomic
 from vqclip.pixels import PixelsConfig, attach
+from vqclip.tokenizer import ImageTokenizer
 
 main = command("reconstruct")
 
@@ -92,21 +96,21 @@ def test_groups_are_sorted_by_psnr_and_the_table_has_the_mean(page):
     assert abs(float(mean) - sum(rates) / 12) < 0.1
 
 
-def test_the_seed_draws_the_images(page):
-    first = page("--images", "3", "--force")
-    assert first == page("--images", "3", "--force")
-    originals = [shown(text)[::9] for text in (first, page("--images", "3", "--force", "--seed", "1"))]
-    assert not all(map(np.array_equal, *originals))
-    assert len(originals[0]) == 3
+def test_some_images_are_spread_over_the_data(page):
+    found = shown(page("--limit", "3"))[::9]
+    files = sorted(page.source.rglob("[!.]*.png"), key=lambda path: (path.parent != page.source, path))
+    arrays = [torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) for path in files[::4]]
+    expected = [page.tokenizer.transform(each).permute(1, 2, 0).numpy() for each in arrays]
+    assert sorted(each.tobytes() for each in found) == sorted(each.tobytes() for each in expected)
 
 
 def test_other_sizes_of_decoder_and_page(tmp_path):
     tokenizer(tmp_path / "tokenizer", image_size=32)
     source, output = pictures(tmp_path / "images"), tmp_path / "page.html"
-    given = [str(tmp_path / "tokenizer"), "--data", str(source), "-o", str(output), "--images", "2"]
+    given = [str(tmp_path / "tokenizer"), "--data", str(source), "-o", str(output), "--limit", "2"]
     assert main(given) == 0
     assert {image.shape for image in shown(output.read_text())} == {(32, 32, 3)}
-    assert main([*given, "--force", "--side", "16"]) == 0
+    assert main([*given, "--side", "16"]) == 0
     assert {image.shape for image in shown(output.read_text())} == {(16, 16, 3)}
 
 
@@ -114,7 +118,7 @@ def test_detail_stages_follow_all_ids(tmp_path):
     detail = {"quantizer": FSQ, "stages": 2, "channels": 8, "max_channels": 8}
     image, source = tokenizer(tmp_path / "tokenizer", FSQ, detail=detail), pictures(tmp_path / "images")
     output = tmp_path / "page.html"
-    assert main([str(tmp_path / "tokenizer"), "--data", str(source), "-o", str(output), "--images", "1"]) == 0
+    assert main([str(tmp_path / "tokenizer"), "--data", str(source), "-o", str(output), "--limit", "1"]) == 0
     text, images = require_harmless(output.read_text()).text, shown(output.read_text())
     for label, bits in (("all ids", 24), ("all ids, 1 of 2 detail stages", 48), ("all ids, 2 of 2 detail stages", 72)):
         assert f"{label} {bits} bits" in text
@@ -123,13 +127,6 @@ def test_detail_stages_follow_all_ids(tmp_path):
     for stages in range(3):
         expected = (255 * image.decode_pixels(ids, detail=stages)[0]).round().permute(1, 2, 0).numpy()
         assert np.abs(images[1 + 2 * stages].astype(float) - expected).max() <= 1
-
-
-def test_an_existing_page_is_kept_without_force(page, capsys):
-    page()
-    with pytest.raises(AssertionError):
-        page()
-    assert "page.html exists; name another file, or add --force to replace it" in capsys.readouterr().err
 
 
 def test_hostile_captions_stay_texts(tmp_path, page):
@@ -173,3 +170,127 @@ def test_weights_that_decode_to_nan(tmp_path, page, capsys):
     with pytest.raises(AssertionError):
         page()
     assert "have NaN or infinite pixels" in capsys.readouterr().err
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A tokenizer folder, and one of images: 12 of 30 x 20 pixels, a square one, and one that is no image."""
+    tokenizer(tmp_path / "tokenizer")
+    images = pictures(tmp_path / "images")
+    Image.fromarray(np.random.default_rng(1).integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(images / "square.png")
+    (images / "list.txt").write_text("no image")
+    return tmp_path
+
+
+def write(folders, *options: str, out: str = "out") -> int:
+    return main(
+        [str(folders / "tokenizer"), "--images", str(folders / "images"), "--out", str(folders / out), *options]
+    )
+
+
+def files_in(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_image_is_written_under_its_name_at_its_own_size(folders, capsys):
+    images, out = folders / "images", folders / "out"
+    Image.open(images / "square.png").save(images / "below" / "photo.JPG", quality=90)
+    Image.open(images / "00.png").convert("L").resize((7, 150)).save(images / "narrow.bmp")
+    assert write(folders, "--batch-size", "4") == 0
+    assert f"{out}: 15 images written, 0 were there before" in capsys.readouterr().out
+    found = {name: Image.open(io.BytesIO(data)) for name, data in files_in(out).items() if name != BEGUN_FILE}
+    assert found.keys() == files_in(images).keys() - {"list.txt", ".hidden.png"}
+    for name, image in found.items():
+        assert (image.format, image.mode, image.size) == ("PNG", "RGB", Image.open(images / name).size)
+    image = ImageTokenizer.from_pretrained(folders / "tokenizer")
+    square = torch.from_numpy(np.array(Image.open(images / "square.png"))).permute(2, 0, 1)[None]
+    expected = (255 * image.decode_pixels(image.encode(square))[0]).round().permute(1, 2, 0).numpy()
+    assert np.abs(np.array(found["square.png"]) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("size", [(40, 64), (64, 40), (64, 63)])
+def test_nothing_moves_and_no_white_comes_in(folders, size, monkeypatch):
+    """With a decoder that gives back the square, twice as large, the image is the same but for its resolution."""
+    across, down = np.meshgrid(np.linspace(0, 200, size[1]), np.linspace(0, 100, size[0]))
+    original = np.stack([across, down, across + down * 0], axis=2).round().astype(np.uint8)
+    shutil.rmtree(folders / "images")
+    (folders / "images").mkdir()
+    Image.fromarray(original).save(folders / "images" / "slope.png")
+    tokenizer(folders / "tokenizer", image_size=32)
+    monkeypatch.setattr(ImageTokenizer, "encode_pixels", lambda self, images: images)
+    doubled = lambda self, ids: ids.repeat_interleave(2, 2).repeat_interleave(2, 3) / 255  # noqa: E731
+    monkeypatch.setattr(ImageTokenizer, "decode_pixels", doubled)
+    assert write(folders) == 0
+    made = np.array(Image.open(folders / "out" / "slope.png")).astype(float)
+    inner = np.abs(made - original)[4:-4, 4:-4]
+    assert inner.mean() < 3
+    assert abs((made - original)[4:-4, 4:-4].mean()) < 0.6  # half a pixel of the square would be 3
+    assert made.max() < 215
+
+
+def test_a_stopped_job_goes_on_and_leaves_no_half_files(folders, monkeypatch, capsys):
+    assert write(folders, out="whole") == 0
+    replace, calls = os.replace, []
+
+    def stop(*paths):
+        calls.append(paths)
+        if len(calls) == 11:  # the settings, and ten images; those of the subfolder come last
+            raise KeyboardInterrupt
+        replace(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic.os, "replace", stop)
+        assert write(folders, "--batch-size", "4") == 130
+    (folders / "out" / "below" / ".tmp-left.png-0").write_bytes(b"half of an image of a killed process")
+    made = [name for name in files_in(folders / "out") if name.endswith(".png")]
+    assert len(made) == 9
+    before = {path: path.stat().st_mtime_ns for path in (folders / "out").rglob("[!.]*.png")}
+    assert write(folders, "--batch-size", "4") == 0
+    assert "4 images written, 9 were there before" in capsys.readouterr().out
+    assert files_in(folders / "out") == files_in(folders / "whole")
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    os.utime(folders / "images" / "00.png")  # a newer original is done again
+    assert write(folders) == 0
+    assert "1 images written, 12 were there before" in capsys.readouterr().out
+
+
+def _write_on_rank(folder):
+    assert write(folder, "--device", "cpu", out="shared") == 0
+
+
+def test_processes_share_the_images(folders, ranks):
+    assert write(folders, "--device", "cpu") == 0
+    ranks(3, _write_on_rank, folders, init=False)
+    assert files_in(folders / "shared") == files_in(folders / "out")
+
+
+def test_folders_that_would_lose_something_are_refused(folders, capsys):
+    (folders / "full").mkdir()
+    (folders / "full" / "thesis.png").write_bytes(b"")
+    assert write(folders, out="images/out") == 2
+    assert "expected a folder beside" in capsys.readouterr().err
+    assert write(folders, out=".") == 2
+    assert "expected a folder beside" in capsys.readouterr().err
+    assert write(folders, out="full") == 2
+    assert "this command did not begin it; expected a new folder" in capsys.readouterr().err
+    assert write(folders) == 0
+    torch.manual_seed(5)
+    image = ImageTokenizer.from_pretrained(folders / "tokenizer")
+    torch.nn.init.normal_(next(image.pixels.parameters()))
+    image.save_pretrained(folders / "tokenizer")
+    assert write(folders) == 2
+    assert "was begun with other settings; expected a new folder" in capsys.readouterr().err
+    given = [str(folders / "tokenizer"), "--out", str(folders / "new")]
+    for options in ([], ["--images", str(folders / "images"), "--data", "kind=scenes"]):
+        assert main([*given, *options]) == 2
+        assert "expected one of --images FOLDER, for image files, and --data, for a page" in capsys.readouterr().err
+    assert main([*given, "--images", str(folders / "gone")]) == 2
+    assert "expected a folder of images" in capsys.readouterr().err
+
+
+def test_images_that_cannot_be_read_are_named(folders, capsys):
+    (folders / "images" / "below" / "torn.jpg").write_bytes(b"\xff\xd8\xff torn")
+    assert write(folders) == 2
+    assert "below/torn.jpg: " in capsys.readouterr().err
+    assert write(folders, "--bad-fraction", "0.1") == 0
+    assert "0 images written, 13 were there before; 1 cannot be used and are left out" in capsys.readouterr().out

@@ -29,6 +29,7 @@ from tests.docs.place import make_place, names
 NOT_RUN: list[str] = [
     "docs/frontier.md: trains six runs",
     "docs/gpu.md: needs the bundle, and another machine",
+    "docs/mteb.md: needs mteb and the network",
     "docs/reuse.md: needs the hub",
 ]
 """``page: reason`` of every block that nothing runs."""

@@ -122,6 +122,7 @@ def test_what_cannot_be_pushed_is_refused_and_a_link_is_not_followed(hub, tmp_pa
     with pytest.raises(CheckpointError, match="damaged or cut short"):
         push_folder(folder, "somebody/model")
     (tmp_path / "secret").write_text("a key")
+    (folder / "README.md").unlink()
     (folder / "README.md").symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match=r"README\.md: is a link"):
         push_folder(folder, "somebody/model")

@@ -63,6 +63,7 @@ def load(folder):
 def test_it_loads_offline_without_the_towers_folders(exported):
     model, folder = exported
     assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md",
         "config.json",
         "model.safetensors",
         "preprocessor_config.json",

@@ -5,14 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from vqclip.cli.options import MODEL, WEIGHTS, Command, LocalPath, Text, Weights, paths_and_overrides, require_page
-from vqclip.errors import ConfigError
+from vqclip.cli.options import (
+    MODEL,
+    WEIGHTS,
+    BatchSize,
+    Command,
+    LocalPath,
+    Text,
+    Weights,
+    Workers,
+    paths_and_overrides,
+    require_page,
+)
+from vqclip.errors import ConfigError, import_extra
 from vqclip.runlog.console import print_output
 
 if TYPE_CHECKING:
@@ -21,7 +33,7 @@ if TYPE_CHECKING:
     from vqclip.data import SourceConfigBase
     from vqclip.evaluation import EvaluationConfig, Result
 
-__all__ = ["Evaluate", "EvaluateTask"]
+__all__ = ["Evaluate", "EvaluateMteb", "EvaluateTask"]
 
 
 class _Evaluation(Command, words=("models",)):
@@ -264,6 +276,67 @@ class EvaluateTask(_Evaluation, reads="keys of the task"):
         if kind == "folder" and split:
             paths, split = [str(Path(path) / split) for path in paths], None
         return parse_source(paths, overrides, kind=kind, split=split)
+
+
+class EvaluateMteb(Command, words=("models",)):
+    """Evaluate models with mteb, on its tasks of images, and of images and texts.
+
+    mteb downloads the data of a task (HF_HOME says where to), and stores a file for each task, which is not computed
+    again. Needs pip install 'vqclip[mteb]', and Python 3.11.
+
+    Examples:
+      vqclip evaluate mteb runs/base --tasks EuroSATZeroShot Flickr30kI2TRetrieval
+      vqclip evaluate mteb runs/small runs/large --tasks "MIEB(lite)" --out results
+    """
+
+    models: tuple[Text, ...] = Field(description=f"{MODEL}; for tasks of images, images alone", min_length=1)
+    tasks: tuple[Text, ...]
+    """Names of mteb's tasks or benchmarks."""
+    modes: tuple[Literal["continuous", "quantized", "codes_only"], ...] = ("continuous", "codes_only")
+    """Quantizers bypassed, the training path, or embeddings of stored ids."""
+    batch_size: BatchSize = 64
+    """Inputs in a batch."""
+    workers: Workers = 0
+    """Worker processes that read and decode the data."""
+    device: Text = "auto"
+    """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Autocast type."""
+    weights: Weights = Field("averaged", description=WEIGHTS)
+    out: LocalPath | None = None
+    """Folder of mteb's results, a JSON file for each task; its own cache without it (MTEB_CACHE or ~/.cache/mteb)."""
+
+    def run(self) -> None:
+        """Evaluate every model in every mode."""
+        from vqclip.evaluation.tables import table
+        from vqclip.integrations.mteb import load
+
+        mteb = import_extra("mteb", "mteb", "vqclip evaluate mteb ")
+
+        tasks = []
+        for name in self.tasks:
+            try:
+                tasks += mteb.get_benchmark(name).tasks
+            except KeyError:
+                try:
+                    tasks.append(mteb.get_task(name))
+                except KeyError as error:
+                    raise ConfigError(f"--tasks: {error.args[0].removeprefix('KeyError: ')}") from None
+        cache = mteb.ResultCache(None if self.out is None else self.out.expanduser())
+        settings = {"encode_kwargs": {"batch_size": self.batch_size}, "num_proc": self.workers or None}
+        for name in self.models:
+            scores: dict[tuple[str, str], list[float]] = {}
+            for mode in self.modes:
+                model = load(name, mode=mode, device=self.device, precision=self.precision, weights=self.weights)
+                try:
+                    found = mteb.evaluate(model, tasks, cache=cache, show_progress_bar=sys.stderr.isatty(), **settings)
+                except ValueError as error:  # such as a task of texts for a tokenizer of images
+                    raise ConfigError(f"{name}: {error}") from error
+                for task, result in zip(tasks, found.task_results, strict=True):
+                    scores.setdefault((task.metadata.name, task.metadata.main_score), []).append(result.get_score())
+            heads = ["task", "score", *(mode.replace("_", " ") for mode in self.modes)]
+            rows = [[*task, *(f"{score:.5f}" for score in each)] for task, each in scores.items()]
+            print_output(f"model: {name}\n\n{table(heads, rows, left=2)}\n")
 
 
 def _settings(name: str) -> str:

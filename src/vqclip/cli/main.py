@@ -34,6 +34,7 @@ COMMANDS = {
     "evaluate pixels": (
         "evaluate.EvaluateTask", "decode stored ids, and compare the images with the originals, WebP and JPEG"
     ),
+    "evaluate mteb": ("evaluate.EvaluateMteb", "evaluate models with mteb, on its tasks"),
     "tokenize": ("tokenize.Tokenize", "turn image-text shards into token shards"),
     "search": ("", "index images by their codes, and search them by words"),
     "search build": ("search.Build", "make an index of images or captions"),
@@ -47,7 +48,7 @@ COMMANDS = {
     "data plan": ("data.Plan", "say what the data of a run need before it starts"),
     "data show": ("data.Show", "make a contact sheet of what the model sees"),
     "export": ("export.Export", "write a tokenizer as ONNX files, and compare their ids with its own"),
-    "reconstruct": ("pages.Reconstruct", "write a page of images beside what their ids decode to"),
+    "reconstruct": ("pages.Reconstruct", "write what the ids of images decode to: image files, or a page"),
     "report": ("pages.Report", "write the page of a run, or one that compares several"),
     "demo": ("pages.Demo", "try a tokenizer in the browser: codes, classes, nearest images"),
     "export-tokenizer": ("export.ExportTokenizer", "write the tokenizer folder of any checkpoint of a run"),

@@ -246,11 +246,11 @@ def paths_and_overrides(given: Sequence[str]) -> tuple[list[str], list[str]]:
     return [each for each in given if each not in overrides], overrides
 
 
-def require_page(option: str, output: Path, *, replace: bool = True) -> None:
+def require_page(option: str, output: Path) -> None:
     """Check that a page can be written: its name ends in .html, unlike config.yaml, and its folder exists.
 
     Raises:
-        ConfigError: it cannot be written; or there is a file and ``replace`` is False.
+        ConfigError: it cannot be written.
     """
     if output.exists() and not output.is_file() and not output.is_dir():  # /dev/stdout, a pipe
         return
@@ -258,5 +258,3 @@ def require_page(option: str, output: Path, *, replace: bool = True) -> None:
         raise ConfigError(f"{option}: got {output}; expected a file whose name ends in .html")
     if not output.parent.is_dir():
         raise ConfigError(f"{option}: got {output}, but there is no folder {output.parent}")
-    if output.exists() and not replace:
-        raise ConfigError(f"{option}: {output} exists; name another file, or add --force to replace it")

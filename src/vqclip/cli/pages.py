@@ -25,6 +25,7 @@ from vqclip.runlog.console import print_output
 
 if TYPE_CHECKING:
     from vqclip.data import SourceConfigBase
+    from vqclip.tokenizer import ImageTokenizer
 
 __all__ = ["Demo", "Reconstruct", "Report"]
 
@@ -65,80 +66,104 @@ class Report(Command, words=("runs",)):
 
 
 class Reconstruct(Command, words=("tokenizer",)):
-    """Write a page of images beside what their ids decode to: originals, reconstructions, differences.
+    """Write what the ids of images decode to: image files for other programs, or a page to look at.
 
-    The tokenizer needs a pixel decoder. Images are drawn from the data by --seed; of these, the page shows the worst,
-    median and best by PSNR, each decoded from its first residual stages and codebooks, and from all ids. The page is
-    one file that needs no network and runs no script.
+    The tokenizer needs a pixel decoder. With --images, every image of the folder is written under its relative name and
+    at its own size, as TokBench, VTBench and torch-fidelity read them; run the same command again to continue after a
+    stop. On several processes, which share the images: torchrun --standalone --nproc-per-node 8 -m vqclip reconstruct
+
+    With --data, a page shows the worst, median and best by PSNR of --limit images, each decoded from its first residual
+    stages and codebooks, and from all ids. It is one file that needs no network and runs no script.
 
     Examples:
+      vqclip reconstruct runs/pixels/tokenizer --images TokBench/images --out reconstructed
       vqclip reconstruct runs/pixels/tokenizer --data path/to/images -o page.html
       vqclip reconstruct runs/pixels/tokenizer --data "val/{0..3}.tar" captions=json json_keys=[caption] -o page.html
-      vqclip reconstruct runs/pixels/tokenizer --data path/to/cls_eurosat --split test -o page.html
       vqclip reconstruct runs/pixels/tokenizer --data kind=scenes split=val -o page.html
     """
 
     tokenizer: Text
     """Tokenizer folder with a pixel decoder, or hub name (owner/name)."""
-    data: tuple[Text, ...]
-    """Images: a folder of image files, a table, tars, a pattern or URL, and keys of the kind, as kind=csv."""
-    split: str | None = Field(None, description=f"Of data with several: {SPLIT}")
-    output: LocalPath
-    """The page."""
-    force: bool = False
-    """Replace an existing page."""
-    images: Annotated[int, Field(ge=1, le=10_000)] = 256
-    """Images that are drawn and decoded."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of the draw."""
-    show: Annotated[int, Field(ge=1, le=32)] = 4
-    """Images of each of worst, median and best on the page."""
-    side: Annotated[int, Field(ge=16, le=512)] = 256
-    """Largest side of an image on the page, in pixels; PSNR is always of the full size."""
+    images: LocalPath | None = None
+    """Folder of image files, all of which are written."""
+    out: LocalPath
+    """Folder of the image files, or the page."""
     batch_size: BatchSize = 256
     """Images in a batch."""
-    workers: Workers = 0
-    """Worker processes that decode images; 0: this process."""
     bad_fraction: BadFraction = 0.01
     """Largest share of unusable images; they are left out."""
     device: Text = "auto"
     """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
+    data: tuple[Text, ...] = ()
+    """For a page: a folder of image files, a table, tars, a pattern or URL, and keys of the kind, as kind=csv."""
+    split: str | None = Field(None, description=f"Of data with several: {SPLIT}")
+    limit: Annotated[int, Field(ge=1, le=10_000)] = 256
+    """Images of --data that are decoded, evenly spread over them."""
+    show: Annotated[int, Field(ge=1, le=32)] = 4
+    """Images of each of worst, median and best on the page."""
+    side: Annotated[int, Field(ge=16, le=512)] = 256
+    """Largest side of an image on the page, in pixels; PSNR is always of the full size."""
+    workers: Workers = 0
+    """Worker processes that decode the images of --data; 0: this process."""
 
     def run(self) -> None:
-        """Write the page."""
-        import contextlib
-        import shlex
-
+        """Write the image files, or the page."""
         from vqclip import dist
-        from vqclip.data import mask_credentials, open_source
-        from vqclip.data.workers import explain_worker_deaths
-        from vqclip.evaluation.reconstructions import DrawnSource, reconstruct
-        from vqclip.io.atomic import write_text
-        from vqclip.report.page import reconstructions_page
+        from vqclip.evaluation.reconstructions import write_reconstructions
         from vqclip.tokenizer.loading import load_tokenizer
 
-        require_page("--output", self.output, replace=self.force)
-        tokenizer = load_tokenizer(self.tokenizer, "image").to(dist.choose_device(self.device, "--device"))
+        if (self.images is None) == (not self.data):
+            raise ConfigError("expected one of --images FOLDER, for image files, and --data, for a page")
+        if self.images is None:
+            require_page("--out", self.out)
+        device = dist.choose_device(self.device, "--device")
+        tokenizer = load_tokenizer(self.tokenizer, "image").to(device)
         if tokenizer.pixels is None:
             raise ConfigError(
                 f"{self.tokenizer}: has no pixel decoder; expected the tokenizer folder of a run that has trained one, "
                 "with `task: pixels` or with model.image.pixels"
             )
-        drawn = DrawnSource(open_source(self._source()), self.images, self.seed)
-        reading = {"batch_size": self.batch_size, "workers": self.workers, "max_bad_fraction": self.bad_fraction}
+        if not tokenizer.codebook_sizes:
+            raise ConfigError("reconstruct: the image quantizer has no codes (Identity); expected one with a codebook")
+        if self.images is None:
+            self._write_page(tokenizer)
+            return
+        images, out = self.images.expanduser(), self.out.expanduser()
+        try:
+            dist.init(device)
+            made, there, bad = write_reconstructions(tokenizer, images, out, self.batch_size, self.bad_fraction)
+            if dist.is_main():
+                left_out = f"; {bad:,} cannot be used and are left out" if bad else ""
+                print_output(f"{out}: {made:,} images written, {there:,} were there before{left_out}")
+        finally:
+            dist.shutdown()
+
+    def _write_page(self, tokenizer: ImageTokenizer) -> None:
+        import contextlib
+        import shlex
+
+        from vqclip.data import mask_credentials, open_source
+        from vqclip.data.workers import explain_worker_deaths
+        from vqclip.evaluation.reconstructions import reconstruct
+        from vqclip.io.atomic import write_text
+        from vqclip.report.page import reconstructions_page
+
+        assert tokenizer.pixels is not None
+        source, names = open_source(self._source()), ("batch_size", "workers", "limit")
+        reading = {name: getattr(self, name) for name in names} | {"max_bad_fraction": self.bad_fraction}
         with explain_worker_deaths("reconstruct") if self.workers else contextlib.nullcontext():
-            found = reconstruct(tokenizer, drawn, self.show, self.side, **reading)
+            found = reconstruct(tokenizer, source, self.show, self.side, **reading)
         place, shown = (mask_credentials(each) for each in (self.tokenizer, " ".join(self.data)))
-        facts = [f"{found.images:,} images of {shown}, drawn by seed {self.seed}", f"tokenizer {place}"]
+        facts = [f"{found.images:,} of {len(source):,} images of {shown}", f"tokenizer {place}"]
         if found.bad:
             facts.append(f"{found.bad:,} images cannot be used and are left out")
         side = min(self.side, tokenizer.pixels.image_size)
         repeat = mask_credentials(shlex.join(["vqclip", "reconstruct", *self.given]))
-        write_text(self.output, reconstructions_page(f"Reconstructions of {shown}", found, facts, repeat, side=side))
+        write_text(self.out, reconstructions_page(f"Reconstructions of {shown}", found, facts, repeat, side=side))
         _, bits, figures = found.decodings[-1]
         print_output(
-            f"{self.output}: {found.images:,} images, {bits:,.0f} bits an image, PSNR {figures['psnr']:.2f} dB; "
-            f"{self.output.stat().st_size:,} bytes; open it in a browser"
+            f"{self.out}: {found.images:,} images, {bits:,.0f} bits an image, PSNR {figures['psnr']:.2f} dB; "
+            f"{self.out.stat().st_size:,} bytes; open it in a browser"
         )
 
     def _source(self) -> SourceConfigBase:

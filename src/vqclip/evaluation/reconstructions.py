@@ -1,4 +1,4 @@
-"""Reconstructions for a page: images beside what their ids decode to, from the fewest bits to all.
+"""Reconstructions: image files for other programs, and a page of images beside what their ids decode to.
 
 Shapes: B images in a batch, n in all, m shown, N tokens, C codebooks, Cd detail
 codebooks, S pixels on each side.
@@ -7,16 +7,26 @@ codebooks, S pixels on each side.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from os.path import getmtime
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+import torchvision.transforms.v2.functional as F
+from PIL.Image import Resampling
 from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from tqdm import tqdm
 
-from vqclip.data import EvalBatch, EvalSet, RawSample, Source
-from vqclip.data.draws import hash_integers, permute
+from vqclip import dist
+from vqclip.data import EvalBatch, EvalSet, Source
+from vqclip.data.batch import require_few_bad
+from vqclip.data.decode import IMAGE_ENDINGS, decode_image
+from vqclip.data.sources.base import read_image
 from vqclip.data.transforms import EvalTransform
 from vqclip.errors import ConfigError, DataError
 from vqclip.evaluation.details import (
@@ -27,14 +37,20 @@ from vqclip.evaluation.details import (
     ShownImage,
     exact_thumbnail,
 )
+from vqclip.evaluation.partition import RankPartition
+from vqclip.io.atomic import TEMPORARY, remove_leftovers, write_file, write_text
+from vqclip.io.files import walk_files
 from vqclip.pixels.codecs import best_within, compress
 from vqclip.pixels.metrics import compare_images, mean_figures, to_uint8
+from vqclip.process import progress
 from vqclip.quantizers import Prefix
-from vqclip.seeds import derive_seed
 from vqclip.tokenizer import ImageTokenizer
+from vqclip.tokenizer.stored import fingerprint, pixels_fingerprint
 
 ALL_IDS = "all ids"
 """Label of all ids where they have no shorter prefix."""
+BEGUN_FILE = ".vqclip-reconstruct.json"
+"""Hidden file of a folder of reconstructions, with the tokenizer and the images that they are of."""
 
 
 class DecodedPrefix(NamedTuple):
@@ -137,40 +153,6 @@ def show_reconstructions(
         yield Reconstruction(image=shown, decoded=tuple(described))
 
 
-class DrawnSource:
-    """Samples of a source that a seed draws, in the order of the source.
-
-    Args:
-        source: the source.
-        count: number of samples; all of a smaller source.
-        seed: seed of the draw.
-    """
-
-    def __init__(self, source: Source, count: int, seed: int):
-        self._source = source
-        self.classnames, self.templates, self.notes = source.classnames, source.templates, source.notes
-        size, key = len(source), hash_integers(derive_seed(seed, "reconstruct"))
-        self.indices: list[int] = sorted(permute(np.arange(min(count, size)), size, key).tolist()) if size else []
-        """Their numbers in the source."""
-
-    def __len__(self) -> int:
-        """Return the number of drawn samples."""
-        return len(self.indices)
-
-    def read(self, index: int) -> RawSample:
-        """Read one sample; see `Source.read`."""
-        return self._source.read(self.indices[index])
-
-    def name(self, index: int) -> str:
-        """Return shard and sample; see `Source.name`."""
-        return self._source.name(self.indices[index])
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """Fingerprint of the source, and the numbers of the samples."""
-        return {"source": self._source.fingerprint, "indices": self.indices}
-
-
 class Reconstructions(NamedTuple):
     """Reconstructions of n images."""
 
@@ -188,20 +170,17 @@ def reconstruct(tokenizer: ImageTokenizer, source: Source, shown: int, side: int
     """Decode every prefix of the ids of images; show the worst, median and best images by the PSNR of all ids.
 
     Args:
-        tokenizer: with a pixel decoder, in evaluation mode.
+        tokenizer: with codes and a pixel decoder, in evaluation mode.
         source: the images.
         shown: number of images of each group.
         side: largest side of an image that is shown, in pixels.
-        **reading: ``batch_size``, ``workers`` and ``max_bad_fraction`` of `EvalSet`.
+        **reading: ``batch_size``, ``workers``, ``limit`` and ``max_bad_fraction`` of `EvalSet`.
 
     Raises:
-        ConfigError: the tokenizer has no codes.
         DataError: no image can be used, or too many cannot.
         NonFiniteError: a decoded pixel is NaN or infinite.
     """
     prefixes, bad, texts = decoded_prefixes(tokenizer), 0, dict[int, str]()
-    if not prefixes:
-        raise ConfigError("reconstruct: the image quantizer has no codes (Identity); expected one with a codebook")
     ids, figures = list[Tensor](), [list[dict[str, Tensor]]() for _ in prefixes]
     seen, transform = EvalSet(source, tokenizer.transform, **reading), pixel_transform(tokenizer)
     is_same = transform.image_size == tokenizer.tower.image_size
@@ -238,3 +217,90 @@ def choose_images(psnr: Tensor, some: int) -> dict[str, list[int]]:
         return {"All images, worst first": order}
     middle = (len(order) - some) // 2
     return {"Worst": order[:some], "Median": order[middle : middle + some], "Best": order[: -some - 1 : -1]}
+
+
+def write_reconstructions(
+    tokenizer: ImageTokenizer, images: Path, out: Path, batch_size: int, bad_fraction: float
+) -> tuple[int, int, int]:
+    """Write what the ids of every image of a folder decode to, under its relative name and at its own size.
+
+        whole image -> fitted into a white square -> ids -> square -> without the white, at its own size -> PNG
+
+    Every file is a PNG without loss, whatever its name ends in, and is written whole or not at all; those that are
+    there and not older than their original are not written again. All ranks must call this: rank r of W writes the
+    images r, r + W, ... in the order of their names.
+
+    Args:
+        tokenizer: with codes and a pixel decoder, in evaluation mode.
+        images: folder of images and subfolders; hidden ones are skipped.
+        out: a new folder, or one that this function began with the same tokenizer and images.
+        batch_size: images in a batch.
+        bad_fraction: largest share of images that cannot be used and are left out.
+
+    Returns:
+        Number of images of all ranks that were written, that were there before, and that cannot be used.
+
+    Raises:
+        ConfigError: ``out`` has other content, or one of the folders contains the other.
+        DataError: there is no image, or too many cannot be used; raised on every rank.
+        NonFiniteError: a decoded pixel is NaN or infinite; raised on every rank.
+    """
+    names = dist.run_on_main(lambda: _begin_folder(tokenizer, images, out))  # so that all ranks have the same ones
+    assert tokenizer.pixels is not None
+    side, scale = tokenizer.tower.image_size, tokenizer.pixels.image_size / tokenizer.tower.image_size
+    interpolation = InterpolationMode(tokenizer.config.preprocess.interpolation)
+    partition, bad = RankPartition.create(True), list[str]()
+    with partition.raise_on_all_ranks():
+        mine = [names[index] for index in partition.indices(len(names))]
+        found = {each for each in mine if (out / each).is_file() and getmtime(out / each) >= getmtime(images / each)}
+        todo = [name for name in mine if name not in found]
+        silent = None if dist.is_main() else True  # None: shown on a terminal alone
+        for start in tqdm(range(0, len(todo), batch_size), "reconstruct", unit="batch", disable=silent):
+            progress.heartbeat()
+            squares, places = list[Tensor](), list[tuple[str, tuple[int, int], tuple[float, float, float, float]]]()
+            for name in todo[start : start + batch_size]:
+                try:
+                    image = decode_image(read_image(images / name, name))
+                except DataError as error:
+                    bad.append(f"{name}: {str(error).removeprefix(f'{name}: ')}")
+                    continue
+                height, width = (max(1, round(side * each / max(image.shape[1:]))) for each in image.shape[1:])
+                left, top = (side - width) // 2, (side - height) // 2
+                right, bottom = left + width, top + height
+                whole = F.resize(image, [height, width], interpolation, antialias=True)
+                squares.append(F.pad(whole, [left, top, side - right, side - bottom], fill=255.0))
+                box = (scale * left, scale * top, scale * right, scale * bottom)
+                places.append((name, (image.shape[2], image.shape[1]), box))
+            if squares:
+                decoded = to_uint8(tokenizer.decode_pixels(tokenizer.encode_pixels(torch.stack(squares))))
+                for (name, size, box), made in zip(places, tokenizer.to_pil(decoded), strict=True):
+                    (out / name).parent.mkdir(parents=True, exist_ok=True)
+                    write_file(out / name, partial(made.resize(size, Resampling.BICUBIC, box).save, format="PNG"))
+    reasons, there = partition.gather_items(bad), sum(partition.gather_items([len(found)]))
+    require_few_bad(reasons, len(reasons), int(bad_fraction * len(names)), "--bad-fraction")
+    return len(names) - there - len(reasons), there, len(reasons)
+
+
+def _begin_folder(tokenizer: ImageTokenizer, images: Path, out: Path) -> list[str]:
+    """Begin the folder ``out``, or go on with it, and return the relative names of the images."""
+    images, out = images.resolve(), out.resolve()
+    if not images.is_dir():
+        raise ConfigError(f"--images: got {images}, expected a folder of images")
+    if out.is_relative_to(images) or images.is_relative_to(out):
+        raise ConfigError(f"--out: got {out}, expected a folder beside {images}, whose images would be replaced")
+    names = [name for name in walk_files(images) if name.lower().endswith(IMAGE_ENDINGS)]
+    if not names:
+        raise DataError(f"{images}: contains no image; expected files such as {', '.join(IMAGE_ENDINGS[:5])}")
+    settings = {"images": str(images), "tokenizer": fingerprint(tokenizer), "pixels": pixels_fingerprint(tokenizer)}
+    file, text = out / BEGUN_FILE, json.dumps(settings, indent=2) + "\n"
+    if file.is_file():
+        if (there := file.read_text(encoding="utf-8", errors="replace")) != text:
+            raise ConfigError(f"--out: {out} was begun with other settings; expected a new folder:\n{there}{text}")
+    elif out.exists() and not (out.is_dir() and all(each.name.startswith(TEMPORARY) for each in out.iterdir())):
+        raise ConfigError(f"--out: {out} exists, and this command did not begin it; expected a new folder")
+    else:
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(file, text)
+    for folder in {(out / name).parent for name in names} | {out}:
+        remove_leftovers(folder)
+    return names

@@ -10,7 +10,7 @@ open_clip's methods around the vqclip model. Towers alone can be written: `vqcli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
@@ -78,16 +78,7 @@ class OpenCLIPWrapper(nn.Module):
 
     def __init__(self, clip: CLIP, mode: Mode = "codes_only", precision: Precision = "fp32"):
         super().__init__()
-        if mode not in MODES:
-            raise ConfigError(f"mode: got {mode!r}, expected one of {', '.join(MODES)}")
-        if precision not in get_args(Precision):
-            raise ConfigError(f"precision: got {precision!r}, expected one of {', '.join(get_args(Precision))}")
-        for tokenizer in (clip.image, clip.text):
-            if mode == "codes_only" and not tokenizer.codebook_sizes:
-                raise ConfigError(
-                    f"mode: got 'codes_only', but the {tokenizer.modality} quantizer has no codes; expected "
-                    "'continuous' or 'quantized'"
-                )
+        require_mode((clip.image, clip.text), mode, precision)
         self.clip, self.mode, self.precision = clip, mode, precision
         self.context_length = clip.text.preprocess.context_length
         self.vocab_size = clip.text.preprocess.size
@@ -115,11 +106,11 @@ class OpenCLIPWrapper(nn.Module):
         Raises:
             ShapeError: another shape, or pixels outside 0..1: the model normalises them itself.
         """
-        return self._embed(self.clip.image, self.clip.image.batch(image))
+        return embed(self.clip.image, self.clip.image.batch(image), self.mode, self.precision)
 
     def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
         """Embed ``(B, N)`` token numbers of `Tokenize` → ``(B, E)``, unit-norm whatever ``normalize`` is."""
-        return self._embed(self.clip.text, self.clip.text.batch(text))
+        return embed(self.clip.text, self.clip.text.batch(text), self.mode, self.precision)
 
     def get_logits(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits ``(B, T)`` of images over texts, and their transpose."""
@@ -137,14 +128,30 @@ class OpenCLIPWrapper(nn.Module):
         found = (images, texts, self.logit_scale.exp())
         return found if self.logit_bias is None else (*found, self.logit_bias)
 
-    def _embed(self, tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor) -> Tensor:
-        with autocast(tokenizer.device, self.precision):
-            if self.mode == "continuous":
-                return tokenizer.continuous(inputs)
-            if self.mode == "quantized":
-                return tokenizer(inputs).embedding
-            stored = tokenizer.encode(inputs, self.precision).to(id_dtype(tokenizer.codebook_sizes))
-            return tokenizer.embed(stored, self.precision)
+
+def require_mode(tokenizers: Iterable[ImageTokenizer | TextTokenizer], mode: Mode, precision: Precision) -> None:
+    """Raise ConfigError for an unknown mode or precision, or a tokenizer that has no codes for ``codes_only``."""
+    if mode not in MODES:
+        raise ConfigError(f"mode: got {mode!r}, expected one of {', '.join(MODES)}")
+    if precision not in get_args(Precision):
+        raise ConfigError(f"precision: got {precision!r}, expected one of {', '.join(get_args(Precision))}")
+    for tokenizer in tokenizers:
+        if mode == "codes_only" and not tokenizer.codebook_sizes:
+            raise ConfigError(
+                f"mode: got 'codes_only', but the {tokenizer.modality} quantizer has no codes; expected "
+                "'continuous' or 'quantized'"
+            )
+
+
+def embed(tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor, mode: Mode, precision: Precision) -> Tensor:
+    """Embed inputs as `tokenizer.batch` makes them → ``(B, E)`` unit-norm."""
+    with autocast(tokenizer.device, precision):
+        if mode == "continuous":
+            return tokenizer.continuous(inputs)
+        if mode == "quantized":
+            return tokenizer(inputs).embedding
+        stored = tokenizer.encode(inputs, precision).to(id_dtype(tokenizer.codebook_sizes))
+        return tokenizer.embed(stored, precision)
 
 
 class Visual(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vqclip.errors import CheckpointError, ConfigError, NonFiniteError
+from vqclip.errors import CheckpointError, ConfigError, NonFiniteError, printable
 from vqclip.io.atomic import FileDigest, digest_file, replace_folder, restore_folder, write_text
 from vqclip.io.files import HUB_NAME, expand_home
 from vqclip.io.json_files import add_checksum, read_json
@@ -55,7 +55,7 @@ embedding = tokenizer.embed(ids)  # (B, E) unit-norm, in the joint space of imag
 (`pixels.safetensors`), `tokenizer.to_pil(tokenizer.decode_pixels(ids))` returns images.
 `load_tokenizer(folder, modality="image", encode=False)` decodes and embeds stored ids without the tower and its
 library. In transformers: `VqclipImageTokenizer`, `VqclipTextTokenizer` and `VqclipModel` of
-`vqclip.integrations.transformers`.
+`vqclip.integrations.transformers`; in mteb: `vqclip.integrations.mteb.load(folder)`.
 """
 
 NO_FIGURES = "No figures were given: the card of a run's own folder has those of its evaluation."
@@ -64,7 +64,7 @@ NO_FIGURES = "No figures were given: the card of a run's own folder has those of
 def save_folder(
     folder: str | Path, config: dict[str, Any], state: dict[str, Tensor], files: Mapping[str, bytes]
 ) -> None:
-    """Write a tokenizer folder atomically. An existing tokenizer is replaced, together with its card.
+    """Write a tokenizer folder with a card, atomically. An existing tokenizer is replaced, together with its card.
 
     Raises:
         ConfigError: something would be lost: a tokenizer of another modality, another model, or other files.
@@ -76,6 +76,10 @@ def save_folder(
         write_tokenizer_files(folder, config, state, files)
         if "image" in config:
             (folder / PROCESSOR_FILE).write_text(json.dumps({"image_processor_type": PROCESSOR_CLASS}))
+        if not (folder / CARD_FILE).exists():  # a user's own, beside which no tokenizer was yet
+            what = " and ".join(f"{name}s" for name in MODALITIES if name in config)
+            text = card(printable(target.name, one_line=True), f"A tokenizer of {what}, made with vqclip.")
+            (folder / CARD_FILE).write_text(text, encoding="utf-8")
 
     restore_folder(target)
     if target.exists() and not (target / CONFIG_FILE).exists():  # the configuration is written last
