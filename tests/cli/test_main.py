@@ -62,18 +62,6 @@ def test_options_and_commands_that_were_meant(given: list[str], meant: str, caps
     assert f"; did you mean {meant}?" in capsys.readouterr().err
 
 
-def test_train_is_delegated(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--print-config", "--config", "nothing.yaml"]) == 2
-    assert "nothing.yaml" in capsys.readouterr().err
-
-
-def test_train_without_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "optim.lr=1e-3"]) == 2
-    first, *others = capsys.readouterr().err.removeprefix("vqclip train: ConfigError:\n").splitlines()
-    assert first == "no --config given, so required sections are missing; for example --config configs/base.yaml"
-    assert any(line.startswith("model: missing;") for line in others)
-
-
 @pytest.mark.parametrize(
     ("given", "meant"),
     [

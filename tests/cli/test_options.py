@@ -79,8 +79,8 @@ def test_options_and_keys_that_were_meant(capsys):
     assert "; keys of the configuration are written train_limit=..." in capsys.readouterr().err
     assert main(["report", "runs/a", "outputt=x.html"]) == 2
     assert 'outputt: unknown key; did you mean "output"?' in capsys.readouterr().err
-    assert main(["train", "configs/base.yaml"]) == 2
-    assert "got 'configs/base.yaml'; did you mean \"--config configs/base.yaml\"?" in capsys.readouterr().err
+    assert main(["data", "show", "configs/base.yaml", "--out", "x.html", "--image-size", "9"]) == 2
+    assert "--image-size: got it beside --config" in capsys.readouterr().err
 
 
 def test_options_may_be_written_as_keys_and_with_underscores(monkeypatch):

@@ -5,8 +5,9 @@ options, and `run` does the work, with the imports that it needs. So help and re
 
     vqclip tokenize --batch-size 8 ...       sets the field `batch_size`
     vqclip report runs/a runs/b              words fill the fields of `words`, in their order
-    vqclip train --config FILE optim.lr=3    key=value changes the configuration that the command reads (`keys`);
-                                             where it reads none, it is another spelling of an option
+    vqclip train FILE.yaml optim.lr=3        key=value changes the configuration that the command reads (`keys`);
+                                             where it reads none, it is another spelling of an option. A YAML file is
+                                             that of --config, which need not be written
 
 The same thing has the same name in each command: ``--out``, ``--device``, ``--data`` with paths and ``key=value``.
 """
@@ -216,6 +217,10 @@ def read_options(name: str, command: type[Command], arguments: Sequence[str], li
     options = vars(found)
     fields, values, given = command.model_fields, dict[str, Any](), options.pop("words", [])
     words, keys = paths_and_overrides(given)
+    files = [word for word in words if word.lower().endswith((".yaml", ".yml"))]
+    if files and "config" in fields and "config" not in options:
+        options["config"] = files[0]
+        words.remove(files[0])
     if "source" in fields and given and given[0].startswith("kind="):  # data without a path, such as kind=scenes
         words.insert(0, keys.pop(0))
     for key in command.words:
@@ -225,10 +230,7 @@ def read_options(name: str, command: type[Command], arguments: Sequence[str], li
             values[key] = words[:] if takes_rest else words[0]
         del words[:taken]
     if words and not others:  # what follows an unknown option may be its value
-        word = words[0]
-        if "config" in fields and (word.endswith((".yaml", ".yml", ".json")) or Path(word).is_file()):
-            raise ConfigError(f'got {word!r}; did you mean "--config {word}"?')
-        raise ConfigError(f"got {word!r}; expected {'section.key=value' if command.reads else 'no further word'}")
+        raise ConfigError(f"got {words[0]!r}; expected {'section.key=value' if command.reads else 'no further word'}")
     values |= options
     if not command.reads:
         pairs = (each.partition("=")[::2] for each in keys)

@@ -1,41 +1,67 @@
-"""``vqclip train``, also ``python -m vqclip.train``: train a configuration."""
+"""``vqclip train``, also ``python -m vqclip.train``: train a configuration, or on data by their path."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from vqclip.cli.options import Command, LocalPath
+from pydantic import Field
+
+from vqclip.cli.options import SOURCE, Command, LocalPath, Text
 from vqclip.config import did_you_mean, json_schema, suggest_keys, to_yaml
-from vqclip.config.loading import read_file
-from vqclip.errors import ConfigError
+from vqclip.config.loading import read_file, shipped
+from vqclip.errors import ConfigError, DataError
 from vqclip.runlog.console import print_output
+
+if TYPE_CHECKING:
+    from vqclip.data import SourceConfigBase
+    from vqclip.train.config import TaskConfig
 
 __all__ = ["Train"]
 
 _TIME_TO_REPORT_S = 5.0
 """Wait before a process other than the first of its machine ends."""
+_HELD_OUT, _PASSES = 0.1, 10
+"""Without --val: share of the samples that are held out. Smallest number of passes through the data."""
+_DULL = ("train", "training", "images", "data", "metadata", "captions", "shards")
+"""Names of folders and files that do not tell one set of images from another."""
+
+logger = logging.getLogger(__name__)
 
 
 class Train(
     Command,
-    reads="changes to the file, such as optim.lr=1e-3",
+    words=("source",),
+    reads="changes to the configuration, such as optim.lr=1e-3, and keys of SOURCE, such as captions=title",
     takes_others=True,
     failure=1,
     after_interrupt="what is not in a checkpoint is not kept",
     logs=True,
 ):
-    """Train image and text tokenizers together.
+    """Train image and text tokenizers together, on your own data or as a configuration says.
+
+    Given data, it trains heads on two small pretrained towers where vqclip[small-towers] is installed
+    (configs/pretrained.yaml), and everything from nothing otherwise (configs/captions.yaml). Without --val a tenth of
+    the samples is held out for the evaluation, by a hash of their names.
 
     Examples:
-      vqclip train --config configs/base.yaml run.name=mine optim.lr=1e-3
-      torchrun --standalone --nproc-per-node 2 -m vqclip train --config configs/base.yaml
+      vqclip train photos/
+      vqclip train photos.csv captions=title --val others.csv run.name=mine
+      vqclip train configs/base.yaml optim.lr=1e-3
+      torchrun --standalone --nproc-per-node 2 -m vqclip train configs/base.yaml
     """
 
     # torchrun takes options that begin like one of its own (--log..., --n..., --max...), so ours have other names.
+    source: Text | None = Field(None, description=f"{SOURCE} to train on; or a YAML file, such as configs/base.yaml")
+    val: Text | None = None
+    """With data: others, to evaluate on, in place of a held-out part."""
     config: LocalPath | None = None
-    """YAML file, such as configs/base.yaml."""
+    """The YAML file; --config need not be written."""
     print_config: bool = False
     """Print the resolved configuration and stop."""
     json_schema: bool = False
@@ -55,29 +81,89 @@ class Train(
         if self.json_schema:
             return self._print_schema()
         try:
-            if self.config is not None:
-                read_file(self.config, [])  # refused at once, without torch, if it cannot be read
-            from vqclip import train
-            from vqclip.train.tasks.kinds import load_task_config
-
-            config = load_task_config(self.config, self.keys)
-        except ConfigError as error:
-            # All processes of a machine read the same file, so one of them reports the error. torchrun kills the others
-            # as soon as the first process ends: they wait, so that the one that reports can finish.
+            config = self._load()
+        except (ConfigError, DataError):
+            # All processes of a machine read the same files, so one of them reports the error. torchrun kills the
+            # others as soon as the first process ends: they wait, so that the one that reports can finish.
             if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-                if self.config is None and ": missing;" in str(error):
-                    hint = "no --config given, so required sections are missing; for example --config configs/base.yaml"
-                    raise ConfigError(f"{hint}\n{error}") from None
                 raise
             time.sleep(_TIME_TO_REPORT_S)
             return 2
         if self.print_config:
             print_output(to_yaml(config).removesuffix("\n"))
             return 0
+        from vqclip import train
+
         result = train.run(config, owns_process=True)  # the first Ctrl-C is handled inside: it saves, and stops
         if int(os.environ.get("RANK", "0")) == 0:
             print(result)
         return 0
+
+    def _load(self) -> TaskConfig:
+        """Return the configuration: of the file, or for the data, after opening these.
+
+        Raises:
+            ConfigError: neither a file nor data are given, or both; or they are wrong.
+            DataError: the data cannot be used.
+        """
+        if (self.source is None) == (self.config is None):
+            got = "neither" if self.config is None else f"{self.source} and {self.config}"
+            raise ConfigError(f"got {got}; expected data or a configuration, such as photos/ or configs/base.yaml")
+        if self.config is not None:
+            if self.val is not None:
+                raise ConfigError("--val: got it with a configuration, which has its own `evaluation`; expected data")
+            read_file(self.config, [])  # refused at once, without torch, if it cannot be read
+        from vqclip.train.tasks.kinds import load_task_config
+
+        if self.config is not None:
+            return load_task_config(self.config, self.keys)
+        return load_task_config(*self._choose(str(self.source)))
+
+    def _choose(self, path: str) -> tuple[dict[str, Any], list[str]]:
+        """Choose a configuration for data, say which, and return it with the changes to it."""
+        from vqclip.data import DataConfig, open_source
+        from vqclip.data.held_out import PartOfSource
+        from vqclip.towers.weights import has_small_towers
+
+        if (Path(path).expanduser() / "config.yaml").is_file():
+            raise ConfigError(f"{path}: the folder of a run; expected data, or its configuration: {path}/config.yaml")
+        given, keys = self._parse(path)
+        data = DataConfig(sources=(given,))  # which chooses a split, where there are several
+        (source,) = (each.model_dump(mode="json", exclude_unset=True) for each in data.sources)
+        opened = open_source(data.sources[0], path)
+        trained = opened if self.val else PartOfSource(opened, _HELD_OUT, held_out=False)
+        has_prompts, name = bool(opened.templates), _name_of(path)
+        what = "labelled images" if has_prompts else "pairs"
+        evaluation: dict[str, Any] = {"kind": "zero_shot" if has_prompts else "retrieval", "name": f"held-out {what}"}
+        if self.val is None:
+            evaluation |= {"data": source, "held_out": _HELD_OUT, "limit": 2000}
+        else:
+            evaluation["data"] = self._parse(self.val)[0].model_dump(mode="json", exclude_unset=True)
+        is_pretrained = has_small_towers()
+        file = f"configs/{'pretrained' if is_pretrained else 'captions'}.yaml"
+        tree = read_file(shipped(file), []).plain()
+        tree["run"] = {"name": name}
+        tree["data"] |= {"sources": [source]} | ({} if self.val else {"held_out": _HELD_OUT})
+        tree["evaluation"] = [evaluation]
+        schedule = tree["train"]
+        if "batch_size" in schedule:
+            schedule["batch_size"] = size = min(schedule["batch_size"], len(trained))
+            schedule["steps"] = max(schedule["steps"], -(-_PASSES * len(trained) // size))
+        why = "vqclip[small-towers] is installed" if is_pretrained else "vqclip[small-towers] is not installed"
+        towers = "two pretrained towers" if is_pretrained else "nothing is pretrained"
+        apart = f"evaluated on {self.val}" if self.val else f"{len(opened) - len(trained):,} of them held out"
+        logger.info("%s: %s %s (%s), %s", path, f"{len(opened):,}", what, given.kind, apart)
+        logger.info("%s, as %s: %s; --print-config shows all of it", towers, why, file)
+        return tree, keys
+
+    def _parse(self, path: str) -> tuple[SourceConfigBase, list[str]]:
+        """Return the source at a path with its keys, and the keys of the configuration."""
+        from vqclip.data import parse_source
+        from vqclip.data.sources.kinds import KINDS
+
+        names = {name for kind in KINDS.values() for name in kind.model_fields}
+        mine = [key for key in self.keys if re.split(r"[.=\[]", key)[0] in names]
+        return parse_source(path, mine), [key for key in self.keys if key not in mine]
 
     def _print_schema(self) -> int:
         import functools
@@ -99,3 +185,11 @@ class Train(
         meant = [f"{path}={value or '...'}" for path in suggest_keys(TrainConfig, name.lstrip("-"))]
         hint = did_you_mean(meant) or "; --print-config lists all keys"
         return f"unknown option {option}: expected section.key=value{hint}"
+
+
+def _name_of(path: str) -> str:
+    """Return the name of a run on the data at a path: the last part of it that tells data apart."""
+    parts = [re.sub(r"(\.\w{1,7})+$", "", part) for part in path.partition("://")[2 if "://" in path else 0].split("/")]
+    parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-._") for part in parts if not re.search(r"[{}*?]", part)]
+    named = [part for part in parts if part]
+    return next((part for part in reversed(named) if part.lower() not in _DULL), named[-1] if named else "mine")

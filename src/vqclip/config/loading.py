@@ -203,12 +203,22 @@ def _read_data(values: Any, origin: str) -> Node:
     return node_from_plain(plain, Origin(origin))
 
 
+def shipped(name: str) -> Path:
+    """Return the path of a configuration of this package, ``configs/NAME.yaml``: the wheel's, or the checkout's."""
+    package = Path(__file__).parents[1]
+    return (package if (package / name).is_file() else package.parents[1]) / name
+
+
 def read_file(path: Path, problems: list[Problem]) -> Node:
     """Read a YAML file; errors that do not end the reading are added to ``problems``.
+
+    ``configs/NAME.yaml`` is that of the current folder, or else that of this package.
 
     Raises:
         ConfigError: it cannot be read, or is no mapping of keys.
     """
+    if path.parent == Path("configs") and not path.exists() and shipped(str(path)).is_file():
+        path = shipped(str(path))
     try:
         data = read_bounded(path, 4 * MAX_BYTES)  # a character has at most four bytes
         if len(data) > 4 * MAX_BYTES:

@@ -16,15 +16,17 @@ import logging
 import sys
 from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from vqclip import dist
 from vqclip.data.batch import BadSample, Batch
 from vqclip.data.batch_maker import BatchMaker, LoaderOptions, Tokenize, make_batches
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.features import FeatureCacheConfig, FeatureReader
+from vqclip.data.held_out import HeldOutShare, PartOfSource
 from vqclip.data.order import FullOrder, OrderConfig, WindowedOrder
 from vqclip.data.prepare import open_sources
 from vqclip.data.samples import SampleMaker
@@ -45,11 +47,22 @@ def _use_train_split(source: SourceConfigBase) -> SourceConfigBase:
     return source.model_copy(update={"split": "train"}) if getattr(source, "split", "") is None else source
 
 
+def _to_list(given: object) -> object:
+    return [given] if isinstance(given, (str, Path, Mapping)) else given
+
+
 class DataConfig(LoaderOptions):
     """Training data and how to read them."""
 
-    sources: Annotated[tuple[Annotated[SourceConfig, AfterValidator(_use_train_split)], ...], Field(min_length=1)]
-    """Sources of samples; several are mixed by their weights."""
+    sources: Annotated[
+        tuple[Annotated[SourceConfig, AfterValidator(_use_train_split)], ...],
+        BeforeValidator(_to_list),
+        Field(min_length=1),
+    ]
+    """Sources of samples, or their paths; several are mixed by their weights."""
+    held_out: HeldOutShare | None = None
+    """Share of the samples of each source that training leaves out, by a hash of their names; tasks of `evaluation`
+    with the same `held_out` read these. null: none."""
     order: OrderConfig = FullOrder()
     """Order of the samples, `full` or `windowed`."""
     transform: TrainTransformConfig = TrainTransformConfig()
@@ -73,13 +86,21 @@ class DataConfig(LoaderOptions):
 
         Raises:
             DataError: on every rank, if a source cannot be used on one of them; the message says what to do.
-            ConfigError: an epoch has fewer samples than a global batch.
+            ConfigError: an epoch has fewer samples than a global batch; or `held_out` is set for a windowed order.
         """
+        if self.held_out is not None and isinstance(self.order, WindowedOrder):  # its chunks are those of the shards
+            raise ConfigError(
+                f"data.held_out: got {self.held_out:g} with data.order.kind windowed; expected the order full, or null "
+                "and other shards in evaluation"
+            )
         sources: list[SourceConfigBase] = [*self.sources]
         if isinstance(self.order, WindowedOrder):  # the chunks of an index divide those of the order
             sources = [source.in_chunks(self.order.chunk) for source in self.sources]
         keys = [f"data.sources[{number}]" for number in range(len(sources))]
         opened = open_sources(sources, keys)
+        if self.held_out is not None:
+            with dist.raise_on_all_ranks():
+                opened = [PartOfSource(source, self.held_out, held_out=False) for source in opened]
         samples = SampleMaker(opened, self.transform.build(image_size), seed, self.max_pixels, self.views)
         data = TrainData(self, samples, tokenize, batch_size, seed)
         with dist.raise_on_all_ranks():

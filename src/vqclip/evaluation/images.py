@@ -21,6 +21,7 @@ from vqclip.data import (
     SourceConfigBase,
     mask_credentials,
 )
+from vqclip.data.held_out import HeldOutShare, PartOfSource
 from vqclip.errors import ConfigError, DataError, printable
 from vqclip.evaluation.encode import Encoded, Encoder, Features
 from vqclip.evaluation.partition import RankPartition
@@ -63,14 +64,21 @@ CaptionedData: TypeAlias = Annotated[SourceConfig, AfterValidator(partial(_prepa
 """Any kind of captioned images."""
 
 
-def open_data(data: SourceConfigBase, partition: RankPartition, labelled: bool | None, key: str = "data") -> Source:
+def open_data(
+    data: SourceConfigBase,
+    partition: RankPartition,
+    labelled: bool | None,
+    key: str = "data",
+    held_out: float | None = None,
+) -> Source:
     """Open images on every rank of a partition.
 
     Args:
         data: the images.
         partition: ranks that open them.
         labelled: True: they must have classes; False: captions; None: either.
-        key: key of the data in the configuration of a task, for messages.
+        key: key of the data in the configuration of a task; for any other than ``data``, `held_out` means the rest.
+        held_out: see `ImagesConfig.held_out`.
 
     Raises:
         DataError: the data cannot be used, or have no classes, or captions that are prompts with class names.
@@ -78,6 +86,9 @@ def open_data(data: SourceConfigBase, partition: RankPartition, labelled: bool |
     source = partition.open(data, key)
     if (labelled is True and not source.classnames) or (labelled is False and source.templates):
         raise DataError(f"{key}: {_problem(data, labelled)}")
+    if held_out is not None:
+        with partition.raise_on_all_ranks():
+            source = PartOfSource(source, held_out, held_out=key == "data")
     return source
 
 
@@ -107,13 +118,16 @@ class ImagesConfig(Config):
     """Longest wait for a worker, in seconds; 0: no limit."""
     limit: int | None = Field(None, ge=1)
     """Number of images to use, evenly spread over the set; null uses all."""
+    held_out: HeldOutShare | None = None
+    """Share of the images to use: those that training with the same `data.held_out` leaves out (probes are fitted to
+    the others); null uses all."""
     max_bad_fraction: float = Field(0.01, ge=0, lt=1)
     """Largest share of unusable images; they are left out, named in the log and counted in the results' notes. A larger
     share is an error."""
 
     def open(self, partition: RankPartition) -> Source:
         """Open the data on every rank; raise DataError if they cannot be used."""
-        return open_data(self.data, partition, self.labelled)
+        return open_data(self.data, partition, self.labelled, held_out=self.held_out)
 
     def require(self, model: nn.Module) -> None:
         """Raise ConfigError if a model has no part that this task needs."""
@@ -259,10 +273,10 @@ def encode_labelled(
     """
 
     def encode() -> EncodedImages[int]:
-        source = open_data(data, encoder.partition, True, key)
+        source = open_data(data, encoder.partition, True, key, config.held_out)
         settings = config.model_copy(update={"limit": limit})
         reader = dataclasses.replace(encoder, features=features)
         return encode_images(settings, source, model.image, reader, name, lambda batch: batch.labels.tolist())
 
-    memo = (repr(data), limit, config.batch_size, config.max_bad_fraction, features)
+    memo = (repr(data), limit, config.batch_size, config.max_bad_fraction, features, config.held_out, key)
     return encoder.memo.get(memo, encode)

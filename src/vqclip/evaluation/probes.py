@@ -68,7 +68,7 @@ class ProbeConfig(ImagesConfig):
 
     @model_validator(mode="after")
     def _has_other_training_images(self) -> ProbeConfig:
-        if self.train == self.data:
+        if self.train == self.data and self.held_out is None:
             raise ValueError(
                 "train: got the images of data; expected others, to fit the classifier to: set train.path, or the "
                 "splits of both (data.split, train.split)"
@@ -77,7 +77,7 @@ class ProbeConfig(ImagesConfig):
 
     def open(self, partition: RankPartition) -> Source:
         """Open both sets on every rank, and return the test images; raise DataError if they have no classes."""
-        open_data(self.train, partition, True, "train")
+        open_data(self.train, partition, True, "train", self.held_out)
         return super().open(partition)
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:

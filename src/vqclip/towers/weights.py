@@ -180,6 +180,14 @@ def unpack_minilm() -> Path:
     return folder
 
 
+def has_small_towers() -> bool:
+    """Return whether the packages of both small towers, and what they need, are installed (extra ``small-towers``)."""
+    try:
+        return all(metadata.version(package) for package in (_EFFICIENTNET[0], _MINILM[0], "transformers"))
+    except metadata.PackageNotFoundError:
+        return False
+
+
 def _find_file(package: str, name: str, digest: FileDigest) -> Path:
     """Return the path of a file in an installed package, verified."""
     try:

@@ -104,6 +104,8 @@ def _validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     """
     if isinstance(value, SourceConfigBase) and value.kind not in KINDS:
         return value
+    if isinstance(value, (str, Path)):
+        value = {"path": value}
     if not isinstance(value, Mapping):
         return handler(value)
     kind = value.get("kind")
@@ -117,7 +119,7 @@ def _validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 
 
 SourceConfig = Annotated[SerializeAsAny[Annotated[_Known, Discriminator("kind")]], WrapValidator(_validate)]
-"""Configuration of a source of any kind, of this package or of another one; the kind may be left out."""
+"""Configuration of a source of any kind, of this package or of another one, or its path; the kind may be left out."""
 
 
 def _class_of(kind: object) -> type[SourceConfigBase]:

@@ -1,0 +1,72 @@
+"""Hold out a share of the samples of a source, by a hash of their names: nothing is drawn, and nothing is stored.
+
+    a sample is held out  <=>  hash(its place in the data) < share · 2^64
+
+So a sample stays on its side when others are added or removed, and a smaller share is a part of a larger one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from vqclip.data.sources.base import RawSample, Source
+from vqclip.errors import DataError
+
+HeldOutShare = Annotated[float, Field(gt=0, lt=1)]
+"""HeldOutShare of the samples that are held out."""
+
+_ROW = re.compile(r" \(row \d+\)$")
+
+
+class PartOfSource:
+    """A `Source` of some samples of another one, in the same order.
+
+    Args:
+        source: the samples.
+        share: share of them that is held out.
+        held_out: True: those that are held out; False: the others.
+
+    Raises:
+        DataError: no sample is left.
+    """
+
+    def __init__(self, source: Source, share: float, held_out: bool):
+        place = getattr(source, "place", source.name)  # the row of a table is left out, so that rows may be added
+
+        def is_held_out(index: int) -> bool:
+            name = _ROW.sub("", place(index)).encode("utf-8", "surrogatepass")
+            return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") < share * 2**64
+
+        rows = [index for index in range(len(source)) if is_held_out(index) == held_out]
+        if not rows:
+            what = f"all of the {len(source)} samples are" if len(source) and not held_out else "no sample is"
+            raise DataError(f"held_out: got {share:g}, with which {what} held out; expected more samples")
+        self._source, self._rows, self._place = source, np.array(rows, dtype=np.int64), place
+        self._facts = {"held_out": share, "side": "held out" if held_out else "others"}
+        self.classnames, self.templates = source.classnames, source.templates
+        self.notes: tuple[str, ...] = tuple(getattr(source, "notes", ()))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, index: int) -> RawSample:
+        """Read one sample; see `Source.read`."""
+        return self._source.read(int(self._rows[index]))
+
+    def name(self, index: int) -> str:
+        """Return shard and sample; see `Source.name`."""
+        return self._source.name(int(self._rows[index]))
+
+    def place(self, index: int) -> str:
+        """Return the path of the sample below the opened folder; see `ShardedSource.place`."""
+        return str(self._place(int(self._rows[index])))
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """See `Source.fingerprint`."""
+        return {**self._source.fingerprint, **self._facts}

@@ -1,0 +1,127 @@
+"""``vqclip train`` on data by their path, and on a configuration."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.data.making import caption_shards, class_folder, encode, pixels
+from vqclip.cli.main import main
+from vqclip.cli.train import _name_of
+from vqclip.config.loading import shipped
+from vqclip.tokenizer.loading import load_tokenizer
+
+SMALL = ["model.image.tower.channels=[8]", "model.image.tower.image_size=16", "model.image.width=8"]
+SMALL += ["train.steps=2", "optim.warmup_steps=1", "run.device=cpu", "data.workers=0"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without configs/, and without pretrained towers."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("vqclip.towers.weights.has_small_towers", lambda: False)
+
+
+def photos(count: int) -> None:
+    """A folder of images, and a table of their captions."""
+    os.mkdir("photos")
+    rows = [(f"photos/{number}.png", f"caption {number}") for number in range(count)]
+    for number, (path, _) in enumerate(rows):
+        Path(path).write_bytes(encode(pixels(number), "PNG"))
+    with open("table.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("file", "words"), *rows])
+
+
+def resolved(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["train", *arguments, "--print-config"]) == 0
+    tree: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
+    return tree
+
+
+def test_images_with_a_table_of_captions(capsys: pytest.CaptureFixture[str]) -> None:
+    photos(40)
+    assert main(["train", "table.csv", "image=file", "captions=words", *SMALL]) == 0
+    assert "stored" not in capsys.readouterr().out
+    tree = yaml.safe_load(Path("runs/table/config.yaml").read_text())
+    assert (tree["data"]["held_out"], tree["evaluation"][0]["held_out"]) == (0.1, 0.1)
+    assert tree["evaluation"][0]["data"]["captions"] == ["words"]
+    assert tree["train"]["batch_size"] < 40
+    assert load_tokenizer("runs/table/tokenizer", "text").encode(["a"]).ndim == 3
+
+
+def test_the_towers_that_are_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    caption_shards(Path("emoji/train"), (30,))
+    tree = resolved(capsys, "emoji/train/", "run.seed=3")
+    assert (tree["run"]["name"], tree["run"]["seed"]) == ("emoji", 3)
+    assert tree["model"]["image"]["tower"]["kind"] == "convolutional"
+    monkeypatch.setattr("vqclip.towers.weights.has_small_towers", lambda: True)
+    tree = resolved(capsys, "emoji/train")
+    assert tree["model"]["image"]["tower"]["package"] == "efficientnet-lite0"
+    assert [each["kind"] for each in tree["evaluation"]] == ["retrieval"]
+
+
+def test_other_data_to_evaluate_on(capsys: pytest.CaptureFixture[str]) -> None:
+    class_folder(Path("classes"), 12)
+    class_folder(Path("classes"), 12, split="test")
+    tree = resolved(capsys, "classes", "--val", "classes")
+    (task,) = tree["evaluation"]
+    assert (task["kind"], task["data"]["split"], task["held_out"]) == ("zero_shot", "test", None)
+    assert (tree["data"]["sources"][0]["split"], tree["data"]["held_out"]) == ("train", None)
+    assert tree["train"]["batch_size"] == 12
+
+
+def test_more_steps_for_more_data(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    caption_shards(Path("emoji"), (30,))
+    few = resolved(capsys, "emoji")["train"]["steps"]
+    monkeypatch.setattr("vqclip.data.sources.shards.TarSource.__len__", lambda self: 30 if self is None else 100_000)
+    monkeypatch.setattr("vqclip.data.sources.shards.TarSource.place", lambda self, index: str(index))
+    tree = resolved(capsys, "emoji")["train"]
+    assert tree["steps"] * tree["batch_size"] >= 10 * 89_000
+    assert few < tree["steps"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "got neither; expected data or a configuration"),
+        (["runs/a"], "expected data, or its configuration: runs/a/config.yaml"),
+        (["photos", "configs/base.yaml"], "got photos and configs/base.yaml; expected data or a configuration"),
+        (["configs/base.yaml", "--val", "photos"], "--val: got it with a configuration"),
+        (["configs/nothing.yaml"], "configs/nothing.yaml: no such configuration file"),
+    ],
+)
+def test_what_cannot_be_trained(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/config.yaml").touch()
+    assert main(["train", *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_configurations_come_with_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shipped("configs/base.yaml").is_file()
+    photos(1)
+    tree = resolved(capsys, "configs/base.yaml", "data.sources=table.csv")
+    assert tree["data"]["sources"][0] == {**tree["data"]["sources"][0], "kind": "csv", "path": "table.csv"}
+    tree = resolved(capsys, "--config", "configs/base.yaml", "data.sources=[table.csv, photos.tar]")
+    assert [each["kind"] for each in tree["data"]["sources"]] == ["csv", "shards"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("photos/", "photos"),
+        ("photos/train.csv", "photos"),
+        ("/datasets/my photos/{00000..00009}.tar", "my-photos"),
+        ("s3://bucket/shards", "bucket"),
+        ("train", "train"),
+        ("./", "mine"),
+    ],
+)
+def test_names_of_runs(path: str, name: str) -> None:
+    assert _name_of(path) == name
