@@ -2,7 +2,7 @@
 
 Prints a table, after about 1 minute on two CPU cores for 1,000 images.
 
-    python benchmarks/export.py --tokenizer runs/eurosat/tokenizer --modality image --data data/cls_eurosat --split test
+    python benchmarks/export.py --tokenizer runs/eurosat/tokenizer --modality image --data data/cls_eurosat split=test
 
 Prints the share of ids that equal those in float32, and the cosine between the embeddings of both. int8: onnxruntime's
 dynamic quantization (weights in int8 by channel, activations by tensor), of all layers and of matrix products alone.
@@ -25,7 +25,6 @@ from torch import Tensor
 from vqclip import load_tokenizer
 from vqclip.cli.export import batches
 from vqclip.data.prepare import open_images
-from vqclip.data.sources.class_names import SPLIT_HELP
 from vqclip.export import export_onnx
 
 Encode = Callable[[Tensor], Tensor]
@@ -75,13 +74,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--modality", choices=("image", "text"), required=True)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--split", help=f"of labelled data: {SPLIT_HELP}")
+    parser.add_argument("--data", required=True, nargs="+", help="path, and keys of its kind, such as split=test")
     parser.add_argument("--limit", type=int, help="number of inputs to use, evenly spread")
     options = parser.parse_args()
     print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     tokenizer = load_tokenizer(options.tokenizer, options.modality)
-    inputs = list(batches(tokenizer, open_images(options.data, options.split), 50, options.limit))
+    inputs = list(batches(tokenizer, open_images(options.data[:1], options.data[1:]), 50, options.limit))
     print("| encoder | ids equal, % | cosine of embeddings, mean | least |")
     print("|---|---|---|---|")
     report("bfloat16 weights", tokenizer, round_weights(tokenizer), inputs)

@@ -2,7 +2,7 @@
 
 Prints a table row by row: about half a minute on two CPU cores for 1,000 images.
 
-    python benchmarks/ids.py --tokenizer runs/eurosat/tokenizer --modality image --data DATA/cls_eurosat --split test
+    python benchmarks/ids.py --tokenizer runs/eurosat/tokenizer --modality image --data DATA/cls_eurosat split=test
 
 Compares each way of encoding with batches of 64 in torch, one thread, oneDNN on. --precision fp64 does it in float64,
 without ONNX, which has no such files.
@@ -37,8 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--modality", choices=("image", "text"), required=True)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--split")
+    parser.add_argument("--data", required=True, nargs="+", help="path, and keys of its kind, such as split=test")
     parser.add_argument("--limit", type=int, help="use only so many samples, evenly spread")
     parser.add_argument("--precision", choices=("fp32", "fp64"), default="fp32")
     options = parser.parse_args()
@@ -46,11 +45,11 @@ def main() -> None:
     tokenizer = load_tokenizer(options.tokenizer, options.modality)
     if options.precision == "fp64":
         tokenizer.double()
-    source = open_images(options.data, options.split)
+    source = open_images(options.data[:1], options.data[1:])
     inputs = torch.cat(list(batches(tokenizer, source, 256, options.limit)))
     expected = encode_all(tokenizer.encode, inputs)
     count = int((expected >= 0).sum())
-    print(f"{options.data}, {options.modality}, {options.precision}: {len(inputs):,} samples, {count:,} ids")
+    print(f"{' '.join(options.data)}, {options.modality}, {options.precision}: {len(inputs):,} samples, {count:,} ids")
 
     def report(name: str, ids: Tensor) -> None:
         differing = int((ids != expected).sum())

@@ -252,7 +252,7 @@ def test_lancedb_finds_what_search_finds(example, tokenizer, tmp_path):
     pytest.importorskip("lancedb", reason="pip install 'vqclip[lancedb]'")
     folder, queries = image_folder(tmp_path / "images", per_class=3), ["red", "a <b>green</b> one"]
     index = ["--index", str(tmp_path / "index")]
-    assert search(["build", "--tokenizer", str(tokenizer), "--images", str(folder), "--out", index[1]]) == 0
+    assert search(["build", "--tokenizer", str(tokenizer), "--data", str(folder), "--out", index[1]]) == 0
     out = tmp_path / "lancedb"
     by_lance = example("search_lancedb", tokenizer, index[1], *queries, "--out", out)[1:]  # after the command
     ours = [line for query in queries for line in found_by_us(query, index, example)]
@@ -263,7 +263,7 @@ def test_lancedb_finds_what_search_finds(example, tokenizer, tmp_path):
 def test_mistakes_in_the_search_example(example, tokenizer, tmp_path):
     pytest.importorskip("lancedb", reason="pip install 'vqclip[lancedb]'")
     folder, index, out = image_folder(tmp_path / "images", per_class=1), str(tmp_path / "index"), tmp_path / "lancedb"
-    assert search(["build", "--tokenizer", str(tokenizer), "--images", str(folder), "--out", index]) == 0
+    assert search(["build", "--tokenizer", str(tokenizer), "--data", str(folder), "--out", index]) == 0
     with pytest.raises(DataError, match="--where: got 'itm < 3'; expected .* No field named itm. Valid fields are"):
         example("search_lancedb", tokenizer, index, "red", "--out", out, "--where", "itm < 3")
 

@@ -193,12 +193,13 @@ class CLIP(nn.Module):
 
     @staticmethod
     def from_pretrained(folder: str | Path, revision: str | None = None) -> CLIP:
-        """Load a folder (or hub name) with both tokenizers; a missing or unexpected key is an error.
+        """Load both tokenizers of a folder or hub name; a missing or unexpected key is an error.
 
-        The model is in evaluation mode.
+        The model is in evaluation mode, and its weights require no gradient: ``model.train().requires_grad_()`` asks
+        for training.
 
         Args:
-            folder: folder written by `save_pretrained`, or a hub name ``owner/name``.
+            folder: folder of a run, or written by `save_pretrained`; or a hub name ``owner/name``.
             revision: branch, tag or commit of a hub name; None for the newest.
 
         Raises:
@@ -224,7 +225,7 @@ class ImageModel(nn.Module):
 
 
 def load_pretrained(folder: str | Path) -> CLIP | ImageModel:
-    """Load the tokenizers of a folder (or hub name) in evaluation mode: both, or that of images alone.
+    """Load the tokenizers of a folder, as `CLIP.from_pretrained` does: both, or that of images alone.
 
     Raises:
         CheckpointError: the folder is missing or damaged, or contains a text tokenizer alone.
@@ -234,7 +235,7 @@ def load_pretrained(folder: str | Path) -> CLIP | ImageModel:
         return _load_both(opened)
     image = load_whole(opened, "image")
     assert isinstance(image, ImageTokenizer)
-    return ImageModel(image)
+    return ImageModel(image.requires_grad_(False))
 
 
 def _load_both(opened: TokenizerFolder) -> CLIP:
@@ -253,4 +254,4 @@ def _load_both(opened: TokenizerFolder) -> CLIP:
 
     model = opened.load(build)
     load_pixels(opened, model.image)
-    return model
+    return model.requires_grad_(False)

@@ -50,7 +50,7 @@ assert not {{"torch", "timm", "open_clip", "webdataset"}} & sys.modules.keys(), 
     [
         (["tokenise"], '"tokenize"'),
         (["data", "chekc", "x"], '"check"'),
-        (["report", "runs/base", "--outputt", "x"], '"--output"'),
+        (["report", "runs/base", "--outt", "x"], '"--out"'),
     ],
 )
 def test_options_and_commands_that_were_meant(given: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from vqclip.evaluation.reconstructions import BEGUN_FILE, choose_images
 from vqclip.io import atomic
 from vqclip.pixels import PixelsConfig, attach
 from vqclip.tokenizer import ImageTokenizer
+from vqclip.tokenizer.loading import load_tokenizer
 
 main = command("reconstruct")
 
@@ -202,7 +203,7 @@ def test_every_image_is_written_under_its_name_at_its_own_size(folders, capsys):
     assert found.keys() == files_in(images).keys() - {"list.txt", ".hidden.png"}
     for name, image in found.items():
         assert (image.format, image.mode, image.size) == ("PNG", "RGB", Image.open(images / name).size)
-    image = ImageTokenizer.from_pretrained(folders / "tokenizer")
+    image = load_tokenizer(folders / "tokenizer", "image")
     square = torch.from_numpy(np.array(Image.open(images / "square.png"))).permute(2, 0, 1)[None]
     expected = (255 * image.decode_pixels(image.encode(square))[0]).round().permute(1, 2, 0).numpy()
     assert np.abs(np.array(found["square.png"]) - expected).max() <= 1
@@ -275,7 +276,7 @@ def test_folders_that_would_lose_something_are_refused(folders, capsys):
     assert "this command did not begin it; expected a new folder" in capsys.readouterr().err
     assert write(folders) == 0
     torch.manual_seed(5)
-    image = ImageTokenizer.from_pretrained(folders / "tokenizer")
+    image = load_tokenizer(folders / "tokenizer", "image")
     torch.nn.init.normal_(next(image.pixels.parameters()))
     image.save_pretrained(folders / "tokenizer")
     assert write(folders) == 2

@@ -1,4 +1,4 @@
-"""Figures of `vqclip data plan`: by hand, from an index, and beside real small runs from a web server."""
+"""Figures of `vqclip plan` on data: by hand, from an index, and beside real small runs from a web server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vqclip.data.order import WindowedOrder
 from vqclip.data.tars.open import index_name
 from vqclip.data_tools.plan import DataCounts, count_source, make_plan
 
-main = command("data")
+main = command("plan")
 
 BILLION = DataCounts(1_300_000_000, 130_000, 10 * 10**12)
 SMALL = DataCounts(24_000, 24, 24_000_000, chunk=8)
@@ -29,7 +29,7 @@ KIND = WindowedOrder(chunk=8, window=960)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["plan", *arguments, "--json"]) == 0
+    assert main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -42,7 +42,7 @@ def test_a_billion_samples_on_64_machines(capsys: pytest.CaptureFixture[str]) ->
     assert windowed["epoch_bytes"] == pytest.approx(10e12)
     assert windowed["epoch_requests"] == pytest.approx(1.3e9 / 128 + 130_000, rel=1e-3)
     assert len(found["advice"]) == 1
-    assert main(["plan", *numbers]) == 0
+    assert main(numbers) == 0
     shown = capsys.readouterr().out
     assert "cache of a machine 10 TB         1.04 GB       of 102 GB (remote.cache_gib=100)\n" in shown
     assert "choose data.order=windowed, which fits: in the full order the data are fetched 126.7 times" in shown
@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_named_with_a_remedy(cache_gib: float, words: str) 
 
 def test_sizes_come_from_the_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = caption_shards(tmp_path / "shards", counts=(5, 3, 8))
-    assert main(["plan", str(folder)]) == 1
+    assert main([str(folder)]) == 1
     assert "no index; make it (vqclip data index SOURCE)" in capsys.readouterr().err
     shards = sorted(folder.glob("*.tar"))
     make_index(shards, folder / index_name(shards), chunk=4)
@@ -82,9 +82,9 @@ def test_sizes_come_from_the_index(tmp_path: Path, capsys: pytest.CaptureFixture
     assert found["full"]["epoch_bytes"] == sum(each.stat().st_size for each in shards)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(run_tree(tmp_path / "runs", folder)))
-    assert run(capsys, "--config", str(config)) == found
-    assert run(capsys, "--config", str(config), "data.order=windowed") == found
-    assert main(["plan", "--config", str(config), "data.order={kind: windowed, chunk: 6}"]) == 2
+    assert run(capsys, "--config", str(config))["data"] == found
+    assert run(capsys, "--config", str(config), "data.order=windowed")["data"] == found
+    assert main(["--config", str(config), "data.order={kind: windowed, chunk: 6}"]) == 2
     assert "multiple of 4, the samples" in capsys.readouterr().err
 
 
@@ -101,18 +101,18 @@ def test_several_sources_are_added() -> None:
     ("arguments", "words"),
     [
         (["--samples", "10"], "some of --samples, --shards and --bytes; expected all of them"),
-        ([], "got no SOURCE; expected one, or --config, or all of"),
+        ([], "got no SOURCE; expected one, or a configuration, or all of"),
         (["x.tar", "--samples", "3", "--shards", "1", "--bytes", "9"], "expected all of them, without SOURCE"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *arguments]) == 2
+    assert main(arguments) == 2
     assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", ["0", "1.5", "nan", "inf", "ten"])
 def test_numbers_are_whole(number: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--samples", number]) == 2
+    assert main(["--samples", number]) == 2
     assert re.search(r"samples: got '.*' \(str\); (expected )?a(\w+)? .*number", capsys.readouterr().err)
 
 

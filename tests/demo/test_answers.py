@@ -32,7 +32,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(place):
-    return Answers.load(str(place / "run"), place / "index", str(place / "pictures"))
+    return Answers.load(str(place / "run"), place / "index", [str(place / "pictures")])
 
 
 def test_an_image_has_the_ids_of_the_tokenizer(answers):
@@ -88,7 +88,7 @@ def test_what_cannot_be_used_is_refused_in_words(answers, call, message):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        (("image", None, "pictures"), ConfigError, "--images: got images without --index"),
+        (("image", None, "pictures"), ConfigError, "--data: got images without --index"),
         (("identity", None, None), CheckpointError, "no codes"),
         (("text", "index", None), CheckpointError, "--index: .* is of image codes"),
         (("run", "image", None), CheckpointError, "index.json"),
@@ -99,7 +99,7 @@ def test_what_cannot_be_used_is_refused_in_words(answers, call, message):
 def test_wrong_folders_are_named(place, given, error, message):
     folder, index, images = (each and place / each for each in given)
     with pytest.raises(error, match=message):
-        Answers.load(str(folder), index, images and str(images))
+        Answers.load(str(folder), index, [str(images)] if images else [])
 
 
 def test_an_index_of_another_tokenizer_is_refused_with_the_command(place, tmp_path):

@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("demo")
     built().save_pretrained(place / "tokenizer")
     images, index = pictures(place / "pictures"), place / "index"
-    given = ["--tokenizer", str(place / "tokenizer"), "--images", str(images), "--out", str(index)]
+    given = ["--tokenizer", str(place / "tokenizer"), "--data", str(images), "--out", str(index)]
     assert vqclip(["search", "build", *given]) == 0
     (place / "sitecustomize.py").write_text(NO_NETWORK)
     (place / "secret.png").write_text("a secret of this machine")
@@ -71,7 +71,7 @@ def start(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def demo(folder):
-    process, address, _ = start(folder, "--index", str(folder / "index"), "--images", str(folder / "pictures"))
+    process, address, _ = start(folder, "--index", str(folder / "index"), "--data", str(folder / "pictures"))
     assert address.startswith("http://127.0.0.1:")
     yield client.Client(address, verbose=False)
     assert process.poll() is None

@@ -57,7 +57,7 @@ def test_ranks_together_find_what_one_finds(ranks, folder, world_size, limit):
 
 def evaluate_wrapped(folder):
     os.environ["VQCLIP_CACHE"] = str(folder / "cache")
-    wrapped = dist.wrap_ddp(CLIP.from_pretrained(folder / "model"))
+    wrapped = dist.wrap_ddp(CLIP.from_pretrained(folder / "model").requires_grad_())
     assert not isinstance(wrapped, CLIP)
     return [result.to_json() for result in evaluate(wrapped, tasks(folder), distributed=dist.rank() < 0)]
 

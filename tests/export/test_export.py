@@ -355,13 +355,6 @@ def test_the_command_on_real_data(modality, tmp_path, capsys):
     assert main([*arguments, "--limit", "40", "--compare-only"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--split", "test"], "--split: got it without --data"),
-        (["--limit", "3"], "--limit: got it without --data"),
-    ],
-)
-def test_options_that_would_do_nothing_are_refused(options, message, capsys):
-    assert main(["t", "--modality", "image", "--out", "o", *options]) == 2
-    assert f"vqclip export: {message}" in capsys.readouterr().err
+def test_options_that_would_do_nothing_are_refused(capsys):
+    assert main(["t", "--modality", "image", "--out", "o", "--limit", "3"]) == 2
+    assert "vqclip export: --limit: got it without --data" in capsys.readouterr().err

@@ -326,7 +326,7 @@ def test_a_link_in_place_of_the_page_is_not_followed(tmp_path):
     page = folder / "report.html"
     for make in (lambda: page.symlink_to(precious), lambda: os.mkfifo(page), page.mkdir):
         make()
-        with pytest.raises(ConfigError, match=r"report.html: is a link, a folder or a pipe; .* --output FILE"):
+        with pytest.raises(ConfigError, match=r"report.html: is a link, a folder or a pipe; .* --out FILE"):
             write_report(folder)
         page.rmdir() if page.is_dir() else page.unlink()
     assert precious.read_text() == "precious"

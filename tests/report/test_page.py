@@ -76,12 +76,12 @@ def test_what_is_not_the_folder_of_a_run(tmp_path, capsys):
     for wrong in (tmp_path, folder / "tokenizer", folder / "config.yaml"):
         with pytest.raises(ConfigError, match=f"did you mean {folder}\\?"):
             read_run(wrong)
-    assert main([str(folder), "--output", str(tmp_path / "no" / "such.html")]) == 2
+    assert main([str(folder), "--out", str(tmp_path / "no" / "such.html")]) == 2
     assert f"but there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
     before = (folder / "config.yaml").read_bytes()
     for output in (folder / "config.yaml", tmp_path / "page.pdf", tmp_path, folder / "checkpoints"):
-        assert main([str(folder), "--output", str(output)]) == 2
-        assert f"--output: got {output}; expected a file whose name ends in .html" in capsys.readouterr().err
+        assert main([str(folder), "--out", str(output)]) == 2
+        assert f"--out: got {output}; expected a file whose name ends in .html" in capsys.readouterr().err
     assert (folder / "config.yaml").read_bytes() == before
     assert main([str(folder)]) == 0
     assert "report.html" in capsys.readouterr().out
@@ -100,16 +100,16 @@ def test_a_comparison(tmp_path, capsys):
     )
     (second / "config.yaml").write_text(text)
     assert main([str(first), str(second)]) == 2
-    assert "--output: missing" in capsys.readouterr().err
+    assert "--out: missing" in capsys.readouterr().err
     output = tmp_path / "both.html"
-    assert main([str(first), str(second), "--output", str(output)]) == 0
+    assert main([str(first), str(second), "--out", str(output)]) == 0
     found = Page(output.read_text()).text
     assert "Healthy" in found
     assert "Dead since step 20" in found
     assert "optim.lr – 1.0" in found
     assert "data.sources" not in found  # equal in both
     assert "80.0" in found
-    assert main([*[str(first)] * 9, "--output", str(output)]) == 2
+    assert main([*[str(first)] * 9, "--out", str(output)]) == 2
     assert "at most 8" in capsys.readouterr().err
 
 

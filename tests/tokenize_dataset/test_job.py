@@ -358,8 +358,12 @@ def test_no_credentials_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "secret" not in shown
 
 
-def test_the_tokenizer_of_a_run_is_named(tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The run's folder is given in place of the tokenizer's."""
-    home = str(Path(tokenizer).parent)
-    assert main(["--tokenizer", home, "--data", str(shards(tmp_path / "in")), "--out", str(tmp_path / "out")]) == 1
-    assert f"got: a run's folder; name its tokenizer: {tokenizer}" in capsys.readouterr().err
+def test_the_folder_of_a_run_is_that_of_its_tokenizer(
+    tmp_path: Path, tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--data", str(shards(tmp_path / "in")), "--out", str(tmp_path / "out")]
+    assert main(["--tokenizer", str(Path(tokenizer).parent), *given]) == 0
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    assert main(["--tokenizer", str(tmp_path / "run"), *given]) == 1
+    assert "run: a run that has exported no tokenizer yet; expected a finished one" in capsys.readouterr().err

@@ -10,12 +10,11 @@ from PIL import Image
 
 from tests.models import FSQ, LFQ, PRODUCT, RESIDUAL, VQ, on_the_border, tiny_model
 from vqclip import load_tokenizer
-from vqclip.errors import CheckpointError, ConfigError, ShapeError
+from vqclip.errors import ConfigError, ShapeError
 from vqclip.lm_vocabulary import DelayedCodes, Vocabulary
 from vqclip.model import CLIP
 from vqclip.nn.precision import AUTOCAST_DTYPES
 from vqclip.pixels import PixelsConfig, attach
-from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
 from vqclip.tokenizer.stored import fingerprint
 
 CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
@@ -271,32 +270,6 @@ def test_preprocessing_is_pickled_without_the_weights(modality):
     if modality == "image":
         inputs = Image.effect_noise((40, 30), 90)
     assert torch.equal(pickle.loads(pickled)(inputs), tokenizer.preprocess(inputs))
-
-
-def test_a_class_loads_its_own_modality(saved, tmp_path):
-    model, folder = saved
-    for kind, whole in ((ImageTokenizer, model.image), (TextTokenizer, model.text)):
-        loaded = kind.from_pretrained(folder)
-        assert type(loaded) is kind
-        assert not loaded.training
-        theirs = whole.state_dict()
-        assert all(torch.equal(theirs[name], value) for name, value in loaded.state_dict().items())
-    model.text.save_pretrained(tmp_path / "text")
-    with pytest.raises(CheckpointError, match="contains text tokenizer; expected one of modality 'image'"):
-        ImageTokenizer.from_pretrained(tmp_path / "text")
-    with pytest.raises(CheckpointError, match="got revision 'v1' of a local folder"):
-        TextTokenizer.from_pretrained(folder, revision="v1")
-
-
-def test_a_class_that_no_folder_holds_loads_none(saved):
-    class Mine(TextTokenizer):
-        pass
-
-    for kind in (Tokenizer, Mine):
-        with pytest.raises(
-            ConfigError, match=rf"^{kind.__name__}.from_pretrained: .* expected ImageTokenizer.from_pre"
-        ):
-            kind.from_pretrained(saved[1])
 
 
 def test_images_come_as_pictures_or_tensors():

@@ -259,7 +259,6 @@ REFUSED = {
         {"tokenizer": "QUERIES"},
         "tokenizer: .*: pixels: got 3 tokens for images of 16 x 16 pixels; expected a square",
     ),
-    "a run's folder": ({"tokenizer": "RUN"}, "tokenizer: .*, got: a run's folder; name its tokenizer: .*/tokenizer$"),
     "no losses": ({"losses": []}, "losses: got no term"),
     "a cache without views": ({"data__feature_cache": {}}, "data.views: got null"),
     "a cache of texts": (
@@ -285,9 +284,6 @@ def test_mistakes_are_named(name, tmp_path, shards, tokenizer, monkeypatch):
     elif kind == "QUERIES":
         image = tiny_model(PRODUCT, FSQ).image.model_dump() | {"reduce": {"kind": "queries", "count": 3}}
         tiny_model(PRODUCT, FSQ, image=image).build().save_pretrained(place)
-    elif kind == "RUN":
-        place.mkdir()
-        (place / "tokenizer").symlink_to(tokenizer)
     tree = pixel_tree(tmp_path, shards, place if place.exists() else kind, **change)
     with pytest.raises((ConfigError, CheckpointError), match=message):
         train(tree)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from vqclip.cli.options import (
     SOURCE,
@@ -24,19 +24,17 @@ from vqclip.cli.options import (
     require_page,
 )
 from vqclip.config import load_config
-from vqclip.errors import ConfigError, DataError, name_section
+from vqclip.errors import ConfigError, DataError
 from vqclip.io.atomic import write_text
 from vqclip.io.files import expand_home
 from vqclip.runlog.console import print_output
 
 if TYPE_CHECKING:
-    from vqclip.data import CaptionShardsConfig, ClassShardsConfig, Source, SourceConfigBase
+    from vqclip.data import CaptionShardsConfig, ClassShardsConfig, Source
     from vqclip.data_tools.check import Finding
 
-__all__ = ["Check", "Draw", "Features", "Index", "Pack", "Plan", "Show"]
+__all__ = ["Check", "Draw", "Features", "Index", "Pack", "Show"]
 
-_TILES = 40
-"""Images on the sheet of the scenes data set."""
 _MIN_SIDE, _IMAGE_SIZE, _CONTEXT = 32, 224, 77
 """Without a configuration: side of images below which `check` warns; side of images and tokens of texts in `show`."""
 _MORE_WITH_CONFIG = "keys of SOURCE, such as kind=csv; with --config those of the configuration"
@@ -44,15 +42,6 @@ _MORE_WITH_CONFIG = "keys of SOURCE, such as kind=csv; with --config those of th
 ContextLength = Annotated[int, Field(ge=3, le=4096)]
 """Tokens of a caption; the same limit as in `vqclip.towers.vocabulary`."""
 
-
-def _require_whole(given: float) -> int:
-    if not 1 <= given < float("inf") or given != int(given):
-        raise ValueError("expected a whole number from 1, such as 1.3e9")
-    return int(given)
-
-
-Total = Annotated[float, Field(allow_inf_nan=True), AfterValidator(_require_whole)]
-"""A large whole number, such as 1.3e9."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,31 +58,19 @@ class Draw(_DataCommand, words=(), reads="sizes and seed, such as image_size=224
     Splits: train, val: captioned; test, heldout: labelled, for zero-shot.
 
     Examples:
-      vqclip data draw --contact-sheet sheet.html train=500 image_size=128
+      vqclip data draw --out scenes train=500 image_size=128
     """
 
     out: LocalPath | None = None
     """Folder to draw into; $VQCLIP_CACHE or ~/.cache/vqclip without it."""
-    contact_sheet: LocalPath | None = None
-    """Also write images with their captions as this HTML page."""
-    split: Literal["train", "val"] = "train"
-    """Captioned split on the contact sheet."""
 
     def run(self) -> None:
-        """Draw the scenes data set, and the sheet."""
-        from vqclip.data import CaptionShardsConfig
-        from vqclip.data_tools.show import render_sheet, source_tiles
+        """Draw the scenes data set."""
         from vqclip.scenes.make import ScenesConfig, make_scenes
 
-        if self.contact_sheet:
-            require_page("--contact-sheet", self.contact_sheet)  # before the long work
         paths = make_scenes(self.out, load_config(ScenesConfig, None, self.keys))
         for split in ("train", "val", "test", "heldout"):
             print(f"{split:8} {getattr(paths, split)}")
-        if self.contact_sheet:
-            source = CaptionShardsConfig(path=str(getattr(paths, self.split))).build(self.out)
-            write_text(self.contact_sheet, render_sheet(source_tiles(source, _TILES), f"{self.split} of scenes"))
-            print(f"sheet    {self.contact_sheet}")
 
 
 class Pack(_DataCommand, words=("source", "out")):
@@ -263,65 +240,6 @@ class Features(OnRay, reads="changes to the file", failure=1, after_interrupt="r
             print(fill_features_on_ray(config, ray), flush=True)
 
 
-class Plan(_DataCommand, reads=_MORE_WITH_CONFIG):
-    """Say what the data of a run need before it starts; by formulas, no sample is read.
-
-    Whether they fit the cache, whether an index is needed, and bytes and requests of an epoch, under either order.
-    Their size comes from the index of SOURCE (vqclip data index), or from --samples, --shards and --bytes. With
-    --config, sources, window and cache are those of a training configuration, and key=value changes it.
-
-    Examples:
-      vqclip data plan --samples 1.3e9 --shards 130000 --bytes 10e12 --machines 64
-      vqclip data plan s3://bucket/shards remote.cache_gib=500 --machines 4
-      vqclip data plan --config configs/vit_b16.yaml data.order.kind=windowed data.order.window=8192 --machines 2
-    """
-
-    source: Text | None = Field(None, description=SOURCE)
-    config: LocalPath | None = None
-    """Training configuration."""
-    samples: Total | None = None
-    """Samples of the data, with --shards and --bytes instead of SOURCE; 1.3e9 is a number."""
-    shards: Total | None = None
-    """Their shards."""
-    bytes: Total | None = None
-    """Their size."""
-    machines: Annotated[int, Field(ge=1, le=100_000)] = 1
-    """Machines."""
-    json_: bool = False
-    """Print the figures as JSON."""
-
-    def run(self) -> None:
-        """Print the plan."""
-        from vqclip.data.order import WindowedOrder
-        from vqclip.data.remote.retry import RemoteConfig
-        from vqclip.data.tars.make import CHUNK
-        from vqclip.data.tars.open import choose_chunk
-        from vqclip.data_tools.plan import DataCounts, count_source, format_plan, make_plan
-
-        order: WindowedOrder | None = None
-        sources: list[SourceConfigBase] = []
-        numbers = [int(each) for each in (self.samples, self.shards, self.bytes) if each is not None]
-        if self.config:
-            from vqclip.train.tasks.kinds import load_task_config  # imports the training code
-
-            data = load_task_config(self.config, self.keys).data
-            order, sources = data.order if isinstance(data.order, WindowedOrder) else None, [*data.sources]
-        elif self.source is not None:
-            sources = [parse_tars(self.source, self.keys)]
-        if numbers and (len(numbers) < 3 or (self.source is not None and not self.config)):
-            raise ConfigError("got some of --samples, --shards and --bytes; expected all of them, without SOURCE")
-        if not sources and not numbers:
-            raise ConfigError("got no SOURCE; expected one, or --config, or all of --samples, --shards and --bytes")
-        chunk = CHUNK if order is None else choose_chunk(order.chunk)
-        counts = [DataCounts(numbers[0], numbers[1], numbers[2], chunk)] if numbers else []
-        for number, source in enumerate(() if numbers else sources):
-            with name_section(f"data.sources[{number}]" if self.config else "SOURCE"):
-                counts.append(count_source(source))
-        limits = [each.remote.cache_gib for each in sources if hasattr(each, "remote")]
-        plan = make_plan(counts, order, self.machines, min(limits, default=RemoteConfig().cache_gib))
-        print_output(json.dumps(plan, indent=1) if self.json_ else format_plan(plan))
-
-
 class Show(_DataCommand, reads=_MORE_WITH_CONFIG):
     """Make a contact sheet of what the model sees.
 
@@ -416,18 +334,9 @@ def _open(path: str, overrides: Sequence[str]) -> tuple[Source, list[Finding]]:
 
 
 def parse_tars(path: str, overrides: Sequence[str]) -> CaptionShardsConfig | ClassShardsConfig:
-    """Return the configuration of a source of tars; a folder at a URL is of kind classes if a split is named.
-
-    Raises:
-        ConfigError: it is of another kind.
-    """
+    """Return the configuration of a source of tars; raise ConfigError if it is of another kind."""
     from vqclip.data import CaptionShardsConfig, ClassShardsConfig, parse_source
-    from vqclip.data.remote.files import is_tar
-    from vqclip.data.remote.urls import protocol_of, split_query
 
-    keys = {each.partition("=")[0] for each in overrides}
-    if "kind" not in keys and protocol_of(path) not in (None, "file") and not is_tar(split_query(path)[0]):
-        overrides = [f"kind={'classes' if 'split' in keys else 'shards'}", *overrides]
     config = parse_source(path, overrides)
     if not isinstance(config, CaptionShardsConfig | ClassShardsConfig):
         raise ConfigError(f"SOURCE: kind {config.kind} has no chunks; expected tars (kind shards or classes)")

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from vqclip.cli.options import (
+    DATA,
+    DEVICE,
     MODEL,
     WEIGHTS,
     BatchSize,
@@ -40,8 +42,7 @@ class _Evaluation(Command, words=("models",)):
     """An evaluation, with the tasks of a file or on data of its own."""
 
     models: tuple[Text, ...] = Field(description=MODEL, min_length=1)
-    device: Text = "auto"
-    """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
+    device: Text = Field("auto", description=DEVICE)
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast type."""
     weights: Weights = Field("averaged", description=WEIGHTS)
@@ -208,7 +209,6 @@ class EvaluateTask(_Evaluation, reads="keys of the task"):
     zero-shot     templates (prompts with {c} for the class), templates_file, classes_file
     linear-probe  train (its path, split, ...; the split train of the data), train_limit, features, l2
     knn           train, train_limit, features, neighbours, temperature
-    pixels        prefixes, codecs ([webp, jpeg]), distances, meaning (figures of reconstructions)
 
     Examples:
       vqclip evaluate zero-shot runs/base --data kind=scenes
@@ -217,11 +217,7 @@ class EvaluateTask(_Evaluation, reads="keys of the task"):
       vqclip evaluate knn runs/eurosat neighbours=5 train.path=path/to/others --data path/to/cls_eurosat split=test
     """
 
-    data: tuple[tuple[Text, ...], ...] = ()
-    """File, folder, pattern or URL; others of the same data set may follow, and keys of its kind, such as kind=csv;
-    repeat the option for several data sets."""
-    split: str | None = None
-    """Split, where the data have several; the subfolder of a folder of classes (test for classes)."""
+    data: tuple[tuple[Text, ...], ...] = Field((), description=f"{DATA}; repeat the option for several data sets")
 
     def _tasks(self) -> Sequence[EvaluationConfig]:
         """Return a task for each ``--data``: its paths, and keys of their kind.
@@ -237,10 +233,9 @@ class EvaluateTask(_Evaluation, reads="keys of the task"):
             "retrieval": evaluation.RetrievalConfig,
             "linear-probe": evaluation.LinearProbeConfig,
             "knn": evaluation.KnnConfig,
-            "pixels": evaluation.PixelQualityConfig,
         }
         if not self.data:
-            what = {"retrieval": "captioned", "pixels": "labelled or captioned"}.get(self.task, "labelled")
+            what = "captioned" if self.task == "retrieval" else "labelled"
             raise ConfigError(f"--data: missing; expected {what} images, or kind=scenes")
         names = [" ".join(Path(path).name for path in paths_and_overrides(given)[0]) for given in self.data]
         tasks = []
@@ -256,26 +251,11 @@ class EvaluateTask(_Evaluation, reads="keys of the task"):
     def _source(self, given: Sequence[str]) -> SourceConfigBase:
         from vqclip.data import parse_source
         from vqclip.data.sources.class_names import CLASSNAMES
-        from vqclip.data.sources.kinds import find_kind
 
         paths, overrides = paths_and_overrides(given)
-        paths = [path if "://" in path else str(Path(path).expanduser()) for path in paths]
-        kind, split = None, self.split
-        if not any(each.startswith("kind=") for each in overrides) and paths:
-            first = Path(paths[0])
-            if len(paths) == 1 and self.task not in ("retrieval", "pixels"):
-                has_shards = any(first.glob("*.tar")) or any(first.glob("*/*.tar"))
-                if has_shards and not any((folder / CLASSNAMES).exists() for folder in (first, first.parent)):
-                    raise ConfigError(
-                        f"--data: {first} contains tars but no {CLASSNAMES}; expected labelled images. For shards of "
-                        "captioned images: vqclip evaluate retrieval"
-                    )
-            if len(paths) == 1 and self.task != "retrieval" and (first.parent / CLASSNAMES).is_file():
-                kind = "classes"  # a split: its message names them
-            kind = kind or find_kind(paths)
-        if kind == "folder" and split:
-            paths, split = [str(Path(path) / split) for path in paths], None
-        return parse_source(paths, overrides, kind=kind, split=split)
+        is_split = len(paths) == 1 and (Path(paths[0]).expanduser().parent / CLASSNAMES).is_file()
+        kind = "classes" if is_split and self.task != "retrieval" else None  # its message names the splits
+        return parse_source(paths, overrides, kind=kind)
 
 
 class EvaluateMteb(Command, words=("models",)):
@@ -298,8 +278,7 @@ class EvaluateMteb(Command, words=("models",)):
     """Inputs in a batch."""
     workers: Workers = 0
     """Worker processes that read and decode the data."""
-    device: Text = "auto"
-    """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
+    device: Text = Field("auto", description=DEVICE)
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast type."""
     weights: Weights = Field("averaged", description=WEIGHTS)

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from vqclip.cli.options import SPLIT, TOKENIZER, WEIGHTS, BatchSize, Command, LocalPath, Text, Weights
+from vqclip.cli.options import (
+    DATA,
+    TOKENIZER,
+    WEIGHTS,
+    BatchSize,
+    Command,
+    LocalPath,
+    Text,
+    Weights,
+    paths_and_overrides,
+)
 from vqclip.errors import ConfigError
 from vqclip.runlog.console import print_output
 
@@ -32,8 +42,8 @@ class Export(Command, words=("tokenizer",)):
     part of it; vqclip.integrations.open_clip gives any folder the methods of an open_clip model.
 
     Examples:
-      vqclip export runs/base/tokenizer --modality image --out onnx/image --data path/to/cls_eurosat --split test
-      vqclip export runs/base/tokenizer --modality text --out onnx/text --data 'val/{00000..00003}.tar'
+      vqclip export runs/base --modality image --out onnx/image --data path/to/cls_eurosat split=test
+      vqclip export runs/base --modality text --out onnx/text --data 'val/{00000..00003}.tar'
       vqclip export --open-clip runs/base --out towers
     """
 
@@ -48,9 +58,7 @@ class Export(Command, words=("tokenizer",)):
     """With --open-clip: tag or file of the weights that the towers started from; without it what config.yaml names."""
     compare_only: bool = False
     """Write nothing; compare the ONNX files that are already in --out."""
-    data: Text | None = None
-    """Images or captions to compare on: folder, tars, or clip_benchmark's layout."""
-    split: str | None = Field(None, description=f"Of labelled data: {SPLIT}")
+    data: tuple[Text, ...] = Field((), description=f"to compare on: {DATA}")
     batch_size: BatchSize = 50
     """Batch size of the comparison."""
     limit: Annotated[int, Field(ge=1, lt=2**63)] | None = None
@@ -73,17 +81,16 @@ class Export(Command, words=("tokenizer",)):
             raise ConfigError("--modality: got none; expected image or text (or --open-clip, for both)")
         if self.base is not None:
             raise ConfigError("--base: got it without --open-clip; expected both or neither")
-        for name in ("split", "limit"):
-            if self.data is None and getattr(self, name) is not None:
-                raise ConfigError(f"--{name}: got it without --data; expected both or neither")
-        source = None if self.data is None else open_images(self.data, self.split)
+        if self.limit is not None and not self.data:
+            raise ConfigError("--limit: got it without --data; expected both or neither")
+        source = open_images(*paths_and_overrides(self.data)) if self.data else None
         tokenizer = load_tokenizer(self.tokenizer, self.modality)
         if not self.compare_only:
             export_onnx(tokenizer, self.out)
             sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(self.out.iterdir()))
             print_output(f"{self.out}: {sizes}")
         inputs = list(batches(tokenizer, source, self.batch_size, self.limit))
-        compared = f"{_RANDOM_INPUTS} random inputs" if self.data is None else mask_credentials(self.data)
+        compared = mask_credentials(" ".join(self.data)) or f"{_RANDOM_INPUTS} random inputs"
         print_output(f"compared on: {compared}, batches of {self.batch_size}")
         print_output(f"onnxruntime: {verify(self.out, tokenizer, inputs)}")
         if self.program:
@@ -91,17 +98,14 @@ class Export(Command, words=("tokenizer",)):
 
     def _export_open_clip(self) -> None:
         from vqclip.export.open_clip import export_towers
-        from vqclip.io.files import expand_home
         from vqclip.io.tensors import first_names
-        from vqclip.tokenizer.folder import CONFIG_FILE
+        from vqclip.tokenizer.folder import find_folder
 
-        others = ("modality", "compare_only", "data", "split", "limit", "program")
+        others = ("modality", "compare_only", "data", "limit", "program")
         if given := [name for name in others if getattr(self, name)]:
             raise ConfigError(f"--{given[0].replace('_', '-')}: got it with --open-clip, to which it does not apply")
-        folder = expand_home(self.tokenizer)
-        run = folder if (folder / "tokenizer" / CONFIG_FILE).is_file() else folder.parent
-        inside = folder / "tokenizer" if run == folder else folder
-        written, kept = export_towers(inside, self.base or _base_of(run), self.out)
+        folder = find_folder(self.tokenizer)
+        written, kept = export_towers(folder, self.base or _base_of(folder.parent), self.out)
         print_output(
             f"{self.out}: {len(written)} tensors of the towers, {len(kept)} of the base checkpoint "
             f"({first_names(kept)}); open_clip loads it as local-dir:{self.out}"

@@ -25,15 +25,12 @@ __all__ = ["COMMANDS", "load_command", "main"]
 
 COMMANDS = {
     "train": ("train.Train", "train image and text tokenizers together"),
-    "plan": ("plan.Plan", "say what a training step needs before it runs: memory by part, bytes sent"),
+    "plan": ("plan.Plan", "say what a run needs before it starts: memory by part, bytes sent and read"),
     "evaluate": ("evaluate.Evaluate", "zero-shot, retrieval and probes: continuous, quantized and from codes"),
     "evaluate zero-shot": ("evaluate.EvaluateTask", "classify labelled images by prompts"),
     "evaluate retrieval": ("evaluate.EvaluateTask", "find the captions of images, and images by captions"),
     "evaluate linear-probe": ("evaluate.EvaluateTask", "fit logistic regression to the codes of labelled images"),
     "evaluate knn": ("evaluate.EvaluateTask", "classify images by the nearest codes of labelled ones"),
-    "evaluate pixels": (
-        "evaluate.EvaluateTask", "decode stored ids, and compare the images with the originals, WebP and JPEG"
-    ),
     "evaluate mteb": ("evaluate.EvaluateMteb", "evaluate models with mteb, on its tasks"),
     "tokenize": ("tokenize.Tokenize", "turn image-text shards into token shards"),
     "search": ("", "index images by their codes, and search them by words"),
@@ -45,7 +42,6 @@ COMMANDS = {
     "data check": ("data.Check", "read every sample, and report what is bad, duplicated or unusual"),
     "data index": ("data.Index", "make the index of tars that training needs"),
     "data features": ("data.Features", "store the features of a run's frozen towers before it starts"),
-    "data plan": ("data.Plan", "say what the data of a run need before it starts"),
     "data show": ("data.Show", "make a contact sheet of what the model sees"),
     "export": ("export.Export", "write a tokenizer as ONNX files, and compare their ids with its own"),
     "reconstruct": ("pages.Reconstruct", "write what the ids of images decode to: image files, or a page"),

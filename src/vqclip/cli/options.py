@@ -56,12 +56,16 @@ BadFraction = Annotated[float, Field(ge=0, lt=1)]
 Weights = Literal["averaged", "current"]
 
 # Descriptions of options that several commands have.
-TOKENIZER = "tokenizer folder, or hub name (owner/name)"
+TOKENIZER = "folder of a run or tokenizer, or hub name (owner/name)"
 MODEL = (
     "run folder (its exported tokenizer, else its newest checkpoint), checkpoint folder, exported tokenizer folder, or "
     "hub name (owner/name)"
 )
-SPLIT = "its folder of tars; needed where there are several, since none is the default"
+DATA = (
+    "file, folder, pattern or URL; others of the same data may follow, and keys of the kind, such as captions=title or "
+    "split=test"
+)
+DEVICE = "cpu, cuda, cuda:1, ...; auto: a GPU if there is one"
 WEIGHTS = "averaged: the moving average of the weights, where there is one (train.ema); current: those of the step"
 SOURCE = "file, folder, pattern or URL of the data"
 SOURCE_KEYS = "keys of the source, such as kind=csv captions=title; see docs/data.md"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from vqclip.cli.options import (
+    DATA,
+    DEVICE,
     MODEL,
-    SPLIT,
+    TOKENIZER,
     BadFraction,
     BatchSize,
     Command,
@@ -24,7 +25,6 @@ from vqclip.errors import ConfigError
 from vqclip.runlog.console import print_output
 
 if TYPE_CHECKING:
-    from vqclip.data import SourceConfigBase
     from vqclip.tokenizer import ImageTokenizer
 
 __all__ = ["Demo", "Reconstruct", "Report"]
@@ -37,21 +37,21 @@ class Report(Command, words=("runs",)):
 
     Examples:
       vqclip report runs/base
-      vqclip report runs/small runs/large --output comparison.html
+      vqclip report runs/small runs/large --out comparison.html
     """
 
     runs: tuple[LocalPath, ...] = Field(min_length=1)
     """Folder of a run, such as runs/base; several are compared."""
-    output: LocalPath | None = None
+    out: LocalPath | None = None
     """The page; for one run report.html in its folder."""
 
     def run(self) -> None:
         """Write the page."""
         from vqclip.report import write_comparison, write_report
 
-        runs, output = self.runs, self.output
+        runs, output = self.runs, self.out
         if output is not None:
-            require_page("--output", output)
+            require_page("--out", output)
         try:
             if len(runs) == 1:
                 path = write_report(runs[0], output)
@@ -59,9 +59,9 @@ class Report(Command, words=("runs",)):
                 path = write_comparison(runs, output)
             else:
                 wanted = f"expected a file for the comparison of {len(runs)} runs, such as comparison.html"
-                raise ConfigError(f"--output: missing, {wanted}")
+                raise ConfigError(f"--out: missing, {wanted}")
         except OSError as error:
-            raise ConfigError(f"--output: {error.filename or output}: cannot be written ({error.strerror})") from error
+            raise ConfigError(f"--out: {error.filename or output}: cannot be written ({error.strerror})") from error
         print_output(f"{path}: {path.stat().st_size:,} bytes; open it in a browser")
 
 
@@ -76,14 +76,13 @@ class Reconstruct(Command, words=("tokenizer",)):
     stages and codebooks, and from all ids. It is one file that needs no network and runs no script.
 
     Examples:
-      vqclip reconstruct runs/pixels/tokenizer --images TokBench/images --out reconstructed
-      vqclip reconstruct runs/pixels/tokenizer --data path/to/images -o page.html
-      vqclip reconstruct runs/pixels/tokenizer --data "val/{0..3}.tar" captions=json json_keys=[caption] -o page.html
-      vqclip reconstruct runs/pixels/tokenizer --data kind=scenes split=val -o page.html
+      vqclip reconstruct runs/pixels --images TokBench/images --out reconstructed
+      vqclip reconstruct runs/pixels --data path/to/images --out page.html
+      vqclip reconstruct runs/pixels --data "val/{0..3}.tar" captions=json json_keys=[caption] --out page.html
+      vqclip reconstruct runs/pixels --data kind=scenes split=val --out page.html
     """
 
-    tokenizer: Text
-    """Tokenizer folder with a pixel decoder, or hub name (owner/name)."""
+    tokenizer: Text = Field(description=f"{TOKENIZER}; with a pixel decoder")
     images: LocalPath | None = None
     """Folder of image files, all of which are written."""
     out: LocalPath
@@ -92,11 +91,8 @@ class Reconstruct(Command, words=("tokenizer",)):
     """Images in a batch."""
     bad_fraction: BadFraction = 0.01
     """Largest share of unusable images; they are left out."""
-    device: Text = "auto"
-    """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
-    data: tuple[Text, ...] = ()
-    """For a page: a folder of image files, a table, tars, a pattern or URL, and keys of the kind, as kind=csv."""
-    split: str | None = Field(None, description=f"Of data with several: {SPLIT}")
+    device: Text = Field("auto", description=DEVICE)
+    data: tuple[Text, ...] = Field((), description=f"for a page: {DATA}")
     limit: Annotated[int, Field(ge=1, le=10_000)] = 256
     """Images of --data that are decoded, evenly spread over them."""
     show: Annotated[int, Field(ge=1, le=32)] = 4
@@ -142,14 +138,15 @@ class Reconstruct(Command, words=("tokenizer",)):
         import contextlib
         import shlex
 
-        from vqclip.data import mask_credentials, open_source
+        from vqclip.data import mask_credentials
+        from vqclip.data.prepare import open_images
         from vqclip.data.workers import explain_worker_deaths
         from vqclip.evaluation.reconstructions import reconstruct
         from vqclip.io.atomic import write_text
         from vqclip.report.page import reconstructions_page
 
         assert tokenizer.pixels is not None
-        source, names = open_source(self._source()), ("batch_size", "workers", "limit")
+        source, names = open_images(*paths_and_overrides(self.data)), ("batch_size", "workers", "limit")
         reading = {name: getattr(self, name) for name in names} | {"max_bad_fraction": self.bad_fraction}
         with explain_worker_deaths("reconstruct") if self.workers else contextlib.nullcontext():
             found = reconstruct(tokenizer, source, self.show, self.side, **reading)
@@ -166,21 +163,6 @@ class Reconstruct(Command, words=("tokenizer",)):
             f"{self.out.stat().st_size:,} bytes; open it in a browser"
         )
 
-    def _source(self) -> SourceConfigBase:
-        from vqclip.data import parse_source
-        from vqclip.data.sources.class_names import CLASSNAMES
-        from vqclip.data.sources.kinds import find_kind
-
-        paths, overrides = paths_and_overrides(self.data)
-        defaults: dict[str, str] = {}
-        if any((Path(path).expanduser() / CLASSNAMES).is_file() for path in paths):
-            defaults["kind"] = "classes"
-        elif paths and not any(each.startswith("kind=") for each in overrides) and find_kind(paths) == "folder":
-            defaults |= {"kind": "folder", "captions": "names"}  # every image, with captions or without
-        data = parse_source(paths, overrides, split=self.split, **defaults)
-        data.require_no_weight("vqclip reconstruct")
-        return data
-
 
 class Demo(Command, words=("folder",)):
     """Show in the browser what a tokenizer makes of an image or a caption.
@@ -191,14 +173,13 @@ class Demo(Command, words=("folder",)):
     folder: Text = Field(description=f"{MODEL}; one modality is enough")
     index: LocalPath | None = None
     """Index of vqclip search build, whose nearest items are shown."""
-    images: Text | None = None
-    """Images that the index was built from, to show them."""
+    data: tuple[Text, ...] = ()
+    """The data that the index was built from, with the same keys, to show its images."""
     host: Text = "127.0.0.1"
     """Address to listen on; others open the page to a network."""
     port: Annotated[int, Field(ge=0, le=65535)] = 7860
     """Port; 0: any that is free."""
-    device: Text = "auto"
-    """cpu, cuda, cuda:1, ...; auto: a GPU if there is one."""
+    device: Text = Field("auto", description=DEVICE)
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads of the CPU; all cores without it."""
 
@@ -212,9 +193,10 @@ class Demo(Command, words=("folder",)):
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        answers = Answers.load(self.folder, self.index, self.images, dist.choose_device(self.device, "--device"))
+        device = dist.choose_device(self.device, "--device")
+        answers = Answers.load(self.folder, self.index, *paths_and_overrides(self.data), device)
         if self.host not in ("127.0.0.1", "localhost", "::1"):
-            who = "everyone who can reach this machine can use the page, and see what --index and --images show"
+            who = "everyone who can reach this machine can use the page, and see what --index and --data show"
             print(f"vqclip demo: warning: --host {self.host}: {who}; there is no password", file=sys.stderr)
 
         def ready(address: str) -> None:

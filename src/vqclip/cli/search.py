@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from vqclip.cli.options import SPLIT, TOKENIZER, BadFraction, BatchSize, Command, LocalPath, Text
+from vqclip.cli.options import (
+    DATA,
+    DEVICE,
+    TOKENIZER,
+    BadFraction,
+    BatchSize,
+    Command,
+    LocalPath,
+    Text,
+    paths_and_overrides,
+    require_page,
+)
 from vqclip.errors import ConfigError, DataError, printable
 from vqclip.runlog.console import print_output
 
@@ -22,37 +33,35 @@ class Build(Command):
     """Make an index of the codes of images or captions.
 
     Examples:
-      vqclip search build --tokenizer runs/captions/tokenizer --images path/to/images --out images.index
+      vqclip search build --tokenizer runs/photos --data photos/ --out images.index
+      vqclip search build --tokenizer runs/photos --data photos.csv captions=title --modality text --out texts.index
     """
 
     tokenizer: Text = Field(description=TOKENIZER)
-    images: Text | None = None
-    """Images to index: a folder, tars, or clip_benchmark's layout."""
-    captions: Text | None = None
-    """Data whose captions to index, in the same forms, instead of --images."""
-    split: str | None = Field(None, description=f"Of labelled data: {SPLIT}")
+    data: tuple[Text, ...] = Field(description=DATA)
+    modality: Literal["image", "text"] = "image"
+    """image: index the images; text: their captions."""
     out: LocalPath
     """Folder of the index."""
     batch_size: BatchSize = 64
     """Images or captions at once."""
     bad_fraction: BadFraction = 0.01
     """Largest share of unusable images; they are left out."""
+    device: Text = Field("auto", description=DEVICE)
 
     def run(self) -> None:
         """Make the index."""
+        from vqclip import dist
         from vqclip.data.prepare import open_images
         from vqclip.search.index import Origin, build_index
         from vqclip.tokenizer.loading import load_tokenizer
 
-        if (self.images is None) == (self.captions is None):
-            raise ConfigError("build: got --images and --captions, or neither; expected one of them")
-        path = self.images or self.captions or ""
-        tokenizer = load_tokenizer(self.tokenizer, "image" if self.images else "text")
-        source = open_images(path, self.split)
-        split = getattr(source.config, "split", None)
-        origin = Origin(
-            tokenizer=_local(self.tokenizer), pictures=_local(path), split=split, fingerprint=source.fingerprint
-        )
+        loaded: Any = load_tokenizer(self.tokenizer, self.modality)
+        tokenizer = loaded.to(dist.choose_device(self.device, "--device"))
+        paths, keys = paths_and_overrides(self.data)
+        source = open_images(paths, keys)
+        pictures = _local(paths[0]) if len(paths) == 1 else None
+        origin = Origin(tokenizer=_local(self.tokenizer), pictures=pictures, fingerprint=source.fingerprint)
         index = build_index(tokenizer, source, self.batch_size, self.bad_fraction, origin)
         index.save(self.out)
         floats = 4 * tokenizer.embed_dim
@@ -73,7 +82,7 @@ class Query(Command, words=("text",)):
     """Search an index by words or an image.
 
     Examples:
-      vqclip search query --index images.index "a red apple" --images path/to/images --html page.html
+      vqclip search query --index images.index "a red apple" --data photos/ --out page.html
       vqclip search query --index images.index --image apple.png
     """
 
@@ -83,14 +92,14 @@ class Query(Command, words=("text",)):
     """Folder of the index."""
     tokenizer: Text | None = None
     """Tokenizer that the index was built with; its folder at that time without it."""
-    images: Text | None = None
-    """Images that the index was built from; for --html."""
+    data: tuple[Text, ...] = ()
+    """The data that the index was built from, with the same keys; for --out."""
     image: LocalPath | None = None
     """Image to search for instead of a text."""
     k: Annotated[int, Field(ge=1, lt=2**63)] = 24
     """Number of results."""
-    html: LocalPath | None = None
-    """Write a page with the images of --images to this file."""
+    out: LocalPath | None = None
+    """Write a page with the images of --data to this file."""
 
     def run(self) -> None:
         """Print the results, and write the page."""
@@ -107,11 +116,13 @@ class Query(Command, words=("text",)):
 
         if (self.text is None) == (self.image is None):
             raise ConfigError("query: got a text and --image, or neither; expected one of them")
+        if self.out is not None:
+            require_page("--out", self.out)
         index = CodeIndex.load(self.index)
-        if self.html is not None and self.images is None:
+        if self.out is not None and not self.data:
             # An index from somebody else could name any local folder, whose images would get into a shared page.
             former = index.origin.pictures or "images that are not on this machine"
-            raise ConfigError(f"--images: missing, expected the images for --html; the index was built from {former}")
+            raise ConfigError(f"--data: missing, expected the images for --out; the index was built from {former}")
         folder = self.tokenizer or index.origin.tokenizer
         if folder is None:
             raise ConfigError(
@@ -134,17 +145,16 @@ class Query(Command, words=("text",)):
         for rank, (score, item) in enumerate(zip(found.scores[0].tolist(), found.items[0].tolist(), strict=True), 1):
             lines.append(f"{rank:3d}  {score:.4f}  {printable(index.names[item], one_line=True)}")
         print_output("\n".join(lines))
-        if self.html is not None:
-            assert self.images is not None
+        if self.out is not None:
 
             def report_bad(error: DataError) -> None:
                 shown = printable(mask_credentials(str(error)))
                 print(f"vqclip search: left out of the page: {shown}", file=sys.stderr)
 
             notes = f"{len(index):,} items of {index.packing.bits} bits in {self.index.name}, searched by their codes"
-            source = open_indexed(index, self.images)
+            source = open_indexed(index, *paths_and_overrides(self.data))
             page = search_page(self.text or Path(asked).name, find_hits(index, found, source, report_bad), notes)
             try:
-                write_text(self.html, page)
+                write_text(self.out, page)
             except OSError as error:
-                raise ConfigError(f"--html: {self.html}: cannot be written ({error.strerror})") from None
+                raise ConfigError(f"--out: {self.out}: cannot be written ({error.strerror})") from None

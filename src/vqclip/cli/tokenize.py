@@ -7,8 +7,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vqclip.cli.options import TOKENIZER, BadFraction, BatchSize, LocalPath, OnRay, Text, Workers, paths_and_overrides
-from vqclip.errors import ConfigError
+from vqclip.cli.options import (
+    DATA,
+    DEVICE,
+    TOKENIZER,
+    BadFraction,
+    BatchSize,
+    LocalPath,
+    OnRay,
+    Text,
+    Workers,
+    paths_and_overrides,
+)
 
 __all__ = ["Tokenize"]
 
@@ -21,16 +31,14 @@ class Tokenize(OnRay, failure=1, after_interrupt="run the same command to contin
     Run the same command again to continue after a stop. docs/reuse.md describes the files that it writes.
 
     Examples:
-      vqclip tokenize --tokenizer runs/base/tokenizer --data '/datasets/mine/{00000..00999}.tar' --out tokens/mine
-      vqclip tokenize --tokenizer runs/eurosat/tokenizer --data /datasets/cls_eurosat split=train --out tokens/eurosat
+      vqclip tokenize --tokenizer runs/base --data '/datasets/mine/{00000..00999}.tar' --out tokens/mine
+      vqclip tokenize --tokenizer runs/eurosat --data /datasets/cls_eurosat split=train --out tokens/eurosat
       torchrun --standalone --nproc-per-node 8 -m vqclip tokenize --tokenizer ... --data ... --out ...
       vqclip tokenize --engine ray --ray-address auto --tokenizer ... --data 's3://bucket/{00000..09999}.tar' --out ...
     """
 
     tokenizer: Text = Field(description=TOKENIZER)
-    data: tuple[Text, ...]
-    """Data set: a folder, table, tar, pattern or URL; several may follow, or repeat the option; and key=value of its
-    configuration in data.sources, such as captions=text, json_keys=[long,short] or split=train."""
+    data: tuple[Text, ...] = Field(description=DATA)
     out: LocalPath
     """Folder of the token shards and manifest.json."""
     modality: Literal["image", "text", "both"] = "both"
@@ -42,8 +50,7 @@ class Tokenize(OnRay, failure=1, after_interrupt="run the same command to contin
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """fp32: in the type of the weights; bf16, fp16: under autocast; fp64: everything in float64, several times slower,
     but batch size, threads and machine change ids about half a billion times less often."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU if there is one."""
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description=DEVICE)
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Threads of each process on the CPU; more processes are faster than more threads."""
     tolerance: BadFraction = 0.01
@@ -53,16 +60,11 @@ class Tokenize(OnRay, failure=1, after_interrupt="run the same command to contin
         """Write the token shards; it returns when this process has done its part of the work."""
         from vqclip import dist
         from vqclip.data import parse_source
-        from vqclip.data.remote.urls import protocol_of
         from vqclip.tokenize_dataset.job import Options, tokenize, tokenize_on_ray
 
         dist.stop_with_launcher()
         ray = self.cluster
-        paths, overrides = paths_and_overrides(self.data)
-        if not paths:
-            raise ConfigError(f"--data: got {' '.join(self.data)!r}; expected a path before it")
-        at_urls = protocol_of(paths[0]) not in (None, "file")
-        data = parse_source(paths, overrides, kind="shards" if at_urls else None)
+        data = parse_source(*paths_and_overrides(self.data))
         data.require_no_weight("vqclip tokenize")
         fields = {name: getattr(self, name) for name in _FIELDS}
         job = Options(data=data, out=self.out.expanduser().absolute(), **fields)

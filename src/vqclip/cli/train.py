@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from pydantic import Field
 
 from vqclip.cli.options import SOURCE, Command, LocalPath, Text
 from vqclip.config import did_you_mean, json_schema, suggest_keys, to_yaml
-from vqclip.config.loading import read_file, shipped
+from vqclip.config.loading import packaged_file, read_file
 from vqclip.errors import ConfigError, DataError
 from vqclip.runlog.console import print_output
 
@@ -138,10 +139,11 @@ class Train(
         if self.val is None:
             evaluation |= {"data": source, "held_out": _HELD_OUT, "limit": 2000}
         else:
-            evaluation["data"] = self._parse(self.val)[0].model_dump(mode="json", exclude_unset=True)
+            others = self._parse(self.val, without=("split", "where", "weight"))[0]
+            evaluation["data"] = others.model_dump(mode="json", exclude_unset=True)
         is_pretrained = has_small_towers()
         file = f"configs/{'pretrained' if is_pretrained else 'captions'}.yaml"
-        tree = read_file(shipped(file), []).plain()
+        tree = read_file(packaged_file(file), []).plain()
         tree["run"] = {"name": name}
         tree["data"] |= {"sources": [source]} | ({} if self.val else {"held_out": _HELD_OUT})
         tree["evaluation"] = [evaluation]
@@ -156,12 +158,12 @@ class Train(
         logger.info("%s, as %s: %s; --print-config shows all of it", towers, why, file)
         return tree, keys
 
-    def _parse(self, path: str) -> tuple[SourceConfigBase, list[str]]:
-        """Return the source at a path with its keys, and the keys of the configuration."""
+    def _parse(self, path: str, without: Sequence[str] = ()) -> tuple[SourceConfigBase, list[str]]:
+        """Return the source at a path with its keys but for some, and the keys of the configuration."""
         from vqclip.data import parse_source
         from vqclip.data.sources.kinds import KINDS
 
-        names = {name for kind in KINDS.values() for name in kind.model_fields}
+        names = {name for kind in KINDS.values() for name in kind.model_fields if name not in without}
         mine = [key for key in self.keys if re.split(r"[.=\[]", key)[0] in names]
         return parse_source(path, mine), [key for key in self.keys if key not in mine]
 

@@ -203,7 +203,7 @@ def _read_data(values: Any, origin: str) -> Node:
     return node_from_plain(plain, Origin(origin))
 
 
-def shipped(name: str) -> Path:
+def packaged_file(name: str) -> Path:
     """Return the path of a configuration of this package, ``configs/NAME.yaml``: the wheel's, or the checkout's."""
     package = Path(__file__).parents[1]
     return (package if (package / name).is_file() else package.parents[1]) / name
@@ -217,8 +217,8 @@ def read_file(path: Path, problems: list[Problem]) -> Node:
     Raises:
         ConfigError: it cannot be read, or is no mapping of keys.
     """
-    if path.parent == Path("configs") and not path.exists() and shipped(str(path)).is_file():
-        path = shipped(str(path))
+    if path.parent == Path("configs") and not path.exists() and packaged_file(str(path)).is_file():
+        path = packaged_file(str(path))
     try:
         data = read_bounded(path, 4 * MAX_BYTES)  # a character has at most four bytes
         if len(data) > 4 * MAX_BYTES:

@@ -344,13 +344,11 @@ def _suggest_value(place: SchemaLocation, node: Node, is_kind: bool) -> str:
 
 
 def _write_section(annotation: Any, word: str) -> str:
-    """Return the section that a word probably stands for, by its kind or its path; empty if there is none."""
+    """Return the section that a word probably stands for, by its kind; empty if there is none."""
     kinds = kinds_of(annotation)
     close = difflib.get_close_matches(word, kinds, n=1)
     fields = kinds[close[0]].model_fields if close else {}
     needed = [name for name, field in fields.items() if field.is_required() and name != "kind"]
-    if any("path" in each.model_fields for each in kinds.values()) and (needed or not close):
-        return f"{{path: {word}}}"
     return f"{{{', '.join([f'kind: {close[0]}', *(f'{name}: ...' for name in needed)])}}}" if close else ""
 
 

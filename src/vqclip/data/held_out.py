@@ -18,7 +18,7 @@ from vqclip.data.sources.base import RawSample, Source
 from vqclip.errors import DataError
 
 HeldOutShare = Annotated[float, Field(gt=0, lt=1)]
-"""HeldOutShare of the samples that are held out."""
+"""Share of the samples that are held out."""
 
 _ROW = re.compile(r" \(row \d+\)$")
 

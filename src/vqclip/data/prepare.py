@@ -11,18 +11,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 from vqclip import dist
-from vqclip.data.remote.files import is_tar
-from vqclip.data.remote.urls import display_url, protocol_of
+from vqclip.data.remote.urls import display_url
 from vqclip.data.sources.base import Part, ShardedSource, Source, SourceConfigBase
-from vqclip.data.sources.class_names import CLASSNAMES
 from vqclip.data.sources.files import FileSource, FileSourceConfig
+from vqclip.data.sources.folder import FolderConfig
 from vqclip.data.sources.kinds import parse_source
 from vqclip.data.sources.packed import PackedConfig, Packing
 from vqclip.errors import ConfigError, DataError, name_section, printable
@@ -186,34 +184,19 @@ def _log_once(text: str) -> None:
     logger.info("%s", printable(text, one_line=True))
 
 
-def open_images(path: str, split: str | None = None) -> ShardedSource:
-    """Open images to index or to export with; the files at a path decide the kind of source.
+def open_images(paths: str | Sequence[str], overrides: Sequence[str] = (), **defaults: Any) -> ShardedSource:
+    """Open images that need neither captions nor classes; see `vqclip.data.parse_source` for the arguments.
 
-    Args:
-        path: labelled shards (a folder with ``classnames.txt``), caption shards (a folder of tars, a tar, a pattern or
-            a URL), a folder of image files, in subfolders too, whose captions are their names, or a file of another
-            kind (see `parse_source`).
-        split: of labelled shards; may be omitted where there is only one.
+    Images of a folder that have no captions beside them have the names of their files as captions; images in its
+    subfolders too.
 
     Raises:
-        ConfigError: labelled shards with several splits, and none is named; or a split of anything else.
-        DataError: the path contains none of these, or cannot be read.
+        ConfigError: keys do not fit the kind; or a weight is set.
+        DataError: there is nothing at the path, its kind is not plain, or it cannot be read.
     """
-    folder = Path(path).expanduser()
-    labelled = (folder / CLASSNAMES).is_file()
-    if split is not None and not labelled:
-        raise ConfigError(f"split: got {split!r}, but {path} has no {CLASSNAMES}, so it has no splits; leave it out")
-    if not folder.exists() and protocol_of(path) is None and not any(mark in path for mark in "*?[{"):
-        raise DataError(
-            f"{path}: no such file or folder; expected a folder of images or shards, a tar, a table or a pattern"
-        )
-    if labelled:
-        config = parse_source(folder, kind="classes", split=split)
-    elif folder.is_dir() and not any(map(is_tar, os.listdir(folder))):
-        config = parse_source(folder, kind="folder", captions="names")
-    else:
-        config = parse_source(path, kind=None if folder.is_file() else "shards")  # also a pattern or URL
-    source = open_source(config)
+    config = parse_source(paths, overrides, **defaults)
+    config.require_no_weight("images that are read once")
+    source = open_source(config.with_all_images() if isinstance(config, FolderConfig) else config)
     if not hasattr(source, "place"):
-        raise ConfigError(f"{path}: its images have no names; write them as shards first (vqclip data pack)")
+        raise ConfigError(f"{paths}: its images have no names; write them as shards first (vqclip data pack)")
     return cast(ShardedSource, source)

@@ -11,8 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from vqclip.config import load_config
-from vqclip.data import Source, TrainData, decode_image
-from vqclip.data.transforms import EvalTransformConfig
+from vqclip.data import Source, TrainData
 from vqclip.report.images import png_uri
 from vqclip.report.page import render
 from vqclip.towers import Vocabulary
@@ -106,16 +105,6 @@ def training_tiles(data: TrainData, vocabulary: Vocabulary, count: int, epoch: i
         warning = f"in place of {_place(data.samples.sources[source], index)}: {bad[0].kind}" if bad else ""
         images = tuple(each.image for each, _ in made if each.image is not None)
         tiles.append(Tile(images, title, captions, warning))
-    return tiles
-
-
-def source_tiles(source: Source, count: int, side: int = 144) -> list[Tile]:
-    """Return tiles of the first samples of a source as they are stored, resized to squares."""
-    transform, tiles = EvalTransformConfig(mode="squash").build(side), []
-    for index in range(min(count, len(source))):
-        sample = source.read(index)
-        captions = tuple(Caption((caption,), 1) for caption in sample.captions)
-        tiles.append(Tile((transform(decode_image(sample.image)),), _place(source, index), captions))
     return tiles
 
 

@@ -22,7 +22,7 @@ from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.search.index import CodeIndex
 from vqclip.search.scan import CodeSearch, Hit, find_hits, open_indexed
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
-from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder
+from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder, find_folder
 from vqclip.tokenizer.loading import load_tokenizer
 from vqclip.train.export import load_model
 
@@ -66,14 +66,19 @@ class Answers:
 
     @staticmethod
     def load(
-        folder: str, index: Path | None = None, images: str | None = None, device: torch.device | str = "cpu"
+        folder: str,
+        index: Path | None = None,
+        images: Sequence[str] = (),
+        keys: Sequence[str] = (),
+        device: torch.device | str = "cpu",
     ) -> Answers:
         """Load a folder, and an index of its codes.
 
         Args:
             folder: a run, a checkpoint, or a tokenizer folder, also with one modality alone; or a hub name.
             index: folder of the index.
-            images: the images that the index was built from; None to show names alone.
+            images: paths of the images that the index was built from; none to show names alone.
+            keys: ``key=value`` of their kind.
             device: device of the tokenizers.
 
         Raises:
@@ -81,17 +86,16 @@ class Answers:
             ConfigError: images without an index.
             DataError: the images are not those that the index was built from.
         """
-        if images is not None and index is None:
-            raise ConfigError("--images: got images without --index; expected the index that was built from them")
+        if images and index is None:
+            raise ConfigError("--data: got images without --index; expected the index that was built from them")
         path, held = Path(folder).expanduser(), list[str]()
-        places = [each for each in (path, path / "tokenizer") if (each / CONFIG_FILE).is_file()]
-        if places:
-            held = list(TokenizerFolder.open(places[0]).config.modalities)
+        if any((each / CONFIG_FILE).is_file() for each in (path, path / "tokenizer")):
+            held = list(TokenizerFolder.open(find_folder(path)).config.modalities)
         image, text, scale = None, None, None
         if held == ["image"]:
-            image = load_tokenizer(places[0], "image").to(device)
+            image = load_tokenizer(path, "image").to(device)
         elif held == ["text"]:
-            text = load_tokenizer(places[0], "text").to(device)
+            text = load_tokenizer(path, "text").to(device)
         else:
             model = load_model(folder).model.to(device)
             image, text, scale = model.image, model.text, float(model.logit_scale.detach().exp())
@@ -111,7 +115,7 @@ class Answers:
             search = CodeSearch(loaded, own, keep=True)
         except CheckpointError as error:
             raise CheckpointError(f"--index: {index}: {error}, or build another index (vqclip search build)") from None
-        return Answers(image, text, scale, search, None if images is None else open_indexed(loaded, images))
+        return Answers(image, text, scale, search, open_indexed(loaded, images, keys) if images else None)
 
     @torch.no_grad()
     def of_image(self, data: bytes) -> tuple[Coded, Tensor]:

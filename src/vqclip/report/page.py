@@ -50,7 +50,7 @@ def write_report(folder: Path | str, output: Path | str | None = None) -> Path:
     if output is None and (path.is_symlink() or (path.exists() and not path.is_file())):
         raise ConfigError(  # a stranger may have made it a link to another file
             f"{path}: is a link, a folder or a pipe; expected an ordinary file or none: remove it, or name another "
-            "file (vqclip report --output FILE)"
+            "file (vqclip report --out FILE)"
         )
     write_text(path, text)
     return path
@@ -68,7 +68,7 @@ def write_comparison(folders: Sequence[Path | str], output: Path | str) -> Path:
         OSError: the page cannot be written.
     """
     runs = comparison.compare([read_run(Path(folder)) for folder in folders])
-    command = shlex.join(["vqclip", "report", *map(str, folders), "--output", str(output)])
+    command = shlex.join(["vqclip", "report", *map(str, folders), "--out", str(output)])
     text = render(
         "comparison.html",
         runs=runs,

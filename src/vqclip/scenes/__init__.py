@@ -10,8 +10,7 @@ Layout of a data set's folder:
     heldout/                 the same for held-out combinations, classified among all 121 classes
     scenes.json              configuration, file sizes and checksums
 
-Every sample's `.json` contains its scene: the objects and the background. `vqclip data draw` draws it and
-makes a contact sheet.
+Every sample's `.json` contains its scene: the objects and the background. `vqclip data draw` draws it.
 """
 
 from vqclip.scenes.make import ScenesConfig, ScenesPaths, make_scenes

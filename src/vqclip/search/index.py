@@ -34,7 +34,7 @@ INDEX_FILE = "index.json"
 CODES_FILE = "codes.safetensors"
 MOST_ITEMS = 2**31 - 1
 """Range of the int32 of `CodeIndex.row`."""
-_VERSIONS = {"format": "vqclip-index", "format_version": 3, "id_layout": ID_LAYOUT_VERSION}
+_VERSIONS = {"format": "vqclip-index", "format_version": 4, "id_layout": ID_LAYOUT_VERSION}
 
 
 _PACKED = 4096
@@ -145,9 +145,7 @@ class Origin(Config):
     tokenizer: LocalPath | None = None
     """The tokenizer folder; None if it was not a local folder."""
     pictures: LocalPath | None = None
-    """Argument of `vqclip.data.prepare.open_images`; None for a URL."""
-    split: str | None = None
-    """Split of labelled shards; None for others."""
+    """Path of the data; None for a URL, or several paths."""
     fingerprint: dict[str, Any] = {}
     """Fingerprint of the source: in another one the numbers of the items would mean other images."""
 

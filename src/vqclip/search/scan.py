@@ -15,7 +15,7 @@ Shapes: Q queries, U distinct codes, n items, E embedding width, k results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -208,29 +208,30 @@ class Hit:
     """``(3, H, W)`` uint8, or None if it cannot be shown; the page then shows the name alone."""
 
 
-def open_indexed(index: CodeIndex, images: str) -> ShardedSource:
+def open_indexed(index: CodeIndex, paths: Sequence[str], keys: Sequence[str] = ()) -> ShardedSource:
     """Open the images that an index was built from.
 
-    The path is given by the user: one in an index from somebody else could name any local folder.
+    Paths and keys are given by the user: those in an index from somebody else could name any local folder.
 
     Args:
         index: the index.
-        images: argument of `vqclip.data.prepare.open_images`.
+        paths: of the images.
+        keys: ``key=value`` of their kind.
 
     Raises:
         CheckpointError: the index names an image that the source does not have.
         ConfigError, DataError: there are no images, or not those that the index was built from.
     """
-    source = open_images(images, index.origin.split)
+    source, shown = open_images(paths, keys), " ".join([*paths, *keys])
     if source.fingerprint != index.origin.fingerprint:
         raise DataError(
-            f"{images}: the index was built from other data, or by an older version; expected the same images, or a "
-            "rebuilt index"
+            f"{shown}: the index was built from other data, with other keys, or by an older version; expected the same "
+            "images, or a rebuilt index"
         )
     last = len(index) - 1 if index.places is None else int(index.places.max()) if len(index) else -1
     if last >= len(source):
         raise CheckpointError(
-            f"index: places: got {last}, expected less than {len(source)}, the images of {images}; rebuild the index"
+            f"index: places: got {last}, expected less than {len(source)}, the images of {shown}; rebuild the index"
         )
     return source
 

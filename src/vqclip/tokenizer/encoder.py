@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransform, EvalTransformConfig
-from vqclip.errors import ConfigError, ShapeError, VqclipError
+from vqclip.errors import ShapeError, VqclipError
 from vqclip.nn.inputs import require_image, require_images
 from vqclip.nn.layers import (
     LinearProjectionConfig,
@@ -176,24 +176,6 @@ class Tokenizer(TokenizerDecoder, ABC):
         """
         state = {f"{self.modality}.{key}": value for key, value in merged_state(self).items()}
         save_folder(folder, {self.modality: self.section()} | self.pixels_section(), state, self.files())
-
-    @classmethod
-    def from_pretrained(cls: type[TokenizerT], folder: str | Path, revision: str | None = None) -> TokenizerT:
-        """Read a tokenizer of this class: `vqclip.load_tokenizer` with the modality of the class.
-
-        Raises:
-            CheckpointError: for a folder that is missing or damaged, or contains only the other modality.
-            ConfigError: for a class that folders do not contain: this one, or one of your own.
-        """
-        if "modality" not in vars(cls):
-            raise ConfigError(
-                f"{cls.__name__}.from_pretrained: folders contain no {cls.__name__}; expected "
-                "ImageTokenizer.from_pretrained or TextTokenizer.from_pretrained"
-            )
-        import vqclip  # here, for loading builds on this module
-
-        load: Any = vqclip.load_tokenizer
-        return load(folder, cls.modality, revision=revision)
 
     def push_to_hub(
         self, name: str, card: str | None = None, *, private: bool | None = None, revision: str | None = None

@@ -174,12 +174,22 @@ class FolderConfig(Config):
 
 
 def find_folder(folder: str | Path, revision: str | None = None) -> Path:
-    """Return a local tokenizer folder, or fetch one from the hub: JSON, safetensors and card only.
+    """Return a local tokenizer folder, that of a run, or one fetched from the hub: JSON, safetensors and card only.
 
     Raises:
-        CheckpointError: see `vqclip.io.files.find_folder`.
+        CheckpointError: see `vqclip.io.files.find_folder`; or a run has not exported its tokenizer yet.
     """
-    return files.find_folder(folder, revision, FILES)
+    found = files.find_folder(folder, revision, FILES)
+    if (found / CONFIG_FILE).is_file():
+        return found
+    if (found / "tokenizer" / CONFIG_FILE).is_file():
+        return found / "tokenizer"
+    if (found / "config.yaml").is_file():
+        raise CheckpointError(
+            f"{found}: a run that has exported no tokenizer yet; expected a finished one, or the folder that `vqclip "
+            f"export-tokenizer {found}` makes of its newest checkpoint"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -347,8 +357,6 @@ def _read_config(folder: Path) -> FolderConfig:
     path = folder / CONFIG_FILE
     if not path.is_file():
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
-        if (folder / "tokenizer" / CONFIG_FILE).is_file():
-            found = f"a run's folder; name its tokenizer: {folder / 'tokenizer'}"
         raise CheckpointError(
             f"{folder}: expected a tokenizer folder with {CONFIG_FILE} and {WEIGHTS_FILE}, got: {found}"
             + _mention_pickles(folder)

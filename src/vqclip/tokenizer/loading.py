@@ -45,11 +45,11 @@ def load_tokenizer(
 ) -> TokenizerDecoder:
     """Load a tokenizer for use: on the CPU, in evaluation mode, with weights that require no gradient.
 
-    ``tokenizer.requires_grad_()`` asks for gradients. `vqclip.CLIP.from_pretrained` loads both tokenizers of a folder,
-    and their weights require gradients.
+    ``tokenizer.requires_grad_()`` asks for gradients. `vqclip.CLIP.from_pretrained` loads both tokenizers of a folder
+    in the same way.
 
     Args:
-        folder: folder that `save_pretrained` wrote, or a hub name ``owner/name``.
+        folder: folder of a run, or that `save_pretrained` wrote; or a hub name ``owner/name``.
         modality: ``"image"`` or ``"text"``.
         encode: False for a tokenizer that decodes and embeds ids but cannot encode: its tower is neither built nor
             read, and no tower's library is imported. Every byte of the folder is still compared with its checksum.

@@ -15,7 +15,6 @@ from vqclip.config import Config, Modality
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import first_names, module_digest, nonfinite_names
 from vqclip.model import CLIP
-from vqclip.tokenizer.folder import find_folder
 from vqclip.tokenizer.loading import load_tokenizer
 from vqclip.towers import BPE, ImageTower, TextTower
 from vqclip.towers.base import TowerConfig, frozen_features, run_in_chunks
@@ -80,7 +79,7 @@ class FolderTeacherConfig(Config):
 
     def build(self) -> EmbeddingTeacher:
         """Load both tokenizers."""
-        clip = CLIP.from_pretrained(find_folder(self.folder))
+        clip = CLIP.from_pretrained(self.folder)
         files = {name: hashlib.sha256(content).hexdigest() for name, content in clip.files().items()}
         return EmbeddingTeacher(
             clip,
@@ -93,7 +92,7 @@ class FolderTeacherConfig(Config):
 
     def build_tower(self, modality: Modality, student: CLIP) -> tuple[ImageTower | TextTower, TowerConfig]:
         """Load the tower of a modality; return it with its configuration."""
-        tokenizer = load_tokenizer(find_folder(self.folder), modality)
+        tokenizer = load_tokenizer(self.folder, modality)
         return tokenizer.tower, tokenizer.config.tower
 
 

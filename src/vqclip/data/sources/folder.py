@@ -81,6 +81,22 @@ class FolderConfig(FileSourceConfig):
             return None
         return CaptionFiles(mode, self.json_keys, table.facts["ending"])
 
+    def with_all_images(self) -> FolderConfig:
+        """Return this configuration if it has a caption for each image, else that with the names of the files."""
+        if self.captions is None:
+            with contextlib.suppress(DataError):
+                table = self.load_table()
+                files = self.caption_files(table)
+                if files is None:
+                    is_complete = table.facts["captions"] == "metadata"
+                else:
+                    texts = (caption_path(table.paths.read(row), files.ending) for row in range(len(table)))
+                    is_complete = all((self.root / each).is_file() for each in texts)
+                if is_complete:
+                    return self
+            return self.model_copy(update={"captions": "names"})
+        return self
+
     def table(self) -> FileTable:
         """List the images; raises DataError for a missing folder or another layout."""
         folder, builder = self.listing, TableBuilder()

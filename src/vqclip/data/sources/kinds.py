@@ -90,7 +90,8 @@ def parse_source(path: str | Path | Sequence[str], overrides: Sequence[str] = ()
             f"got {' '.join(overrides) or 'nothing'}; expected a path, or kind=KIND and the keys of the kind"
         )
     if kind is None:
-        kind = find_kind(paths)
+        has_split = "split" in values or any(text.strip().startswith("split=") for text in overrides)
+        kind = find_kind(paths, has_split)
     return parse_config(
         _class_of(kind), {**values, "kind": kind}, overrides, " ".join(map(display_url, paths)) or f"kind {kind}"
     )
@@ -111,7 +112,9 @@ def _validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     kind = value.get("kind")
     if kind is None and isinstance(value.get("path"), (str, Path, list, tuple)):
         path = value["path"]
-        kind = find_kind([*map(str, path if isinstance(path, (list, tuple)) else [path])])
+        kind = find_kind(
+            [*map(str, path if isinstance(path, (list, tuple)) else [path])], value.get("split") is not None
+        )
         value = {**value, "kind": kind}
     if kind is None or (isinstance(kind, str) and kind in KINDS):
         return handler(value)
@@ -157,19 +160,23 @@ def _class_of(kind: object) -> type[SourceConfigBase]:
     return found
 
 
-def find_kind(paths: Sequence[str]) -> str:
+def find_kind(paths: Sequence[str], has_split: bool = False) -> str:
     """Return the kind of this package of the source at some files, folders, patterns or URLs.
+
+    Args:
+        paths: of one source.
+        has_split: whether a split is named: a folder at a URL is then of the kind classes, and of shards otherwise.
 
     Raises:
         DataError: there is nothing at the path, or it could be of no kind or of several, which are named.
     """
-    found = {kind for each in paths for kind in [_find_kind(each)]}
+    found = {_find_kind(each, has_split) for each in paths}
     if len(found) != 1:
         raise DataError(f"kind: missing; the paths are of the kinds {', '.join(sorted(found)) or 'none'}: name one")
     return found.pop()
 
 
-def _find_kind(path: str) -> str:
+def _find_kind(path: str, has_split: bool) -> str:
     shown, local = display_url(path), expand_home(path)
     is_local = protocol_of(path) is None
     if is_local and os.path.isdir(local):
@@ -185,11 +192,13 @@ def _find_kind(path: str) -> str:
             raise DataError(f"{shown}: an archive of a kind that is not read; unpack it, and name the folder")
         if name.endswith(IMAGE_ENDINGS):
             raise DataError(f"{shown}: an image, or a pattern of images; expected their folder, or a table of them")
+        if not found and not is_local and not PurePosixPath(name).suffix:
+            found = ["classes" if has_split else "shards"]
         if not found:
             plain = ", ".join(ending for endings in _ENDINGS.values() for ending in endings)
             raise DataError(
                 f"{shown}: its kind is not plain from its name; name it, kind: one of {', '.join(KINDS)}; plain are "
-                f"folders on this machine, and names that end in {plain}"
+                f"folders, and names that end in {plain}"
             )
     if len(found) > 1:
         raise DataError(f"{shown}: could be of several kinds: {', '.join(found)}; name one, such as kind: {found[0]}")

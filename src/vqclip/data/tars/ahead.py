@@ -158,7 +158,7 @@ class ChunkSupply:
             raise ConfigError(
                 f"data.order.window: a window takes {shown} GiB of the cache of a node, which has "
                 f"{self._cache_room / 2**30:.3g} GiB (remote.cache_gib, less 5 %). Expected a smaller window or a "
-                "larger cache, best twice as large as the window: see vqclip data plan"
+                "larger cache, best twice as large as the window: see vqclip plan"
             )
 
     @classmethod
@@ -202,7 +202,7 @@ class ChunkSupply:
             if fetched > 1.1 * lanes:
                 logger.warning(
                     "data.sources[%d]: lanes of chunks in a window: %d, and nodes: %d; so a chunk is fetched by %.1f "
-                    "nodes in the mean. Raise data.order.window, or use fewer nodes: see vqclip data plan",
+                    "nodes in the mean. Raise data.order.window, or use fewer nodes: see vqclip plan",
                     source,
                     lanes,
                     len(set(self._nodes)),
