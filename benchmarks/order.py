@@ -125,7 +125,7 @@ def mixing(samples: int, shards: int, batch: int = 32_768, scale: int = 1) -> li
     rows = []
     for chunk, window in ((0, 0), (128, 32_768 // scale), (512, 8192 // scale), (128, 2048 // scale)):
         kind = WindowedOrder(chunk=chunk, window=window) if chunk else FullOrder()
-        order = kind.build([samples], [1.0], 1)
+        order = kind.build([samples], [1.0], 1, batch)
         name = f"windowed, {window:,} chunks of {chunk}" if chunk else "full"
         figures = [simulate_mixing(order, batch, shards, 7, DRAWS, steps) for steps in (1, TOGETHER)]
         rows.append((name, figures[0], figures[1]))
@@ -187,13 +187,13 @@ def measure(where: str, verify: bool, began: float) -> None:
         order = DataConfig.model_validate(tree).build(224, None, BATCH, 0).order  # type: ignore[arg-type]
     else:
         index = open_index(path, verify=verify)
-        order = (FullOrder() if index.keys is not None else WindowedOrder()).build([index.samples], [1.0], 1)
+        order = (FullOrder() if index.keys is not None else WindowedOrder()).build([index.samples], [1.0], 1, BATCH)
     nodes = np.repeat(np.arange(NODES), GPUS).tolist()
-    slots, _ = order.deal(0, BATCH, 0, nodes)
+    slots, _ = order.deal(0, 0, nodes)
     end, after = time.time(), memory()
-    whole = [median_ms(lambda step=step: order.deal(step, BATCH, 0, [0])) for step in (0, 1_000_000)]  # type: ignore[misc]
+    whole = [median_ms(lambda step=step: order.deal(step, 0, [0])) for step in (0, 1_000_000)]  # type: ignore[misc]
     found = {"since_start": end - began, "seconds": end - start, "before": before, "after": after, "whole": whole}
-    dealt = median_ms(lambda: order.deal(1_000_000, BATCH, 0, nodes))
+    dealt = median_ms(lambda: order.deal(1_000_000, 0, nodes))
     print(json.dumps({**found, "dealt": dealt, "samples": slots.sample.tolist()}), flush=True)
     sys.stdin.read()
 

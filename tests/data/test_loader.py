@@ -28,6 +28,7 @@ def test_global_batches_do_not_depend_on_ranks_and_workers(
     monkeypatch.setattr(batch_maker, "SLICE_ROWS", 2)  # so that workers share a batch
     options = {"order": order, "weight": 0.55}  # 6.6 samples of the second source an epoch: 6, 7, ...
     expected = global_batches(open_data(folder, **options), 0, 7, 1)  # 70 samples, more than epochs of 29 and 30
+    assert all(len(sample_ids.unique()) == G for sample_ids, *_ in expected)
     data = open_data(folder, workers=workers, **options)
     assert same(global_batches(data, 0, 7, world_size), expected)
     assert same(global_batches(data, 4, 7, world_size), expected[4:])  # in the middle of an epoch
@@ -126,7 +127,7 @@ def test_places_in_the_global_batch(folder: Path) -> None:
 
 def test_ranks_of_a_node_read_what_it_owns(folder: Path) -> None:
     data = open_data(folder, order=WINDOWED)
-    dealt = data.order.deal(3, G, 1, (0, 1))[1].tolist()
+    dealt = data.order.deal(3, 1, (0, 1))[1].tolist()
     assert dealt != list(range(1, G, 2))
     (part,) = data.batches(3, 4, rank=1, nodes=(0, 1))
     assert part.places.tolist() == dealt

@@ -50,9 +50,9 @@ def test_large_domains_look_shuffled() -> None:
 
 @ORDERS
 @settings(deadline=None)
-@given(sizes=SIZES, seed=st.integers(0, 2**63), epoch=st.integers(0, 5))
-def test_each_sample_exactly_once_an_epoch(kind: Order, sizes: list[int], seed: int, epoch: int) -> None:
-    order = kind.build(sizes, [1.0] * len(sizes), seed)
+@given(sizes=SIZES, seed=st.integers(0, 2**63), epoch=st.integers(0, 5), batch=st.integers(1, 80))
+def test_each_sample_exactly_once_an_epoch(kind: Order, sizes: list[int], seed: int, epoch: int, batch: int) -> None:
+    order = kind.build(sizes, [1.0] * len(sizes), seed, batch)
     assert order.epoch_size == sum(sizes)
     slots = order[np.arange(epoch * order.epoch_size, (epoch + 1) * order.epoch_size)]
     shown = sorted(zip(slots.source.tolist(), slots.sample.tolist(), strict=True))
@@ -67,11 +67,12 @@ def test_each_sample_exactly_once_an_epoch(kind: Order, sizes: list[int], seed: 
     weights=st.lists(st.sampled_from([0.01, 0.25, 0.3, 0.5, 1.0, 1.5, 3.0]), min_size=4, max_size=4),
     seed=st.integers(0, 99),
     epochs=st.integers(1, 9),
+    batch=st.integers(1, 80),
 )
-def test_weights_are_kept_to_one_appearance(
-    kind: Order, sizes: list[int], weights: list[float], seed: int, epochs: int
+def test_weights_are_kept_to_one_appearance_and_batches_have_no_sample_twice(
+    kind: Order, sizes: list[int], weights: list[float], seed: int, epochs: int, batch: int
 ) -> None:
-    order = kind.build(sizes, weights[: len(sizes)], seed)
+    order = kind.build(sizes, weights[: len(sizes)], seed, batch)
     end = order.begin(epochs)
     slots = order[np.arange(end)]
     for source, size in enumerate(sizes):
@@ -80,12 +81,30 @@ def test_weights_are_kept_to_one_appearance(
         # Of the epochs together, in exact decimal arithmetic; see `test_an_epoch_has_its_part_of_the_running_total`.
         assert counts.sum() == epochs * size * Fraction(str(weights[source])) // 1
         assert counts.max() - counts.min() <= 1
-        if isinstance(kind, WindowedOrder):
-            for step in (end // 2, end):
-                assert order.count_used(step, 1, source) == mine[:step].sum()
+        for step in (end // batch // 2, end // batch):
+            assert order.count_used(step, source) == mine[: step * batch].sum()
+        for step in range(end // batch):
+            of_batch = slots.sample[step * batch : (step + 1) * batch][mine[step * batch : (step + 1) * batch]]
+            assert len(of_batch) > size or len(np.unique(of_batch)) == len(of_batch)
         # The n-th appearance of a sample is in pass n - 1: no draw keyed by (pass, sample) comes twice.
         pairs = set(zip(slots.sample[mine].tolist(), slots.epoch[mine].tolist(), strict=True))
         assert len(pairs) == counts.sum()
+
+
+@ORDERS
+@pytest.mark.parametrize(("size", "batch"), [(320, 128), (320, 256), (257, 256), (256, 256), (100, 99), (7, 3), (5, 1)])
+def test_passes_of_any_length_repeat_nothing_in_a_batch(kind: Order, size: int, batch: int) -> None:
+    """Also passes of less than two batches, whose tails depend on their openings."""
+    order, plain = kind.build([size], [1.0], 1, batch), kind.build([size], [1.0], 1)
+    positions = np.arange(20 * size // batch * batch)
+    found = order[positions].sample
+    assert all(len(np.unique(each)) == batch for each in found.reshape(-1, batch))
+    assert np.array_equal(order[positions[::-7]].sample, found[::-7])  # from any position
+    changed = found != plain[positions].sample
+    assert not changed[positions % size >= batch].any()
+    assert changed.mean() < batch / size
+    far = 10**9 * batch + np.arange(batch)
+    assert len(np.unique(order[far].sample)) == batch
 
 
 @ORDERS
@@ -117,16 +136,16 @@ def test_seed_and_epoch_change_the_order(kind: Order) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "sources", "samples"),
+    ("kind", "sources", "samples"),
     [
-        (FullOrder(), 10, [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 1], [2, 6, 0, 1, 2, 7, 0, 1, 1, 4, 4, 3]),
-        (WINDOWED, 30, [1, 0, 0, 1, 0, 1, 0, 0, 1, 0, 0, 0], [0, 16, 9, 4, 8, 2, 19, 17, 1, 11, 18, 10]),
+        (FullOrder(), "100001100101101101100000", "282414096331002451371240"),
+        (WINDOWED, "100001100101101101100000", "005844239113074223161385"),
     ],
 )
-def test_orders_are_the_same_in_every_version(kind: Order, size: int, sources: list[int], samples: list[int]) -> None:
-    # A change here makes runs unable to resume: raise the version of the data fingerprint with it.
-    slots = kind.build([size, 5], [1.0, 2.0], seed=3)[np.arange(12)]
-    assert (slots.source.tolist(), slots.sample.tolist()) == (sources, samples)
+def test_orders_are_the_same_in_every_version(kind: Order, sources: str, samples: str) -> None:
+    # A change here makes runs unable to resume.
+    slots = kind.build([10, 5], [1.0, 2.0], 3, 8)[np.arange(24)]
+    assert ("".join(map(str, slots.source)), "".join(map(str, slots.sample))) == (sources, samples)
 
 
 @settings(deadline=None, max_examples=40)
@@ -192,7 +211,10 @@ def test_topics_of_a_batch_vary_as_stated(topics: int) -> None:
 
 @pytest.mark.parametrize("kind", [FullOrder(), WindowedOrder()], ids=["full", "windowed"])
 def test_orders_of_billions_cost_no_memory(kind: Order) -> None:
-    slots = kind.build([1_300_000_000, 77], [1.0, 2.0], 1)[10**6 * 4096 + np.arange(4096)]
+    order = kind.build([1_300_000_000, 77], [1.0, 2.0], 1, 4096)
+    border = order[order.begin(3) // 4096 * 4096 + np.arange(8192)]
+    assert set(border.epoch[border.source == 0].tolist()) == {2, 3}
+    slots = order[10**6 * 4096 + np.arange(4096)]
     chunks = np.unique(slots.sample[slots.source == 0] // 128)
     assert len(chunks) > 3_800
     assert slots.sample.max() < 1_300_000_000
@@ -239,11 +261,11 @@ def layout(nodes: int, ranks: int) -> list[int]:
     return [rank // ranks for rank in range(nodes * ranks)]
 
 
-def nodes_of(order: GlobalOrder, step: int, batch: int, nodes: list[int]) -> np.ndarray:
+def nodes_of(order: GlobalOrder, step: int, nodes: list[int]) -> np.ndarray:
     """The node that makes each sample of a global batch."""
-    node = np.full(batch, -1)
+    node = np.full(order.batch_size, -1)
     for rank, each in enumerate(nodes):
-        node[order.deal(step, batch, rank, nodes)[1]] = each
+        node[order.deal(step, rank, nodes)[1]] = each
     return node
 
 
@@ -258,11 +280,11 @@ def nodes_of(order: GlobalOrder, step: int, batch: int, nodes: list[int]) -> np.
 def test_the_parts_of_all_ranks_are_the_global_batch(
     kind: Order, sizes: list[int], batch: int, nodes: list[int], step: int
 ) -> None:
-    order = kind.build(sizes, [1.0, 0.5, 2.0][: len(sizes)], 5)
+    order = kind.build(sizes, [1.0, 0.5, 2.0][: len(sizes)], 5, batch)
     whole = order[step * batch + np.arange(batch)]
     places = []
     for rank in range(len(nodes)):
-        slots, mine = order.deal(step, batch, rank, nodes)
+        slots, mine = order.deal(step, rank, nodes)
         assert len(mine) == share_sizes(batch, len(nodes))[rank]
         assert (np.diff(mine) > 0).all()
         for each, everyone in zip(slots, whole, strict=True):
@@ -273,21 +295,21 @@ def test_the_parts_of_all_ranks_are_the_global_batch(
 
 @EITHER
 def test_one_node_and_the_full_order_take_every_nth_sample(kind: Order) -> None:
-    order = kind.build([5000], [1.0], 5)
+    order = kind.build([5000], [1.0], 5, 50)
     nodes = [0, 0, 0] if kind is SMALL else [0, 1, 1]
     for rank in range(3):
-        assert order.deal(7, 50, rank, nodes)[1].tolist() == list(range(rank, 50, 3))
+        assert order.deal(7, rank, nodes)[1].tolist() == list(range(rank, 50, 3))
 
 
 def test_a_node_gets_samples_of_its_own_lanes_only_where_the_numbers_divide() -> None:
     """In all windows but the last of a pass, whose rows are not full; also in the second pass."""
     size, batch = 1_000_003, 4080
-    order = LARGE.build([size], [1.0], 5)
+    order = LARGE.build([size], [1.0], 5, batch)
     for nodes, step in itertools.product((2, 3, 60), (0, 3, 117, 250)):
         passes, place = np.divmod(np.arange(step * batch, (step + 1) * batch), size)
         windows = order.windows(0, int(passes[0]))
         assert (windows.lanes, windows.windows, int(passes[-1])) == (960, 2, step // 200)
-        assert np.array_equal(nodes_of(order, step, batch, layout(nodes, 2)), windows.lane_of(place) % nodes)
+        assert np.array_equal(nodes_of(order, step, layout(nodes, 2)), windows.lane_of(place) % nodes)
 
 
 @pytest.mark.parametrize(
@@ -295,18 +317,18 @@ def test_a_node_gets_samples_of_its_own_lanes_only_where_the_numbers_divide() ->
 )
 def test_few_chunks_are_read_by_two_nodes(nodes: int, batch: int, most: float) -> None:
     """Pairs of a node and a chunk that it reads, per chunk of the window."""
-    order = WindowedOrder(chunk=30, window=2000).build([60_000], [1.0], 5)
+    order = WindowedOrder(chunk=30, window=2000).build([60_000], [1.0], 5, batch)
     pairs = set()
     for step in range(60_000 // batch):
-        node = nodes_of(order, step, batch, layout(nodes, 2))
+        node = nodes_of(order, step, layout(nodes, 2))
         chunks = order[step * batch + np.arange(batch)].sample // 30
         pairs |= set(zip(node.tolist(), chunks.tolist(), strict=True))
     assert 1 <= len(pairs) / 2000 <= most
 
 
 def test_nodes_of_different_sizes_own_as_much_as_they_use() -> None:
-    order = WindowedOrder(chunk=30, window=1920).build([57_600], [1.0], 5)
-    node = nodes_of(order, 3, 600, [0, 0, 0, 0, 1, 1])
+    order = WindowedOrder(chunk=30, window=1920).build([57_600], [1.0], 5, 600)
+    node = nodes_of(order, 3, [0, 0, 0, 0, 1, 1])
     lanes = order.windows(0).lane_of(np.arange(1800, 2400))
     assert np.array_equal(node, np.where(lanes % 3 == 2, 1, 0))
 
@@ -314,10 +336,10 @@ def test_nodes_of_different_sizes_own_as_much_as_they_use() -> None:
 @pytest.mark.parametrize(("nodes", "rank", "start"), [([0, 0], 1, 1), (layout(3, 2), 5, 0), (layout(7, 1), 3, 16)])
 def test_needs_name_the_chunks_of_a_node_in_the_order_of_use(nodes: list[int], rank: int, start: int) -> None:
     sizes, batch = [6011, 900], 400
-    order, used, foreign = SMALL.build(sizes, [1.0, 1.0], 5), 0, 0
+    order, used, foreign = SMALL.build(sizes, [1.0, 1.0], 5, batch), 0, 0
     found: list[set[tuple[int, int]]] = []
     for source in range(len(sizes)):
-        needs = list(itertools.islice(order.needs(start, batch, source, rank, nodes), 3000))
+        needs = list(itertools.islice(order.needs(start, source, rank, nodes), 3000))
         assert needs == sorted(needs)
         places = [(*divmod(used, sizes[source]), chunk) for used, chunk in needs]
         found.append({(passes, chunk) for passes, _, chunk in places})
@@ -325,7 +347,7 @@ def test_needs_name_the_chunks_of_a_node_in_the_order_of_use(nodes: list[int], r
         in_window = Counter((passes, int(order.windows(source).window_of(np.array(at)))) for passes, at, _ in places)
         assert max(in_window.values()) <= order.window_chunks(source, rank, nodes)
     for step in range(start, start + 20):  # over the end of the epoch
-        slots = order.deal(step, batch, rank, nodes)[0]
+        slots = order.deal(step, rank, nodes)[0]
         for source, sample, passes in zip(*(part.tolist() for part in slots), strict=True):
             used, foreign = used + 1, foreign + ((passes, sample // 4) not in found[source])
     assert foreign == 0 if len(set(nodes)) == 1 else foreign < 0.05 * used

@@ -77,7 +77,7 @@ class Case(NamedTuple):
 IMPLEMENTATIONS = get_args(Implementation)
 
 LOSSES = {
-    f"{name}, {impl}": Case(config(impl=impl), *others)
+    f"{name}, {impl}": Case(config(impl=impl, positives=None), *others)
     for name, config, *others in (
         ("contrastive", ContrastiveConfig, softmax_by_hand, softmax_without, "ClipLoss", (14.0,)),
         ("sigmoid", SigmoidConfig, sigmoid_by_hand, sigmoid_without, "SigLipLoss", (10.0, -8.0)),
@@ -235,6 +235,15 @@ def test_pairs_of_one_key_are_no_negatives(ranks, sizes, tiles):
     for (name, *_), results in zip(cases, zip(*found, strict=True), strict=True):
         by_hand = functools.partial(LOSSES[name].without, keys=KEYS)
         assert_equals_one_process(results, value_and_gradients(by_hand, *pairs(11), LOSSES[name].numbers))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_keys_that_are_all_different_change_no_bit(case, smoothing):
+    loss = case.config.model_copy(update={"label_smoothing": smoothing}).build()
+    inputs = [*(t.float() for t in pairs(50)), case.numbers]
+    without = value_and_gradients(loss, *inputs)
+    found = value_and_gradients(functools.partial(loss, keys=torch.arange(50).flip(0)), *inputs)
+    assert all(map(torch.equal, without, found))
 
 
 def smoothed_on_a_rank(impl, sizes, keys):

@@ -113,8 +113,6 @@ class BatchMaker:
     samples: SampleMaker
     order: GlobalOrder
     tokenize: Tokenize
-    batch_size: int
-    """G."""
     rank: int
     nodes: Sequence[int]
     """Node of every rank."""
@@ -127,7 +125,7 @@ class BatchMaker:
 
         Images have no pixels if features replace them.
         """
-        rows, stored = -(-self.batch_size // len(self.nodes)), self.samples.features
+        rows, stored = -(-self.order.batch_size // len(self.nodes)), self.samples.features
         side = 0 if "image" in stored else self.samples.transform.image_size
         of_features = {name: reader.settings for name, reader in stored.items()}
         return {
@@ -139,7 +137,7 @@ class BatchMaker:
         """Write the rows of a slice to its tensors, and return what else belongs to them."""
         if self.supply is not None:
             self.supply.advance(task.step)
-        slots, places = self.order.deal(task.step, self.batch_size, self.rank, self.nodes)
+        slots, places = self.order.deal(task.step, self.rank, self.nodes)
         first, end = (len(places) * number // task.slices for number in (task.number, task.number + 1))
         samples, bad = [], []
         for row, slot in enumerate(zip(*(each[first:end].tolist() for each in slots), strict=True), first):
@@ -160,14 +158,14 @@ class BatchMaker:
         whole = {name: each[: len(samples)] for name, each in tensors.items()}
         return Batch(
             step=step,
-            epoch=self.order.epoch_of(step * self.batch_size),
+            epoch=self.order.epoch_of(step * self.order.batch_size),
             images=whole.pop(_PIXELS),
             texts=torch.from_numpy(np.concatenate([some.texts for some in rows])),
             sample_ids=torch.tensor([sample_id for sample_id, _, _ in samples], dtype=torch.int64),
             labels=torch.tensor([label for _, label, _ in samples], dtype=torch.int64),
             places=torch.from_numpy(np.concatenate([some.places for some in rows])),
-            global_size=self.batch_size,
-            sizes=share_sizes(self.batch_size, len(self.nodes)),
+            global_size=self.order.batch_size,
+            sizes=share_sizes(self.order.batch_size, len(self.nodes)),
             bad=tuple(each for some in rows for each in some.bad),
             lengths=tuple(each for some in rows for each in some.lengths),
             captions=tuple(caption for _, _, caption in samples),

@@ -2,7 +2,7 @@
 
 open_sources                                          # once; a collective
 for step in range(start, stop):                        # in the workers, ahead of time; each fills a slice of the rows
-    slots, places = order.deal(step, G, rank, nodes)   # (source, sample, epoch) of this rank's samples; 0 ... G - 1
+    slots, places = order.deal(step, rank, nodes)      # (source, sample, epoch) of this rank's samples; 0 ... G - 1
     samples = make each slot, or a substitute for a bad sample
     yield Batch(stacked images, tokenized captions, sample ids, places)
 """
@@ -104,7 +104,7 @@ class DataConfig(LoaderOptions):
         samples = SampleMaker(opened, self.transform.build(image_size), seed, self.max_pixels, self.views)
         data = TrainData(self, samples, tokenize, batch_size, seed)
         with dist.raise_on_all_ranks():
-            supply = ChunkSupply.find(opened, data.order, batch_size, dist.rank(), data.nodes)
+            supply = ChunkSupply.find(opened, data.order, dist.rank(), data.nodes)
         if supply is not None and dist.is_main():  # chunks at URLs, which a cache of this node holds
             supply.warn()
         if batch_size > data.epoch_size:  # a sample would be its own negative
@@ -135,7 +135,7 @@ class TrainData:
         """Maker of the samples."""
         self._weights = [1.0 if source.weight is None else source.weight for source in config.sources]
         sizes = [len(source) for source in samples.sources]
-        self.order = config.order.build(sizes, self._weights, derive_seed(seed, "data", "order"))
+        self.order = config.order.build(sizes, self._weights, derive_seed(seed, "data", "order"), batch_size)
         self._tokenize = tokenize
         self.batch_size = batch_size
         self.nodes = dist.nodes()
@@ -211,10 +211,10 @@ class TrainData:
         """
         rank, nodes = dist.rank() if rank is None else rank, nodes or self.nodes
         options, steps = self.options, range(start, sys.maxsize if stop is None else stop)
-        supply = ChunkSupply.find(self.samples.sources, self.order, self.batch_size, rank, nodes)
+        supply = ChunkSupply.find(self.samples.sources, self.order, rank, nodes)
         if supply is not None:  # there are chunks at URLs
             supply.start(steps, options.workers, options.prefetch * options.workers + 1)
-        maker = BatchMaker(self.samples, self.order, self._tokenize, self.batch_size, rank, nodes, supply)
+        maker = BatchMaker(self.samples, self.order, self._tokenize, rank, nodes, supply)
         batches = make_batches(maker, steps, options, pin_memory)
         with contextlib.closing(supply) if supply else contextlib.nullcontext(), contextlib.closing(batches):
             for batch in batches:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vqclip import dist
 from vqclip.config import Config
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.losses.tiled import tiled_loss
+from vqclip.losses.tiled import gather_keys, tiled_loss
 from vqclip.nn.precision import full_precision
 
 Implementation = Literal["tiled", "ring", "gather"]
@@ -28,9 +28,9 @@ Implementation = Literal["tiled", "ring", "gather"]
 ``gather``: the readable reference, with all G × G logits on every rank."""
 
 Positives = Literal["sample_id", "caption"]
-"""Rule for pairs that are not negatives of each other: the same sample (which a batch contains twice at the border of
-two epochs, or when a weight repeats it), or the same text tokens. They are left out of each other's sums, but are not
-made positives."""
+"""Rule for pairs that are not negatives of each other: the same sample (which a batch contains twice if it has more
+samples of a source than the source has, or as a substitute for a bad one), or the same text tokens. They are left out
+of each other's sums, but are not made positives."""
 
 
 class Loss(nn.Module, ABC):
@@ -110,9 +110,9 @@ class Loss(nn.Module, ABC):
                 return loss + self.label_smoothing * _smoothing_term(image, text, scale)
             images, texts = _gather_features(image, text, sizes)
             logits = scale.to(images.dtype) * images @ texts.T
+            keys = None if keys is None else gather_keys(keys, sizes)
             if keys is None:
                 return self._of_logits(logits, bias, None)
-            keys = dist.all_gather(keys, sizes)
             return self._of_logits(logits, bias, (keys[:, None] == keys).fill_diagonal_(False))
 
     @abstractmethod
@@ -320,7 +320,7 @@ class _PairLossConfig(Config):
     impl: Implementation = "tiled"
     """Implementation; all give the same result. tiled: memory grows with the batch; ring: like tiled, without all texts
     on every rank; gather: memory grows with the square of the batch."""
-    positives: Positives | None = None
+    positives: Positives | None = "sample_id"
     """Pairs of equal samples (sample_id) or equal texts (caption) are not negatives of each other; null: all are."""
     needs_bias: ClassVar[bool] = False
     """Whether the model must have `temperature.bias`."""

@@ -113,12 +113,18 @@ def _operator(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     note = "" if keys is None else ", with keys"
     exchange = EXCHANGES[impl](torch.cat((text, teacher[1]), dim=1) if teacher else text, wants_grad, note, sizes)
-    keys = None if keys is None else dist.all_gather(keys, exchange.sizes)
+    keys = None if keys is None else gather_keys(keys, exchange.sizes)
     if kind == "contrastive":
         return _softmax(image, text, scale, keys, exchange, wants_grad)
     if kind == "sigmoid":
         return _sigmoid(image, text, scale, bias, keys, exchange, wants_grad)
     return _distill(image, text, scale, teacher, exchange, wants_grad)
+
+
+def gather_keys(keys: Tensor, sizes: Sequence[int] | None) -> Tensor | None:
+    """Gather the keys of all ranks, ``(G,)``; None if no two are equal, on a CPU: the host does not wait for a GPU."""
+    keys = dist.all_gather(keys, sizes)
+    return None if keys.device.type == "cpu" and len(keys.unique()) == len(keys) else keys
 
 
 @_operator.register_fake

@@ -130,14 +130,15 @@ def _loss(config: TrainConfig, processes: int, samples: int, width: int, gpu: in
     """Return the memory of the loss (`vqclip.losses`), and the bytes that a process sends for it."""
     rows, own = config.train.batch_size, 4 * samples * width
     sums = 8 if config.loss.kind == "contrastive" else 0  # bytes of the sum of a column, in float64
+    keys = 0 if config.loss.positives is None else _ring_bytes(8 * rows, processes)
     logits = samples * rows * config.dtype.itemsize
     if config.loss.impl == "gather":
-        return own + 4 * rows * width + 3 * processes * logits, _ring_bytes(4 * rows * width, processes)
+        return own + 4 * rows * width + 3 * processes * logits, keys + _ring_bytes(4 * rows * width, processes)
     tiles = min(5 * (2**22 if gpu is None else gpu // 1024), 2 * logits)  # four are kept
     if config.loss.impl == "ring":
         hops = (processes - 1) * ((2 if sums else 1) * width + sums) + processes * (width + sums)
-        return own + 6 * samples * width + tiles, samples * hops
-    return own + 2 * rows * width + tiles, _ring_bytes(rows * (2 * width + 4 * sums), processes)
+        return own + 6 * samples * width + tiles, keys + samples * hops
+    return own + 2 * rows * width + tiles, keys + _ring_bytes(rows * (2 * width + 4 * sums), processes)
 
 
 def _outline(config: TrainConfig) -> CLIP:

@@ -50,8 +50,8 @@ class Reader:
 
 
 def supply_of(reader: Reader, rank: int = 0, nodes: Sequence[int] = (0,)) -> ChunkSupply:
-    order = WindowedOrder(chunk=CHUNK, window=WINDOW).build([SIZE], [1.0], 7)
-    supply = ChunkSupply.find([SimpleNamespace(tars=reader)], order, G, rank, nodes)
+    order = WindowedOrder(chunk=CHUNK, window=WINDOW).build([SIZE], [1.0], 7, G)
+    supply = ChunkSupply.find([SimpleNamespace(tars=reader)], order, rank, nodes)
     assert supply is not None
     return supply
 

@@ -131,7 +131,6 @@ class ChunkSupply:
     Args:
         readers: readers of the sources at URLs, by number of the source.
         order: the order.
-        batch_size: G.
         rank: a rank of the node.
         nodes: node of every rank.
 
@@ -143,11 +142,10 @@ class ChunkSupply:
         self,
         readers: Mapping[int, TarReader],
         order: WindowedGlobalOrder,
-        batch_size: int,
         rank: int,
         nodes: Sequence[int],
     ):
-        self._readers, self._order, self._batch_size, self._rank, self._nodes = readers, order, batch_size, rank, nodes
+        self._readers, self._order, self._rank, self._nodes = readers, order, rank, nodes
         mine = [other for other, node in enumerate(nodes) if node == nodes[rank]]
         self._local_rank, self._local_ranks = mine.index(rank), len(mine)
         self._cache_room = min(reader.cache_room for reader in readers.values())
@@ -162,15 +160,13 @@ class ChunkSupply:
             )
 
     @classmethod
-    def find(
-        cls, sources: Sequence[object], order: GlobalOrder, batch_size: int, rank: int, nodes: Sequence[int]
-    ) -> Self | None:
+    def find(cls, sources: Sequence[object], order: GlobalOrder, rank: int, nodes: Sequence[int]) -> Self | None:
         """Return what a node needs of sources with shards at URLs, under a windowed order; None if there are none."""
         if not isinstance(order, WindowedGlobalOrder):  # the full order needs all of the data at any time
             return None
         readers = {number: getattr(source, "tars", None) for number, source in enumerate(sources)}
         remote = {number: reader for number, reader in readers.items() if reader is not None and reader.is_remote}
-        return cls(remote, order, batch_size, rank, nodes) if remote else None
+        return cls(remote, order, rank, nodes) if remote else None
 
     def _window_bytes(self, source: int) -> int:
         """Return about how many bytes of the cache a window of a source takes."""
@@ -215,8 +211,8 @@ class ChunkSupply:
         size, chunk, part = len(reader), min(order.chunk, len(reader)), reader.index.chunk
         delay = min(order.window, -(-size // order.chunk))  # a round: a sample of each chunk of a window
         is_endless = steps.stop == sys.maxsize
-        stop = math.inf if is_endless else order.count_used(steps.stop, self._batch_size, source)
-        for used, needed in order.needs(steps.start, self._batch_size, source, self._rank, self._nodes):
+        stop = math.inf if is_endless else order.count_used(steps.stop, source)
+        for used, needed in order.needs(steps.start, source, self._rank, self._nodes):
             if used >= stop:
                 return
             first, end = needed * chunk, min((needed + 1) * chunk, size)
@@ -253,7 +249,7 @@ class ChunkSupply:
                     self._local_rank * self._workers + number,
                     self._local_ranks * self._workers,
                 )
-            self._ahead[source].advance(self._order.count_used(slowest, self._batch_size, source))
+            self._ahead[source].advance(self._order.count_used(slowest, source))
 
     def close(self) -> None:
         """End the threads after the chunks that they fetch now."""

@@ -198,7 +198,9 @@ class TokenSampler(Sampler[tuple[int, int]]):
         self._positions = range(rank, size - size % world_size if even else size, world_size)
         self._size = size
         self._shuffle = shuffle
-        self._order = FullGlobalOrder([size], [1.0], derive_seed(seed, "tokens", "order")) if size else None
+        self._order = (
+            FullGlobalOrder([size], [1.0], derive_seed(seed, "tokens", "order"), batch_size=1) if size else None
+        )
         self._caption_seed = derive_seed(seed, "tokens", "caption")
         self.epoch = 0
 
