@@ -30,6 +30,10 @@ import pytest
 import torch
 
 from tests.ranks import RankPool
+from vqclip.runlog import console
+
+console.columns = lambda: 10_000
+"""Messages are one line, which tests search."""
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,11 @@ def printable(text: str, *, one_line: bool = False) -> str:
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
+def count_noun(number: float, noun: str) -> str:
+    """Return a number with its noun: ``1 token``, ``3,000 tokens``."""
+    return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
+
+
 def encodable(text: str) -> str:
     """Return a text that UTF-8, JSON and Parquet can hold: bytes of a name that are not UTF-8 become Python escapes."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -49,7 +49,7 @@ def test_zero_shot_of_a_run_takes_the_newest_checkpoint(command, run_folder, tmp
     code, out, err = command("zero-shot", run_folder, "workers=1", "--data", folder, "--json", tmp_path / "out.json")
     assert code == 0, err
     assert f"model: {run_folder}/checkpoints/step-00000010/model" in out
-    assert "classes (22 images, 4 classes)  top-1" in out
+    assert "classes (22 images, 4 classes)\n  top-1" in out
     (result,) = json.loads((tmp_path / "out.json").read_text())
     assert result["figures"]["codes_only"] == result["figures"]["quantized"]
     assert result["chance"]["top1"] == 0.25

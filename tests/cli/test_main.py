@@ -43,6 +43,7 @@ assert not {{"torch", "timm", "open_clip", "webdataset"}} & sys.modules.keys(), 
         code = code.replace(', ["no_such_key=1", "and", "too", "many", "words"]', "")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+    assert max(map(len, (done.stdout + done.stderr).splitlines())) <= 100
 
 
 @pytest.mark.parametrize(
@@ -157,9 +158,8 @@ def test_dead_streams_end_no_run(
         assert run_with(out, error, "train", "--config", tmp_path / "config.json") == 0
         assert (tmp_path / "tiny" / "summary.json").exists()
     lines = (tmp_path / "tiny" / "train.log").read_text().splitlines()
-    timed = r"[\d-]{10} [\d:]{8} I vqclip"
-    for said in ("runlog.bar: step 2/2, loss", "output: run tiny", *["train.resume: resumed from step 2"][: lives - 1]):
-        assert any(re.match(rf"{timed}.{said}", line) for line in lines), lines
+    for said in ("step 2/2, loss", "run tiny", *["resumed from step 2"][: lives - 1]):
+        assert any(re.match(rf"[\d-]{{10}} [\d:]{{8}} {said}", line) for line in lines), lines
 
 
 @pytest.mark.slow

@@ -7,7 +7,9 @@ import pytest
 from pydantic import Field
 
 from tests.config.schema import Bits, Needed, Tree
-from vqclip.config import Config, load_config, suggest_keys
+from vqclip.config import Config, load_config
+from vqclip.config.explain import key_paths
+from vqclip.config.messages import _key_paths, suggest_keys
 from vqclip.errors import ConfigError
 from vqclip.train import TrainConfig
 
@@ -100,8 +102,15 @@ def test_a_missing_key_without_a_file():
 
 
 def test_words_of_other_programs_are_translated():
-    assert suggest_keys(TrainConfig, "learning_rate") == suggest_keys(TrainConfig, "learningrate") == ["optim.lr"]
-    assert suggest_keys(TrainConfig, "epochs") == ["train.steps"]
+    for word, path in (("learning_rate", "optim.lr"), ("learningrate", "optim.lr"), ("optim.base_lr", "optim.lr")):
+        assert suggest_keys(key_paths(), word) == suggest_keys(_key_paths(TrainConfig), word) == [path]
+    for word, path in (
+        ("epochs", "steps"),
+        ("max_steps", "steps"),
+        ("batch-size", "batch_size"),
+        ("bf16", "precision"),
+    ):
+        assert suggest_keys(key_paths(), word) == [f"train.{path}"]
     with pytest.raises(ConfigError, match=r'optim.learningrate: unknown key; did you mean "lr"\?'):
         load_config(TrainConfig, Path(__file__).parents[2] / "configs" / "base.yaml", ["optim.learningrate=3"])
 
@@ -154,7 +163,7 @@ def test_messages_are_short(problems):
     ],
 )
 def test_keys_that_a_word_may_stand_for(word, paths):
-    assert suggest_keys(Tree, word) == paths
+    assert suggest_keys(_key_paths(Tree), word) == paths
 
 
 class Pairs(Config):

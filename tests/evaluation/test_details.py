@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 from unittest import mock
 
@@ -121,7 +120,7 @@ def test_ranks_together_make_the_same_details_as_one(ranks, tmp_path):
     tiny_clip({"kind": "residual", "layer": LFQ, "depth": 2}).save_pretrained(tmp_path / "model")
     ((alone),) = ranks(1, details_on_rank, tmp_path)
     assert alone[0]["samples"] == 10
-    assert all(each["codes"]["galleries"] and each["bits"] for each in alone)
+    assert all(each["codes"]["galleries"] for each in alone)
     first, second = ranks(2, details_on_rank, tmp_path)
     assert second == [None, None]
     assert approximately(first) == approximately(alone)
@@ -134,15 +133,15 @@ def test_identity_has_intervals_but_nothing_of_codes(tmp_path):
     for result in evaluate(tiny_clip(IDENTITY), tasks, details=SMALL):
         details = result.details
         assert set(details.intervals) == {"continuous", "quantized"}
-        assert (details.examples, details.codes, details.bits, details.confusions) == ((), None, None, ())
+        assert (details.examples, details.codes, details.confusions) == ((), None, ())
         assert all(set(each.accuracy) == {"continuous", "quantized"} for each in details.classes)
         assert Details.model_validate_json(details.model_dump_json()) == details
 
 
 def test_amounts_of_0_leave_parts_out(tmp_path):
-    none = DetailsConfig(hits=0, misses=0, code_maps=0, gallery_codes=0, bits_images=0)
+    none = DetailsConfig(hits=0, misses=0, code_maps=0, gallery_codes=0)
     details = details_of(tiny_clip(PRODUCT), class_shards(tmp_path), none)
-    assert (details.codes, details.bits) == (None, None)
+    assert details.codes is None
     assert (details.examples[0].hits, details.examples[0].misses) == ((), ())
 
 
@@ -191,10 +190,10 @@ def test_details_that_cannot_be_made_cost_no_figure_but_a_signal_stops_the_evalu
         evaluate(PlainModel(2), tasks, details=SMALL)
 
 
-def test_code_maps_galleries_and_bits_of_a_real_model(tmp_path):
+def test_code_maps_and_galleries_of_a_real_model(tmp_path):
     model, folder = tiny_clip(PRODUCT), class_shards(tmp_path)
     task = ZeroShotConfig(data=ClassShardsConfig(path=folder), limit=20)
-    amounts = DetailsConfig(code_maps=2, gallery_codes=2, gallery_patches=2, gallery_images=10, bits_images=20)
+    amounts = DetailsConfig(code_maps=2, gallery_codes=2, gallery_patches=2, gallery_images=10)
     (result,) = evaluate(model, [task], details=amounts)
     codes, source = result.details.codes, task.data.build()
     assert ([each.name for each in codes.codebooks], codes.grid) == ([f"codebook {n}" for n in range(3)], (2, 2))
@@ -213,22 +212,6 @@ def test_code_maps_galleries_and_bits_of_a_real_model(tmp_path):
         top, left = 8 * (token // 2), 8 * (token % 2)
         patch = np.asarray(Image.open(io.BytesIO(gallery.patches[0]))).transpose(2, 0, 1)
         assert np.array_equal(patch, pixels[2 * first * 22 // 20][:, top : top + 8, left : left + 8].numpy())
-    points = result.details.bits.points
-    bits = 4 * math.log2(9)
-    assert [point.bits_per_image for point in points] == pytest.approx([bits, 2 * bits, 3 * bits])
-    assert [point.label for point in points] == [f"{n} of 3 codebooks" for n in (1, 2, 3)]
-    assert points[-1].figures == pytest.approx(result.figures["codes_only"])
-    assert points[-1].intervals == {
-        name: pytest.approx(each) for name, each in result.details.intervals["codes_only"].items()
-    }
-
-
-def test_bits_run_no_tower_again(tmp_path, monkeypatch):
-    model, folder = tiny_clip(PRODUCT), class_shards(tmp_path)
-    seen, forward = [], model.image.tower.forward
-    monkeypatch.setattr(model.image.tower, "forward", lambda x: (seen.append(len(x)), forward(x))[1])
-    assert details_of(model, folder, DetailsConfig()).bits.images == 22
-    assert sum(seen) == 22
 
 
 def test_reduced_tokens_have_no_place(tmp_path):

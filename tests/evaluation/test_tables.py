@@ -7,6 +7,7 @@ import torch
 
 from vqclip.evaluation import Result, format_figure, format_results, write_json
 from vqclip.evaluation.encode import code_usage
+from vqclip.evaluation.tables import table
 
 
 def results():
@@ -37,16 +38,19 @@ def results():
 
 
 TABLE = """\
-%                                                         continuous  quantized  codes only  chance
--------------------------------------  -----------------  ----------  ---------  ----------  ------
-scenes test (1980 images, 99 classes)  top-1                    93.1       93.1        93.1    1.01
-                                       top-5                   100.0      100.0       100.0    5.05
-val (400 images, 400 captions)         image to text R@1         5.4        0.0           -    0.25
+%                    continuous  quantized  codes only  chance
+-------------------  ----------  ---------  ----------  ------
+scenes test (1,980 images, 99 classes)
+  top-1                    93.1       93.1        93.1    1.01
+  top-5                   100.0      100.0       100.0    5.05
+val (400 images, 400 captions)
+  image to text R@1         5.4        0.0           -    0.25
 
-codes               samples  tokens               used       perplexity  bits/token used  bits/sample
------------  -----  -------  ------  -----------------  ---------------  ---------------  -----------
-scenes test  image        2       4   3 of 12 (25.0 %)  1.4 (mean of 2)     0.81 of 5.00           10
-             text         1       2  2 of 1000 (0.2 %)              2.0     1.00 of 9.97           20
+codes    samples  tokens  used, %  perplexity  bits/token used  bits/sample
+-------  -------  ------  -------  ----------  ---------------  -----------
+scenes test
+  image        2       4     25.0         1.4     0.81 of 5.00           10
+  text         1       2      0.2         2.0     1.00 of 9.97           20
 
 val: no codes-only figures: no codebook"""
 
@@ -82,3 +86,12 @@ def test_figures_have_their_units():
     assert format_figure("unseen/codes_only/psnr", 21.698) == "21.70 dB"
     assert format_figure("psnr_of_mse", 0.5) == "0.50 dB"
     assert format_figure("ssim", 0.9123) == "0.912"
+
+
+def test_the_heads_of_a_wide_table_are_broken():
+    heads = ("stored as", "bits/image", "PSNR of the mean error (dB)", *["perceptual distance"] * 3)
+    lines = table(heads, [("codes, first 2 of 4", "3072", *["0.1"] * 4)], left=1).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split("  ")[0].strip() for line in lines] == ["", "", "stored as", "-" * 19, "codes, first 2 of 4"]
+    assert lines[1].split() == ["the", "mean", *["perceptual"] * 3]
+    assert lines[2].split() == ["stored", "as", "bits/image", "error", "(dB)", *["distance"] * 3]

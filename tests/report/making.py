@@ -43,7 +43,7 @@ def make_run(folder: Path, change: Callable[[int], dict[str, Any]] = lambda step
         lines.append(line(step, **change(step)))
         if step % 100 == 0:
             rates = {f"eval/pairs/{mode}/i2t_r1": step / 500 for mode in ("continuous", "quantized", "codes_only")}
-            lines.append({"step": step, **rates})
+            lines.append({"step": step, **rates, **{name: each for name, each in lines[-1].items() if name in rates}})
     write_lines(folder / "metrics.jsonl", lines)
     return folder
 

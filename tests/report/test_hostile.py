@@ -17,8 +17,6 @@ from tests.report.making import CONFIG, Page, line, make_run, write_lines
 from vqclip.errors import ConfigError
 from vqclip.evaluation import Details, Result
 from vqclip.evaluation.details import (
-    Bits,
-    BitsPoint,
     Candidate,
     ClassAccuracy,
     Codebook,
@@ -67,7 +65,6 @@ def details(thumbnail: bytes | None = PNG.getvalue()) -> Details:
     decoded = DecodedImage(
         label=EVIL, bits=9, figures={EVIL: 1.0, "psnr": 1e6}, image=thumbnail, difference=b"<svg onload=x0x()>"
     )
-    points = [BitsPoint(label=EVIL, bits_per_image=bits, figures={"i2t_r1": 0.5}, intervals={}) for bits in (8.0, 16.0)]
     return Details(
         samples=9,
         intervals={"codes_only": {"i2t_r1": (0.4, 0.6)}},
@@ -77,7 +74,6 @@ def details(thumbnail: bytes | None = PNG.getvalue()) -> Details:
         classes=(ClassAccuracy(name=EVIL, images=3, accuracy={"codes_only": 0.5}),),
         confusions=(Confused(right=EVIL, predicted=EVIL, images=2),),
         codes=codes,
-        bits=Bits(images=9, points=tuple(points)),
         reconstructions=(Reconstruction(image=shown(thumbnail), decoded=(decoded,)),),
     )
 
@@ -200,10 +196,7 @@ def test_forged_values_in_stored_evaluations(tmp_path):
     folder = make_run(tmp_path / "run")
     found = details(thumbnail=b"<svg onload=x0x()>")
     codes = found.codes.model_copy(update={"grid": (5, 7)})
-    bits = found.bits.model_copy(
-        update={"points": tuple(p.model_copy(update={"bits_per_image": 1e300}) for p in found.bits.points)}
-    )
-    store(folder, found.model_copy(update={"codes": codes, "bits": bits}))
+    store(folder, found.model_copy(update={"codes": codes}))
     assert "no image" in require_harmless(write_report(folder).read_text()).text
 
 
@@ -269,7 +262,6 @@ FORGED: list[tuple[tuple[str | int, ...], Any]] = [
     (("result", "details", "codes", "codebooks", 0, "size"), HUGE),
     (("result", "details", "codes", "maps", 0, "ids", 0, 0), HUGE),
     (("result", "details", "codes", "galleries", 0, "code"), HUGE),
-    (("result", "details", "bits", "images"), HUGE),
     (("result", "details", "reconstructions", 0, "decoded", 0, "bits"), HUGE),
     (("result", "details", "reconstructions", 0, "decoded", 0, "figures", "psnr"), HUGE),
     (("result", "details", "samples"), -1),
@@ -280,7 +272,7 @@ FORGED: list[tuple[tuple[str | int, ...], Any]] = [
     (("result", "details", "examples", 0, "hits", 0, "text"), "x" * 301),
     (("result", "details", "examples", 0, "hits", 0, "image", "thumbnail"), "not base64!"),
     (("result", "details", "examples", 0, "hits", 0, "image", "thumbnail"), "A" * 200_000),
-    (("result", "details", "bits", "points", 0, "surplus"), 1),
+    (("result", "details", "codes", "maps", 0, "surplus"), 1),
 ]
 
 

@@ -7,10 +7,8 @@ import pytest
 from tests.commands import command
 from tests.report.making import Page, make_run, write_lines
 from vqclip.errors import ConfigError
-from vqclip.evaluation.details import Bits, BitsPoint, Details
 from vqclip.report import write_comparison, write_report
-from vqclip.report.comparison import ComparedRun, bits_charts
-from vqclip.report.run_files import Task, read_run
+from vqclip.report.run_files import read_run
 
 main = command("report")
 
@@ -118,24 +116,6 @@ def test_runs_of_one_name_have_their_folders_in_a_comparison(tmp_path):
     found = Page(write_comparison(folders, tmp_path / "both.html").read_text()).text
     assert f"made ({folders[0]}), made ({folders[1]})" in found
     assert "The configurations are equal" in found
-
-
-def test_accuracy_against_bits_of_several_runs_says_of_how_many_images(tmp_path):
-    points = tuple(BitsPoint(label="", bits_per_image=bits, figures={"top1": 0.5}, intervals={}) for bits in (8, 16))
-    prefixes = Task(
-        "a",
-        rates={"codes_only": {"top1": 0.4}},
-        details=Details(samples=400, intervals={}, bits=Bits(images=96, points=points)),
-    )
-    alone = Task("a", rates={"codes_only": {"top1": 0.4}}, bits=32)
-
-    def note(*tasks):
-        run = read_run(make_run(tmp_path / str(len(tasks))))
-        runs = [ComparedRun(run, str(n), 1, {"a": task}, None, "") for n, task in enumerate(tasks)]
-        return bits_charts(runs)[0].note
-
-    assert note(prefixes) == "On 96 images, evenly spread over the set: rates differ from those of the whole set."
-    assert note(prefixes, alone).endswith("The point of a run that has one alone is of the whole set.")
 
 
 def test_quality_of_images_is_not_in_percent(tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.report.making import CONFIG, make_run, write_lines
+from tests.report.making import CONFIG, line, make_run, write_lines
 from vqclip.evaluation import Result
 from vqclip.report.page import render_run
 from vqclip.report.run_files import newest_tasks, read_run
@@ -88,6 +88,12 @@ CASES = {
         "20 % of the samples were bad",
         "1,600 × damaged image",
     ),
+    "overfitted": (
+        lambda step: {"loss__contrastive": 0.01} | ({"eval__pairs__quantized__i2t_r1": 0.3} if step % 100 == 0 else {}),
+        "warn",
+        "Overfitted since step 100",
+        "the loss on training batches is 0.01, and R@1 of held-out data has not risen since step 100 (30.0%).",
+    ),
     "waiting": (lambda step: {"data_wait": 0.6}, "good", "Healthy", "60 % of the time"),
 }
 
@@ -117,6 +123,18 @@ def test_rows_of_a_stop_are_not_judged(tmp_path):
     folder = make_run(tmp_path / "run", lambda step: {"grad_norm": 0.0} if step == 380 else {}, steps=380)
     assert verdict_on(folder).headline.startswith("Dead")
     (folder / "config.yaml").write_text(CONFIG.replace("train: {", "train: {report_every: 40, "))
+    assert verdict_on(folder).headline == "Healthy"
+
+
+def test_a_learning_rate_that_never_came_down(tmp_path):
+    folder = make_run(tmp_path / "run", steps=200)
+    assert verdict_on(folder).headline == "Healthy"  # it trains
+    (folder / "stopped.json").write_text(json.dumps({"step": 200, "reason": "SIGINT"}))
+    found = verdict_on(folder)
+    assert (found.level, found.headline) == ("warn", "The learning rate never came down")
+    assert found.findings[0].text == "It was 0.001 at step 200, of at most 0.001."
+    lines = [line(step, lr=1e-3 if step < 100 else 1e-4) for step in range(20, 201, 20)]
+    write_lines(folder / "metrics.jsonl", lines)
     assert verdict_on(folder).headline == "Healthy"
 
 
@@ -156,4 +174,4 @@ def test_figures_of_a_finished_run_at_chance(tmp_path):
     rates = {mode: {"top1": 0.11} for mode in ("continuous", "quantized", "codes_only")}
     result = Result("set", "zero_shot", rates, {"top1": 0.1}, 100, 10, 10, {})
     (folder / "summary.json").write_text(json.dumps({"results": [result.to_json()]}))
-    assert verdict_on(folder).headline == "No better than chance"
+    assert verdict_on(folder).headline == "No better than chance – and 1 more"  # its learning rate never came down

@@ -36,15 +36,22 @@ def test_lines_of_a_log_say_the_same_in_more_words(monkeypatch, caplog):
     figures = {**FIGURES, "text/usage_if_uniform": 0.5, "text/0/usage": 0.4, "text/1/usage": 0.1, "text/usage": 0.25}
     figures |= dict.fromkeys(("text/tokens", "text/perplexity", "text/0/perplexity", "text/1/perplexity"), 9.0)
     with caplog.at_level("INFO"), ProgressBar(10, 5, True, "run") as bar:
-        bar._next_line = 0.0
         bar.advance()
         bar.show(figures)
     (line,) = caplog.messages
-    start = (
-        "step 6/10, loss 12.346, 12346 img/s, 27% of it waiting for data, fewest codes in use 20% (text codebook 1), "
-    )
+    start = "step 6/10, loss 12.346, 12346 img/s, 27% waiting, codes 20% (text 1), "
     assert line.startswith(start)
     assert line.endswith(" left")
+
+
+def test_slow_steps_have_lines_before_their_first_report(monkeypatch, caplog):
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    with caplog.at_level("INFO"), ProgressBar(10, 0, True, "run") as bar:
+        bar.advance()
+        assert not caplog.messages
+        bar._next_line = 0.0
+        bar.advance()
+    assert caplog.messages == ["step 2/10, 00:00 left"]
 
 
 def test_codebooks_of_stages_count_and_the_means_of_a_stage_do_not():

@@ -68,6 +68,32 @@ def test_a_loss_above_chance_and_gradients_that_explode():
     assert text.startswith("the run diverges: the gradient norm is 300, where 2 was usual. Stop it")
 
 
+def test_overfitting_is_told_once_and_ends_with_a_better_evaluation():
+    health, said = Health(None, DivergenceConfig(), "loss", CHANCE, {}), []
+    rates = {2: 0.1, 4: 0.3, 6: 0.2, 8: 0.3, 10: 0.25, 12: 0.4}
+    for number in range(1, 13):
+        health.add(10 * number, {"loss": CHANCE / 1.5**number if number < 6 else 0.007, "grad_norm": 1.0})
+        if number in rates:
+            evaluation = {"set/quantized/i2t_r1": rates[number], "set/quantized/i2t_r10": 0.99, "set/quantized/psnr": 9}
+            said += [(10 * number, text) for text in health.add_evaluation(10 * number, evaluation)]
+            assert health.summary()["verdict"].startswith("OVERFITTED" if number in (8, 10) else "no sign")
+    ((step, text),) = said
+    assert step == 80
+    assert text.startswith(
+        "the loss on training batches is 0.007, and R@1 of held-out data has not risen since step 40 (30.0%). "
+    )
+    assert health.summary()["warnings"] == [{"step": 80, "text": text}]
+
+
+@pytest.mark.parametrize(("loss", "rate"), [(0.5, 0.3), (0.007, 0.97)])
+def test_what_is_no_overfitting(loss, rate):
+    """A loss that is not small, or held-out data that are as good as learnt."""
+    health = Health(None, DivergenceConfig(), "loss", CHANCE, {})
+    for number in range(1, 13):
+        health.add(10 * number, {"loss": loss, "grad_norm": 1.0})
+        assert health.add_evaluation(10 * number, {"set/quantized/top1": rate}) == []
+
+
 def test_the_verdict_joins_dead_and_diverged():
     health = Health(CollapseConfig(), DivergenceConfig(), "loss", "chance", {})
     for number in range(40):

@@ -131,7 +131,8 @@ def test_names_of_any_bytes(tmp_path, monkeypatch, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_three_mistakes_are_three_lines_and_status_2(tmp_path, shards, capsys):
+def test_mistakes_are_lines_and_status_2(tmp_path, shards, capsys):
+    """Unknown keys first, then values."""
     tree = run_tree(tmp_path, shards)
     tree["optim"]["learning_rate"] = 1e-3
     tree["train"]["steps"] = "many"
@@ -139,9 +140,14 @@ def test_three_mistakes_are_three_lines_and_status_2(tmp_path, shards, capsys):
     config = write_config(tmp_path / "run.yaml", tree)
     assert main(["--config", str(config)]) == 2
     error = capsys.readouterr().err
+    assert error.endswith('optim.learning_rate: unknown key; did you mean "lr"?\n')
+    assert error.count("\n") == 1
+    del tree["optim"]["learning_rate"]
+    assert main(["--config", str(write_config(config, tree))]) == 2
+    error = capsys.readouterr().err
     lines = [line for line in error.splitlines() if str(config) in line]
-    assert len(lines) == 3
-    for expected in ("optim.learning_rate", "train.steps", "model.image.quantizer.kind"):
+    assert len(lines) == 2
+    for expected in ("train.steps", "model.image.quantizer.kind"):
         assert sum(expected in line for line in lines) == 1
     assert 'did you mean "fsq"' in error
     assert "Traceback" not in error
@@ -212,16 +218,18 @@ def test_a_bad_sample_is_named_replaced_and_counted(tmp_path, caplog, members):
     with caplog.at_level("WARNING"):
         summary = train(run_tree(tmp_path, folder, train__steps=5)).summary  # two epochs
     found = re.findall(r"step (\d): sample 29 replaced by (\d+): .*00001\.tar.*000000099", caplog.text)
-    assert len(found) == 2
-    assert all(int(substitute) != 29 for _, substitute in found)
+    assert len(found) == 1  # once, not in each epoch
+    written = list(read_metrics(tmp_path / "tiny" / "bad_samples.jsonl"))
+    assert len(written) == 2
+    assert all(bad["substitute_id"] != 29 for bad in written)
+    assert (written[0]["step"] - 1, written[0]["substitute_id"]) == tuple(map(int, found[0]))
     counts = [line["data/replaced"] for line in metrics(tmp_path)]
-    assert counts == [sum(int(step) < done for step, _ in found) for done in (1, 2, 3, 4, 5)]
+    assert counts == [sum(bad["step"] <= done for bad in written) for done in (1, 2, 3, 4, 5)]
     assert summary.replaced == 2
     assert "2 times a bad one was replaced" in render(summary)
     again = train(run_tree(tmp_path, folder, train__steps=5))
     assert again.summary.replaced == 2  # it is the whole run's, not that of this process
-    written = list(read_metrics(tmp_path / "tiny" / "bad_samples.jsonl"))
-    assert [(bad["step"] - 1, bad["substitute_id"]) for bad in written] == [(int(t), int(other)) for t, other in found]
+    assert list(read_metrics(tmp_path / "tiny" / "bad_samples.jsonl")) == written
     assert all(re.search(r"00001\.tar: sample 000000099: ", bad["reason"]) for bad in written)
     assert {bad["sample_id"] for bad in written} == {29}
     (kind,) = {bad["kind"] for bad in written}
@@ -708,17 +716,25 @@ def while_building(monkeypatch, number):
     monkeypatch.setattr("vqclip.train.tasks.contrastive.towers_draw", signals(number))
 
 
-@pytest.mark.parametrize("when", [while_indexing, while_building])
-def test_a_signal_during_the_start_leaves_a_marker(tmp_path, shards, monkeypatch, when, capsys):
+@pytest.mark.parametrize(
+    ("when", "number", "status"),
+    [(while_indexing, signal.SIGUSR1, 0), (while_building, signal.SIGUSR1, 0), (while_building, signal.SIGINT, 130)],
+)
+def test_a_signal_during_the_start_leaves_a_marker(
+    tmp_path, shards, monkeypatch, interruptible, when, number, status, capsys
+):
     tree = run_tree(tmp_path, shards, train__steps=4)
     config = write_config(tmp_path / "run.yaml", tree)
     marker = tmp_path / "tiny" / "stopped.json"
     with monkeypatch.context() as patch:
-        when(patch, signal.SIGUSR1)
-        assert main(["--config", str(config)]) == 0
+        when(patch, number)
+        assert main(["--config", str(config)]) == status
     facts = json.loads(marker.read_text())
-    assert (facts["step"], facts["steps"], facts["signal"], facts["checkpoint"]) == (0, 4, "SIGUSR1", None)
-    assert "stopped after step 0 of 4" in capsys.readouterr().out
+    assert (facts["step"], facts["steps"], facts["signal"], facts["checkpoint"]) == (0, 4, number.name, None)
+    assert "stopped after step 0 of 4" in (out := capsys.readouterr().out)
+    assert out.endswith(f"\n  vqclip train --config {config}\n")
+    if number == signal.SIGINT:
+        return
     assert main(["--config", str(config)]) == 0
     assert not marker.exists()
     assert weights(tmp_path, 4)

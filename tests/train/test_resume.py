@@ -516,7 +516,11 @@ def test_a_finished_run_is_not_trained_again(whole):
         ("optim__final_lr_ratio", 0.1, "optim.final_lr_ratio: 0.0 in the checkpoint, 0.1 now"),
         ("optim__clip_grad_norm", None, "optim.clip_grad_norm: 1.0 in the checkpoint, None now"),
         ("optim__betas", [0.9, 0.95], r"optim.betas\[1\]: 0.98 in the checkpoint, 0.95 now"),
-        ("train__steps", 5, "train.steps: 4 in the checkpoint, 5 now"),
+        (
+            "train__steps",
+            5,
+            r"is of a run of 4 steps, and this one asks for 5. .*\n  'run.resume_allow=\[train.steps\]'\n",
+        ),
         ("data__transform", {"flip": 0.5}, r"transform\.flip: .* in the checkpoint, .* now"),
         ("data__max_pixels", 1000, "max_pixels: .* in the checkpoint, 1000 now"),
         ("run__seed", 1, "run.seed: 0 in the checkpoint, 1 now"),

@@ -26,13 +26,13 @@ class Eval(Command, takes_others=True):
     with --model_type vqclip, and with --no_amp, so that its logits are in fp32 as those of vqclip evaluate.
 
     Examples:
-      vqclip clip-benchmark eval --pretrained runs/eurosat --dataset wds/eurosat --dataset_root data/cls_eurosat
+      vqclip clip-benchmark eval --pretrained runs/eurosat --dataset wds/eurosat --dataset_root data
       vqclip clip-benchmark build eurosat_*.json --output benchmark.csv
     """
 
     pretrained: tuple[Text, ...] = Field(description=f"One or several: {MODEL}")
     model: tuple[Literal["continuous", "quantized", "codes_only"], ...] = ("continuous", "codes_only")
-    """Quantizers bypassed, the training path, or embeddings of stored ids."""
+    """continuous: quantizers bypassed; quantized: the training path; codes_only: embeddings of stored ids."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast type of the model."""
     weights: Weights = Field("averaged", description=WEIGHTS)

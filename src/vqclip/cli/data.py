@@ -27,7 +27,7 @@ from vqclip.config import load_config
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.atomic import write_text
 from vqclip.io.files import expand_home
-from vqclip.runlog.console import print_output
+from vqclip.runlog.console import fit_lines, print_output
 
 if TYPE_CHECKING:
     from vqclip.data import CaptionShardsConfig, ClassShardsConfig, Source
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class _DataCommand(
-    Command, words=("source",), reads=SOURCE_KEYS, failure=1, after_interrupt="run the same command again", logs=True
+    Command, words=("source",), reads=SOURCE_KEYS, failure=1, after_interrupt="run the same command again"
 ):
     """A command on one source."""
 
@@ -83,7 +83,7 @@ class Pack(_DataCommand, words=("source", "out")):
     Examples:
       vqclip data pack photos.csv shards/photos
       vqclip data pack /datasets/flowers shards/flowers --split train --workers 8
-      vqclip data pack annotations.json shards/coco --workers 8      # on each of four machines that share the folder
+      vqclip data pack annotations.json shards/coco --workers 8    # on each of four machines
     """
 
     source: Text = Field(description=SOURCE)
@@ -112,7 +112,7 @@ class Pack(_DataCommand, words=("source", "out")):
         data = config if isinstance(config, PackedConfig) and config.image_files() is None else open_source(config)
         fields = ("split", "shard_size", "workers", "bad_fraction", "max_pixels")
         done = pack(data, Options(out=out, **{name: getattr(self, name) for name in fields}))
-        print(done.describe(out), flush=True)
+        print(fit_lines(done.describe(out)), flush=True)
 
 
 class Check(_DataCommand):
@@ -213,7 +213,7 @@ class Index(_DataCommand):
         print_output(index_shards(tars, self.chunk, self.workers))
 
 
-class Features(OnRay, reads="changes to the file", failure=1, after_interrupt="run the same command again", logs=True):
+class Features(OnRay, reads="changes to the file", failure=1, after_interrupt="run the same command again"):
     """Store the features of a run's frozen towers before it starts.
 
     The run finds them and starts at once. With --engine ray they are computed on a cluster, whose machines share the
@@ -221,7 +221,7 @@ class Features(OnRay, reads="changes to the file", failure=1, after_interrupt="r
 
     Examples:
       vqclip data features --config configs/pretrained.yaml
-      vqclip data features --config configs/pretrained.yaml data.feature_cache.folder=/shared/features --engine ray
+      vqclip data features --config run.yaml data.feature_cache.folder=/shared/features --engine ray
     """
 
     config: LocalPath

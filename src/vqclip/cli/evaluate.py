@@ -119,7 +119,7 @@ class _Evaluation(Command, words=("models",)):
         from vqclip.train.export import load_model
 
         groups: dict[str, dict[str, list[Result]]] = {}
-        intervals = DetailsConfig(hits=0, misses=0, code_maps=0, gallery_codes=0, bits_images=0)
+        intervals = DetailsConfig(hits=0, misses=0, code_maps=0, gallery_codes=0)
         for name in self.models:
             model = load_model(name, self.weights).model.to(device)
             extent = model.image.quantizer.extent
@@ -159,7 +159,7 @@ class Evaluate(_Evaluation, reads="changes to the file, such as evaluation[0].li
       vqclip evaluate runs/base --config tasks.yaml --csv figures.csv
       vqclip evaluate runs/base --prefixes full --plot bits.html
       vqclip evaluate zero-shot runs/eurosat --data path/to/cls_eurosat
-      vqclip evaluate zero-shot runs/few-seed-* runs/many-seed-* --prefixes none --data path/to/cls_eurosat
+      vqclip evaluate zero-shot runs/few-seed-* runs/many-seed-* --prefixes none --data test
       vqclip evaluate retrieval runs/base --data val.csv
       vqclip evaluate linear-probe runs/eurosat --data path/to/cls_eurosat
     """
@@ -212,9 +212,9 @@ class EvaluateTask(_Evaluation, reads="keys of the task"):
 
     Examples:
       vqclip evaluate zero-shot runs/base --data kind=scenes
-      vqclip evaluate zero-shot runs/base templates='["a photo of a {c}"]' --data path/to/folder_of_class_folders
-      vqclip evaluate retrieval runs/base limit=1000 --data "val/{00000..00003}.tar" captions=json json_keys=[caption]
-      vqclip evaluate knn runs/eurosat neighbours=5 train.path=path/to/others --data path/to/cls_eurosat split=test
+      vqclip evaluate zero-shot runs/base templates='["a photo of a {c}"]' --data path/to/classes
+      vqclip evaluate retrieval runs/base --data "val/{0..3}.tar" captions=json json_keys=[caption]
+      vqclip evaluate knn runs/eurosat neighbours=5 train.path=path/to/others --data path/to/classes
     """
 
     data: tuple[tuple[Text, ...], ...] = Field((), description=f"{DATA}; repeat the option for several data sets")

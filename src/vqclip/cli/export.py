@@ -72,6 +72,7 @@ class Export(Command, words=("tokenizer",)):
         from vqclip.data.prepare import open_images
         from vqclip.export.runtime import verify, verify_program
         from vqclip.export.to_onnx import export_onnx
+        from vqclip.io.files import format_bytes
         from vqclip.tokenizer.loading import load_tokenizer
 
         if self.open_clip:
@@ -87,7 +88,7 @@ class Export(Command, words=("tokenizer",)):
         tokenizer = load_tokenizer(self.tokenizer, self.modality)
         if not self.compare_only:
             export_onnx(tokenizer, self.out)
-            sizes = ", ".join(f"{path.name} {path.stat().st_size:,} bytes" for path in sorted(self.out.iterdir()))
+            sizes = ", ".join(f"{path.name} {format_bytes(path.stat().st_size)}" for path in sorted(self.out.iterdir()))
             print_output(f"{self.out}: {sizes}")
         inputs = list(batches(tokenizer, source, self.batch_size, self.limit))
         compared = mask_credentials(" ".join(self.data)) or f"{_RANDOM_INPUTS} random inputs"
@@ -133,7 +134,7 @@ class ExportTokenizer(Command, words=("run_",)):
         if self.best and self.step is not None:
             raise ConfigError("--best: got it with --step; expected one of them")
         step = read_best(self.run_) if self.best else self.step
-        print_output(str(export_checkpoint(self.run_, step, self.out, self.weights)))
+        print_output(str(export_checkpoint(self.run_, step, self.out, self.weights)), for_programs=True)
 
 
 class CopyRun(Command, words=("url", "folder")):
@@ -148,7 +149,7 @@ class CopyRun(Command, words=("url", "folder")):
         """Copy it."""
         from vqclip.train.run_store import copy_run
 
-        print_output(str(copy_run(self.url, self.folder)))
+        print_output(str(copy_run(self.url, self.folder)), for_programs=True)
 
 
 def _base_of(run: Path) -> str:

@@ -103,10 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = load_command(name)
         failure, after_interrupt = command.failure, command.after_interrupt
         options = read_options(name, command, rest, _list_of(name))
-        if command.logs:
-            from vqclip.data.remote.urls import mask_credentials
+        from vqclip.data.remote.urls import mask_credentials
 
-            log_to_stderr(mask_credentials)
+        log_to_stderr(mask_credentials)
         return options.run() or 0
     except KeyboardInterrupt:
         return print_interrupt(program, after_interrupt)

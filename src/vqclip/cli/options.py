@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import inspect
 import re
+import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, get_args, get_origin
@@ -29,6 +32,7 @@ from vqclip.config import parse_config
 from vqclip.config.messages import members
 from vqclip.data.on_ray import Actors, Cpus, Gpus, RayOptions
 from vqclip.errors import ConfigError
+from vqclip.runlog.console import columns, fit_lines
 
 __all__ = ["Command", "OnRay", "make_parser", "paths_and_overrides", "read_options", "require_page"]
 
@@ -88,8 +92,6 @@ class Command(BaseModel):
     """Exit status of errors other than `ConfigError`, whose status is 2."""
     after_interrupt: ClassVar[str] = ""
     """Remark on the state that Ctrl-C leaves behind."""
-    logs: ClassVar[bool] = False
-    """Whether the log is shown on stderr."""
 
     def __init_subclass__(cls, **facts: Any) -> None:
         """Set what the class statement says: ``class Report(Command, words=("runs",)):``."""
@@ -147,7 +149,8 @@ class Parser(argparse.ArgumentParser):
                 message += f'; did you mean "{close[0]}"?'
             elif "key=value" in self.format_usage():
                 message += f"; keys of the configuration are written {wrong[1].lstrip('-').replace('-', '_')}=..."
-        super().error(message)
+        self.print_usage(sys.stderr)
+        self.exit(2, fit_lines(f"{self.prog}: error: {message}") + "\n")
 
 
 def make_parser(name: str, command: type[Command], listing: str = "") -> Parser:
@@ -159,6 +162,8 @@ def make_parser(name: str, command: type[Command], listing: str = "") -> Parser:
         listing: lines that describe the words that may follow the name; empty for none.
     """
     about, _, examples = (inspect.getdoc(command) or "").partition("\n\nExamples:\n")
+    # Lines of a paragraph are joined, unless they are a table.
+    about = "\n\n".join(each if "  " in each else textwrap.fill(each, columns()) for each in about.split("\n\n"))
     if listing:
         about += f"\n\na task may follow:\n\n{listing}"
     rows = {each.rstrip("_").upper(): _describe(command.model_fields[each]) for each in command.words}
@@ -168,7 +173,7 @@ def make_parser(name: str, command: type[Command], listing: str = "") -> Parser:
         prog=f"vqclip {name}",
         description=about,
         epilog=f"examples:\n{examples}" if examples else None,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, width=columns()),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=not command.takes_others,
     )
@@ -182,12 +187,13 @@ def make_parser(name: str, command: type[Command], listing: str = "") -> Parser:
         if kind is bool:
             parser.add_argument(*flags, action="store_true", **settings)
             continue
-        if get_origin(kind) is tuple:
+        is_list = get_origin(kind) is tuple
+        if is_list:
             kind = get_args(kind)[0]
             settings |= {"nargs": "+", "action": "append" if get_origin(kind) is tuple else "extend"}
         choices = [choice for each in members(kind) for choice in get_args(each) if get_origin(each) is Literal]
         is_number = not {str, Path} & {*members(kind)} and get_origin(kind) is not tuple
-        settings["metavar"] = "{" + ",".join(choices) + "}" if choices else "N" if is_number else "TEXT"
+        settings["metavar"] = "{" + ",".join(choices) + "}" if choices and not is_list else "N" if is_number else "TEXT"
         parser.add_argument(*flags, **settings)
     if rows or not command.takes_others:  # otherwise a word is the value of an option that is passed on
         explained = "; ".join(f"{word}: {text}" for word, text in rows.items()) or "another spelling of an option"

@@ -78,7 +78,7 @@ class Reconstruct(Command, words=("tokenizer",)):
     Examples:
       vqclip reconstruct runs/pixels --images TokBench/images --out reconstructed
       vqclip reconstruct runs/pixels --data path/to/images --out page.html
-      vqclip reconstruct runs/pixels --data "val/{0..3}.tar" captions=json json_keys=[caption] --out page.html
+      vqclip reconstruct runs/pixels --data "val/{0..3}.tar" captions=text --out page.html
       vqclip reconstruct runs/pixels --data kind=scenes split=val --out page.html
     """
 

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 
 from vqclip.cli.options import SOURCE, SOURCE_KEYS, Command, LocalPath, Text
 from vqclip.config import load_config
+from vqclip.config.explain import require_known_keys
 from vqclip.errors import ConfigError, DataError, name_section
 from vqclip.io.files import format_bytes
 from vqclip.runlog.console import print_output
@@ -72,8 +73,9 @@ class Plan(Command, words=("source",), reads=f"changes to the configuration; wit
 
         if self.config is None:
             plan = self._plan_data(None)
-            print_output(json.dumps(plan, indent=1) if self.json_ else format_plan(plan))
+            print_output(json.dumps(plan, indent=1) if self.json_ else format_plan(plan), for_programs=self.json_)
             return 0
+        require_known_keys(self.config, self.keys)  # before torch is imported
         from vqclip.train.tasks.kinds import load_task_config
 
         config = load_task_config(self.config, self.keys)
@@ -83,7 +85,7 @@ class Plan(Command, words=("source",), reads=f"changes to the configuration; wit
             lines += ["", "The data:", "", format_plan(figures["data"])]
         except DataError as error:
             lines += ["", f"The data are not counted: {error}"]
-        print_output(json.dumps(figures) if self.json_ else "\n".join(lines))
+        print_output(json.dumps(figures) if self.json_ else "\n".join(lines), for_programs=self.json_)
         return status
 
     def _plan_data(self, config: TaskConfig | None) -> dict[str, Any]:

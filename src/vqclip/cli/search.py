@@ -34,7 +34,7 @@ class Build(Command):
 
     Examples:
       vqclip search build --tokenizer runs/photos --data photos/ --out images.index
-      vqclip search build --tokenizer runs/photos --data photos.csv captions=title --modality text --out texts.index
+      vqclip search build --tokenizer runs/photos --data photos.csv --modality text --out texts
     """
 
     tokenizer: Text = Field(description=TOKENIZER)
@@ -65,7 +65,7 @@ class Build(Command):
         index = build_index(tokenizer, source, self.batch_size, self.bad_fraction, origin)
         index.save(self.out)
         floats = 4 * tokenizer.embed_dim
-        print(
+        print_output(
             f"{self.out}: {len(index):,} items of {index.packing.bits} bits, {len(index.codes):,} of them distinct; "
             f"{index.nbytes:,} bytes, {index.nbytes / max(1, len(index)):.1f} an item; float32 embeddings: {floats} an "
             f"item ({floats * len(index) / max(1, index.nbytes):.2f} times as many)"

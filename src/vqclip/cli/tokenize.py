@@ -19,22 +19,23 @@ from vqclip.cli.options import (
     Workers,
     paths_and_overrides,
 )
+from vqclip.runlog.console import fit_lines
 
 __all__ = ["Tokenize"]
 
 _FIELDS = ("tokenizer", "modality", "batch_size", "workers", "precision", "device", "threads", "tolerance")
 
 
-class Tokenize(OnRay, failure=1, after_interrupt="run the same command to continue", logs=True):
+class Tokenize(OnRay, failure=1, after_interrupt="run the same command to continue"):
     """Turn image-text shards into token shards with captions and sample ids, one for each input shard.
 
     Run the same command again to continue after a stop. docs/reuse.md describes the files that it writes.
 
     Examples:
       vqclip tokenize --tokenizer runs/base --data '/datasets/mine/{00000..00999}.tar' --out tokens/mine
-      vqclip tokenize --tokenizer runs/eurosat --data /datasets/cls_eurosat split=train --out tokens/eurosat
+      vqclip tokenize --tokenizer runs/eurosat --data data/cls_eurosat split=train --out tokens/eurosat
       torchrun --standalone --nproc-per-node 8 -m vqclip tokenize --tokenizer ... --data ... --out ...
-      vqclip tokenize --engine ray --ray-address auto --tokenizer ... --data 's3://bucket/{00000..09999}.tar' --out ...
+      vqclip tokenize --engine ray --ray-address auto --tokenizer ... --data s3://bucket/all --out ...
     """
 
     tokenizer: Text = Field(description=TOKENIZER)
@@ -70,4 +71,4 @@ class Tokenize(OnRay, failure=1, after_interrupt="run the same command to contin
         job = Options(data=data, out=self.out.expanduser().absolute(), **fields)
         done = tokenize(job) if ray is None else tokenize_on_ray(job, ray)
         who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print(done.describe(self.out, who), flush=True)
+        print(fit_lines(done.describe(self.out, who)), flush=True)

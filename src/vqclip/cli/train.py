@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from vqclip.cli.options import SOURCE, Command, LocalPath, Text
-from vqclip.config import did_you_mean, json_schema, suggest_keys, to_yaml
+from vqclip.config import did_you_mean, json_schema
+from vqclip.config.explain import commented_yaml, explain, key_paths, require_known_keys
 from vqclip.config.loading import packaged_file, read_file
+from vqclip.config.messages import suggest_keys
 from vqclip.errors import ConfigError, DataError
-from vqclip.runlog.console import print_output
+from vqclip.runlog.console import fit_lines, print_output
 
 if TYPE_CHECKING:
     from vqclip.data import SourceConfigBase
@@ -42,7 +45,6 @@ class Train(
     takes_others=True,
     failure=1,
     after_interrupt="what is not in a checkpoint is not kept",
-    logs=True,
 ):
     """Train image and text tokenizers together, on your own data or as a configuration says.
 
@@ -64,7 +66,9 @@ class Train(
     config: LocalPath | None = None
     """The YAML file; --config need not be written."""
     print_config: bool = False
-    """Print the resolved configuration and stop."""
+    """Print the resolved configuration, each key below its description, and stop."""
+    explain: Text | None = None
+    """Print what a key such as optim.lr is, or all keys of a section such as optim, and stop."""
     json_schema: bool = False
     """Print a JSON schema for editors and stop."""
 
@@ -72,13 +76,15 @@ class Train(
         """Train, or print the configuration or the schema.
 
         Returns:
-            The exit status: 0 when the run is finished, or was stopped by a signal and can be resumed (`stopped.json`
-            in its folder); 2 for an invalid configuration whose error another process reports. Other statuses: 1 for an
-            error, 3 for a run that hung (`vqclip.process.watchdog`), 130 for Ctrl-C pressed twice, or before the
-            process group exists.
+            The exit status: 0 when the run is finished, or was stopped by a scheduler's signal and can be resumed
+            (`stopped.json` in its folder); 130 for Ctrl-C; 2 for an invalid configuration whose error another process
+            reports. Other statuses: 1 for an error, 3 for a run that hung (`vqclip.process.watchdog`).
         """
         if self.others:
             raise ConfigError(self._explain_option(self.others[0]))
+        if self.explain is not None:
+            print_output(explain(self.explain))
+            return 0
         if self.json_schema:
             return self._print_schema()
         try:
@@ -91,14 +97,16 @@ class Train(
             time.sleep(_TIME_TO_REPORT_S)
             return 2
         if self.print_config:
-            print_output(to_yaml(config).removesuffix("\n"))
+            print_output(commented_yaml(config).removesuffix("\n"), for_programs=True)
             return 0
         from vqclip import train
 
         result = train.run(config, owns_process=True)  # the first Ctrl-C is handled inside: it saves, and stops
         if int(os.environ.get("RANK", "0")) == 0:
-            print(result)
-        return 0
+            print(fit_lines(str(result)))
+            if not result.finished and "RANK" not in os.environ:
+                print(f"\n  {shlex.join(['vqclip', 'train', *self.given])}")
+        return 130 if result.stopped == "SIGINT" else 0
 
     def _load(self) -> TaskConfig:
         """Return the configuration: of the file, or for the data, after opening these.
@@ -113,7 +121,8 @@ class Train(
         if self.config is not None:
             if self.val is not None:
                 raise ConfigError("--val: got it with a configuration, which has its own `evaluation`; expected data")
-            read_file(self.config, [])  # refused at once, without torch, if it cannot be read
+            require_known_keys(self.config, self.keys)  # before torch is imported
+        logger.info("vqclip train: loading PyTorch")
         from vqclip.train.tasks.kinds import load_task_config
 
         if self.config is not None:
@@ -173,18 +182,18 @@ class Train(
 
         from vqclip.train.tasks.kinds import TASKS
 
-        print_output(json.dumps(json_schema(functools.reduce(operator.or_, TASKS.values())), indent=2))
+        print_output(
+            json.dumps(json_schema(functools.reduce(operator.or_, TASKS.values())), indent=2), for_programs=True
+        )
         return 0
 
     def _explain_option(self, option: str) -> str:
         """Return an error message that suggests keys: ``optim.lr=3`` for ``--lr=3`` and ``--lr 3``."""
-        from vqclip.train import TrainConfig
-
         name, is_assigned, value = option.partition("=")
         if not is_assigned and option in self.given:
             after = self.given[self.given.index(option) + 1 :][:1]
             value = next((each for each in after if not each.startswith("-")), "")
-        meant = [f"{path}={value or '...'}" for path in suggest_keys(TrainConfig, name.lstrip("-"))]
+        meant = [f"{path}={value or '...'}" for path in suggest_keys(key_paths(), name.lstrip("-"))]
         hint = did_you_mean(meant) or "; --print-config lists all keys"
         return f"unknown option {option}: expected section.key=value{hint}"
 

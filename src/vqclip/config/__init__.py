@@ -5,7 +5,7 @@ After `vqclip.io`, which reads the files; before every package that has a sectio
 
 from vqclip.config.base import Config, Modality, json_schema, to_yaml
 from vqclip.config.loading import load_config, parse_config
-from vqclip.config.messages import did_you_mean, suggest_keys
+from vqclip.config.messages import did_you_mean
 
 __all__ = [
     "Config",
@@ -14,6 +14,5 @@ __all__ = [
     "json_schema",
     "load_config",
     "parse_config",
-    "suggest_keys",
     "to_yaml",
 ]

@@ -26,16 +26,24 @@ MAX_PROBLEMS = 200
 _MAX_WORD = 120
 """Characters of a word that another one is suggested for."""
 _SYNONYMS = {
-    "learningrate": "lr",
-    "epochs": "steps",
-    "maxsteps": "steps",
-    "numsteps": "steps",
-    "bs": "batch_size",
-    "wd": "weight_decay",
-    "warmup": "warmup_steps",
-    "numworkers": "workers",
+    "lr": "learning_rate base_lr peak_lr max_lr",
+    "steps": "epochs num_epochs max_epochs num_train_epochs max_steps num_steps total_steps iterations iters",
+    "batch_size": "bs batch batchsize per_device_train_batch_size global_batch_size train_batch_size",
+    "micro_batches": "accum_freq accum_steps gradient_accumulation_steps grad_accum accumulate_grad_batches",
+    "weight_decay": "wd",
+    "warmup_steps": "warmup num_warmup_steps lr_warmup_steps",
+    "final_lr_ratio": "min_lr lr_min eta_min",
+    "clip_grad_norm": "max_grad_norm grad_clip grad_clip_norm gradient_clip_val gradient_clipping clip_grad",
+    "workers": "num_workers dataloader_num_workers",
+    "precision": "amp dtype mixed_precision bf16 fp16",
+    "report_every": "log_every log_every_n_steps logging_steps log_interval",
+    "checkpoint_every": "save_steps save_every save_interval save_frequency",
+    "evaluate_every": "eval_steps eval_every eval_interval val_frequency val_check_interval",
+    "folder": "output_dir out_dir save_dir logs",
+    "sources": "train_data data_path dataset datasets train_files",
+    "activation_checkpointing": "grad_checkpointing gradient_checkpointing",
 }
-"""Words of other programs, in lower case without underscores → our keys."""
+"""Our keys → words of other programs."""
 
 KeyPath = tuple[str | int, ...]
 
@@ -353,13 +361,9 @@ def _write_section(annotation: Any, word: str) -> str:
 
 
 def _describe_unknown_key(schema: type[BaseModel], place: SchemaLocation, owner: Node, node: Node) -> str:
-    allowed, word = list(place.owner.model_fields) if place.owner else [], str(place.path[-1])
-    close = _suggest_closest(word, allowed)
-    if meant := _SYNONYMS.get(word.replace("_", "").lower()):
-        close = did_you_mean([meant]) if meant in allowed else close
-    if not close and (len(place.path) == 1 or "kind" not in allowed):  # another kind has other keys
-        close = did_you_mean(suggest_keys(schema, word))
-    message = "unknown key" + (close or f"; expected one of {', '.join(allowed)}")
+    allowed = list(place.owner.model_fields) if place.owner else []
+    is_anywhere = len(place.path) == 1 or "kind" not in allowed  # a section of another kind has other keys
+    message = "unknown key" + suggest_key(str(place.path[-1]), allowed, _key_paths(schema), is_anywhere=is_anywhere)
     kind = owner.child("kind")
     if kind is not None and kind.origin.is_override and not node.origin.is_override:
         section = path_text(place.path[:-1])
@@ -367,23 +371,44 @@ def _describe_unknown_key(schema: type[BaseModel], place: SchemaLocation, owner:
     return message
 
 
-def suggest_keys(schema: type[BaseModel], name: str) -> list[str]:
+def suggest_key(word: str, allowed: Sequence[str], paths: Iterable[str], *, is_anywhere: bool) -> str:
+    """Return the end of a message about an unknown key: keys that may be meant, or all that are allowed.
+
+    Args:
+        word: the key, or its path.
+        allowed: keys of its section.
+        paths: paths of all keys.
+        is_anywhere: whether keys of other sections may be meant.
+    """
+    last = word.rpartition(".")[2]
+    if (meant := _synonym(last)) in allowed:
+        return did_you_mean([meant])
+    close = _suggest_closest(last, allowed)
+    if not close and is_anywhere:
+        close = did_you_mean(suggest_keys(paths, word))
+    return close or f"; expected one of {', '.join(allowed)}"
+
+
+def _synonym(word: str) -> str:
+    """Return our key for a word of another program; the word itself if it is none."""
+    bare = word.replace("_", "").lower()
+    found = (key for key, words in _SYNONYMS.items() if bare in words.replace("_", "").split())
+    return next(found, word)
+
+
+def suggest_keys(paths: Iterable[str], name: str) -> list[str]:
     """Return the key paths that a user may mean by ``lr`` or ``batch-size``.
 
-    The shortest paths that end in this word, otherwise in a similar one, at most three. Paths inside lists are not
-    considered; empty if nothing matches.
+    The shortest paths that end in this word, otherwise in a similar one, at most three; empty if nothing matches.
     """
     word = name.replace("-", "_")
     if not word or len(word) > _MAX_WORD:
         return []
-    paths = list(dict.fromkeys(_key_paths(schema)))
-    found: list[str] = []
-    for each in (word, _SYNONYMS.get(word.rpartition(".")[2].replace("_", "").lower(), word)):
+    paths, last, found = list(dict.fromkeys(paths)), word.rpartition(".")[2], list[str]()
+    for each in (word, _synonym(last)):
         found = found or [path for path in paths if f".{path}".endswith(f".{each}")]
     if not found:
-        close = difflib.get_close_matches(
-            word.rpartition(".")[2], {path.rpartition(".")[2] for path in paths}, n=1, cutoff=0.75
-        )
+        close = difflib.get_close_matches(last, {path.rpartition(".")[2] for path in paths}, n=1, cutoff=0.75)
         found = [path for path in paths if path.rpartition(".")[2] in close]
     least = min((path.count(".") for path in found), default=0)
     return [path for path in found if path.count(".") == least][:3]

@@ -39,6 +39,8 @@ from vqclip.seeds import derive_seed
 
 logger = logging.getLogger("vqclip.data")
 
+_MOST_NAMED = 100
+"""Bad samples that a process names in its log."""
 _MIN_SEEN = 1000
 """Smallest number of samples that the fraction of bad ones refers to."""
 
@@ -215,12 +217,16 @@ class TrainData:
         if supply is not None:  # there are chunks at URLs
             supply.start(steps, options.workers, options.prefetch * options.workers + 1)
         maker = BatchMaker(self.samples, self.order, self._tokenize, rank, nodes, supply)
-        batches = make_batches(maker, steps, options, pin_memory)
+        batches, named = make_batches(maker, steps, options, pin_memory), set[int]()
         with contextlib.closing(supply) if supply else contextlib.nullcontext(), contextlib.closing(batches):
             for batch in batches:
                 for bad in batch.bad:
-                    text = "step %d: sample %d replaced by %d: %s"
-                    logger.warning(text, batch.step, bad.sample_id, bad.substitute_id, bad.reason)
+                    if bad.sample_id not in named and len(named) < _MOST_NAMED:
+                        text = "step %d: sample %d replaced by %d: %s"
+                        logger.warning(text, batch.step, bad.sample_id, bad.substitute_id, bad.reason)
+                        named.add(bad.sample_id)
+                        if len(named) == _MOST_NAMED:
+                            logger.warning("bad samples: %d are named; others are only counted", _MOST_NAMED)
                 self.seen += len(batch)
                 self.replaced += len(batch.bad)
                 self.last_replaced.extend(batch.bad)

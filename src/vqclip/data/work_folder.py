@@ -43,7 +43,7 @@ from typing_extensions import Self
 
 from vqclip.config import Config
 from vqclip.data.batch import require_few_bad
-from vqclip.errors import CheckpointError, ConfigError, DataError
+from vqclip.errors import CheckpointError, ConfigError, DataError, count_noun
 from vqclip.io.atomic import FileDigest, remove_leftovers, verify_file, write_file, write_file_once
 from vqclip.io.file_locks import ProcessLock
 from vqclip.io.files import Stamp, format_bytes
@@ -162,11 +162,13 @@ class WorkResult(NamedTuple):
         text = f"{who}shards: {self.made} written, {self.found} already finished{rate}\n"
         manifest = self.manifest
         if manifest is None:
-            return f"{text}{who}{self.missing} shards are left to other processes, or to the same command run again"
+            left = count_noun(self.missing, "shard")
+            return f"{text}{who}{left} left to other processes, or to the same command run again"
         size, left_out = sum(each.size for each in manifest.shards), sum(manifest.bad.values())
         kinds = ", ".join(f"{count} {kind}" for kind, count in manifest.bad.items())
         bad = f", {left_out} left out ({kinds}; see {BAD_FILE})" if left_out else ""
-        text += f"{path}: {manifest.samples:,} samples in {len(manifest.shards)} shards, {format_bytes(size)}{bad}"
+        text += f"{path}: {count_noun(manifest.samples, 'sample')} in {count_noun(len(manifest.shards), 'shard')}, "
+        text += f"{format_bytes(size)}{bad}"
         return f"{text}\n{self.note}" if self.note else text
 
 

@@ -1,4 +1,4 @@
-"""Details of an evaluation, for a report: intervals, hits and misses, classes, code maps, accuracy against bits.
+"""Details of an evaluation, for a report: intervals, hits and misses, classes, code maps.
 
 `Details` is what is stored; `ImageReader` reads the images in it again, and makes thumbnails of what the model sees.
 
@@ -57,7 +57,7 @@ class DetailsConfig(Config):
 
     hits: int = Field(3, ge=0, le=32)
     """Images, and captions, that are found best."""
-    misses: int = Field(5, ge=0, le=32)
+    misses: int = Field(6, ge=0, le=32)
     """Images, and captions, that are found worst."""
     nearest: int = Field(3, ge=1, le=10)
     """Found things shown of each."""
@@ -73,8 +73,6 @@ class DetailsConfig(Config):
     """Images, evenly spread over the set, that patches are cut from."""
     reconstructions: int = Field(4, ge=0, le=32)
     """Images, evenly spread over the set, that tasks of kind `pixels` show beside what their ids decode to."""
-    bits_images: int = Field(96, ge=0, le=100_000)
-    """Images, evenly spread over the set, for the accuracy at fewer bits."""
     thumbnail: int = Field(64, ge=16, le=MAX_THUMBNAIL)
     """Side of a thumbnail in pixels."""
 
@@ -211,25 +209,6 @@ class Codes(Part):
     """Codes in the most of these images, codebook by codebook; empty without a grid."""
 
 
-class BitsPoint(Part):
-    """Accuracy with some of the codes."""
-
-    label: Text
-    """Such as `2 of 4 stages`."""
-    bits_per_image: Annotated[float, Field(ge=0)]
-    figures: Figures
-    intervals: dict[Text, Interval]
-
-
-class Bits(Part):
-    """Accuracy against bits, codes only."""
-
-    images: Count
-    """Images used, evenly spread over the set; candidates are fewer than in the figures of the whole set."""
-    points: Annotated[tuple[BitsPoint, ...], Field(max_length=128)]
-    """From the fewest bits to all."""
-
-
 class DecodedImage(Part):
     """An image made from some of the ids of another one, or by a codec."""
 
@@ -270,8 +249,6 @@ class Details(Part):
     """None if the image tokenizer has no codes."""
     reconstructions: Annotated[tuple[Reconstruction, ...], Field(max_length=32)] = ()
     """Images beside what their ids decode to; empty without a pixel decoder, and for other tasks than `pixels`."""
-    bits: Bits | None = None
-    """None if the codes cannot be split, or without codes."""
 
 
 def clip_text(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Making of details: hits and misses, classes, code maps, patches that share a code, accuracy against bits.
+"""Making of details: hits and misses, classes, code maps, patches that share a code.
 
 Shapes: n images of the set, m some of them, Q queries, M candidates, N tokens, C codebooks, K classes, E embedding
 width.
@@ -18,8 +18,6 @@ from vqclip.evaluation.details import (
     MAX_CLASSES,
     MAX_CODEBOOKS,
     MAX_CONFUSED,
-    Bits,
-    BitsPoint,
     Candidate,
     ClassAccuracy,
     Codebook,
@@ -32,7 +30,6 @@ from vqclip.evaluation.details import (
     Examples,
     Gallery,
     ImageReader,
-    Interval,
     Mode,
     Reconstruction,
     ShownImage,
@@ -43,7 +40,7 @@ from vqclip.evaluation.encode import Encoded, Encoder, load_ids
 from vqclip.evaluation.images import EncodedImages
 from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.ranking import SAME, Ranks
-from vqclip.evaluation.reconstructions import pixel_transform, prefix_bits, prefix_label, show_reconstructions
+from vqclip.evaluation.reconstructions import pixel_transform, show_reconstructions
 from vqclip.quantizers import Quantizer
 from vqclip.tokenizer import ImageTokenizer
 
@@ -51,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 256
 Direction = Literal["image_to_text", "text_to_image", "image_to_class"]
-FiguresOf = Callable[[list[int], Mapping[str, Tensor]], Mapping[str, tuple[dict[str, float], dict[str, Interval]]]]
-"""m rows and labels with embeddings ``(m, E)`` of these rows → labels with figures and intervals."""
 
 
 def make_details(
@@ -78,7 +73,7 @@ def make_details(
         return None
     count = len(images.annotations)
     if images.encoded.file is not None and count:
-        some = (_looked_at(config), config.bits_images, config.reconstructions)
+        some = (_looked_at(config), config.reconstructions)
         rows = sorted({row for each in some for row in spread(count, each)})
         ids = dict(zip(rows, _gather_ids(images.encoded, rows, tokenizer, encoder.partition), strict=True))
     with encoder.partition.raise_on_all_ranks():
@@ -204,37 +199,6 @@ class ImageDetails:
                 kept = tuple(each for each in cut if each is not None)
                 found.append(Gallery(codebook=codebook, code=code, images=images, patches=kept))
         return found
-
-    def bits(self, figures: FiguresOf) -> Bits | None:
-        """Return figures for the prefixes of the images' ids that `Prefix.shorter` chooses; texts keep all their ids.
-
-        Prefixes are those by stages if there are several, otherwise those by codebooks. The towers do not run: the
-        stored ids are embedded again. None without codes, and if all of the ids are the only prefix.
-
-        Args:
-            figures: function that returns the figures of embeddings.
-        """
-        tokenizer, rows = self._tokenizer, spread(len(self._texts), self.config.bits_images)
-        extent = tokenizer.quantizer.extent
-        along = [each for each in extent.shorter() if extent.stages <= 1 or each.codebooks == extent.codebooks]
-        prefixes = {prefix_label(prefix, extent): prefix for prefix in along}
-        if self._ids is None or len(prefixes) < 2 or not rows:
-            return None
-        whole = self._images.encoded.embeddings["codes_only"][rows]
-        ids = self._ids_of(rows).to(tokenizer.device).split(_BATCH)
-        embeddings = {prefix_label(extent, extent): whole}
-        with torch.no_grad():
-            for label, prefix in prefixes.items():
-                if prefix != extent:
-                    parts = [tokenizer.embed(tokenizer.truncate(part, *prefix), self._precision) for part in ids]
-                    embeddings[label] = torch.cat(parts).to(whole)
-        points = [
-            BitsPoint(
-                label=label, bits_per_image=prefix_bits(tokenizer, prefixes[label]), figures=rates, intervals=ends
-            )
-            for label, (rates, ends) in figures(rows, embeddings).items()
-        ]
-        return Bits(images=len(rows), points=tuple(sorted(points, key=lambda point: point.bits_per_image)))
 
     def reconstructions(self) -> tuple[Reconstruction, ...]:
         """Return images beside what their ids decode to; empty without codes or a pixel decoder."""

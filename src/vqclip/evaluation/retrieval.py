@@ -126,18 +126,8 @@ def _details(
         details = Details(samples=len(counts), intervals=_intervals(ranks, counts), codes=maker.codes())
         if "codes_only" not in ranks:
             return details
-        targets, ends = text.embeddings["codes_only"], counts.cumsum(0)
-
-        def figures(
-            some: list[int], embeddings: Mapping[str, Tensor]
-        ) -> dict[str, tuple[dict[str, float], dict[str, Interval]]]:
-            own = [place for row in some for place in range(int(ends[row] - counts[row]), int(ends[row]))]
-            both = {label: both_ranks(each, targets[own], counts[some]) for label, each in embeddings.items()}
-            intervals = _intervals(both, counts[some])
-            return {label: (recalls(found), intervals[label]) for label, found in both.items()}
-
         examples = _examples(maker, images, text, counts, ranks["codes_only"])
-        return details.model_copy(update={"examples": examples, "bits": maker.bits(figures)})
+        return details.model_copy(update={"examples": examples})
 
     return make_details(model.image, encoder, images, lambda: [each[0] for each in images.annotations], make)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from vqclip.errors import printable
-from vqclip.evaluation.encode import MODES, CodeUsage, Mode
+from vqclip.errors import count_noun, printable
+from vqclip.evaluation.encode import MODES, Mode
 from vqclip.evaluation.results import PixelResult, Result
 
 _MODE_TITLES = ("continuous", "quantized", "codes only")
+_WIDE = 80
+"""Columns of a table from which its heads are broken."""
 _DIRECTIONS = {"i2t": "image to text", "t2i": "text to image"}
 _PIXEL_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "psnr": ("PSNR (dB)", "{:.2f}".format),
@@ -25,13 +29,13 @@ _PIXEL_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
 
 def format_results(results: Sequence[Result]) -> str:
     """Return a table of the figures in percent and a table of the codes, with the notes below."""
-    figures = _blank_repeated([row for result in results for row in _figure_rows(result)])
-    parts = [table(("%", "", *_MODE_TITLES, "chance"), figures, left=2)] if figures else []
+    figures = [*_group_rows((_title(result), row) for result in results for row in _figure_rows(result))]
+    parts = [table(("%", *_MODE_TITLES, "chance"), figures, left=1)] if figures else []
     parts += [_pixel_table(result, result.pixels) for result in results if result.pixels is not None]
-    codes = _blank_repeated(list(dict.fromkeys(row for result in results for row in _code_rows(result))))
+    codes = [*_group_rows(dict.fromkeys((result.name, row) for result in results for row in _code_rows(result)))]
     if codes:
-        heads = ("codes", "", "samples", "tokens", "used", "perplexity", "bits/token used", "bits/sample")
-        parts.append(table(heads, codes, left=2))
+        heads = ("codes", "samples", "tokens", "used, %", "perplexity", "bits/token used", "bits/sample")
+        parts.append(table(heads, codes, left=1))
     notes = dict.fromkeys(
         printable(f"{result.name}: {note}", one_line=True) for result in results for note in result.notes
     )
@@ -73,7 +77,7 @@ def _figure_rows(result: Result) -> list[tuple[str, ...]]:
     for figure, chance in result.chance.items():
         found = [result.figures[mode] for mode in MODES]
         shown = ["-" if figures is None else percent(figures[figure]) for figures in found]
-        rows.append((_title(result), figure_title(figure), *shown, f"{100 * chance:.2f}"))
+        rows.append((figure_title(figure), *shown, f"{100 * chance:.2f}"))
     return rows
 
 
@@ -99,8 +103,9 @@ def _pixel_table(result: Result, pixels: PixelResult) -> str:
 
 
 def _title(result: Result) -> str:
-    classes = f", {result.classes} classes" if result.classes is not None else f", {result.captions} captions"
-    return f"{result.name} ({result.samples} images{classes})"
+    captions = count_noun(result.captions or 0, "caption")
+    others = captions if result.classes is None else f"{result.classes:,} classes"
+    return f"{result.name} ({count_noun(result.samples, 'image')}, {others})"
 
 
 def figure_title(figure: str) -> str:
@@ -116,24 +121,22 @@ def figure_title(figure: str) -> str:
     return re.sub(r"\btop(\d)", r"top-\1", figure.replace("_", " ")).replace("knn", "k-NN")
 
 
-def _code_rows(result: Result) -> list[tuple[str, ...]]:
-    used = [(modality, usage) for modality, usage in result.usage.items() if usage is not None]
-    return [(result.name, modality, *_code_cells(usage)) for modality, usage in used]
+def _group_rows(pairs: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, ...]]:
+    """Yield rows below the title of each run of pairs that have the same."""
+    for title, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
+        yield (title,)
+        yield from (row for _, row in group)
 
 
-def _blank_repeated(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the rows without the first cell where it is that of the row above."""
-    above = [("",), *rows]
-    return [("" if row[0] == before[0] else row[0], *row[1:]) for before, row in zip(above, rows, strict=False)]
-
-
-def _code_cells(usage: CodeUsage) -> tuple[str, ...]:
-    many = len(usage.codebook_sizes)
-    share = sum(usage.usage) / many
-    codes = f"{sum(usage.codes_used)} of {sum(usage.codebook_sizes)} ({percent(share)} %)"
-    perplexity = f"{sum(usage.perplexity) / many:.1f}" + (f" (mean of {many})" if many > 1 else "")
-    bits = f"{usage.bits_used_per_token:.2f} of {usage.bits_per_token:.2f}"
-    return str(usage.samples), str(usage.tokens), codes, perplexity, bits, f"{usage.bits_per_sample:.0f}"
+def _code_rows(result: Result) -> Iterator[tuple[str, ...]]:
+    for modality, usage in result.usage.items():
+        if usage is None:
+            continue
+        many = len(usage.codebook_sizes)
+        used, perplexity = sum(usage.usage) / many, sum(usage.perplexity) / many
+        bits = f"{usage.bits_used_per_token:.2f} of {usage.bits_per_token:.2f}"
+        cells = percent(used), f"{perplexity:.1f}", bits, f"{usage.bits_per_sample:.0f}"
+        yield (modality, str(usage.samples), str(usage.tokens), *cells)
 
 
 def format_figure(name: str, value: float) -> str:
@@ -155,9 +158,19 @@ def percent(rate: float) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """Format columns two spaces apart; the first ``left`` are aligned left, the others right."""
+    """Format columns two spaces apart; the first ``left`` are aligned left, the others right.
+
+    A row of one cell is the title of the rows below it, which are indented. The heads of a table that is wider than 80
+    columns are broken between words.
+    """
+    indent = "  " if any(len(row) == 1 for row in rows) else ""
     head, *body = [[printable(cell, one_line=True) for cell in row] for row in (heads, *rows)]
-    widths = [max(len(cell) for cell in column) for column in zip(head, *body, strict=True)]
+    body = [row if len(row) == 1 else [indent + row[0], *row[1:]] for row in body]
+    columns = [*zip(head, *(row for row in body if len(row) > 1), strict=True)]
+    widths, broken = [max(map(len, column)) for column in columns], [[each] for each in head]
+    if sum(widths) + 2 * (len(widths) - 1) > _WIDE:
+        widths = [max(min(10, len(name)), *map(len, (*name.split(), *column))) for name, *column in columns]
+        broken = [textwrap.wrap(name, width) or [""] for name, width in zip(head, widths, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
         padded = [
@@ -166,4 +179,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str
         ]
         return "  ".join(padded).rstrip()
 
-    return "\n".join([line(head), "  ".join("-" * width for width in widths), *map(line, body)])
+    most = max(map(len, broken))
+    titles = map(line, zip(*([""] * (most - len(each)) + each for each in broken), strict=True))
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([*titles, rule, *(row[0] if len(row) == 1 else line(row) for row in body)])

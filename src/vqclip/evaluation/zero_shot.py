@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, ClassFolder, read_lines, read_templates
 from vqclip.errors import DataError
-from vqclip.evaluation.details import Details, Interval
+from vqclip.evaluation.details import Details
 from vqclip.evaluation.encode import MODES, Encoded, Encoder, Mode
 from vqclip.evaluation.image_details import ImageDetails, class_accuracies, largest_confusions, make_details
 from vqclip.evaluation.images import EncodedImages, ImagesConfig, LabelledData, encode_labelled
@@ -156,18 +156,7 @@ def _details(
             text_of_query=lambda row, right: names[right],
         )  # fmt: skip
 
-        def figures(
-            some: list[int], embeddings: Mapping[str, Tensor]
-        ) -> dict[str, tuple[dict[str, float], dict[str, Interval]]]:
-            own = labels[some]
-            hits = {
-                label: rank(each_image, classes, own.to(rows.device), each).hits(DEPTHS)
-                for label, each_image in embeddings.items()
-            }
-            intervals = class_intervals(CLASS_FIGURES, hits, own)
-            return {label: (class_figures(found, own), intervals[label]) for label, found in hits.items()}
-
-        return details.model_copy(update={"examples": (examples,), "bits": maker.bits(figures)})
+        return details.model_copy(update={"examples": (examples,)})
 
     return make_details(model.image, encoder, images, lambda: [names[label] for label in images.annotations], make)
 

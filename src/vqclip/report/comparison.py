@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from vqclip.errors import ConfigError
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.model_words import describe_state
 from vqclip.report.plot import PERCENT, Chart, Curve, line_chart
-from vqclip.report.run_charts import bits_curve, bits_note
 from vqclip.report.run_files import RunFiles, Task, newest_tasks
 from vqclip.report.verdict import Verdict, judge
 
@@ -104,34 +103,6 @@ def comparison_charts(runs: Sequence[ComparedRun]) -> list[Chart]:
         for title, name, unit, logarithmic in CURVES
     ]
     return [chart for chart in charts if chart is not None]
-
-
-def bits_charts(runs: Sequence[ComparedRun]) -> list[Chart]:
-    """Return accuracy against bits of all runs: the first figure of each task, prefixes of the codes included."""
-    charts = []
-    for name in list(dict.fromkeys(name for run in runs for name in run.tasks))[:12]:
-        tasks = {run.label: run.tasks[name] for run in runs if name in run.tasks}
-        first = next(iter(tasks.values())).rows[:1]
-        curves = [_bits_curve(run.label, tasks.get(run.label), row.figure) for run in runs for row in first]
-        if len({bits for curve in curves for bits in curve.x}) < 2:
-            continue
-        title = f"{name}: {first[0].title} against bits"
-        chart = line_chart(title, curves, unit=PERCENT, x_label="bits an image", marks=True, floor=0.0)
-        if chart is not None:
-            found = [task.details.bits for task in tasks.values() if task.details is not None and task.details.bits]
-            alone = " The point of a run that has one alone is of the whole set." if len(found) < len(tasks) else ""
-            charts.append(replace(chart, note=bits_note(found) + alone if found else ""))
-    return charts
-
-
-def _bits_curve(label: str, task: Task | None, figure: str) -> Curve:
-    """Return the rate of a task by bits: of each prefix of its codes, or of all codes alone."""
-    if task is not None and task.details is not None and task.details.bits is not None:
-        curve = bits_curve(label, task.details.bits, figure)
-        if curve.x:
-            return curve
-    rates = [] if task is None else [row.used[0] for row in task.rows if row.figure == figure]
-    return Curve(label, [task.bits], rates) if task is not None and task.bits is not None and rates else Curve(label)
 
 
 def _flatten(tree: Any, path: str = "") -> list[tuple[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from vqclip.data import mask_credentials
+from vqclip.errors import count_noun
 from vqclip.report.run_files import RunFiles, list_at, number_at, text_at, value_at
 
 
@@ -56,7 +57,7 @@ def _describe_tower(run: RunFiles, modality: str) -> str:
     tokens, bits = (number_at(run.summary, f"{each}.{modality}") for each in ("tokens", "bits_per_sample"))
     weights = number_at(run.summary, f"parameters.{modality}")
     text = f"{tower}{f' ({weights / 1e6:.2f} M trained weights)' if weights else ''}"
-    text += f" → {tokens:,.0f} tokens" if tokens else ""
+    text += f" → {count_noun(tokens, 'token')}" if tokens else ""
     text += f" {'×' if tokens else 'with'} {describe_quantizer(value_at(run.config, f'{part}.quantizer'))}"
     return text + (f" = {bits:,.0f} bits {'an image' if modality == 'image' else 'a full caption'}" if bits else "")
 

@@ -76,7 +76,6 @@ def write_comparison(folders: Sequence[Path | str], output: Path | str) -> Path:
         most=comparison.MAX_DIFFERENCES,
         figures=comparison.figures(runs),
         charts=comparison.comparison_charts(runs),
-        bits=comparison.bits_charts(runs),
         command=command,
     )
     write_text(Path(output), text)
@@ -191,7 +190,6 @@ def _environment() -> Environment:
     templates.globals |= {
         "MAX_FIGURES": MAX_FIGURES,
         "SHOWN_CLASSES": run_charts.SHOWN_CLASSES,
-        "bits_chart": run_charts.bits_chart,
         "code_maps": run_charts.code_maps,
         "galleries": run_charts.galleries,
     }

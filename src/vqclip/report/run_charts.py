@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from markupsafe import Markup
 
-from vqclip.evaluation.details import Bits, Codes, Gallery, ShownImage
+from vqclip.evaluation.details import Codes, Gallery, ShownImage
 from vqclip.evaluation.pixel_methods import CODES
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.images import draw_map, find_grid, png_uri
@@ -34,30 +33,36 @@ _UNITS = {"psnr": "dB", "psnr_of_mse": "dB", "ssim": "SSIM"}
 """Units of figures other than rates."""
 
 
-def training_charts(curves: Curves) -> list[Chart]:
-    """Return loss terms, learning rate, gradient norm, throughput and waiting for data."""
+def training_charts(curves: Curves) -> tuple[list[Chart], list[Chart]]:
+    """Return loss terms and gradient norm; then, for who asks, learning rate, throughput and waiting for data."""
     terms = [name for name in curves.names() if name.startswith("loss/")]
     losses = [name for name in terms if name != "loss/total"] or terms
     if len(losses) > 1 and "loss/total" in terms:
         losses = ["loss/total", *losses]
     groups = [losses[start : start + MAX_CURVES] for start in range(0, min(len(losses), 3 * MAX_CURVES), MAX_CURVES)]
-    charts = [
+    shown = [
         *(_lines("Loss (more terms)" if number else "Loss", curves, group) for number, group in enumerate(groups)),
-        _lines("Learning rate", curves, ["lr"], floor=0.0),
         _lines("Gradient norm", curves, ["grad_norm"], logarithmic=True),
+        _lines("Learning rate", curves, ["lr"], floor=0.0),
+    ]
+    folded = [
         _lines("Throughput", curves, ["images_per_second"], unit="images/s", floor=0.0),
         _lines("Waiting for data", curves, ["data_wait"], unit=PERCENT, floor=0.0),
         _lines("Temperature", curves, ["temperature/scale"]),
     ]
     if any(curves.get("data/replaced")[1]):
-        charts.append(_lines("Bad samples replaced", curves, ["data/replaced"], unit="samples", floor=0.0))
+        folded.append(_lines("Bad samples replaced", curves, ["data/replaced"], unit="samples", floor=0.0))
+    return _not_empty(shown), _not_empty(folded)
+
+
+def _not_empty(charts: Sequence[Chart | None]) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def codebook_charts(curves: Curves, codebooks: Sequence[Codebook]) -> list[Chart]:
-    """Return usage, perplexity and bits used: of each modality, and of each codebook."""
-    charts = [
-        _lines("Codes in use", curves, [f"{each}/usage" for each in CODED], unit=PERCENT, floor=0.0),
+def codebook_charts(curves: Curves, codebooks: Sequence[Codebook]) -> tuple[list[Chart], list[Chart]]:
+    """Return the usage of each modality and codebook; then, for who asks, perplexity, bits used and embeddings."""
+    shown = [_lines("Codes in use", curves, [f"{each}/usage" for each in CODED], unit=PERCENT, floor=0.0)]
+    folded = [
         _lines("Perplexity", curves, [f"{each}/perplexity" for each in CODED], unit="codes", floor=0.0),
         _lines("Bits used by a token", curves, [f"{each}/bits_used" for each in CODED], unit="bits", floor=0.0),
         _lines("Mean cosine of embeddings", curves, [f"{each}/embedding_cosine" for each in CODED], floor=0.0),
@@ -67,9 +72,9 @@ def codebook_charts(curves: Curves, codebooks: Sequence[Codebook]) -> list[Chart
         if len(found) < 2:
             continue
         bits = max(1e-9, math.log2(found[0].codes))
-        for title, metric, unit, full, top in (
-            ("Codes in use", "usage", PERCENT, 1.0, "100 %"),
-            ("Bits used", "bits_used", "bits", bits, f"{bits:.3g} bits"),
+        for charts, title, metric, unit, full, top in (
+            (shown, "Codes in use", "usage", PERCENT, 1.0, "100 %"),
+            (folded, "Bits used", "bits_used", "bits", bits, f"{bits:.3g} bits"),
         ):
             names = [f"{each.name}/{metric}" for each in found]
             if len(found) <= FEW_CODEBOOKS:
@@ -79,7 +84,7 @@ def codebook_charts(curves: Curves, codebooks: Sequence[Codebook]) -> list[Chart
                 rows = [[curves.steps[step].get(name, math.nan) / full for step in steps] for name in names]
                 numbers = [each.number or each.name for each in found]
                 charts.append(heat_map(f"{title}, {modality} codebooks", numbers, steps, rows, ("0", top)))
-    return [chart for chart in charts if chart is not None]
+    return _not_empty(shown), _not_empty(folded)
 
 
 def evaluation_charts(curves: Curves) -> list[Chart]:
@@ -104,7 +109,7 @@ def evaluation_charts(curves: Curves) -> list[Chart]:
             )
             for unit, lines in by_unit.items()
         ]
-    return [chart for chart in charts if chart is not None]
+    return _not_empty(charts)
 
 
 def pixel_chart(task: Task) -> Chart | None:
@@ -138,30 +143,6 @@ def galleries(codes: Codes) -> list[tuple[str, list[Gallery]]]:
         if gallery.codebook < len(codes.codebooks) and gallery.patches:
             found.setdefault(gallery.codebook, []).append(gallery)
     return [(codes.codebooks[number].name, each) for number, each in found.items()]
-
-
-def bits_chart(bits: Bits) -> Chart | None:
-    """Draw accuracy against bits; figures that not every point has are left out."""
-    if len(bits.points) < 2:
-        return None
-    names = [name for name in bits.points[0].figures if all(name in point.figures for point in bits.points)]
-    curves = [bits_curve(figure_title(name), bits, name) for name in names[:MAX_CURVES]]
-    chart = line_chart("Accuracy against bits", curves, unit=PERCENT, x_label="bits an image", marks=True, floor=0.0)
-    return None if chart is None else replace(chart, note=bits_note([bits]))
-
-
-def bits_note(found: Sequence[Bits]) -> str:
-    """Return the number of images that the points were measured on, which are fewer than in other figures."""
-    images = " or ".join(f"{count:,}" for count in sorted({bits.images for bits in found}))
-    return f"On {images} images, evenly spread over the set: rates differ from those of the whole set."
-
-
-def bits_curve(label: str, bits: Bits, figure: str) -> Curve:
-    """Return one figure of the points that have it, with intervals."""
-    points = [point for point in bits.points if figure in point.figures]
-    rates = [point.figures[figure] for point in points]
-    ends = [point.intervals.get(figure, (rate, rate)) for point, rate in zip(points, rates, strict=True)]
-    return Curve(label, [p.bits_per_image for p in points], rates, [low for low, _ in ends], [high for _, high in ends])
 
 
 def _lines(title: str, curves: Curves, names: list[str], **options: Any) -> Chart | None:

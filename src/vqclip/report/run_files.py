@@ -248,8 +248,6 @@ class Task:
     """Figure → rate of random embeddings."""
     rates: dict[str, dict[str, float]] = field(default_factory=dict)
     """Mode → figure → rate."""
-    bits: float | None = None
-    """Size of the ids of an image."""
     notes: list[str] = field(default_factory=list)
     details: Details | None = None
     pixels: PixelResult | None = None
@@ -305,7 +303,7 @@ def newest_tasks(run: RunFiles) -> tuple[int, list[Task]]:
         if figure in QUALITY or not math.isfinite(rate) or (name not in tasks and len(tasks) >= MAX_TASKS):
             continue
         if name not in tasks:
-            tasks[name] = replace(known.get(name, Task(name)), rates={}, bits=None, notes=[], details=None, pixels=None)
+            tasks[name] = replace(known.get(name, Task(name)), rates={}, notes=[], details=None, pixels=None)
         tasks[name].rates.setdefault(mode, {})[figure] = rate
     return recorded, list(tasks.values())
 
@@ -334,12 +332,10 @@ def _read_stored(run: RunFiles) -> list[tuple[int, Task]]:
 def _make_task(result: Result) -> Task:
     """Return a task whose numbers are possible; those of the result may be forged."""
     counts = {key: getattr(result, key) for key in ("samples", "classes", "captions")}
-    image = result.usage.get("image")
     return Task(
         result.name,
         chance=_rates(result.chance),
         rates={mode: rates for mode in MODES if (rates := _rates(result.figures.get(mode) or {}))},
-        bits=image.bits_per_sample if image is not None and 0 <= image.bits_per_sample < 1e15 else None,
         notes=[note[:500] for note in result.notes[:10]],
         details=result.details,
         pixels=result.pixels,

@@ -68,8 +68,10 @@ def judge(run: RunFiles, tasks: list[Task]) -> Verdict:
     warmup = int(number_at(run.config, "optim.warmup_steps") or 0)
     every = max(1, int(number_at(run.config, "train.report_every") or 1))
     health = Health(collapse, divergence, loss, chance, codes, warmup, every, run.steps)
-    for step, values in run.curves.steps.items():
-        health.add(step, values)
+    for step in sorted({*run.curves.steps, *run.curves.evaluations}):
+        if step in run.curves.steps:
+            health.add(step, run.curves.steps[step])
+        health.add_evaluation(step, run.curves.evaluations.get(step, {}))
 
     rarely_used: list[Finding] = []
     if collapse is not None:
@@ -195,6 +197,11 @@ def _check_rest(run: RunFiles, tasks: list[Task]) -> Iterator[Finding]:
         text = f"{_percent(share)} of the time of the newest reports."
         advice = "More data.workers; smaller stored images; shards on a local disk."
         yield Finding("note", "Much of the time is spent waiting for data", text, advice)
+    rates = [rate for rate in run.curves.get("lr")[1] if math.isfinite(rate)]
+    if (run.stopped or run.is_finished) and rates and rates[-1] > max(rates) / 2:
+        text = f"It was {rates[-1]:.2g} at step {run.curves.last_step:,}, of at most {max(rates):.2g}."
+        advice = "The last steps, in which it falls, give much of the quality: resume the run to its end."
+        yield Finding("warn", "The learning rate never came down", text, advice)
     if spikes := run.events.kinds.get("spike", 0):
         text = f"First at step {run.events.first_step or 0:,}; the samples of each are in events.jsonl."
         yield Finding("note", f"{spikes:,} steps with an unusually large loss", text)

@@ -27,8 +27,8 @@ class ProgressBar:
     ``wait`` is the part of the time spent waiting for data. ``codes`` is of the codebook that uses the fewest codes:
     the part in use of those that evenly used codes would be.
 
-    If stderr is not a terminal, it writes log lines: the first, the last, and others a few seconds apart. On a terminal
-    these lines go to the log file only.
+    If stderr is not a terminal, it writes log lines: the first, the last, and others a few seconds apart, also between
+    two reports. On a terminal these lines go to the log file only.
 
     Args:
         total: steps of the run.
@@ -41,8 +41,9 @@ class ProgressBar:
     def __init__(self, total: int, done: int, visible: bool, name: str, unit: str = "step"):
         self._total, self._done, self._visible, self._unit = total, done, visible, unit
         self._since, self._done_before = time.monotonic(), done
-        self._next_line = self._since
+        self._next_line = self._since + _BETWEEN_LINES_S
         self._figures: Mapping[str, float] = {}
+        self._is_first = True
         self._on_terminal = visible and sys.stderr is not None and sys.stderr.isatty()
         self._bar = tqdm(
             total=total,
@@ -64,21 +65,27 @@ class ProgressBar:
         self._bar.close()
 
     def advance(self, count: int = 1) -> None:
-        """Advance by ``count`` steps or samples."""
+        """Advance by ``count`` steps or samples; write a line if the last one is some seconds old."""
         self._done += count
         self._bar.update(count)
+        if time.monotonic() >= self._next_line:
+            self._write_line()
 
     def show(self, figures: Mapping[str, float] | None = None) -> None:
         """Show the newest metrics behind the bar, or write a line if the last one is some seconds old."""
         self._figures = figures or {}
         self._bar.set_postfix_str(" ".join(self._texts()), refresh=False)
-        now = time.monotonic()
-        if self._visible and (now >= self._next_line or self._done >= self._total):
-            self._next_line = now + _BETWEEN_LINES_S
-            line = [f"{self._unit} {self._done}/{self._total}", *self._texts(long=True)]
-            if counted := self._done - self._done_before:
-                left = (now - self._since) * (self._total - self._done) / counted
-                line.append(f"{tqdm.format_interval(left)} left")
+        if self._is_first or self._done >= self._total or time.monotonic() >= self._next_line:
+            self._write_line()
+
+    def _write_line(self) -> None:
+        now, self._is_first = time.monotonic(), False
+        self._next_line = now + _BETWEEN_LINES_S
+        line = [f"{self._unit} {self._done}/{self._total}", *self._texts(long=True)]
+        if counted := self._done - self._done_before:
+            left = (now - self._since) * (self._total - self._done) / counted
+            line.append(f"{tqdm.format_interval(left)} left")
+        if self._visible:
             (log_to_file if self._on_terminal else logger.info)(", ".join(line))
 
     def _texts(self, long: bool = False) -> list[str]:
@@ -89,11 +96,11 @@ class ProgressBar:
         if "images_per_second" in figures:
             wait = f"{figures['data_wait']:.0%}"
             texts.append(f"{figures['images_per_second']:.0f} img/s")
-            texts.append(f"{wait} of it waiting for data" if long else f"wait {wait}")
+            texts.append(f"{wait} waiting" if long else f"wait {wait}")
         if (least := least_used(figures)) is not None:
             share = f"{least.share:.0%}"
-            which = f"{least.modality} codebook {least.number}" if least.number else least.modality
-            texts.append(f"fewest codes in use {share} ({which})" if long else f"codes {share}")
+            which = f"{least.modality} {least.number}".rstrip()
+            texts.append(f"codes {share} ({which})" if long else f"codes {share}")
         if "bytes" in figures:
             texts.append(f"size {tqdm.format_sizeof(figures['bytes'], 'B')}")
         return texts

@@ -6,7 +6,11 @@ import contextlib
 import logging
 import logging.handlers
 import os
+import re
+import shutil
 import sys
+import textwrap
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +18,8 @@ from typing import Any, TextIO
 
 from vqclip.errors import VqclipError, printable
 
-_TIMED = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+_MOST_COLUMNS = 100
+_TIMED = "%(asctime)s %(mark)s%(message)s"
 _output = logging.getLogger("vqclip.output")
 _output.propagate = False
 _output.setLevel(logging.INFO)
@@ -22,21 +27,51 @@ _output.addHandler(logging.NullHandler())
 _package = logging.getLogger("vqclip")
 
 
+def columns() -> int:
+    """Return the width of output: that of the terminal, from 40 to 100 columns; 100 without a terminal."""
+    return max(40, min(_MOST_COLUMNS, shutil.get_terminal_size((_MOST_COLUMNS, 24)).columns))
+
+
+def fit_lines(text: str) -> str:
+    """Break lines that are longer than `columns` between words; words are not broken, so that paths stay whole.
+
+    The rest of a line is indented below the text behind its time or its label (``  speed       701 images/s``).
+    """
+    most, lines = columns(), list[str]()
+    for line in text.split("\n"):
+        if len(line) <= most:
+            lines.append(line)
+            continue
+        found = re.match(r" *(\d\d:\d\d:\d\d |[^ ]+ {2,}(?=[^ ]))?", line)
+        label = "" if found is None or found.end() > most // 2 else found[0]
+        indent = len(label) if label.strip() else len(label) + 2
+        lines += textwrap.wrap(
+            line, most, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        )
+    return "\n".join(lines)
+
+
 class PrintableFormatter(logging.Formatter):
     """Formatter that escapes control characters, which a path or a caption may contain; see `printable`.
 
     Args:
-        form: format of a line, as in `logging.Formatter`.
+        form: format of a line, as in `logging.Formatter`; ``%(mark)s`` is ``warning: `` or ``error: `` where it is one.
         mask: function applied to each line first, such as one that hides credentials.
+        dates: format of times.
+        fits: whether long lines are broken; see `fit_lines`.
     """
 
-    def __init__(self, form: str, mask: Callable[[str], str] = str):
-        super().__init__(form, "%Y-%m-%d %H:%M:%S")
-        self._mask = mask
+    def __init__(
+        self, form: str, mask: Callable[[str], str] = str, dates: str = "%Y-%m-%d %H:%M:%S", fits: bool = False
+    ):
+        super().__init__(form, dates)
+        self._mask, self._fits = mask, fits
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line or lines of a record."""
-        return printable(self._mask(super().format(record)))
+        record.mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        text = printable(self._mask(super().format(record)))
+        return fit_lines(text) if self._fits else text
 
 
 class _Unfailing:
@@ -97,23 +132,23 @@ def unfailing_streams() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def print_output(text: str) -> None:
+def print_output(text: str, *, for_programs: bool = False) -> None:
     """Print a command's result, such as a table, to stdout. A closed pipe, as after `head`, is not an error.
+
+    Args:
+        text: the result; long lines are broken, see `fit_lines`.
+        for_programs: whether programs read it, so that no line is broken: JSON, YAML, a path.
 
     Raises:
         OSError: it cannot be written.
     """
     stream = sys.stdout if isinstance(sys.stdout, _Unfailing) else _Unfailing(sys.stdout)
     try:
-        print(text, file=stream.stream, flush=True)
+        print(text if for_programs else fit_lines(text), file=stream.stream, flush=True)
     except OSError as error:
         stream.give_up()
         if not isinstance(error, BrokenPipeError):
             raise OSError(error.errno, error.strerror, "standard output") from error
-
-
-_CHATTY = ("aiobotocore", "azure", "botocore")
-"""Loggers of packages that report each request, or where they found credentials."""
 
 
 class _AboveBar(logging.StreamHandler):  # Python 3.10 has no StreamHandler[TextIO]
@@ -126,16 +161,22 @@ class _AboveBar(logging.StreamHandler):  # Python 3.10 has no StreamHandler[Text
 
 
 def log_to_stderr(mask: Callable[[str], str]) -> None:
-    """Log to stderr: everything on rank 0, warnings and errors on the others; ``mask`` as in `PrintableFormatter`.
+    """Log to stderr what vqclip reports: all of it on rank 0, warnings and errors on the others.
 
-    Lines have times and names of modules if stderr is not a terminal.
+    Of other packages only errors are shown: a client of a store would report each request. Lines have times if stderr
+    is not a terminal, and at most `columns`. ``mask`` is that of `PrintableFormatter`. Does nothing in a program that
+    has set up logging itself.
     """
+    if logging.getLogger().handlers:
+        return
     handler = _AboveBar()
-    form = "%(levelname).1s %(message)s" if sys.stderr.isatty() else _TIMED
-    handler.setFormatter(PrintableFormatter(form, mask))
-    logging.basicConfig(level=_level(int(os.environ.get("RANK", "0"))), handlers=[handler])
-    for name in _CHATTY:
-        logging.getLogger(name).setLevel(logging.WARNING)
+    form = _TIMED.partition(" ")[2] if sys.stderr.isatty() else _TIMED
+    handler.setFormatter(PrintableFormatter(form, mask, "%H:%M:%S", fits=True))
+    handler.addFilter(lambda record: record.levelno >= logging.ERROR or record.name.partition(".")[0] == "vqclip")
+    logging.getLogger().addHandler(handler)
+    _package.setLevel(_level(int(os.environ.get("RANK", "0"))))
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
 
 
 def _level(rank: int) -> int:
@@ -224,7 +265,7 @@ def log_to_file(text: str, level: int = logging.INFO) -> None:
 
 def print_and_log(text: str) -> None:
     """Print to stdout, and write to the open `LogFile`."""
-    print(text, flush=True)
+    print(fit_lines(text), flush=True)
     log_to_file(text)
 
 
@@ -239,10 +280,11 @@ def print_error(program: str, error: Exception, mask: Callable[[str], str]) -> N
     """Print the error that ends a command, with the rank if there are several; ``mask`` as above."""
     who = f"{program}: rank {os.environ['RANK']}" if "RANK" in os.environ else program
     text = printable(mask(_message(error)))
-    print(f"{who}: {type(error).__name__}:\n{text}" if "\n" in text else f"{who}: {text}", file=sys.stderr)
+    text = f"{who}: {type(error).__name__}:\n{text}" if "\n" in text else f"{who}: {text}"
+    print(fit_lines(text), file=sys.stderr)
 
 
 def print_interrupt(program: str, left: str = "") -> int:
     """Print that Ctrl-C ended a command, and what is ``left`` of it; return the exit status."""
-    print(f"{program}: interrupted{left and '; '}{left}", file=sys.stderr)
+    print(fit_lines(f"{program}: interrupted{left and '; '}{left}"), file=sys.stderr)
     return 130

@@ -1,7 +1,7 @@
 """Health of a run, judged from its metrics: a dead model, collapsed codebooks, divergence.
 
     health = Health(collapse, divergence, loss, chance, codes, warmup_steps, every)
-    for step, figures in rows:  health.add(step, figures)     new warnings, in words
+    for step, figures in rows:  health.add(step, figures)     new warnings, in words; `add_evaluation` does the same
     health.findings()                                         what is wrong after the last row
     health.summary()                                          the same for summary.json, with all warnings
 
@@ -18,6 +18,7 @@ The run warns of a sign when it has lasted, and again only after it was absent f
 | collapsed | the perplexity of a codebook is far below that of evenly used codes | `collapse.steps`, or rare reports |
 | diverged | the loss has lost much of what it had gained, or is above that of a dead model | `divergence.steps` |
 | diverged | the gradient norm is far above the usual one | - |
+| overfitted | the loss is nearly 0, and figures of held-out data have not risen in two evaluations | - |
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ USUAL = 100
 """Reports before those, whose median is the usual gradient norm; at least a tenth of them is needed."""
 _MAX_WARNINGS = 1000
 """Warnings that a summary has; older ones are in the log."""
+_LEARNT, _GOOD = 0.02, 0.9
+"""Loss, as a fraction of that of a model that knows nothing, below which the training data are learnt; mean rate of
+held-out data from which a model is not called overfitted."""
 _PAUSES = 3
 """Absence of a sign, in multiples of `CollapseConfig.steps`, after which it is new again; divergence never is."""
 _RESTART = (
@@ -55,7 +59,14 @@ _LOWER_RATE = (
     "checkpoint of before, with a lower optim.lr and run.resume_allow=[optim]"
 )
 
-Kind = Literal["dead", "collapsed", "diverged"]
+_FEWER_STEPS = (
+    "What may help: more data, fewer train.steps, a stronger data.transform; train.keep_best with train.export: best "
+    "exports the best step"
+)
+_HELD_OUT = {"R@1": ("/quantized/i2t_r1", "/quantized/t2i_r1"), "top-1": ("/quantized/top1",)}
+"""Figures by whose mean an evaluation counts: the first that there are."""
+
+Kind = Literal["dead", "collapsed", "diverged", "overfitted"]
 """Kind of sign, by what is wrong with the run."""
 Level = Literal["bad", "warn", "note", "good"]
 LEVELS: tuple[Level, ...] = ("bad", "warn", "note", "good")
@@ -248,6 +259,11 @@ class Health:
         self._norms: deque[float] = deque(maxlen=RECENT + USUAL)
         self._lowest, self._lowest_at = math.inf, 0
         """Lowest median of the losses, and its step."""
+        self._share = math.nan
+        """Median of the losses, as a fraction of that of a model that knows nothing."""
+        self._rates: dict[int, float] = {}
+        """Step → mean rate of held-out data."""
+        self._overfitted: Finding | None = None
 
     def add(self, step: int, figures: Mapping[str, float]) -> list[str]:
         """Judge a row, and return the new warnings; none for the row of a stop."""
@@ -284,7 +300,36 @@ class Health:
         """
         at_once = self._collapse is not None and self._step >= self._collapse.steps
         present = [sign for sign in self._signs.values() if sign.last == self._step]
-        return self._describe([sign for sign in present if sign.due or (sign.kind == "collapsed" and at_once)])
+        found = self._describe([sign for sign in present if sign.due or (sign.kind == "collapsed" and at_once)])
+        return found if self._overfitted is None else [*found, self._overfitted]
+
+    def add_evaluation(self, step: int, rates: Mapping[str, float]) -> list[str]:
+        """Judge an evaluation, and return the new warnings.
+
+        Args:
+            step: steps done.
+            rates: ``task/mode/figure`` → rate, and other figures.
+        """
+        every = {title: [rate for name, rate in rates.items() if name.endswith(of)] for title, of in _HELD_OUT.items()}
+        title = next((title for title, found in every.items() if found), None)
+        if title is None or self._divergence is None:
+            return []
+        self._rates[step] = statistics.mean(every[title])
+        best = max(self._rates.values())
+        since = min(each for each, rate in self._rates.items() if rate == best)
+        later = sum(each > since for each in self._rates)
+        former, self._overfitted = self._overfitted, None
+        if not (self._share < _LEARNT and later > 1 and step - since > step / 4 and best < _GOOD):
+            return []
+        loss = statistics.median(self._losses)
+        text = (
+            f"the loss on training batches is {loss:.3g}, and {title} of held-out data has not risen since step "
+            f"{since:,} ({best:.1%})"
+        )
+        self._overfitted = Finding("warn", f"Overfitted since step {since:,}", text, _FEWER_STEPS, "overfitted")
+        messages = [] if former is not None else [f"{text}. {_FEWER_STEPS}"]
+        self.warnings += [{"step": step, "text": each} for each in messages]
+        return messages
 
     def summary(self) -> dict[str, Any]:
         """Return the verdict after the last row, as JSON values; empty if nothing is looked for.
@@ -330,6 +375,7 @@ class Health:
         if len(self._losses) < RECENT:
             return []
         now = statistics.median(self._losses)
+        self._share = now / chance
         if now < self._lowest:
             self._lowest, self._lowest_at = now, self._step
         gained = chance - self._lowest

@@ -9,7 +9,7 @@ import math
 import operator
 import signal
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
@@ -103,6 +103,8 @@ class Records:
                         evaluations.setdefault(step, {}).update(evaluated)
                 if row:
                     health.add(step, row)
+                if step in evaluations:
+                    health.add_evaluation(step, evaluations[step])
         self._ranking = Ranking(keep_best, evaluations)
         self._best: Best | None = None
         if keep_best is not None:
@@ -125,15 +127,19 @@ class Records:
     def record_report(self, done: int, figures: Mapping[str, float]) -> None:
         """Record the metrics of the training after ``done`` steps, and warn if the run goes wrong; on every rank."""
         self.record(done, figures)
-        for warning in self.health.add(done, figures) if self.metrics else ():
+        self._warn(done, self.health.add(done, figures) if self.metrics else ())
+
+    def _warn(self, done: int, warnings: Iterable[str]) -> None:
+        for warning in warnings:
             logger.warning("step %d: %s", done, warning)
             if self._feed:
                 self._feed.text(done, "warning", warning)
 
-    def record_evaluation(self, done: int, figures: Mapping[str, float]) -> None:
+    def record_evaluation(self, done: int, rates: Mapping[str, float]) -> None:
         """Record the metrics of an evaluation after ``done`` steps, if there are any; on every rank."""
-        figures = {f"{EVALUATION}{name}": value for name, value in figures.items()}
+        figures = {f"{EVALUATION}{name}": value for name, value in rates.items()}
         self.record(done, figures)
+        self._warn(done, self.health.add_evaluation(done, rates) if self.metrics else ())
         if self._best and figures:
             self._best.update(done, figures)
 

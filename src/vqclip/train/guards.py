@@ -61,7 +61,7 @@ class GuardConfig(Config):
     collapse: CollapseConfig | None = CollapseConfig()
     """Warning when a codebook uses few of its codes; null: none."""
     divergence: DivergenceConfig | None = DivergenceConfig()
-    """Warning when the loss rises or the gradient explodes; null: none."""
+    """Warning when the loss rises, the gradient explodes or the run overfits; null: none."""
 
     def build(self) -> Guards:
         """Make the guards of a new run."""

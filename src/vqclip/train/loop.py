@@ -54,6 +54,9 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
     batches = training.data.batches(training.done, settings.steps, pin_memory=is_on_gpu, judge=False)
     try:
         _call(callbacks, "on_train_start", training)
+        if training.done < settings.steps:
+            steps = f"steps {training.done + 1:,} to {settings.steps:,}"
+            logger.info("training: %s, %d samples a step", steps, settings.batch_size)
         writes = training.records.metrics is not None
         with (
             contextlib.closing(batches),  # data workers end before the last checkpoint is waited for

@@ -94,8 +94,12 @@ class RunResult:
         if self.summary is not None:
             place = "" if self.config.run.url is None else f"\n  stored at   {self.config.run.url}   (vqclip copy-run)"
             return f"{render(self.summary)}{place}"
-        steps, how = self.config.train.steps, "run it again to resume from its newest checkpoint"
-        return f"stopped after step {self.step} of {steps} ({self.stopped}); {how}"
+        steps, optim = self.config.train.steps, self.config.optim
+        how = "run it again to resume from its newest checkpoint"
+        share = optim.schedule(steps)(max(0, self.step - 1)) / optim.lr
+        never_fell = self.step > optim.warmup_steps and share > 0.5
+        rate = f"; the learning rate is still {share:.0%} of its highest" if never_fell else ""
+        return f"stopped after step {self.step} of {steps} ({self.stopped}){rate}; {how}"
 
 
 def run(

@@ -13,7 +13,7 @@ import vqclip
 from vqclip import dist
 from vqclip.config import to_yaml
 from vqclip.data import mask_credentials
-from vqclip.errors import printable
+from vqclip.errors import count_noun, printable
 from vqclip.evaluation import Result, format_figure, format_results
 from vqclip.report import REPORT_FILE
 from vqclip.runlog.health import HEALTHY
@@ -169,11 +169,12 @@ def _tokens(summary: RunSummary) -> str:
     def one(name: str) -> str:
         sizes = summary.codebook_sizes[name]
         if not sizes:
-            return f"{name} {summary.tokens[name]}, continuous"
-        codes = f"{sizes[0]} codes" if len(sizes) == 1 else f"{len(sizes)} codebooks of {sizes[0]}"
-        return f"{name} {summary.tokens[name]} × {codes} = {summary.bits_per_sample[name]:.0f} bits"
+            return f"{name} {count_noun(summary.tokens[name], 'token')}, continuous"
+        codes = f"{sizes[0]:,} codes" if len(sizes) == 1 else f"{len(sizes)} codebooks of {sizes[0]:,}"
+        bits = f"{summary.bits_per_sample[name]:,.0f} bits"
+        return f"{name} {count_noun(summary.tokens[name], 'token')} × {codes} = {bits}"
 
-    return "; ".join(one(name) for name in summary.tokens) + " a sample"
+    return f"\n{' ' * 14}".join(f"{one(name)} a sample" for name in summary.tokens)
 
 
 def _describe_speed(summary: RunSummary) -> str:

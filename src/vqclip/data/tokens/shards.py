@@ -27,7 +27,7 @@ from pydantic import Field, model_validator
 from vqclip.config import Config
 from vqclip.data.lookup import name_errors, require_pyarrow
 from vqclip.data.work_folder import MANIFEST_FILE, SETTINGS_FILE, FolderManifest
-from vqclip.errors import CheckpointError, DataError, ShapeError, printable
+from vqclip.errors import CheckpointError, DataError, ShapeError, count_noun, printable
 from vqclip.io.files import open_regular
 from vqclip.io.json_files import read_checked
 from vqclip.nn.precision import Precision
@@ -84,7 +84,7 @@ class IdLayout(Config):
         return inside
 
     def __str__(self) -> str:
-        tokens = f"{'1 to ' if self.padded else ''}{self.num_tokens} tokens"
+        tokens = f"{'1 to ' if self.padded else ''}{count_noun(self.num_tokens, 'token')}"
         return f"{tokens} of the codebook sizes {', '.join(map(str, self.codebook_sizes))}"
 
     def pad(self, ids: np.ndarray) -> np.ndarray:

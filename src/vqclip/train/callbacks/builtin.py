@@ -87,7 +87,7 @@ class ReportMetrics(Callback):
         training.records.record_report(training.done, figures)
         training.bar.show(figures)
         length = training.step.task.context_length
-        if length is not None and not self._warned_of_cut_captions:
+        if length is not None and dist.is_main() and not self._warned_of_cut_captions:
             cut = training.records.bad.lengths.describe_cuts(length, "model.text.tower.context_length")
             if cut:
                 logger.warning("captions: %s", cut)
@@ -170,8 +170,10 @@ class LimitBadSamples(Callback):
         training.data.require_few_bad(training.replaced, seen, training.records.bad.last)
 
     def on_train_end(self, training: Training) -> None:
-        """Report how much of the data was seen."""
-        logger.info("data: %s", training.data.coverage(training.done))
+        """Report how much of the data was seen, and how often a bad sample was replaced."""
+        bad = training.records.bad.counts.total()
+        replaced = f"; {bad:,} times a bad one was replaced (bad_samples.jsonl)" if bad else ""
+        logger.info("data: %s%s", training.data.coverage(training.done), replaced)
 
 
 class StopOnRequest(Callback):
