@@ -30,8 +30,8 @@ CAPTIONS = ["a red square", "", "two blue circles"]
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    return tiny_model(PRODUCT, PRODUCT, temperature={"bias": -3.0}).build().eval()
+    torch.manual_seed(0)  # without gradients, as what is loaded: torch then chooses other kernels
+    return tiny_model(PRODUCT, PRODUCT, temperature={"bias": -3.0}).build().eval().requires_grad_(False)
 
 
 @pytest.fixture(scope="module")

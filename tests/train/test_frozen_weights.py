@@ -100,7 +100,7 @@ def test_exports_hold_everything_and_merge_adapters(frozen, capsys):
     }
     assert len(prints) == 1
     plain = CLIP.from_pretrained(run_folder / "tokenizer")
-    assert all(parameter.requires_grad for parameter in plain.image.tower.parameters())
+    assert not any(parameter.requires_grad for parameter in plain.image.tower.parameters())
     vqclip.load_tokenizer(checkpoint(frozen) / "model", "image", encode=False)
 
 

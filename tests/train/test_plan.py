@@ -121,7 +121,8 @@ def test_the_command_says_what_to_change(tmp_path, capsys):
     assert any(line.startswith("  gradients ") and line.endswith("MB") for line in lines)
     changes = lines[lines.index("what to change; each line includes the changes above it:") + 2 :]
     assert changes[0].split()[:2] == ["train.parallel=fsdp", "train.bucket_mb=null"]
-    assert lines[-1].startswith("then it fits")
+    assert lines[-3].startswith("then it fits")
+    assert lines[-1].startswith("The data are not counted: data.sources[0]: ")
     assert vqclip([*given, "--memory", "80", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["fits"], shown["fits_with_changes"], shown["changes"]) == (True, True, [])
