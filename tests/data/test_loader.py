@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from tests.data.loading import SIZE, G, global_batches, open_data, same, text
 from tests.data.making import caption_members, encode, pixels, write_tar
-from vqclip.data import CaptionShardsConfig, DataConfig, batch_maker
+from vqclip.data import CaptionShardsConfig, DataConfig, SourceConfig, batch_maker
 from vqclip.data.decode import decode_image
 
 WINDOWED = {"kind": "windowed", "chunk": 3, "window": 2}
@@ -76,6 +76,51 @@ def test_every_sample_once_an_epoch_and_draws_change_with_it(folder: Path) -> No
     assert len(captions) == 24  # both captions of all samples come up
     images = torch.stack([image for views in shown.values() for _, image in views]).flatten(1)
     assert len(torch.unique(images, dim=0)) > 60  # of 120; crops of so small a picture may coincide
+
+
+@pytest.mark.parametrize("kind", ["shards", "folder", "csv", "jsonl", "parquet", "paths in parquet"])
+def test_captions_are_drawn_by_the_weights_of_their_keys(tmp_path: Path, kind: str) -> None:
+    """The same captions from every kind of source; sample 3 has no short one."""
+    rows = [{"short": f"s{n}" if n != 3 else "", "long": [f"l{n}", f"m{n}"]} for n in range(12)]
+    images = [encode(pixels(number)) for number in range(12)]
+    (tmp_path / "data").mkdir()
+    for number, (image, row) in enumerate(zip(images, rows, strict=True)):
+        (tmp_path / "data" / f"{number:02}.jpg").write_bytes(image)
+        (tmp_path / "data" / f"{number:02}.json").write_text(json.dumps(row))
+    names, weights = [f"data/{number:02}.jpg" for number in range(12)], {"short": 0.7, "long": 0.3}
+    by_key = {"captions": "json", "json_keys": weights}
+    given: dict = {"kind": kind, "path": str(tmp_path / kind), "captions": weights}
+    if kind == "shards":
+        members = {path.name: path.read_bytes() for path in sorted((tmp_path / "data").iterdir())}
+        given |= {"path": str(write_tar(tmp_path / "0.tar", members)), **by_key}
+    elif kind == "folder":
+        given |= {"path": str(tmp_path / "data"), **by_key}
+    elif kind == "csv":
+        lines = [f'{name},{row["short"]},"{row["long"]}"' for name, row in zip(names, rows, strict=True)]
+        (tmp_path / kind).write_text("\n".join(["filepath,short,long", *lines]))
+    elif kind == "jsonl":
+        lines = [json.dumps({"filepath": name, **row}) for name, row in zip(names, rows, strict=True)]
+        (tmp_path / kind).write_text("\n".join(lines))
+        given["kind"] = "json"
+    else:
+        pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'vqclip[parquet]'")
+        pq = pytest.importorskip("pyarrow.parquet")
+        column = images if kind == "parquet" else names
+        rows = [{"image": image, **row} for image, row in zip(column, rows, strict=True)]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / kind)
+        given["kind"] = "parquet"
+    data = open_data(tmp_path, sources=(TypeAdapter(SourceConfig).validate_python(given),))
+    drawn = [text(row) for batch in data.batches(0, 240) for row in batch.texts]  # 200 epochs
+    assert {each[0] for each in drawn if each[1:] == "3"} == {"l", "m"}
+    shares = [sum(each[0] == letter for each in drawn if each[1:] != "3") / 2200 for letter in "slm"]
+    assert shares == [pytest.approx(wanted, abs=0.03) for wanted in (0.7, 0.15, 0.15)]
+    assert " ".join(drawn[:12]) == "l2 l0 s1 m5 s6 s4 s7 l8 l10 m9 l3 l11"
+    other = open_data(tmp_path, sources=(TypeAdapter(SourceConfig).validate_python(given | CHANGED[given["kind"]]),))
+    assert other.fingerprint != data.fingerprint
+
+
+CHANGED = {kind: {"captions": {"short": 1.0, "long": 1.0}} for kind in ("csv", "json", "parquet")}
+CHANGED |= {kind: {"json_keys": {"short": 1.0, "long": 1.0}} for kind in ("shards", "folder")}
 
 
 def test_seeds_differ_in_order_captions_and_crops(folder: Path) -> None:

@@ -26,7 +26,8 @@ from vqclip.cli.main import main
 from vqclip.config import load_config
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.evaluation import try_all
-from vqclip.train import TrainConfig
+from vqclip.report.run_files import read_run
+from vqclip.train import Callback, TrainConfig
 from vqclip.train import run as train
 from vqclip.train.loop import train as train_loop
 from vqclip.train.step import TrainStep
@@ -452,6 +453,34 @@ def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, c
         assert "best.json: cannot be read (step: got" in capsys.readouterr().err
 
 
+class StopAfterTwo(Callback):
+    def on_step_end(self, training):
+        if training.done == 2:
+            training.request_stop("tea")
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_patience_ends_a_run_after_the_same_step_after_a_resume(tmp_path, shards, ranks, world_size):
+    """With a tiny learning rate every evaluation is as good as the first one."""
+    changes = {"train__patience": 3, "train__steps": 9, "optim__lr": 1e-12, "train__precision": "fp32"}
+    whole, parted = (best_tree(tmp_path / name, shards, **changes) for name in ("whole", "parted"))
+    assert ranks(world_size, run, whole, str(tmp_path / "cache"), init=False)[0]["finished"]
+    assert not any(ranks(world_size, stop_after_two, parted, str(tmp_path / "cache"), init=False))
+    assert ranks(world_size, run, parted, str(tmp_path / "cache"), init=False)[0]["finished"]
+    for folder in (tmp_path / "whole", tmp_path / "parted"):
+        assert json.loads((folder / "tiny" / "summary.json").read_text())["ended_after"] == 4
+        assert [line["step"] for line in metrics(folder) if FIGURE in line] == [1, 2, 3, 4]
+        assert read_run(folder / "tiny").is_finished
+    assert all_equal(weights(tmp_path / "whole", 4), weights(tmp_path / "parted", 4))
+    again = ranks(world_size, run, parted, str(tmp_path / "cache"), init=False)[0]
+    assert again == {"sample_ids": [], "finished": True}
+
+
+def stop_after_two(tree, cache):
+    os.environ["VQCLIP_CACHE"] = cache
+    return train(tree, [StopAfterTwo()]).finished
+
+
 def test_an_evaluation_that_fails_leaves_the_last_step_exported(tmp_path, shards, monkeypatch):
     tree, calls = best_tree(tmp_path, shards, train__export="best", train__steps=4, train__precision="fp32"), []
 
@@ -478,6 +507,7 @@ def test_an_evaluation_that_fails_leaves_the_last_step_exported(tmp_path, shards
             "train.keep_best: got .*; expected one of eval/pairs/contin",
         ),
         ({"train__keep_best": None, "train__export": "best"}, "got export 'best' and keep_best null"),
+        ({"train__keep_best": None, "train__patience": 2}, "got patience 2 and keep_best null"),
         (
             {"evaluation": []},
             "train.keep_best: got 'eval/pairs/codes_only/i2t_r1'; expected null, as evaluation is empty",

@@ -167,9 +167,12 @@ class TrainData:
     @property
     def fingerprint(self) -> dict[str, Any]:
         """JSON-able description of the data. Equal fingerprints, seeds and batch sizes mean equal global batches."""
+        parts = zip(self.samples.sources, self._weights, self.order.slots, self.samples.caption_weights, strict=True)
         sources = [
-            {**source.fingerprint, "weight": weight} | ({} if slots.denominator == 1 else {"slots": str(slots)})
-            for source, weight, slots in zip(self.samples.sources, self._weights, self.order.slots, strict=True)
+            {**source.fingerprint, "weight": weight}
+            | ({} if slots.denominator == 1 else {"slots": str(slots)})
+            | ({"caption_weights": [*of_captions]} if of_captions else {})
+            for source, weight, slots, of_captions in parts
         ]
         digest = hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()
         return {"sources": sources, "sha256": digest}

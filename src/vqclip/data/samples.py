@@ -2,7 +2,7 @@
 
 raw = read the image bytes and captions of (source, index)
 image = transform(decode(raw.image), generator keyed by (seed, view, sample id)), or its features from the cache
-caption = one of raw.captions, keyed by (seed, epoch, sample id)
+caption = one of raw.captions, keyed by (seed, epoch, sample id), by the weights of their keys where there are any
 if the sample is bad: try again with another index, keyed by (seed, epoch, sample id, attempt)
 
 The view is the epoch, or with `data.views` n one of n, each in every n-th epoch.
@@ -81,6 +81,9 @@ class SampleMaker:
         """Stored features by name; those of ``image`` replace the images."""
         self.first_ids = np.cumsum([0, *(len(source) for source in sources)])
         """Sample id of the first sample of every source, and the total number of samples."""
+        configs = [getattr(source, "config", None) for source in sources]
+        self.caption_weights: list[tuple[float, ...]] = [getattr(each, "caption_weights", ()) for each in configs]
+        """Weights of the keys of captions of every source; see `SourceConfigBase.caption_weights`."""
         self._augmentation = KeyedGenerator(derive_seed(seed, "data", "augmentation"))
         self._caption_seed = derive_seed(seed, "data", "caption")
         self._substitute_seed = derive_seed(seed, "data", "substitute")
@@ -142,9 +145,15 @@ class SampleMaker:
         if "image" not in stored:
             decoded = _decode(self.sources[source], index, raw, self._max_pixels, self.transform.min_side)
             image = self.transform(decoded, self._augmentation.at(view, sample_id))
-        choice = 0
-        if len(raw.captions) > 1:
-            choice = int(hash_integers(self._caption_seed, epoch, sample_id) % np.uint64(len(raw.captions)))
+        choice = self._choose_caption(source, raw, hash_integers(self._caption_seed, epoch, sample_id))
         entries = {"image": (view, self.views or 1), "text": (choice, len(raw.captions))}
         features = {name: each.read(sample_id, *entries[each.settings.modality]) for name, each in stored.items()}
         return Sample(image, raw.captions[choice], sample_id, raw.label, features)
+
+    def _choose_caption(self, source: int, raw: RawSample, draw: np.ndarray) -> int:
+        """Return the number of the caption that a uniform uint64 draws, by the weight of its key if there are any."""
+        weights, count = self.caption_weights[source], len(raw.captions)
+        if not (weights and raw.keys):
+            return int(draw % np.uint64(count))
+        bounds = np.cumsum([weights[key] / raw.keys.count(key) for key in raw.keys])
+        return min(int(np.searchsorted(bounds, float(draw) / 2**64 * bounds[-1], side="right")), count - 1)

@@ -94,7 +94,8 @@ class RunFiles:
     @property
     def is_finished(self) -> bool:
         """True if the run has reached its end, its last evaluation included."""
-        return bool(self.summary) and not self.stopped and self.done >= self.steps
+        has_all_steps = self.done >= self.steps or self.done == number_at(self.summary, "ended_after")
+        return bool(self.summary) and not self.stopped and has_all_steps
 
 
 def read_run(folder: Path) -> RunFiles:

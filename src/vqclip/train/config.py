@@ -151,6 +151,9 @@ class ScheduleConfig(ComputeConfig):
     keep_best: str | None = None
     """Also keep the checkpoint that is best by a metric of `evaluation`, named as in `metrics.jsonl`, such as
     `eval/unseen images/codes_only/top1`; `evaluate_every` must then be a multiple of `checkpoint_every`."""
+    patience: int | None = Field(None, ge=1)
+    """Evaluations in a row without a new best by `keep_best` after which the training ends; null: it has all `steps`.
+    The schedule of the learning rate is that of all steps."""
     evaluate_every: int | None = Field(None, ge=1)
     """Steps between two evaluations during training; null: only at the end."""
     export: Literal["last", "best"] = "last"
@@ -168,6 +171,8 @@ class ScheduleConfig(ComputeConfig):
                 raise ValueError(f"got {name} {every}; expected a multiple of checkpoint_every {self.checkpoint_every}")
         if self.keep_best is not None and self.evaluate_every is None:
             raise ValueError(f"got keep_best {self.keep_best!r} and evaluate_every null; expected a number of steps")
+        if self.patience is not None and self.keep_best is None:
+            raise ValueError(f"got patience {self.patience} and keep_best null; expected keep_best to name a figure")
         if self.export == "best" and self.keep_best is None:
             raise ValueError("got export 'best' and keep_best null; expected keep_best to name a figure")
         if self.bottleneck is not None and self.bottleneck.steps >= self.steps:

@@ -38,7 +38,7 @@ class Consensus:
 
 
 def train(training: Training, callbacks: Sequence[Callback]) -> None:
-    """Train from ``training.done`` to the last step of the run, or until a signal or a callback asks for a stop.
+    """Train to the last step of the run, until ``train.patience`` is lost, or a signal or a callback asks for a stop.
 
     Afterwards ``training.done`` is the number of steps done, and a checkpoint of them is on the disk, unless a callback
     wants none.
@@ -51,12 +51,13 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
         VqclipError: for anything a user can correct; the message says how.
     """
     settings, is_on_gpu = training.config.train, training.step.device.type == "cuda"
-    batches = training.data.batches(training.done, settings.steps, pin_memory=is_on_gpu, judge=False)
     try:
         _call(callbacks, "on_train_start", training)
-        if training.done < settings.steps:
-            steps = f"steps {training.done + 1:,} to {settings.steps:,}"
+        stop = training.done if training.ended else settings.steps
+        if training.done < stop:
+            steps = f"steps {training.done + 1:,} to {stop:,}"
             logger.info("training: %s, %d samples a step", steps, settings.batch_size)
+        batches = training.data.batches(training.done, stop, pin_memory=is_on_gpu, judge=False)
         writes = training.records.metrics is not None
         with (
             contextlib.closing(batches),  # data workers end before the last checkpoint is waited for
@@ -79,7 +80,7 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
                         training.step.settle()
                 _call(callbacks, "on_step_end", training)
                 consensus.ask()
-                if training.stopping:
+                if training.stopping or training.ended:
                     break
             stopping, discarding = training.stopping, training.discarding
             consensus.apply()

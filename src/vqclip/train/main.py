@@ -340,7 +340,7 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, di
     with training.step.whole_task(for_export=True) as whole:
         if dist.is_main():  # before the evaluation: one that fails costs no step
             export_tokenizer(whole, folder)
-    outcome = evaluate(training)
+    outcome = training.outcome or evaluate(training)
     best = dist.broadcast_json(training.records.best)
     if config.train.export != "best" or not best or outcome.failure is not None or best["step"] == training.done:
         return outcome, training.done, best

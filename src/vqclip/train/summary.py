@@ -62,6 +62,8 @@ class RunSummary:
     captions, and ``told`` in words; None without texts."""
     best: dict[str, Any] | None = None
     """``step``, ``figure`` and ``value`` of the best evaluation; None without `train.keep_best`."""
+    ended_after: int | None = None
+    """Steps after which `train.patience` ended the training; None if it had all steps."""
     health: dict[str, Any] = field(default_factory=dict)
     """State at the end of training: ``verdict``, ``codebooks`` and ``warnings``; empty without watches."""
 
@@ -109,6 +111,7 @@ def summarise(
         step=exported,
         captions=_summarise_captions(records.bad.lengths, task.context_length),
         best=best,
+        ended_after=training.done if training.ended else None,
         health=dist.broadcast_json(records.health.summary()),  # rank 0 has judged the reports
     )
 

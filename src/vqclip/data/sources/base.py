@@ -45,6 +45,9 @@ class RawSample(NamedTuple):
     """At least one; among several a draw keyed by (seed, epoch, sample id) chooses."""
     label: int = -1
     """Class number; -1 without one."""
+    keys: tuple[int, ...] = ()
+    """Number of the key or column of each caption among those of `SourceConfigBase.caption_weights`; may be empty
+    without weights."""
 
 
 class Source(Protocol):
@@ -121,6 +124,12 @@ class SourceConfigBase(Config):
     def has_classes(self) -> bool | None:
         """True if images have classes, False if they have captions of their own, None if the data decide."""
         return None
+
+    @property
+    def caption_weights(self) -> tuple[float, ...]:
+        """Return the weight of each key or column of captions; empty if every caption is drawn equally often."""
+        given = [each for name in ("captions", "json_keys") if isinstance(each := getattr(self, name, None), dict)]
+        return tuple(given[0].values()) if given else ()
 
     def pins(self) -> dict[str, Any]:
         """Return keys whose meaning may change, such as a branch, with JSON values that cannot; by default none.

@@ -7,7 +7,9 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from vqclip.errors import DataError, quote_names
 
@@ -16,6 +18,8 @@ MAX_CAPTION = 65_536
 gigantic captions would delay every process."""
 TEXT_KEYS = ("raw", "caption", "captions", "text", "value", "content", "sentence", "sentences", "title")
 """Keys of an object that is given instead of a caption."""
+Weighted = Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
+"""Key or column of captions → its weight among those of a sample, when one is drawn."""
 _ANSWERERS = ("gpt", "assistant", "model", "bot", "chatbot")
 _MAX_DEPTH = 8
 
@@ -41,8 +45,8 @@ class CaptionFiles:
         """Settings that change captions."""
         return {"captions": self.mode, "json_keys": list(self.json_keys) if self.mode == "json" else []}
 
-    def parse(self, data: bytes, name: str) -> tuple[str, ...]:
-        """Return the captions in the content of a file.
+    def parse(self, data: bytes, name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return the captions in the content of a file, and the number of the key of each in a .json.
 
         Missing, null and empty values of a .json are skipped if another key has a caption.
 
@@ -59,7 +63,7 @@ class CaptionFiles:
                 what = f".json contains a {type(facts).__name__}; expected an object"
                 raise DataError(f"{name}: {what}", "damaged JSON")
             return collect_captions(facts, self.json_keys, f"{name}: .json", "key", "damaged JSON")
-        return require_usable(text.splitlines() if self.mode == "txt_lines" else [text], name, "the caption (.txt)")
+        return require_usable(text.splitlines() if self.mode == "txt_lines" else [text], name, "the caption (.txt)"), ()
 
 
 def decode_text(data: bytes, name: str, ending: str) -> str:
@@ -79,10 +83,10 @@ def caption_path(image: str, ending: str) -> str:
 
 def collect_captions(
     values: Mapping[str, Any], keys: Sequence[str], name: str, what: str, kind: str
-) -> tuple[str, ...]:
-    """Return the captions under some keys of a mapping; see `find_texts` for what they may be.
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the captions under some keys of a mapping, and the number of the key of each.
 
-    Missing, null and empty values are skipped if another key has a caption.
+    See `find_texts` for what they may be. Missing, null and empty values are skipped if another key has a caption.
 
     Args:
         values: the row of a table, or the content of a .json.
@@ -95,24 +99,30 @@ def collect_captions(
         DataError: a value is no text, too long, or there is no caption.
     """
     try:
-        captions = find_captions(values, keys, what)
+        captions, numbers = find_captions(values, keys, what)
     except ValueError as error:
         raise DataError(f"{name}: {error}", kind) from None
     if not captions:
         shown = f"no caption under {', '.join(map(repr, keys))}; its {what}s: {quote_names(values)}"
         raise DataError(f"{name}: {shown}", "no caption")
-    return require_usable(captions, name)
+    return require_usable(captions, name), tuple(numbers)
 
 
-def find_captions(values: Mapping[str, Any], keys: Sequence[str], what: str = "column") -> list[str]:
-    """Return the texts under some keys of a mapping; raises ValueError for a value that is none, see `find_texts`."""
+def find_captions(values: Mapping[str, Any], keys: Sequence[str], what: str = "column") -> tuple[list[str], list[int]]:
+    """Return the texts under some keys of a mapping, and the number of the key of each.
+
+    Raises:
+        ValueError: a value is no text, see `find_texts`.
+    """
     captions: list[str] = []
-    for key in keys:
+    numbers: list[int] = []
+    for number, key in enumerate(keys):
         try:
             captions += find_texts(look_up(values, key))
         except ValueError as error:
             raise ValueError(f"{what} {key!r} contains {error}; expected text or a list of texts") from None
-    return captions
+        numbers += [number] * (len(captions) - len(numbers))
+    return captions, numbers
 
 
 def look_up(values: Mapping[str, Any], key: str) -> Any:

@@ -15,7 +15,7 @@ from pydantic import model_validator
 
 from vqclip.config import did_you_mean
 from vqclip.data.sources.base import SourceConfigBase
-from vqclip.data.sources.captions import look_up
+from vqclip.data.sources.captions import Weighted, look_up
 from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, ClassNames, Templates
 from vqclip.errors import ConfigError, DataError, quote_names
 
@@ -79,9 +79,10 @@ class ColumnConfig(SourceConfigBase):
     """Column or key of the images: their paths, such as `filepath` or `meta.file`. In Parquet and hf also bytes,
     base64, a structure of `bytes` and `path` (as Hugging Face writes it), or URLs. null: the only column of bytes or of
     such structures, otherwise one with a usual name."""
-    captions: str | tuple[str, ...] | None = None
-    """Columns or keys of the captions: texts, or lists of texts. null: a usual name, such as caption or text; in CSV
-    and JSON none beside `label`. Without captions, they are the prompts of the class."""
+    captions: str | tuple[str, ...] | Weighted | None = None
+    """Columns or keys of the captions: texts, or lists of texts; with weights, such as {short: 0.7, long: 0.3}, one is
+    drawn by them, and then a text of it. null: a usual name, such as caption or text; in CSV and JSON none beside
+    `label`. Without captions, they are the prompts of the class."""
     label: str | None = None
     """Column or key of the class of each image: its name, or its number in `classnames`, from 0. null: none, or a usual
     name where there are no captions."""

@@ -243,14 +243,16 @@ class FileSource:
             raise IndexError(index)
         label = int(self._table.arrays["labels"][index])
         if label == PROBLEM:
-            raise DataError(f"{self.name(index)}: {self._table.captions(index)[0]}", "damaged row")
+            raise DataError(f"{self.name(index)}: {self._table.captions(index)[0][0]}", "damaged row")
+        keys: Sequence[int] = ()
         if self.templates:
             captions = self._prompts.of(label, self.name(index))
         elif self._captions is not None:
-            captions = self._captions.parse(self._read_file(index, 1), self.name(index))
+            captions, keys = self._captions.parse(self._read_file(index, 1), self.name(index))
         else:
-            captions = require_usable(self._table.captions(index), self.name(index))
-        return RawSample(self._read_file(index, 0), captions, label)
+            texts, keys = self._table.captions(index)
+            captions = require_usable(texts, self.name(index))
+        return RawSample(self._read_file(index, 0), captions, label, tuple(keys) if self.config.caption_weights else ())
 
     def key(self, index: int) -> str:
         """Return the number of the sample; see `ShardedSource.key`."""

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.sources.base import Place
-from vqclip.data.sources.captions import CaptionFiles, caption_path
+from vqclip.data.sources.captions import CaptionFiles, Weighted, caption_path
 from vqclip.data.sources.class_names import (
     DEFAULT_TEMPLATE,
     TEMPLATES,
@@ -60,7 +60,7 @@ class FolderConfig(FileSourceConfig):
     folder `captions` beside the folder of the images: images/0.jpg, captions/0.txt. metadata: a
     metadata.csv, metadata.jsonl or captions.json in the folder, as Hugging Face's imagefolder has it. names: the name
     of each image's file without its ending, with "_" and "-" read as blanks. null: found out where it is plain."""
-    json_keys: Annotated[tuple[str, ...], Field(min_length=1)] = ("caption",)
+    json_keys: Annotated[tuple[str, ...], Field(min_length=1)] | Weighted = ("caption",)
     """Keys of the .json with a caption or a list of captions, such as `caption` or `meta.caption`."""
     classnames: ClassNames = ()
     """Names of the classes, for folders called by numbers or ids: a list in the order of the folders, or of their
@@ -79,7 +79,7 @@ class FolderConfig(FileSourceConfig):
         mode = table.facts["captions"]
         if mode not in ("txt", "txt_lines", "json"):
             return None
-        return CaptionFiles(mode, self.json_keys, table.facts["ending"])
+        return CaptionFiles(mode, tuple(self.json_keys), table.facts["ending"])
 
     def with_all_images(self) -> FolderConfig:
         """Return this configuration if it has a caption for each image, else that with the names of the files."""

@@ -51,7 +51,7 @@ _MAX_PROBLEM = 300
 
 def versions(name: str) -> dict[str, object]:
     """Return the facts by which a stored table or index of image files is known."""
-    return {"format": "vqclip-files", "version": 2, "name": name}
+    return {"format": "vqclip-files", "version": 3, "name": name}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class FileTable:
     arrays: dict[str, np.ndarray]
     """``labels``, ``(n,)`` int64: class number; -1 without one; `PROBLEM` in a row that cannot be used. ``rows``:
     number of each row in the user's file, for messages; -1 without one. ``caption_ends``: number of captions up to and
-    including each row. The texts; and size and time of each file and folder that the table was made from."""
+    including each row. ``caption_keys``: number of the column of each caption, if columns have weights. The texts; and
+    size and time of each file and folder that the table was made from."""
 
     def __len__(self) -> int:
         return len(self.arrays["labels"])
@@ -74,10 +75,11 @@ class FileTable:
         """Path of each of n files, relative to the folder of the source, or absolute; "" in a row without one."""
         return Texts(self.arrays["paths"], self.arrays["path_ends"])
 
-    def captions(self, index: int) -> list[str]:
-        """Return the captions of a row as they are in the table; none if they are in files or are prompts."""
+    def captions(self, index: int) -> tuple[list[str], list[int]]:
+        """Return the captions of a row as they are in the table, and their columns; none if they are elsewhere."""
         ends, texts = self.arrays["caption_ends"], Texts(self.arrays["captions"], self.arrays["text_ends"])
-        return [texts.read(number) for number in range(int(ends[index - 1]) if index else 0, int(ends[index]))]
+        first, end = int(ends[index - 1]) if index else 0, int(ends[index])
+        return [texts.read(number) for number in range(first, end)], self.arrays["caption_keys"][first:end].tolist()
 
     @property
     def is_current(self) -> bool:
@@ -101,6 +103,8 @@ class TableBuilder:
         self._captions: list[str] = []
         self._owners = array("q")
         """Sample of each caption."""
+        self._keys = array("q")
+        """Number of the column of each caption."""
         self._inputs: dict[str, list[int]] = {}
 
     def read_from(self, path: Path) -> Path:
@@ -108,7 +112,9 @@ class TableBuilder:
         self._inputs[str(path)] = _state(path)
         return path
 
-    def add(self, path: str, captions: Iterable[str] = (), label: int = -1, row: int = -1) -> None:
+    def add(
+        self, path: str, captions: Sequence[str] = (), label: int = -1, row: int = -1, keys: Sequence[int] = ()
+    ) -> None:
         """Add a row; with `PROBLEM` as label, the one caption is what is wrong with it."""
         sample = len(self)
         if path and label != PROBLEM:
@@ -120,9 +126,9 @@ class TableBuilder:
             self._rows.append(row)
             self._counts.append(0)
         self._counts[sample] += 1
-        for caption in captions:
-            self._captions.append(caption)
-            self._owners.append(sample)
+        self._captions += captions
+        self._owners.extend([sample] * len(captions))
+        self._keys.extend(keys or [0] * len(captions))
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -154,8 +160,10 @@ class TableBuilder:
                 "each class"
             )
         owners = np.array(self._owners, np.int64)
-        captions = [self._captions[number] for number in np.argsort(owners, kind="stable").tolist()]
+        order = np.argsort(owners, kind="stable")
+        captions = [self._captions[number] for number in order.tolist()]
         arrays = {
+            "caption_keys": np.array(self._keys, np.int64)[order],
             "caption_ends": np.cumsum(np.bincount(owners, minlength=len(self)).astype(np.int64)),
             "labels": np.array([(relabel or {}).get(label, label) for label in self._labels], np.int64),
             "rows": np.array(self._rows, np.int64),
@@ -232,14 +240,14 @@ def list_images(
             splits[str(row.get(split))] += 1
         name, label = spell(path_in(row, chosen.image)), -1
         try:
-            captions = find_captions(row, chosen.captions)
+            captions, keys = find_captions(row, chosen.captions)
             if classes is not None:
                 label = classes.number(plain_text(look_up(row, chosen.label or "")))
         except DataError:  # of the settings, not of the row
             raise
         except ValueError as error:
-            captions, label = [str(error)[:_MAX_PROBLEM]], PROBLEM
-        builder.add(name, captions, label, number)
+            captions, keys, label = [str(error)[:_MAX_PROBLEM]], [], PROBLEM
+        builder.add(name, captions, label, number, keys if given.caption_weights else ())
     if not len(builder):
         raise DataError(f"{path}: where: no row has these values; expected others, or leave it out")
     if left_out:

@@ -44,6 +44,8 @@ from vqclip.process import progress
 logger = logging.getLogger("vqclip.data")
 
 _LAYOUT = FolderLayout({"format": "vqclip packed source", "format_version": 2}, ".tar", "vqclip", "VQCLIP_CACHE")
+_CAPTIONS_OF = "captions {}"
+"""Key of the captions of one weighted column in the .json of a sample."""
 _HEARTBEAT = 100
 """Samples between two signs of life."""
 
@@ -349,7 +351,11 @@ def sample_members(key: str, sample: RawSample, has_classes: bool, has_prompts: 
         captions: Sequence[str] | str = sample.captions if len(sample.captions) > 1 else sample.captions[0]
         try:
             members["txt"] = sample.captions[0].encode()
-            members["json"] = json.dumps({"key": key, "caption": captions}, ensure_ascii=False).encode()
+            facts: dict[str, Any] = {"key": key, "caption": captions}
+            for number in sample.keys:
+                of_key = [text for text, each in zip(sample.captions, sample.keys, strict=True) if each == number]
+                facts[_CAPTIONS_OF.format(number)] = of_key
+            members["json"] = json.dumps(facts, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise DataError(f"caption with a lone surrogate at character {error.start}", "not UTF-8") from None
     for name, data in members.items():
@@ -372,7 +378,8 @@ class PackedSource(TarSource):
 
     def __init__(self, config: PackedConfig, folder: WorkFolder, tars: TarReader):
         settings = folder.settings
-        captions = None if settings["has_prompts"] else CaptionFiles("json", ("caption",))
+        of_keys = tuple(map(_CAPTIONS_OF.format, range(len(config.caption_weights))))
+        captions = None if settings["has_prompts"] else CaptionFiles("json", of_keys or ("caption",))
         templates = config.templates if captions is None else ()
         super().__init__(config, tars, captions, tuple(settings["classnames"]), templates)
         self._pieces = [name for name, _ in settings["pieces"]]

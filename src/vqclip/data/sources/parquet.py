@@ -103,6 +103,11 @@ class _ImageFiles(FileSourceConfig):
     """The Parquet files."""
 
     @property
+    def caption_weights(self) -> tuple[float, ...]:
+        """See `SourceConfigBase.caption_weights`."""
+        return self.parquet.caption_weights
+
+    @property
     def root(self) -> Path:
         """The folder of the first file."""
         return self.listing.parent
@@ -115,6 +120,8 @@ class _ImageFiles(FileSourceConfig):
         stream = ParquetStream(config)
         builder.notes += stream.notes
         found: dict[str, Any] = {"image": stream.image, "captions": stream.captions or None, "label": stream.label}
+        if config.caption_weights:
+            found["captions"] = config.captions
         found["classnames"] = config.classnames or stream.classnames
         rows = (row for file in range(len(files)) for row in stream.rows_of(file))
         columns = config.model_copy(update=found)

@@ -12,7 +12,7 @@ from vqclip.data.remote.files import Shard, is_tar
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import display_url
 from vqclip.data.sources.base import Part, Place, RawSample, SourceConfigBase
-from vqclip.data.sources.captions import CaptionFiles, decode_text
+from vqclip.data.sources.captions import CaptionFiles, Weighted, decode_text
 from vqclip.data.sources.class_names import CLASSNAMES, ClassFolder, Prompts, read_lines, read_templates
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.tars.members import KINDS, MemberRules
@@ -110,14 +110,15 @@ class TarSource:
         """Return image, captions and label of one sample; see `Source.read`."""
         tars, label = self.tars, -1
         captions: tuple[str, ...] = ()
+        keys: tuple[int, ...] = ()
         image = tars.read(index, "image")
         if self.classnames:
             text = decode_text(tars.read(index, "cls"), self.name(index), "cls")
             label = int(text) if text.isascii() and text.isdigit() else -1
             captions = self._prompts.of(label, f"{self.name(index)}: .cls contains {text[:20]!r}")
         if self._captions is not None:
-            captions = self._captions.parse(tars.read(index, self._captions.kind), self.name(index))
-        return RawSample(image, captions, label)
+            captions, keys = self._captions.parse(tars.read(index, self._captions.kind), self.name(index))
+        return RawSample(image, captions, label, keys if self.config.caption_weights else ())
 
     def name(self, index: int) -> str:
         """Return shard and sample, for messages."""
@@ -156,8 +157,9 @@ class CaptionShardsConfig(TarConfig):
     with braces."""
     captions: Literal["txt", "txt_lines", "json"] = "txt"
     """txt: the whole .txt is the caption. txt_lines: every line is one. json: values of `json_keys` in the .json."""
-    json_keys: Annotated[tuple[str, ...], Field(min_length=1)] = ("caption",)
-    """Keys of the .json with a caption or a list of captions."""
+    json_keys: Annotated[tuple[str, ...], Field(min_length=1)] | Weighted = ("caption",)
+    """Keys of the .json with a caption or a list of captions; with weights, such as {short: 0.7, long: 0.3}, one is
+    drawn by them, and then a caption of it."""
     caption_member: _Endings = ()
     """Ending of the members with the captions, such as `caption.txt`; with captions json that of the .json."""
 
@@ -188,7 +190,7 @@ class CaptionShardsConfig(TarConfig):
 
     def open(self, tars: TarReader, is_part: bool = False) -> TarSource:
         """See `TarConfig.open`."""
-        captions = CaptionFiles(self.captions, self.json_keys)
+        captions = CaptionFiles(self.captions, tuple(self.json_keys))
         if not is_part:
             _require_members(tars, captions.kind, ", ".join(map(display_url, self.paths)))
         return TarSource(self, tars, captions)

@@ -65,6 +65,8 @@ class TableConfig(ColumnConfig, PackedConfig):
     def settings(self) -> dict[str, Any]:
         """Return the settings that decide samples, with the time of a file of class names."""
         found = self.model_dump(mode="json", exclude={"weight", "remote", "templates"})
+        if self.caption_weights:
+            found["captions"] = dict.fromkeys(found["captions"])  # the weights do not change what is packed
         return {**found, "names": stamp([self.classnames]) if isinstance(self.classnames, Path) else None}
 
     def columns(self, schema: Any, path: object, notes: list[str]) -> Columns:
@@ -260,7 +262,7 @@ class TableStream(ABC):
             return StreamSample(group.row, DataError(f"{prefix}{rows}", rows.kind))
         try:
             label = -1
-            captions: tuple[str, ...] = ()
+            captions: dict[str, int] = {}
             if self._classes is not None and self.label is not None:
                 try:
                     label = self._classes.number(plain_text(rows[0][self.label]))
@@ -274,8 +276,10 @@ class TableStream(ABC):
                     for column in self.captions
                 }
                 found = collect_captions({**rows[0], **texts}, self.captions, name, "column", "damaged row")
-                captions = tuple(dict.fromkeys(found))
-            sample = RawSample(self._image(rows[0][self.image], name), captions, label)
+                for text, number in zip(*found, strict=True):
+                    captions.setdefault(text, number)
+            keys = tuple(captions.values()) if self._config.caption_weights else ()
+            sample = RawSample(self._image(rows[0][self.image], name), tuple(captions), label, keys)
         except StorageError:
             raise
         except DataError as error:

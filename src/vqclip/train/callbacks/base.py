@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vqclip.data import Batch, TrainData
+from vqclip.evaluation import EvaluationOutcome
 from vqclip.process.lock import RunLock
 from vqclip.process.signals import StopSignals
 from vqclip.process.watchdog import Watchdog
@@ -42,6 +43,10 @@ class Training:
     """Result of the last step: losses, gradient norm, statistics; the same on every rank."""
     stopping: bool = False
     """Whether this step is the last because of a signal or `request_stop`; the same on every rank."""
+    ended: bool = False
+    """Whether the training is over because of `train.patience`; the same on every rank."""
+    outcome: EvaluationOutcome | None = None
+    """Outcome of the evaluation that ended it; None if this process did not run it."""
     discarding: bool = False
     """Whether the run then stops without a checkpoint; the same on every rank."""
     discard_requested: bool = False
@@ -87,7 +92,7 @@ class Training:
     @property
     def is_last(self) -> bool:
         """True after the last step of the training."""
-        return self.stopping or self.done == self.config.train.steps
+        return self.stopping or self.ended or self.done == self.config.train.steps
 
     @property
     def needs_verdict(self) -> bool:

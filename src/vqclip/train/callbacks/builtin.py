@@ -137,7 +137,11 @@ class SaveCheckpoints(Callback):
 
 
 class Evaluate(Callback):
-    """Evaluate every ``train.evaluate_every`` steps; `vqclip.train.main` evaluates after the last step."""
+    """Evaluate every ``train.evaluate_every`` steps; `vqclip.train.main` evaluates after the last step.
+
+    The training ends if ``train.patience`` evaluations in a row found no new best. The best step is all that this
+    needs, so a resumed run ends after the same step.
+    """
 
     def on_train_start(self, training: Training) -> None:
         """Evaluate the resumed checkpoint, if the run was stopped before its evaluation."""
@@ -145,7 +149,9 @@ class Evaluate(Callback):
         due = settings.evaluate_every and start % settings.evaluate_every == 0 and 0 < start < settings.steps
         if due and training.config.evaluation and training.records.lacks_evaluation:
             training.watchdog.at(start, "evaluating", patient=True)
-            require_success(evaluate(training))
+            self._evaluate(training)
+        else:
+            training.ended = _has_lost_patience(training)
 
     def on_step_end(self, training: Training) -> None:
         """Evaluate, if an evaluation is due; a signal in the middle of it stops the training."""
@@ -156,9 +162,29 @@ class Evaluate(Callback):
         training.watchdog.at(done, "evaluating", patient=True)
         training.checkpointer.wait()
         try:
-            require_success(evaluate(training))
+            self._evaluate(training)
         except StopRequested:  # the resumed run evaluates, see `on_train_start`
             training.stopping = True
+
+    def _evaluate(self, training: Training) -> None:
+        outcome = evaluate(training)
+        require_success(outcome)
+        if _has_lost_patience(training):
+            training.ended, training.outcome = True, outcome
+
+
+def _has_lost_patience(training: Training) -> bool:
+    """Return whether ``train.patience`` evaluations found no new best, by the figures of rank 0. A collective."""
+    settings = training.config.train
+    if settings.patience is None or settings.evaluate_every is None:
+        return False
+    best = dist.broadcast_json(training.records.best)
+    if best is None or training.done - best["step"] < settings.patience * settings.evaluate_every:
+        return False
+    text = "step %d: the training ends: %s was best after step %d, %d evaluations ago (train.patience)"
+    if dist.is_main():
+        logger.info(text, training.done, best["figure"], best["step"], settings.patience)
+    return True
 
 
 class LimitBadSamples(Callback):
