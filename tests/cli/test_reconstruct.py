@@ -7,6 +7,7 @@ import io
 import os
 import re
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -218,11 +219,13 @@ def test_nothing_moves_and_no_white_comes_in(folders, size, monkeypatch):
     (folders / "images").mkdir()
     Image.fromarray(original).save(folders / "images" / "slope.png")
     tokenizer(folders / "tokenizer", image_size=32)
-    monkeypatch.setattr(ImageTokenizer, "encode_pixels", lambda self, images: images)
+    seen = []
+    monkeypatch.setattr(ImageTokenizer, "encode_pixels", lambda self, images: seen.append(images) or images)
     doubled = lambda self, ids: ids.repeat_interleave(2, 2).repeat_interleave(2, 3) / 255  # noqa: E731
     monkeypatch.setattr(ImageTokenizer, "decode_pixels", doubled)
     assert write(folders) == 0
     made = np.array(Image.open(folders / "out" / "slope.png")).astype(float)
+    assert 63 in size or (seen[0][0, :, 0, -1] == 255).all()  # white beside the image
     inner = np.abs(made - original)[4:-4, 4:-4]
     assert inner.mean() < 3
     assert abs((made - original)[4:-4, 4:-4].mean()) < 0.6  # half a pixel of the square would be 3
@@ -256,12 +259,16 @@ def test_a_stopped_job_goes_on_and_leaves_no_half_files(folders, monkeypatch, ca
 
 
 def _write_on_rank(folder):
-    assert write(folder, "--device", "cpu", out="shared") == 0
+    """Return the number of images that this rank encodes."""
+    encode, counts = ImageTokenizer.encode_pixels, []
+    with mock.patch.object(ImageTokenizer, "encode_pixels", lambda self, x: counts.append(len(x)) or encode(self, x)):
+        assert write(folder, "--device", "cpu", out="shared") == 0
+    return sum(counts)
 
 
 def test_processes_share_the_images(folders, ranks):
     assert write(folders, "--device", "cpu") == 0
-    ranks(3, _write_on_rank, folders, init=False)
+    assert ranks(3, _write_on_rank, folders, init=False) == [5, 4, 4]
     assert files_in(folders / "shared") == files_in(folders / "out")
 
 

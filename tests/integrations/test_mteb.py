@@ -236,7 +236,8 @@ def test_the_metadata_is_filled_from_the_folder(run, tmp_path):
     assert isinstance(model, mteb.EncoderProtocol)
     assert (meta.name, meta.modalities, meta.embed_dim, meta.max_tokens) == ("vqclip/tiny", ["image", "text"], 16, 12)
     assert meta.n_parameters == sum(each.numel() for each in CLIP.from_pretrained(run / "tokenizer").parameters())
-    assert (meta.experiment_kwargs, meta.license) == ({"mode": "codes_only"}, None)
+    settings = {"mode": "codes_only", "precision": "fp32", "weights": "averaged"}
+    assert (meta.experiment_kwargs, meta.license) == (settings, None)
     again = meta.load_model(device="cpu")
     assert again.mteb_model_meta.revision == meta.revision == load(run / "tokenizer").mteb_model_meta.revision
     clip = CLIP.from_pretrained(run / "tokenizer")
@@ -244,7 +245,8 @@ def test_the_metadata_is_filled_from_the_folder(run, tmp_path):
     clip.save_pretrained(tmp_path / "other")
     (tmp_path / "other" / "README.md").write_text("---\nlicense: apache-2.0\n---\nlicense: mit\n")
     other = load(tmp_path / "other", mode="continuous", precision="bf16").mteb_model_meta
-    assert (other.license, other.experiment_kwargs) == ("apache-2.0", {"mode": "continuous", "precision": "bf16"})
+    assert other.license == "apache-2.0"
+    assert other.experiment_kwargs == {"mode": "continuous", "precision": "bf16", "weights": "averaged"}
     assert other.revision != meta.revision
     with pytest.raises(ConfigError, match=f"got weights of revision {meta.revision}, expected abc"):
         load(run, revision="abc")

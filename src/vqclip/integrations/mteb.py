@@ -130,8 +130,6 @@ def load(
     front = read_bounded(card, 2**16).decode("utf-8", "replace").split("\n---")[0] if card.is_file() else ""
     licence = re.search(r"^license: *['\"]?([\w.-]+)", front, re.MULTILINE)
     known = get_args(import_extra("mteb.types", "mteb").Licenses)
-    settings = {"mode": mode, "precision": precision, "weights": weights}
-    usual = {"precision": "fp32", "weights": "averaged"}
     meta = meta_of(
         loader=partial(load, str(folder)),
         name=model_name or (place if is_hub_name else f"vqclip/{title}"),
@@ -152,7 +150,7 @@ def load(
         use_instructions=False,
         training_datasets=None,  # unknown, which is not the same as none
         modalities=[part.modality for part in parts],
-        experiment_kwargs={key: value for key, value in settings.items() if usual.get(key) != value},
+        experiment_kwargs={"mode": mode, "precision": precision, "weights": weights},
     )
     try:
         return MtebModel(model.to(dist.choose_device(device, "device")), mode, precision, meta)
