@@ -292,15 +292,11 @@ class EvaluateMteb(Command, words=("models",)):
 
         mteb = import_extra("mteb", "mteb", "vqclip evaluate mteb ")
 
-        tasks = []
-        for name in self.tasks:
-            try:
-                tasks += mteb.get_benchmark(name).tasks
-            except KeyError:
-                try:
-                    tasks.append(mteb.get_task(name))
-                except KeyError as error:
-                    raise ConfigError(f"--tasks: {error.args[0].removeprefix('KeyError: ')}") from None
+        benchmarks = {each.name: each.tasks for each in mteb.get_benchmarks()}
+        try:
+            tasks = [task for name in self.tasks for task in benchmarks.get(name) or [mteb.get_task(name)]]
+        except KeyError as error:
+            raise ConfigError(f"--tasks: {error.args[0].removeprefix('KeyError: ')}") from None
         cache = mteb.ResultCache(None if self.out is None else self.out.expanduser())
         settings = {"encode_kwargs": {"batch_size": self.batch_size}, "num_proc": self.workers or None}
         for name in self.models:

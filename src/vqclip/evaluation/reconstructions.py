@@ -241,9 +241,8 @@ def write_reconstructions(
         Number of images of all ranks that were written, that were there before, and that cannot be used.
 
     Raises:
-        ConfigError: ``out`` has other content, or one of the folders contains the other.
-        DataError: there is no image, or too many cannot be used; raised on every rank.
-        NonFiniteError: a decoded pixel is NaN or infinite; raised on every rank.
+        VqclipError: ``out`` has other content, one of the folders contains the other, there is no image, too many
+            cannot be used, or a decoded pixel is NaN or infinite; raised on every rank.
     """
     names = dist.run_on_main(lambda: _begin_folder(tokenizer, images, out))  # so that all ranks have the same ones
     assert tokenizer.pixels is not None

@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from vqclip import dist
@@ -43,12 +43,10 @@ class MtebModel:
         mteb_model_meta: mteb's ``ModelMeta``.
     """
 
-    def __init__(self, model: nn.Module, mode: Mode, precision: Precision, mteb_model_meta: Any):
-        self.tokenizers: dict[str, Any] = {
-            name: part for name in ("image", "text") if (part := getattr(model, name, None)) is not None
-        }
-        require_mode(self.tokenizers.values(), mode, precision)
-        self.mode, self.precision, self.mteb_model_meta = mode, precision, mteb_model_meta
+    def __init__(self, tokenizers: Mapping[str, Any], mode: Mode, precision: Precision, mteb_model_meta: Any):
+        require_mode(tokenizers.values(), mode, precision)
+        self.tokenizers, self.mode, self.precision = tokenizers, mode, precision
+        self.mteb_model_meta = mteb_model_meta
 
     def encode(self, inputs: Iterable[Mapping[str, Any]], *, show_progress_bar: bool = True, **about: Any) -> Tensor:
         """Embed the batches of mteb's loader: images, texts, or pairs of both.
@@ -69,7 +67,7 @@ class MtebModel:
         with torch.no_grad():
             for batch in tqdm(inputs, "encode", leave=False, disable=None if show_progress_bar else True):
                 each = []
-                for name in [name for name in ("image", "text", "audio", "video") if name in batch]:
+                for name in (name for name in ("image", "text", "audio", "video") if name in batch):
                     if (tokenizer := self.tokenizers.get(name)) is None:
                         raise ConfigError(
                             f"{self.mteb_model_meta.name}: got inputs of modality {name}, and the folder contains a "
@@ -120,8 +118,9 @@ def load(
     """
     meta_of = import_extra("mteb.models.model_meta", "mteb", "mteb: ").ModelMeta
     model, place, _ = load_model(str(folder), weights, images_alone=True)
-    parts = [part for part in (model.image, getattr(model, "text", None)) if part is not None]
-    found = hashlib.sha256("".join(map(fingerprint, parts)).encode()).hexdigest()[:40]
+    model = model.to(dist.choose_device(device, "device"))
+    parts = {name: part for name, part in model.named_children() if name in ("image", "text")}
+    found = hashlib.sha256("".join(map(fingerprint, parts.values())).encode()).hexdigest()[:40]
     if revision not in (None, found):
         raise ConfigError(f"{place}: got weights of revision {found}, expected {revision}")
     is_hub_name = HUB_NAME.fullmatch(place) and not Path(place).expanduser().exists()
@@ -138,7 +137,7 @@ def load(
         languages=None,
         n_parameters=sum(weight.numel() for weight in model.parameters()),
         memory_usage_mb=sum(weight.numel() * weight.element_size() for weight in model.parameters()) / 2**20,
-        max_tokens=parts[1].preprocess.context_length if len(parts) > 1 else None,
+        max_tokens=parts["text"].preprocess.context_length if "text" in parts else None,
         embed_dim=model.image.embed_dim,
         license=licence[1] if licence is not None and licence[1] in known else None,
         open_weights=True,
@@ -149,10 +148,10 @@ def load(
         similarity_fn_name="cosine",
         use_instructions=False,
         training_datasets=None,  # unknown, which is not the same as none
-        modalities=[part.modality for part in parts],
+        modalities=[*parts],
         experiment_kwargs={"mode": mode, "precision": precision, "weights": weights},
     )
     try:
-        return MtebModel(model.to(dist.choose_device(device, "device")), mode, precision, meta)
+        return MtebModel(parts, mode, precision, meta)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
