@@ -6,6 +6,7 @@ import csv
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -17,7 +18,7 @@ from vqclip.config.loading import packaged_file
 from vqclip.tokenizer.loading import load_tokenizer
 
 SMALL = ["model.image.tower.channels=[8]", "model.image.tower.image_size=16", "model.image.width=9"]
-SMALL += ["train.steps=2", "optim.warmup_steps=1", "run.device=cpu", "data.workers=0"]
+SMALL += ["train.steps=2", "run.device=cpu", "data.workers=0"]
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +75,14 @@ def test_other_data_to_evaluate_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert (task["kind"], task["data"]["split"], task["held_out"]) == ("zero_shot", "test", None)
     assert (tree["data"]["sources"][0]["split"], tree["data"]["held_out"]) == ("train", None)
     assert tree["train"]["batch_size"] == 12
+
+
+def test_few_prompts_are_no_sign_of_collapse(monkeypatch: pytest.MonkeyPatch) -> None:
+    class_folder(Path("classes"), 30)
+    health = mock.Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("vqclip.train.main.Health", health)
+    assert main(["train", "classes", *SMALL]) == 130
+    assert [each for each in health.call_args.args if isinstance(each, dict)] == [{"image": 4096}]
 
 
 def test_more_steps_for_more_data(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,6 @@ from vqclip.runlog.console import print_output
 if TYPE_CHECKING:
     import torch
 
-    from vqclip.data import SourceConfigBase
     from vqclip.evaluation import EvaluationConfig, Result
 
 __all__ = ["Evaluate", "EvaluateMteb", "EvaluateTask"]
@@ -203,9 +202,9 @@ class Evaluate(_Evaluation, reads="changes to the file, such as evaluation[0].li
 class EvaluateTask(_Evaluation, reads="keys of the task"):
     """Run one task on data of its own.
 
-    The keys of a task, which follow the model as key=value:
+    The keys of a task follow the model, or the data that they are for, as key=value:
 
-    all           batch_size, workers, limit (images, evenly spread), max_bad_fraction, timeout_s
+    all           batch_size, workers, limit (images, evenly spread), held_out, max_bad_fraction, timeout_s
     zero-shot     templates (prompts with {c} for the class), templates_file, classes_file
     linear-probe  train (its path, split, ...; the split train of the data), train_limit, features, l2
     knn           train, train_limit, features, neighbours, temperature
@@ -227,6 +226,9 @@ class EvaluateTask(_Evaluation, reads="keys of the task"):
         """
         from vqclip import evaluation
         from vqclip.config import parse_config
+        from vqclip.data import parse_source
+        from vqclip.data.sources.class_names import CLASSNAMES
+        from vqclip.data.sources.kinds import is_source_key
 
         schemas: dict[str, type[EvaluationConfig]] = {
             "zero-shot": evaluation.ZeroShotConfig,
@@ -237,25 +239,21 @@ class EvaluateTask(_Evaluation, reads="keys of the task"):
         if not self.data:
             what = "captioned" if self.task == "retrieval" else "labelled"
             raise ConfigError(f"--data: missing; expected {what} images, or kind=scenes")
+        schema = schemas[self.task]
         names = [" ".join(Path(path).name for path in paths_and_overrides(given)[0]) for given in self.data]
         tasks = []
         for given, name in zip(self.data, names, strict=True):
-            source = self._source(given)
+            paths, keys = paths_and_overrides(given)
+            own = [key for key in keys if not is_source_key(key) and key.partition("=")[0] in schema.model_fields]
+            is_split = len(paths) == 1 and (Path(paths[0]).expanduser().parent / CLASSNAMES).is_file()
+            kind = "classes" if is_split and self.task != "retrieval" else None  # its message names the splits
+            source = parse_source(paths, [key for key in keys if key not in own], kind=kind)
             title = " ".join(given) if not name or names.count(name) > 1 else name
             values: dict[str, Any] = {"name": title, "data": source}
             if self.task in ("linear-probe", "knn"):
                 values["train"] = source.model_dump(exclude_unset=True, exclude={"split"})
-            tasks.append(parse_config(schemas[self.task], values, self.keys, f"evaluate {self.task}"))
+            tasks.append(parse_config(schema, values, [*self.keys, *own], f"evaluate {self.task}"))
         return tasks
-
-    def _source(self, given: Sequence[str]) -> SourceConfigBase:
-        from vqclip.data import parse_source
-        from vqclip.data.sources.class_names import CLASSNAMES
-
-        paths, overrides = paths_and_overrides(given)
-        is_split = len(paths) == 1 and (Path(paths[0]).expanduser().parent / CLASSNAMES).is_file()
-        kind = "classes" if is_split and self.task != "retrieval" else None  # its message names the splits
-        return parse_source(paths, overrides, kind=kind)
 
 
 class EvaluateMteb(Command, words=("models",)):

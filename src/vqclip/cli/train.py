@@ -160,6 +160,9 @@ class Train(
         if "batch_size" in schedule:
             schedule["batch_size"] = size = min(schedule["batch_size"], len(trained))
             schedule["steps"] = max(schedule["steps"], -(-_PASSES * len(trained) // size))
+        steps = [key.partition("=")[2] for key in keys if key.startswith("train.steps=")]
+        if steps and steps[-1].isdecimal() and "warmup_steps" in tree["optim"]:
+            tree["optim"]["warmup_steps"] = min(tree["optim"]["warmup_steps"], int(steps[-1]) // 10)
         why = "vqclip[small-towers] is installed" if is_pretrained else "vqclip[small-towers] is not installed"
         towers = "two pretrained towers" if is_pretrained else "nothing is pretrained"
         apart = f"evaluated on {self.val}" if self.val else f"{len(opened) - len(trained):,} of them held out"
@@ -170,11 +173,11 @@ class Train(
     def _parse(self, path: str, without: Sequence[str] = ()) -> tuple[SourceConfigBase, list[str]]:
         """Return the source at a path with its keys but for some, and the keys of the configuration."""
         from vqclip.data import parse_source
-        from vqclip.data.sources.kinds import KINDS
+        from vqclip.data.sources.kinds import is_source_key
 
-        names = {name for kind in KINDS.values() for name in kind.model_fields if name not in without}
-        mine = [key for key in self.keys if re.split(r"[.=\[]", key)[0] in names]
-        return parse_source(path, mine), [key for key in self.keys if key not in mine]
+        mine = [key for key in self.keys if is_source_key(key)]
+        source = parse_source(path, [key for key in mine if not key.startswith(tuple(without))])
+        return source, [key for key in self.keys if key not in mine]
 
     def _print_schema(self) -> int:
         import functools

@@ -302,6 +302,9 @@ def _build_checkpointer(config: TaskConfig, step: TrainStep, data: TrainData, mi
 def _open_records(config: TaskConfig, task: Task, data: TrainData, resumed: Resumed) -> Records:
     guards, progress_of = config.guards, task.progress(config.train.batch_size)
     codes = {name: each.codebook_sizes[0] for name, each in task.quantizers().items() if each.codebook_sizes}
+    prompts = [len(each.classnames) * len(each.templates) for each in data.samples.sources]
+    if all(prompts) and sum(prompts) < codes.get("text", 0):
+        del codes["text"]  # so few texts cannot use all codes
     settings, warmup = config.train, config.optim.warmup_steps
     every, end = settings.report_every, settings.steps
     health = Health(guards.collapse, guards.divergence, *progress_of, codes, warmup, every, end)

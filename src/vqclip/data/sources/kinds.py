@@ -97,6 +97,12 @@ def parse_source(path: str | Path | Sequence[str], overrides: Sequence[str] = ()
     )
 
 
+def is_source_key(override: str) -> bool:
+    """Return whether ``key=value`` is a setting of some kind of source of this package."""
+    name = re.split(r"[.=\[]", override)[0]
+    return any(name in kind.model_fields for kind in KINDS.values())
+
+
 def _validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     """Validate a source of any kind: pydantic's validator of `vqclip.data.SourceConfig`.
 
