@@ -69,13 +69,14 @@ class Plan(Command, words=("source",), reads=f"changes to the configuration; wit
 
     def run(self) -> int:
         """Print the plan; the exit status is 0 if the step fits, 1 if it does not, 2 for a wrong configuration."""
+        if self.config is not None:
+            require_known_keys(self.config, self.keys)  # before torch is imported
         from vqclip.data_tools.plan import format_plan
 
         if self.config is None:
             plan = self._plan_data(None)
             print_output(json.dumps(plan, indent=1) if self.json_ else format_plan(plan), for_programs=self.json_)
             return 0
-        require_known_keys(self.config, self.keys)  # before torch is imported
         from vqclip.train.tasks.kinds import load_task_config
 
         config = load_task_config(self.config, self.keys)

@@ -102,7 +102,8 @@ def evaluation_charts(curves: Curves) -> list[Chart]:
         by_unit: dict[str, list[Curve]] = {}
         for figure, pairs in series.items():
             curve = Curve(figure_title(figure), *map(list, zip(*pairs, strict=True)))
-            by_unit.setdefault(_UNITS.get(figure, PERCENT), []).append(curve)
+            others = by_unit.setdefault(_UNITS.get(figure, PERCENT), [])
+            others += [curve] if all(curve.y != each.y for each in others) else []  # such as the mean of equal classes
         charts += [
             line_chart(
                 f"{name} ({MODE_TITLES[mode]})", lines, unit=unit, marks=True, floor=0.0 if unit == PERCENT else None

@@ -280,8 +280,7 @@ def print_error(program: str, error: Exception, mask: Callable[[str], str]) -> N
     """Print the error that ends a command, with the rank if there are several; ``mask`` as above."""
     who = f"{program}: rank {os.environ['RANK']}" if "RANK" in os.environ else program
     text = printable(mask(_message(error)))
-    text = f"{who}: {type(error).__name__}:\n{text}" if "\n" in text else f"{who}: {text}"
-    print(fit_lines(text), file=sys.stderr)
+    print(fit_lines(who + (":\n" if "\n" in text else ": ") + text), file=sys.stderr)
 
 
 def print_interrupt(program: str, left: str = "") -> int:

@@ -137,7 +137,7 @@ def render(summary: RunSummary) -> str:
         "",
         f"  run         {summary.folder}   (config.yaml, train.log, metrics.jsonl, tensorboard/, summary.json, ...)",
         f"  checkpoint  {summary.checkpoint}",
-        f'  tokenizer   {summary.tokenizer}   (vqclip.load_tokenizer("{summary.tokenizer}", modality="image"))',
+        f"  tokenizer   {summary.tokenizer}   (for vqclip.load_tokenizer)",
     ]
     page = Path(summary.folder) / REPORT_FILE
     if page.is_file():
