@@ -380,6 +380,9 @@ def test_layouts_of_folders_that_are_not_plain(folder: Path) -> None:
     (folder / "a.csv").touch()
     with pytest.raises(DataError, match="3 images without captions; expected a .txt .* named as the path: .*a.csv"):
         parse_source(folder).build()
+    (folder / "a.csv").rename(folder.parent / "beside.csv")
+    with pytest.raises(DataError, match=f"named as the path: {folder.parent}/beside.csv$"):
+        parse_source(folder).build()
     (folder / "a.txt").write_text("x")
     with pytest.raises(DataError, match="3 images, of which 1 have a .txt and 0 a .json of the same name"):
         parse_source(folder).build()

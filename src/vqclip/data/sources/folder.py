@@ -176,8 +176,12 @@ class FolderConfig(FileSourceConfig):
                     "captions, or put them beside the images (boxes, such as YOLO's labels, are not read)"
                 )
         tables = [path for path in paths if path.endswith(_TABLES) and os.path.basename(path) not in _NO_TABLES]
+        with contextlib.suppress(OSError):  # a table may be beside the folder
+            others = [] if tables else [os.path.join(os.pardir, name) for name in os.listdir(folder.parent)]
+            tables += [path for path in others if path.endswith(_TABLES) and os.path.basename(path) not in _NO_TABLES]
         table = min(tables, key=lambda path: ("caption" not in path.lower(), path), default="")
-        hint = f"; a table with their captions is named as the path: {folder / table}" if tables else ""
+        named = os.path.normpath(folder / table)
+        hint = f"; a table with their captions is named as the path: {named}" if tables else ""
         if images and all("/" not in path for path in images):
             raise DataError(
                 f"{folder}: {len(images)} images without captions; expected a .txt of the same name beside each, one "
