@@ -259,3 +259,10 @@ def test_the_script_leads_to_the_command(monkeypatch, capsys):
         runpy.run_path(str(script), run_name="__main__")
     assert "vqclip evaluate: " in (said := capsys.readouterr().err)
     assert "limit: got 0" in said
+
+
+def test_mteb_without_the_extra(run_folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "mteb", None)
+    assert main(["mteb", str(run_folder), "--tasks", "EuroSATZeroShot"]) == 2
+    assert "needs the package mteb, which is not installed" in (said := capsys.readouterr().err.replace("\n  ", " "))
+    assert "pip install 'vqclip[mteb]'" in said

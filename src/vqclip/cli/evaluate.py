@@ -288,7 +288,7 @@ class EvaluateMteb(Command, words=("models",)):
         from vqclip.evaluation.tables import table
         from vqclip.integrations.mteb import load
 
-        mteb = import_extra("mteb", "mteb", "vqclip evaluate mteb ")
+        mteb = import_extra("mteb", "mteb")
 
         benchmarks = {each.name: each.tasks for each in mteb.get_benchmarks()}
         try:

@@ -116,7 +116,7 @@ def load(
         CheckpointError: there is no model, or it is damaged.
         ConfigError: mteb is not installed, the folder has another revision, or it has no codes for ``codes_only``.
     """
-    meta_of = import_extra("mteb.models.model_meta", "mteb", "mteb: ").ModelMeta
+    meta_of = import_extra("mteb.models.model_meta", "mteb").ModelMeta
     model, place, _ = load_model(str(folder), weights, images_alone=True)
     model = model.to(dist.choose_device(device, "device"))
     parts = {name: part for name, part in model.named_children() if name in ("image", "text")}
