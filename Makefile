@@ -42,8 +42,8 @@ help: ## show this list
 	@echo '  variables: PYTHON=$(PYTHON) CONFIG=$(CONFIG) PROCS=$(PROCS) ARGS=$(ARGS) TESTS=$(TESTS) JOBS=$(JOBS) VENV=$(VENV) SYSTEM=1 (the environment of PYTHON as it is)'
 
 train: $(STAMP) ## train, evaluate and export: CONFIG=file PROCS=processes ARGS='section.key=value ...'
-	@sed -n '/^#/!q; s/^# \([^ ]\)/\1/p' $(CONFIG)    # what it trains, in which stages, and how long that takes
-	$(BIN)/torchrun --standalone --nproc-per-node $(PROCS) -m vqclip.train --config $(CONFIG) $(ARGS)
+	@sed -n '/^#/!q; s/^# \([^ ]\)/\1/p' $(CONFIG) | fold -s -w 100    # what it trains, in which stages, and how long that takes
+	$(BIN)/torchrun --standalone --nproc-per-node $(PROCS) -m vqclip train $(CONFIG) $(ARGS)
 
 test: $(TEST_STAMP) ## run the tests: TESTS='paths and flags of pytest' JOBS=processes
 	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)

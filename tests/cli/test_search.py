@@ -54,7 +54,10 @@ def shown(tmp_path, capsys):
 def test_the_commands_make_a_page(shown):
     target, printed = shown
     text = target.read_text(encoding="utf-8")
-    assert "12 items of 48 bits, 12 of them distinct; 72 bytes, 6.0 an item; float32 embeddings: 64 an item" in printed
+    assert (
+        "12 items of 48 bits, 12 of them distinct; 72 bytes, 6.0 bytes an item; float32 embeddings: 64 an item"
+        in printed
+    )
     assert text.count("data:image/png;base64,") == 5
     assert "<h1>a &lt;red&gt; apple</h1>" in text
     assert "<i>" not in text

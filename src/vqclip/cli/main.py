@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 
 from vqclip import __version__
 from vqclip.errors import ConfigError, VqclipError, printable
-from vqclip.runlog.console import log_to_stderr, print_error, print_interrupt, print_output, unfailing_streams
+from vqclip.runlog.console import (
+    fit_lines,
+    log_to_stderr,
+    print_error,
+    print_interrupt,
+    print_output,
+    unfailing_streams,
+)
 
 if TYPE_CHECKING:
     from vqclip.cli.options import Command
@@ -142,5 +149,5 @@ def _refuse(program: str, given: str, known: Sequence[str]) -> int:
     near = difflib.get_close_matches(given, known, n=1)
     hint = f'; did you mean "{near[0]}"?' if near else ""
     shown = printable(given, one_line=True)
-    print(f"{program}: got {shown!r}; expected one of {', '.join(known)}{hint}", file=sys.stderr)
+    print(fit_lines(f"{program}: got {shown!r}; expected one of {', '.join(known)}{hint}"), file=sys.stderr)
     return 2

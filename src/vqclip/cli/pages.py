@@ -22,6 +22,7 @@ from vqclip.cli.options import (
     require_page,
 )
 from vqclip.errors import ConfigError
+from vqclip.io.files import format_bytes
 from vqclip.runlog.console import print_output
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Report(Command, words=("runs",)):
                 raise ConfigError(f"--out: missing, {wanted}")
         except OSError as error:
             raise ConfigError(f"--out: {error.filename or output}: cannot be written ({error.strerror})") from error
-        print_output(f"{path}: {path.stat().st_size:,} bytes; open it in a browser")
+        print_output(f"{path}: {format_bytes(path.stat().st_size)}; open it in a browser")
 
 
 class Reconstruct(Command, words=("tokenizer",)):
@@ -160,7 +161,7 @@ class Reconstruct(Command, words=("tokenizer",)):
         _, bits, figures = found.decodings[-1]
         print_output(
             f"{self.out}: {found.images:,} images, {bits:,.0f} bits an image, PSNR {figures['psnr']:.2f} dB; "
-            f"{self.out.stat().st_size:,} bytes; open it in a browser"
+            f"{format_bytes(self.out.stat().st_size)}; open it in a browser"
         )
 
 

@@ -21,6 +21,7 @@ from vqclip.cli.options import (
     require_page,
 )
 from vqclip.errors import ConfigError, DataError, printable
+from vqclip.io.files import format_bytes
 from vqclip.runlog.console import print_output
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class Build(Command):
         floats = 4 * tokenizer.embed_dim
         print_output(
             f"{self.out}: {len(index):,} items of {index.packing.bits} bits, {len(index.codes):,} of them distinct; "
-            f"{index.nbytes:,} bytes, {index.nbytes / max(1, len(index)):.1f} an item; float32 embeddings: {floats} an "
-            f"item ({floats * len(index) / max(1, index.nbytes):.2f} times as many)"
+            f"{format_bytes(index.nbytes)}, {index.nbytes / max(1, len(index)):.1f} bytes an item; float32 embeddings: "
+            f"{floats} an item ({floats * len(index) / max(1, index.nbytes):.2f} times as many)"
         )
 
 
