@@ -32,7 +32,7 @@ from training import MANY, RowProcess, Turns, ratio
 TOWERS, CACHE = "towers in every step", "stored features"
 CODES = {"kind": "product", "codebooks": 32, "layer": {"kind": "fsq", "levels": [8, 8, 8, 8]}}
 HEAD = {"quantizer": CODES, "width": 256, "heads": 4, "depth": 0}
-HEAD |= {"reduce": {"kind": "mean"}, "project_in": {"kind": "mlp", "expansion": 1.0}}
+HEAD |= {"reduce": {"kind": "mean"}, "project_in": {"kind": "mlp", "hidden": 1280}}
 IMAGE = {"kind": "timm", "package": "efficientnet-lite0", "image_size": 128, "train": "none"}
 TEXT = {"kind": "transformers", "package": "minilm-l6", "context_length": 32, "train": "none"}
 

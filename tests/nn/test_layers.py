@@ -153,7 +153,7 @@ def test_normalization() -> None:
 
 
 def test_widths() -> None:
-    layers = MLPProjectionConfig(expansion=0.5).layers(12, 4)
+    layers = MLPProjectionConfig(hidden=6).layers(12, 4)
     assert [layer.weight.shape for layer in layers if isinstance(layer, nn.Linear)] == [(6, 12), (4, 6)]
     with pytest.raises(ConfigError, match=r"widths 12 and 4: got heads 5; expected a divisor of 12"):
         AttentionProjectionConfig(heads=5).layers(12, 4)

@@ -40,6 +40,31 @@ def test_a_timm_tower_gives_a_sequence_of_patch_features(name, args, tokens, wid
 
 
 @pytest.mark.parametrize(
+    ("name", "args", "layers", "widths"),
+    [
+        ("vit_tiny_patch16_224", VIT | {"depth": 3}, [0, 1], [16, 16]),
+        ("convnext_atto", CNN, [0, 2], [8, 16]),
+        ("swin_tiny_patch4_window7_224", {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 1]}, [0], [8]),
+        ("tf_efficientnet_lite0", {}, [2, 3], [40, 112]),
+    ],
+)
+def test_features_of_inner_layers_follow_the_last_ones(name, args, layers, widths):
+    images = torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8)
+    config = TimmTowerConfig(name=name, image_size=64, args=args, inner_layers=layers, train="none")
+    tower = config.build().eval()
+    alone = config.model_copy(update={"inner_layers": ()}).build().eval()
+    alone.load_state_dict(tower.state_dict())
+    features = tower(images)
+    assert tower.width == alone.width + sum(widths)
+    assert torch.equal(features[..., : alone.width], alone(images))
+    maps = tower.backbone.model.forward_intermediates(tower.normalize(images), indices=layers)[1]
+    means = torch.cat([each.mean((2, 3)) for each in maps], dim=1)
+    torch.testing.assert_close(features[..., alone.width :].mean(1), means)
+    with pytest.raises(ConfigError, match=r"with inner_layers \[99\]"):
+        config.model_copy(update={"inner_layers": (99,)}).build()
+
+
+@pytest.mark.parametrize(
     ("images", "message"),
     [
         (torch.zeros(2, 3, 16, 17), r"got shape \(2, 3, 16, 17\), expected \(B, 3, 16, 16\)"),

@@ -1,4 +1,4 @@
-"""Captions to token numbers: open_clip's byte pairs, and fast tokenizers of transformers."""
+"""Captions to token numbers: open_clip's byte pairs, bytes, and fast tokenizers of transformers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+from tests.models import FSQ, tiny_model
 from tests.towers.transformers_models import CAPTIONS, sentence_pieces, word_pieces
+from vqclip import load_tokenizer
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.towers.vocabulary import BPE, CaptionLengths, FastVocabulary, _bpe
+from vqclip.model import ModelConfig
+from vqclip.towers.vocabulary import BPE, Bytes, CaptionLengths, FastVocabulary, _bpe
 
 
 def test_the_byte_pairs_are_open_clips():
@@ -65,6 +68,31 @@ def test_captions_that_are_cut_are_counted_and_told():
     assert "and were cut; 6 would hold 95 % and 11 would hold 99 % of them" in counts.describe_cuts(5)
     assert counts.describe_cuts(4097) is None
     assert CaptionLengths().describe_cuts(4) is None
+
+
+def test_bytes_of_any_language():
+    words = Bytes(8)
+    tokens, lengths = words.with_lengths(["A  b", "é", "", "東京 tower", "\ud800"])
+    assert tokens[:3].tolist() == [[99, 34, 100, 1, 0, 0, 0, 0], [197, 171, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]
+    assert lengths == [4, 3, 1, 13, 2]
+    assert words.mask(tokens).sum(1).tolist() == [4, 3, 1, 8, 2]
+    words.require_rows(tokens)
+    assert words.pieces("é東 a") == (["", "é", "", "", "東", " ", "a"], 7)
+    for row in ([1, 5], [5, 0, 1], [5, 6], [258], [0], [5, 1, 1]):
+        with pytest.raises(ShapeError, match=r"tokens"):
+            words.require_rows(torch.tensor([row + [0] * (8 - len(row))]))
+
+
+def test_a_model_of_bytes_is_exported_and_read(tmp_path):
+    tower = {"kind": "transformer", "context_length": 24, "units": "bytes", "width": 16, "heads": 2, "layers": 1}
+    tree = tiny_model(FSQ, FSQ).model_dump(mode="json")
+    tree["text"]["tower"] = tower
+    model = ModelConfig.model_validate(tree).build().eval()
+    model.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, "text")
+    captions = ["Grün", "un café"]
+    assert torch.equal(tokenizer.encode(captions), model.text.encode(captions))
+    assert tokenizer.tower.transformer.token_embedding.weight.shape == (258, 16)
 
 
 def vocabulary(tokenizer: Tokenizer, length: int = 12) -> FastVocabulary:

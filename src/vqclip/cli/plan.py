@@ -79,7 +79,7 @@ class Plan(Command, words=("source",), reads=f"changes to the configuration; wit
             return 0
         from vqclip.train.tasks.kinds import load_task_config
 
-        config = load_task_config(self.config, self.keys)
+        config = load_task_config(self.config, self.keys).fit()
         status, figures, lines = self._plan_step(config)
         try:
             figures["data"] = self._plan_data(config)

@@ -16,6 +16,7 @@ import logging
 import sys
 from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,7 @@ from vqclip.data.held_out import HeldOutShare, PartOfSource
 from vqclip.data.order import FullOrder, OrderConfig, WindowedOrder
 from vqclip.data.prepare import open_sources
 from vqclip.data.samples import SampleMaker
-from vqclip.data.sources.base import SourceConfigBase
+from vqclip.data.sources.base import Source, SourceConfigBase
 from vqclip.data.sources.kinds import SourceConfig
 from vqclip.data.tars.ahead import ChunkSupply
 from vqclip.data.transforms import TrainTransformConfig
@@ -77,6 +78,32 @@ class DataConfig(LoaderOptions):
     max_pixels: Annotated[int, Field(ge=1)] = MAX_PIXELS
     """Images with more pixels are bad samples; they are not decoded."""
 
+    def open(self) -> list[Source]:
+        """Open the sources without the samples that are held out. A collective; see `open_sources`.
+
+        Raises:
+            DataError: a source cannot be used.
+            ConfigError: `held_out` is set for a windowed order.
+        """
+        if self.held_out is not None and isinstance(self.order, WindowedOrder):  # its chunks are those of the shards
+            raise ConfigError(
+                f"data.held_out: got {self.held_out:g} with data.order.kind windowed; expected the order full, or null "
+                "and other shards in evaluation"
+            )
+        sources: list[SourceConfigBase] = [*self.sources]
+        if isinstance(self.order, WindowedOrder):  # the chunks of an index divide those of the order
+            sources = [source.in_chunks(self.order.chunk) for source in self.sources]
+        opened = open_sources(sources, [f"data.sources[{number}]" for number in range(len(sources))])
+        if self.held_out is None:
+            return opened
+        with dist.raise_on_all_ranks():
+            return [PartOfSource(source, self.held_out, held_out=False) for source in opened]
+
+    def samples_of_an_epoch(self) -> int:
+        """Return the number of samples of an epoch, from the sources' sizes and weights. A collective, as `open`."""
+        weights = [Fraction(1 if source.weight is None else str(source.weight)) for source in self.sources]
+        return int(sum(len(source) * weight for source, weight in zip(self.open(), weights, strict=True)))
+
     def build(self, image_size: int, tokenize: Tokenize, batch_size: int, seed: int) -> TrainData:
         """Open the data, after drawing and indexing missing ones. A collective: every rank must call it.
 
@@ -88,21 +115,9 @@ class DataConfig(LoaderOptions):
 
         Raises:
             DataError: on every rank, if a source cannot be used on one of them; the message says what to do.
-            ConfigError: an epoch has fewer samples than a global batch; or `held_out` is set for a windowed order.
+            ConfigError: an epoch has fewer samples than a global batch; see also `open`.
         """
-        if self.held_out is not None and isinstance(self.order, WindowedOrder):  # its chunks are those of the shards
-            raise ConfigError(
-                f"data.held_out: got {self.held_out:g} with data.order.kind windowed; expected the order full, or null "
-                "and other shards in evaluation"
-            )
-        sources: list[SourceConfigBase] = [*self.sources]
-        if isinstance(self.order, WindowedOrder):  # the chunks of an index divide those of the order
-            sources = [source.in_chunks(self.order.chunk) for source in self.sources]
-        keys = [f"data.sources[{number}]" for number in range(len(sources))]
-        opened = open_sources(sources, keys)
-        if self.held_out is not None:
-            with dist.raise_on_all_ranks():
-                opened = [PartOfSource(source, self.held_out, held_out=False) for source in opened]
+        opened = self.open()
         samples = SampleMaker(opened, self.transform.build(image_size), seed, self.max_pixels, self.views)
         data = TrainData(self, samples, tokenize, batch_size, seed)
         with dist.raise_on_all_ranks():

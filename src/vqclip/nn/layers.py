@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from vqclip.config import Config
+from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError
 from vqclip.nn.dropout import DropoutLinear
 
@@ -101,8 +102,8 @@ class MLPProjectionConfig(Config):
     """Two linear layers with a GELU between them."""
 
     kind: Literal["mlp"] = "mlp"
-    expansion: Annotated[float, Field(gt=0, le=16)] = 2.0
-    """Width between the layers, as a multiple of the wider end."""
+    hidden: Annotated[int, Field(ge=1, le=MAX_WIDTH)] = 512
+    """Width between the layers."""
     dropout: _Probability = 0.0
     """Probability that a feature between the layers is set to 0 in training; see `vqclip.nn.dropout`."""
     input_dropout: _Probability = 0.0
@@ -110,8 +111,7 @@ class MLPProjectionConfig(Config):
 
     def layers(self, before: int, after: int) -> list[nn.Module]:
         """From width ``before`` to width ``after``."""
-        hidden = max(1, round(self.expansion * max(before, after)))
-        first, second = (before, hidden, self.input_dropout), (hidden, after, self.dropout)
+        first, second = (before, self.hidden, self.input_dropout), (self.hidden, after, self.dropout)
         return [DropoutLinear(*first), nn.GELU(), DropoutLinear(*second)]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
@@ -105,17 +106,33 @@ class Normalize(nn.Module):
 
 
 class TimmFeatures(nn.Module):
-    """A timm model's last feature map as ``(B, N, D)``, without prefix (class, register) tokens."""
+    """A timm model's last feature map as ``(B, N, D)``, without prefix (class, register) tokens.
 
-    def __init__(self, model: nn.Module):
+    Args:
+        model: the timm model.
+        inner_layers: layers whose maps are averaged to the last one's size and follow it, channel after channel;
+            numbers as in timm's ``forward_intermediates``.
+    """
+
+    def __init__(self, model: nn.Module, inner_layers: Sequence[int] = ()):
         super().__init__()
-        self.model = model
+        self.model, self.inner_layers = model, list(inner_layers)
         self.prefix = int(getattr(model, "num_prefix_tokens", 0))
         self.channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Map normalised pixels ``(B, 3, H, W)`` to features ``(B, N, D)``."""
-        features: Tensor = self.model.forward_features(pixels)  # type: ignore[operator]
+        if not self.inner_layers:
+            return self._tokens(self.model.forward_features(pixels))  # type: ignore[operator]
+        features, maps = self.model.forward_intermediates(pixels, indices=self.inner_layers)  # type: ignore[operator]
+        if features.ndim == 3:  # a transformer, whose maps have one size
+            size = maps[0].shape[2:]
+        else:
+            size = features.shape[1:3] if self.channels_last else features.shape[2:]
+        same_size = [F.adaptive_avg_pool2d(each, tuple(size)).flatten(2).transpose(1, 2) for each in maps]
+        return torch.cat([self._tokens(features), *same_size], dim=-1)
+
+    def _tokens(self, features: Tensor) -> Tensor:
         if features.ndim == 3:
             return features[:, self.prefix :]
         return features.flatten(1, 2) if self.channels_last else features.flatten(2).transpose(1, 2)
@@ -143,6 +160,9 @@ class TimmTowerConfig(TowerConfig):
     Arguments that name weights or files are not allowed."""
     group_norm: int | None = Field(None, ge=1)
     """Channels per group: replaces the model's `norm_layer` by group normalisation; null keeps it."""
+    inner_layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Layers whose features, averaged to the size of the last map, follow the last layer's; numbers from 0, as in
+    `forward_intermediates` of timm. Frozen towers tell more with them: last layers have lost colour and texture."""
     channels_last: bool = False
     """Use the channels-last memory format: faster for convolutions, no effect on the speed of a ViT."""
 
@@ -207,7 +227,7 @@ class TimmTowerConfig(TowerConfig):
                 model = model.to(memory_format=torch.channels_last)
             # timm's statistics fit its pretrained weights; without these any will do.
             mean, std = defaults.get("mean", OPENAI_MEAN), defaults.get("std", OPENAI_STD)
-            tower = ImageTower(TimmFeatures(model), Normalize(self.image_size, mean, std))
+            tower = ImageTower(TimmFeatures(model, self.inner_layers), Normalize(self.image_size, mean, std))
         except ConfigError:
             raise
         except OSError as error:
@@ -222,6 +242,7 @@ class TimmTowerConfig(TowerConfig):
         except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, LookupError, ArithmeticError) as e:
             raise ConfigError(
                 f"tower.args: timm model {self.name!r} refuses {self.args} at image_size {self.image_size}"
+                f"{f' with inner_layers {[*self.inner_layers]}' if self.inner_layers else ''}"
                 f"{' with pretrained weights' if self.pretrained else ''}: {type(e).__name__}: {e}"
             ) from e
         return set_training(tower, self.train)

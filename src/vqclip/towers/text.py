@@ -15,7 +15,7 @@ from vqclip.config.bounds import MAX_LAYERS, MAX_WIDTH
 from vqclip.errors import ShapeError
 from vqclip.nn.layers import heads_divide_width
 from vqclip.towers.base import Tower, TowerConfig, set_training
-from vqclip.towers.vocabulary import BPE, MAX_CONTEXT, Vocabulary
+from vqclip.towers.vocabulary import BPE, MAX_CONTEXT, Bytes, Vocabulary
 
 
 class TextTower(Tower):
@@ -94,12 +94,12 @@ class TextTower(Tower):
 
 
 class OpenCLIPTextTower(TextTower):
-    """A tower of ``open_clip.transformer.TextTransformer`` over open_clip's byte pairs."""
+    """A tower of ``open_clip.transformer.TextTransformer``, over open_clip's byte pairs by default."""
 
-    def __init__(self, transformer: Any):
+    def __init__(self, transformer: Any, vocabulary: Vocabulary | None = None):
         # Features are taken before the projection, which would get no gradient.
         transformer.text_projection = None
-        super().__init__(transformer, int(transformer.width), BPE(int(transformer.context_length)))
+        super().__init__(transformer, int(transformer.width), vocabulary or BPE(int(transformer.context_length)))
         self.sees_padding = transformer.attn_mask is None and not transformer.use_pad_mask  # as in MobileCLIP
 
     def features(self, tokens: Tensor, real: Tensor) -> Tensor:
@@ -126,11 +126,14 @@ def attendable(real: Tensor) -> Tensor:
 
 
 class TransformerTowerConfig(TowerConfig):
-    """A text transformer of your own size (open_clip's module and vocabulary)."""
+    """A text transformer of your own size (open_clip's module)."""
 
     kind: Literal["transformer"] = "transformer"
     context_length: int = Field(32, ge=4, le=MAX_CONTEXT)
-    """Token positions per caption, start and end marks included; longer captions are cut."""
+    """Token positions per caption, marks included; longer captions are cut."""
+    units: Literal["byte_pairs", "bytes"] = "byte_pairs"
+    """Tokens of a caption. byte_pairs: open_clip's 49,408, for English. bytes: those of UTF-8, for any language and for
+    models of a few MB; captions have about four times as many."""
     width: int = Field(512, ge=8, le=MAX_WIDTH)
     """Features per token."""
     heads: int = Field(8, ge=1)
@@ -151,7 +154,7 @@ class TransformerTowerConfig(TowerConfig):
 
         transformer = TextTransformer(
             context_length=self.context_length,
-            vocab_size=BPE.size,
+            vocab_size=self.vocabulary().size,
             width=self.width,
             heads=self.heads,
             layers=self.layers,
@@ -161,8 +164,8 @@ class TransformerTowerConfig(TowerConfig):
             use_pad_mask=not self.causal,
         )
         nn.init.normal_(transformer.token_embedding.weight, std=self.token_std)
-        return set_training(OpenCLIPTextTower(transformer), self.train)
+        return set_training(OpenCLIPTextTower(transformer, self.vocabulary()), self.train)
 
-    def vocabulary(self) -> BPE:
+    def vocabulary(self) -> Vocabulary:
         """Return the vocabulary that maps captions to this tower's token numbers."""
-        return BPE(self.context_length)
+        return (Bytes if self.units == "bytes" else BPE)(self.context_length)

@@ -148,6 +148,52 @@ class BPE(Vocabulary):
             )
 
 
+class Bytes(Vocabulary):
+    """The bytes of a caption in UTF-8, in lower case: a vocabulary of 258 tokens, for small models and any language.
+
+    As in ByT5 (Xue et al. 2021, https://arxiv.org/abs/2105.13626). Token 0 is padding, 1 the end mark, 2 + b
+    byte b.
+
+    Args:
+        context_length: N, positions per caption; one is the end mark.
+    """
+
+    size, before, after, padding = 258, (), (1,), 0
+    description = "bytes of the caption in lower case plus 2, end mark 1, then zeros up to the context length"
+
+    def __init__(self, context_length: int):
+        self.context_length = context_length
+
+    def _numbers(self, caption: str) -> list[int]:
+        text = " ".join(caption.lower().split())
+        return [2 + byte for byte in text.encode("utf-8", "replace")]
+
+    def pieces(self, caption: str) -> tuple[list[str], int]:
+        """See `Vocabulary.pieces`."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return [decoder.decode(bytes([number - 2])) for number in self._numbers(caption)], self.context_length - 1
+
+    def mask(self, tokens: Tensor) -> Tensor:
+        """Return ``(B, N)`` bool, True where a token is not 0."""
+        return tokens != self.padding
+
+    def require_rows(self, tokens: Tensor) -> None:
+        """Check that each row is a caption.
+
+        Raises:
+            ShapeError: a number outside the vocabulary, or anything but bytes, one end mark and padding.
+        """
+        for number in tokens[(tokens < 0) | (tokens >= self.size)].tolist():
+            raise ShapeError(f"tokens: got the number {number}, expected 0 to {self.size - 1}")
+        ends, lengths = tokens == 1, (tokens != 0).sum(dim=1)
+        is_whole = (ends.sum(dim=1) == 1) & (ends.int().argmax(dim=1) == lengths - 1)
+        for row in (~is_whole).nonzero().flatten().tolist():
+            raise ShapeError(
+                f"tokens[{row}]: expected bytes, the end mark 1, and zeros; tokenizer.preprocess makes such rows from "
+                "captions"
+            )
+
+
 class _Bounded(dict[str, str]):
     """A cache that is cleared when it is full: open_clip's own cache grows without limit."""
 

@@ -208,6 +208,10 @@ class TaskConfig(Config):
         """Type of the weights that are trained."""
         return torch.float64 if self.train.precision == "fp64" else torch.float32
 
+    def fit(self) -> Self:
+        """Return the configuration with the settings that follow from the number of samples. A collective."""
+        return self
+
     def build_task(self, device: torch.device, dtype: torch.dtype) -> Task:
         """Build the task with the weights of the first step, which are drawn from torch's generator. A collective.
 

@@ -32,6 +32,7 @@ def fill_features(config: TaskConfig) -> None:
     with preserve_torch_state(device):
         joined = dist.init(device, config.run.timeout_s)
         try:
+            config = config.fit()
             task = build_task(config, device)
             data = build_data(config, task)
             store_features(config.feature_makers(task), data, config.data, config.train.precision, config.run.seed)
@@ -94,7 +95,7 @@ class _RayJob:
     def open(self) -> Callable[[int], dict[str, Any]]:
         """Return the function of an item; see `RayCluster.map`."""
         device = dist.choose_device("cuda" if self.on_gpu else "cpu", "run.device")
-        config = self.config
+        config = self.config.fit()
         task = build_task(config, device)
         makers, data = config.feature_makers(task), build_data(config, task)
         every = feature_jobs(makers, data, config.data, config.train.precision, config.run.seed)

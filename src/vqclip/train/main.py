@@ -157,8 +157,11 @@ def run(
                 remote = RunMirror(str(config.run.url), config.run.path, config.run.remote) if at_url else None
                 with RunLock(config.run.path) as lock, remote or contextlib.nullcontext() as mirror:
                     try:
+                        _claim_folder(config, lock, mirror, log)
+                        config = config.fit()
+                        require_samples(config.train, dist.world_size())
                         every = in_order(callbacks)
-                        summary = _run(config, device, lock, mirror, log, stop, every, owns_process, started)
+                        summary = _run(config, device, lock, mirror, stop, every, owns_process, started)
                         metrics = dict(started[0].metrics)
                         return RunResult(config, summary.step, metrics, None, summary)
                     except StopRequested:
@@ -173,15 +176,12 @@ def _run(
     device: torch.device,
     lock: RunLock,
     mirror: RunMirror | None,
-    log: LogFile,
     stop: StopSignals,
     callbacks: Sequence[Callback],
     owns_process: bool,
     started: list[Training],
 ) -> RunSummary:
     """Train, evaluate and export; the training is put into ``started`` before its first step."""
-    _claim_folder(config, lock, mirror, log)
-
     task = build_task(config, device)
     _leave_if_requested(stop)
     data = build_data(config, task)
@@ -214,7 +214,6 @@ def _run(
 
 def _claim_folder(config: TaskConfig, lock: RunLock, mirror: RunMirror | None, log: LogFile) -> None:
     """Make and lock the run's folder before any work is done, and begin the log in it."""
-    require_samples(config.train, dist.world_size())
     for tracker in config.run.trackers:
         tracker.require()
     folder = config.run.path

@@ -14,7 +14,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from vqclip import dist
-from vqclip.config import Modality
+from vqclip.config import Modality, parse_config
 from vqclip.data import Batch
 from vqclip.data.batch_maker import Tokenize
 from vqclip.errors import ConfigError
@@ -32,6 +32,7 @@ from vqclip.towers.base import FromStep
 from vqclip.train.config import BottleneckConfig, TaskConfig
 from vqclip.train.distillation import Distillation, DistillationConfig
 from vqclip.train.feature_cache import FeatureMaker, tower_maker
+from vqclip.train.recipe import head_settings, overrides_of_unset
 from vqclip.train.reconstruction import ReconstructingCLIP, error_metrics
 from vqclip.train.tasks.base import RankBatch, Task, TaskOutput, make_rank_batch
 
@@ -265,6 +266,9 @@ class TrainConfig(TaskConfig):
     """The loss over the global batch."""
     distillation: tuple[DistillationConfig, ...] = ()
     """Further terms of the loss, which follow frozen teachers."""
+    recipe: Literal["heads"] | None = None
+    """heads: for frozen towers; batch size, steps, stored views and dropout follow from the number of samples, where
+    they are not set. The run prints them. null: what is not set has its default."""
 
     @model_validator(mode="after")
     def _settings_fit_each_other(self) -> TrainConfig:
@@ -307,6 +311,16 @@ class TrainConfig(TaskConfig):
                 "that it learns from; expected modalities: [text] there, or no feature cache"
             )
         return self
+
+    def fit(self) -> TrainConfig:
+        """Return the configuration with the settings that follow from the number of samples. A collective."""
+        if self.recipe is None:
+            return self
+        samples = self.data.samples_of_an_epoch()
+        chosen = overrides_of_unset(self, head_settings(samples))
+        if chosen and dist.is_main():
+            logger.info("recipe %s for %s samples: %s", self.recipe, f"{samples:,}", " ".join(chosen))
+        return parse_config(TrainConfig, self, [*chosen, "recipe=null"])
 
     def has_codes(self) -> bool:
         """Return whether both tokenizers have codes."""
@@ -355,7 +369,8 @@ class TrainConfig(TaskConfig):
             return ()
         training: dict[Modality, object] = {"image": self.model.image.tower.train, "text": self.model.text.tower.train}
         alone = not any(self.stores_teacher(term) for term in self.distillation)
-        return self.data.feature_cache.choose(training, self.data.views, alone=alone)
+        views = 1 if self.recipe and self.data.views is None else self.data.views  # `fit` will choose their number
+        return self.data.feature_cache.choose(training, views, alone=alone)
 
     def run_identity(self, task: Task, samples: dict[str, Any]) -> dict[str, object]:
         """Return the settings that define the trajectory: they must be the same when a run resumes.
