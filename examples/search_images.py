@@ -2,8 +2,8 @@
 
 Writes a page for each query, after about 10 seconds on two CPU cores for 400 images.
 
-    python examples/search_images.py runs/captions/tokenizer data/captions_noto_emoji/val "hamster" "family"
-    python examples/search_images.py runs/captions/tokenizer ~/images "a boat" --out boats
+    python examples/search_images.py emoji data/captions_noto_emoji/val "hamster" "family"
+    python examples/search_images.py emoji ~/images "a boat" --out boats
 
 The images are a folder of files (in subfolders too), or shards. Every query gets a page of HTML in the folder
 `--out`, best image first, and `index/` beside the pages can be loaded again. `vqclip search` is the same as

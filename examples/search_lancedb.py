@@ -1,7 +1,7 @@
 """Search images with words in LanceDB, in a table of the embeddings of an index of codes.
 
-    vqclip search build --tokenizer runs/captions --data data/captions_noto_emoji/val --out emoji.index
-    python examples/search_lancedb.py runs/captions/tokenizer emoji.index "hamster" "family" --where "item < 200"
+    vqclip search build --tokenizer emoji --data data/captions_noto_emoji/val --out emoji.index
+    python examples/search_lancedb.py emoji emoji.index "hamster" "family" --where "item < 200"
 
 The database is a folder, `--out`. Queries are texts, embedded through their codes.
 """

@@ -173,12 +173,20 @@ class FolderConfig(Config):
         return [name for name in MODALITIES if getattr(self, name) is not None]
 
 
+PACKAGED = ("emoji",)
+"""Names of the tokenizers that come with the package; a folder of the same name has precedence."""
+
+
 def find_folder(folder: str | Path, revision: str | None = None) -> Path:
-    """Return a local tokenizer folder, that of a run, or one fetched from the hub: JSON, safetensors and card only.
+    """Return a tokenizer folder: a local one, that of a run, one of this package, or one fetched from the hub.
+
+    Of the hub only JSON, safetensors and the card are fetched.
 
     Raises:
         CheckpointError: see `vqclip.io.files.find_folder`; or a run has not exported its tokenizer yet.
     """
+    if str(folder) in PACKAGED and revision is None and not Path(folder).exists():
+        return Path(__file__).parents[1] / "packaged" / folder
     found = files.find_folder(folder, revision, FILES)
     if (found / CONFIG_FILE).is_file():
         return found

@@ -49,7 +49,8 @@ def load_tokenizer(
     in the same way.
 
     Args:
-        folder: folder of a run, or that `save_pretrained` wrote; or a hub name ``owner/name``.
+        folder: folder of a run, or that `save_pretrained` wrote; a hub name ``owner/name``; or ``"emoji"``, a small
+            tokenizer that comes with the package.
         modality: ``"image"`` or ``"text"``.
         encode: False for a tokenizer that decodes and embeds ids but cannot encode: its tower is neither built nor
             read, and no tower's library is imported. Every byte of the folder is still compared with its checksum.
