@@ -23,7 +23,10 @@ ENTROPY_LFQ = LFQ | {
 
 CASES = {
     "lfq, gathered sigmoid loss": (ENTROPY_LFQ, SIGLIP | {"loss": {"kind": "sigmoid", "impl": "gather"}}),
-    "residual of vq with dropout": (BUSY_RESIDUAL, {"model__image__project_in": {"kind": "mlp", "dropout": 0.2}}),
+    "residual of vq with dropout": (
+        BUSY_RESIDUAL,
+        {"model__image__project_in": {"kind": "mlp", "dropout": 0.2}, "model__image__tower__patch_dropout": 0.25},
+    ),
     "ranks of unequal share": (ENTROPY_LFQ, {"train__batch_size": 11}),
 }
 SLOW = ("ranks of unequal share",)

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.models import FSQ, tiny_model
+from vqclip.errors import ConfigError
 from vqclip.nn.dropout import KeyedDropout, hash32, set_dropout_keys
 
 
@@ -80,3 +82,36 @@ def test_the_hash_is_one_to_one():
     assert len(hash32(numbers).unique()) == len(numbers)
     assert hash32(numbers).min() >= 0
     assert hash32(numbers).max() < 1 << 32
+
+
+def patchy(**tower):
+    tree = tiny_model(FSQ, FSQ).model_dump(mode="json")
+    tree["image"]["tower"] |= {"patch_dropout": 0.5} | tower
+    return type(tiny_model()).model_validate(tree)
+
+
+def test_patches_that_are_left_out_change_nothing_and_have_no_codes():
+    image = patchy().build().image
+    pixels = torch.rand(6, 3, 16, 16, requires_grad=True)
+    assert image(pixels).ids.min() >= 0  # without keys
+    masks = []
+    for places in (torch.arange(6), torch.arange(6).flip(0), torch.arange(6) + 6):
+        set_dropout_keys(image, 0, 0, places)
+        out = image(pixels)
+        masks.append((out.ids >= 0).all(dim=-1))
+        (gradient,) = torch.autograd.grad(out.embedding.square().mul(torch.rand_like(out.embedding)).sum(), pixels)
+        of_patches = gradient.abs().unflatten(3, (2, 8)).unflatten(2, (2, 8)).sum(dim=(1, 3, 5)).flatten(1)
+        assert torch.equal(of_patches > 0, masks[-1])
+        assert masks[-1].sum(dim=1).eq(2).all()
+    assert torch.equal(masks[0], masks[1].flip(0))
+    assert not torch.equal(masks[0], masks[2])
+    set_dropout_keys(image, 0, 0, places[:0])
+    assert len(image(pixels[:0]).ids) == 0
+    assert image.eval()(pixels).ids.min() >= 0
+
+
+def test_patch_dropout_is_refused_where_it_cannot_be():
+    with pytest.raises(ValueError, match="got patch_dropout 0.5 for a tower that is frozen"):
+        patchy(train="none")
+    with pytest.raises(ConfigError, match="expected a VisionTransformer of timm"):
+        patchy(name="convnext_atto", image_size=64, args={"depths": [1] * 4, "dims": [8] * 4}).build()

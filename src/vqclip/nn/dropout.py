@@ -48,6 +48,54 @@ class KeyedDropout(nn.Module):
         return f"p={self.p}"
 
 
+class PatchDropout(KeyedDropout):
+    """Leave out some patches of each sample between the embedding of the patches and the blocks of a ViT.
+
+    The number of patches that stay is the same for all samples (Liu et al. 2023, https://arxiv.org/abs/2208.07220).
+    Patches are only left out in training and where `set_dropout_keys` has set keys.
+
+    Args:
+        p: share of the patches that is left out, 0 to below 1; at least one stays.
+        patches: N, patches of an image.
+        prefix: further tokens before them, which stay.
+    """
+
+    def __init__(self, p: float, patches: int, prefix: int):
+        super().__init__(p)
+        self.patches, self.prefix = patches, prefix
+
+    def choose_patches(self) -> Tensor | None:
+        """Return the numbers of the patches that stay, ``(B, M)`` int64, ascending; None: all."""
+        if not self.training or self.keys is None:
+            return None
+        numbers = torch.arange(self.patches, device=self.keys.device)
+        drawn = hash32(hash32(numbers) ^ self.keys[:, None])
+        stay = max(1, self.patches - round(self.p * self.patches))
+        return drawn.argsort(dim=1, stable=True)[:, :stay].sort(dim=1).values
+
+    def mask(self) -> Tensor | None:
+        """Return ``(B, N)`` bool, True at the patches that stay; None: all."""
+        kept = self.choose_patches()
+        return (
+            None if kept is None else kept.new_zeros(len(kept), self.patches, dtype=torch.bool).scatter(1, kept, True)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, prefix + N, D)`` → ``(B, prefix + M, D)``."""
+        kept = self.choose_patches()
+        if kept is None or len(kept) != len(x):  # a tower runs one image in place of none
+            return x
+        patches = x[:, self.prefix :].gather(1, kept.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+        return torch.cat([x[:, : self.prefix], patches], dim=1)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """``(B, M, D)`` → ``(B, N, D)``, 0 at the patches that were left out."""
+        kept = self.choose_patches()
+        if kept is None or len(kept) != len(x):
+            return x
+        return x.new_zeros(len(x), self.patches, x.shape[2]).scatter(1, kept.unsqueeze(-1).expand_as(x), x)
+
+
 class DropoutLinear(nn.Linear):
     """Linear layer behind a `KeyedDropout`.
 

@@ -21,6 +21,7 @@ from typing_extensions import Self
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransform, EvalTransformConfig
 from vqclip.errors import ShapeError, VqclipError
+from vqclip.nn.dropout import PatchDropout
 from vqclip.nn.inputs import require_image, require_images
 from vqclip.nn.layers import (
     LinearProjectionConfig,
@@ -263,8 +264,10 @@ class ImageTokenizer(Tokenizer):
         self.transform = config.preprocess.build(self.tower.image_size)
         self.preprocess = Preprocess(self.transform, torch.uint8)
 
-    def mask(self, inputs: Tensor) -> None:
-        """Return None: every patch is real."""
+    def mask(self, inputs: Tensor) -> Tensor | None:
+        """Return None: every patch is real; in training with `patch_dropout` those that stay."""
+        dropout: PatchDropout | None = getattr(self.tower.backbone, "patch_dropout", None)
+        return None if dropout is None else dropout.mask()
 
     def encode(self, images: Tensor | Image | Sequence[Image], precision: Precision = "fp32") -> Tensor:
         """Encode images to ids ``(B, N, C)`` int64.

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.towers.base import Tower, TowerConfig, freeze_unused, set_training
+from vqclip.nn.dropout import PatchDropout
+from vqclip.towers.base import FromStep, Tower, TowerConfig, freeze_unused, set_training
 from vqclip.towers.weights import EFFICIENTNET_NAME, load_checkpoint, load_efficientnet
 
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -112,11 +113,12 @@ class TimmFeatures(nn.Module):
         model: the timm model.
         inner_layers: layers whose maps are averaged to the last one's size and follow it, channel after channel;
             numbers as in timm's ``forward_intermediates``.
+        patch_dropout: dropout of patches in the model, whose masks the features need.
     """
 
-    def __init__(self, model: nn.Module, inner_layers: Sequence[int] = ()):
+    def __init__(self, model: nn.Module, inner_layers: Sequence[int] = (), patch_dropout: PatchDropout | None = None):
         super().__init__()
-        self.model, self.inner_layers = model, list(inner_layers)
+        self.model, self.inner_layers, self.patch_dropout = model, list(inner_layers), patch_dropout
         self.prefix = int(getattr(model, "num_prefix_tokens", 0))
         self.channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
 
@@ -134,7 +136,8 @@ class TimmFeatures(nn.Module):
 
     def _tokens(self, features: Tensor) -> Tensor:
         if features.ndim == 3:
-            return features[:, self.prefix :]
+            features = features[:, self.prefix :]
+            return features if self.patch_dropout is None else self.patch_dropout.restore(features)
         return features.flatten(1, 2) if self.channels_last else features.flatten(2).transpose(1, 2)
 
 
@@ -158,6 +161,9 @@ class TimmTowerConfig(TowerConfig):
     args: dict[str, Any] = {}
     """Further arguments of the model, such as `patch_size`, `embed_dim`, `depth`, `num_heads`, `depths`, `dims`.
     Arguments that name weights or files are not allowed."""
+    patch_dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of the patches of a ViT that each training step leaves out, others for each image: they have no features
+    and no codes then. Masks are keyed by seed, step and place of the sample. For towers that train as a whole."""
     group_norm: int | None = Field(None, ge=1)
     """Channels per group: replaces the model's `norm_layer` by group normalisation; null keeps it."""
     inner_layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
@@ -195,6 +201,15 @@ class TimmTowerConfig(TowerConfig):
                 )
             if self.args or self.group_norm is not None:
                 raise ValueError(f"got package {self.package} with args or group_norm, which its weights do not fit")
+        if self.patch_dropout and self.inner_layers:
+            raise ValueError(
+                "got patch_dropout with inner_layers, whose maps need every patch; expected one of the two"
+            )
+        if self.patch_dropout and self.train != "all" and not isinstance(self.train, FromStep):
+            raise ValueError(
+                f"got patch_dropout {self.patch_dropout:g} for a tower that is frozen in whole or in part; expected "
+                "train: all or {from_step: 0}, or patch_dropout: 0"
+            )
         if self.pretrained and self.checkpoint is not None:
             raise ValueError(
                 f"got pretrained true and checkpoint {self.checkpoint}, which would replace timm's weights; expected "
@@ -227,7 +242,9 @@ class TimmTowerConfig(TowerConfig):
                 model = model.to(memory_format=torch.channels_last)
             # timm's statistics fit its pretrained weights; without these any will do.
             mean, std = defaults.get("mean", OPENAI_MEAN), defaults.get("std", OPENAI_STD)
-            tower = ImageTower(TimmFeatures(model, self.inner_layers), Normalize(self.image_size, mean, std))
+            dropout = self._add_patch_dropout(model) if self.patch_dropout else None
+            features = TimmFeatures(model, self.inner_layers, dropout)
+            tower = ImageTower(features, Normalize(self.image_size, mean, std))
         except ConfigError:
             raise
         except OSError as error:
@@ -246,6 +263,19 @@ class TimmTowerConfig(TowerConfig):
                 f"{' with pretrained weights' if self.pretrained else ''}: {type(e).__name__}: {e}"
             ) from e
         return set_training(tower, self.train)
+
+    def _add_patch_dropout(self, model: Any) -> PatchDropout:
+        """Put a `PatchDropout` into a ViT of timm."""
+        from timm.models import VisionTransformer
+
+        if not isinstance(model, VisionTransformer) or not isinstance(model.patch_drop, nn.Identity):
+            raise ConfigError(
+                f"tower.patch_dropout: got {self.patch_dropout:g} for {self.name!r}; expected a VisionTransformer of "
+                "timm without patch_drop_rate in args, or 0"
+            )
+        dropout = PatchDropout(self.patch_dropout, model.patch_embed.num_patches, model.num_prefix_tokens)
+        model.add_module("patch_drop", dropout)
+        return dropout
 
     def _create(self) -> Any:
         """Make the timm model, without ``img_size`` if it refuses that: convolutional ones take any size."""

@@ -288,6 +288,14 @@ class TrainConfig(TaskConfig):
                     f"model.{name}.tower.train.from_step: got {train.from_step}, but the run has {self.train.steps} "
                     "steps; expected fewer, or `train: none`"
                 )
+        if getattr(self.model.image.tower, "patch_dropout", 0):
+            others = [f"distillation of {each.kind}" for each in self.distillation if each.kind == "image_features"]
+            others += ["model.image.pixels"] if self.model.image.pixels is not None else []
+            if others:
+                raise ValueError(
+                    f"model.image.tower.patch_dropout: got a number above 0 with {others[0]}, which needs every patch; "
+                    "expected one of the two"
+                )
         stores_images = "image" in self.cached_modalities
         for term in self.distillation:
             if stores_images and term.kind != "text_features" and not self.stores_teacher(term):
