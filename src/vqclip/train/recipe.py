@@ -20,7 +20,7 @@ def head_settings(samples: int) -> dict[str, Any]:
         samples: of an epoch, at least 2.
     """
     batch = max(2, min(512, 2 ** (samples // 2).bit_length() // 2))  # a power of 2, at most half of the samples
-    epochs = 120 * min(1.0, (3000 / samples) ** 0.5)
+    epochs = 80 * min(1.0, (3000 / samples) ** 0.5)
     steps = max(20, round(epochs * samples / batch))
     settings: dict[str, Any] = {
         "train.batch_size": batch,
