@@ -55,6 +55,7 @@ class Build(Command):
         from vqclip import dist
         from vqclip.data.prepare import open_images
         from vqclip.search.index import Origin, build_index
+        from vqclip.tokenizer.folder import PACKAGED, find_folder
         from vqclip.tokenizer.loading import load_tokenizer
 
         loaded: Any = load_tokenizer(self.tokenizer, self.modality)
@@ -62,7 +63,10 @@ class Build(Command):
         paths, keys = paths_and_overrides(self.data)
         source = open_images(paths, keys)
         pictures = _local(paths[0]) if len(paths) == 1 else None
-        origin = Origin(tokenizer=_local(self.tokenizer), pictures=pictures, fingerprint=source.fingerprint)
+        home = _local(self.tokenizer)
+        if home is None and self.tokenizer in PACKAGED:
+            home = str(find_folder(self.tokenizer))
+        origin = Origin(tokenizer=home, pictures=pictures, fingerprint=source.fingerprint)
         index = build_index(tokenizer, source, self.batch_size, self.bad_fraction, origin)
         index.save(self.out)
         floats = 4 * tokenizer.embed_dim
