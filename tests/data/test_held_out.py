@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.data.making import caption_shards, encode, pixels
+from tests.training import run_tree
 from vqclip.data import DataConfig, open_source, parse_source
 from vqclip.data.held_out import PartOfSource
 from vqclip.errors import ConfigError, DataError
 from vqclip.evaluation import KnnConfig, RetrievalConfig
 from vqclip.evaluation.images import open_data
 from vqclip.evaluation.partition import RankPartition
+from vqclip.train.tasks.kinds import load_task_config
 
 WORDS = ("cat", "dog")
 
@@ -81,3 +83,29 @@ def test_what_cannot_be_held_out(tmp_path: Path) -> None:
         PartOfSource(source, 1e-6, held_out=True)
     with pytest.raises(DataError, match="all of the 2 samples are held out"):
         PartOfSource(source, 1 - 1e-9, held_out=False)
+
+
+def test_a_part_knows_its_rows_and_the_weights_of_captions(tmp_path: Path) -> None:
+    """Tars are known by their content: with other names they are the same data, and other samples are held out."""
+    for name in ("one", "other"):
+        caption_shards(tmp_path / name, (40,))
+    (tmp_path / "other" / "00000.tar").rename(tmp_path / "other" / "renamed.tar")
+    one, other = (open_source(parse_source(tmp_path / name)) for name in ("one", "other"))
+    assert one.fingerprint == other.fingerprint
+    parts = [PartOfSource(source, 0.3, held_out=False) for source in (one, other)]
+    assert parts[0].fingerprint != parts[1].fingerprint
+    config = parse_source(tmp_path / "one", ["captions=json", "json_keys={short: 0.7, long: 0.3}"])
+    assert config.json_keys == {"long": 0.3, "short": 0.7}, "in one order, as caches number the keys"
+    assert PartOfSource(open_source(config), 0.3, held_out=False).config.caption_weights == (0.3, 0.7)
+    with pytest.raises(ConfigError, match="json_keys: got weights with captions 'txt'; expected captions: json"):
+        parse_source(tmp_path / "one", ["json_keys={short: 0.7, long: 0.3}"])
+
+
+def test_an_evaluation_of_what_is_trained_on_is_refused(tmp_path: Path) -> None:
+    shards = caption_shards(tmp_path / "shards", (20,))
+    tree = run_tree(tmp_path, shards, data__held_out=0.1)
+    tree["evaluation"] = [{"kind": "retrieval", "data": str(shards), "held_out": 0.2}]
+    with pytest.raises(ConfigError, match=r"evaluation\[0\].held_out: got 0.2 of data that the run trains on"):
+        load_task_config(tree)
+    tree["data"]["held_out"] = 0.2
+    load_task_config(tree)

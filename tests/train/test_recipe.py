@@ -16,8 +16,9 @@ from vqclip.train.tasks.kinds import load_task_config
 def test_settings_can_be_used(samples):
     settings = head_settings(samples)
     assert 2 <= settings["train.batch_size"] <= min(samples, 512)
-    assert settings["optim.warmup_steps"] < settings["train.steps"]
+    assert settings["train.steps"] >= 60
     assert settings["data.views"] in range(1, 9)
+    assert head_settings(samples, batch=2)["train.steps"] >= settings["train.steps"]
 
 
 def tree_with_recipe(folder, shards, **train):
@@ -26,6 +27,14 @@ def tree_with_recipe(folder, shards, **train):
     tree["model"]["image"]["project_in"] = {"kind": "mlp", "input_dropout": 0.25}
     tree["train"] = {"report_every": 1, **train}
     return tree
+
+
+def test_changes_of_a_configuration_leave_the_rest_to_the_recipe(tmp_path, shards, cache):
+    """A configuration as an object holds all defaults; what follows from the data is still what was not set."""
+    config = load_task_config(tree_with_recipe(tmp_path, shards, steps=5))
+    result = train(config, overrides=["optim.weight_decay=0.2"])
+    assert result.config.train.batch_size == head_settings(30)["train.batch_size"]
+    assert result.config.optim.weight_decay == 0.2
 
 
 def test_what_is_not_set_follows_from_the_samples(tmp_path, shards, cache):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,7 +80,9 @@ class Plan(Command, words=("source",), reads=f"changes to the configuration; wit
             return 0
         from vqclip.train.tasks.kinds import load_task_config
 
-        config = load_task_config(self.config, self.keys).fit()
+        config = load_task_config(self.config, self.keys)
+        with contextlib.suppress(DataError):  # said below
+            config = config.fit()
         status, figures, lines = self._plan_step(config)
         try:
             figures["data"] = self._plan_data(config)

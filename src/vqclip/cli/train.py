@@ -95,9 +95,9 @@ class Train(
             if int(os.environ.get("LOCAL_RANK", "0")) == 0:
                 raise
             time.sleep(_TIME_TO_REPORT_S)
-            return 2
+            raise  # unless torchrun has ended this process: it may be the only one with the problem
         if self.print_config:
-            print_output(commented_yaml(config).removesuffix("\n"), for_programs=True)
+            print_output(commented_yaml(config.fit()).removesuffix("\n"), for_programs=True)
             return 0
         from vqclip import train
 

@@ -193,7 +193,7 @@ def _kind(node: Node | None) -> Any:
 def _read_data(values: Any, origin: str) -> Node:
     """Wrap nested dicts and lists; raise ConfigError for objects that are neither plain nor sections."""
     try:  # in two steps, as in `to_yaml`
-        plain = to_jsonable_python(values.model_dump() if isinstance(values, BaseModel) else values)
+        plain = to_jsonable_python(_what_was_set(values))
     except (PydanticSerializationError, RecursionError, ValueError) as error:
         raise ConfigError(
             f"configuration: not plain data ({error}); expected dicts, lists, texts, numbers and sections"
@@ -201,6 +201,16 @@ def _read_data(values: Any, origin: str) -> Node:
     if not isinstance(plain, dict):
         raise ConfigError(f"configuration: got {type(values).__name__}; expected a file, a dict or a configuration")
     return node_from_plain(plain, Origin(origin))
+
+
+def _what_was_set(values: Any) -> Any:
+    """Return sections as dicts of the keys that were set: a default stays one, which may follow from other settings."""
+    if isinstance(values, BaseModel):
+        names = [name for name in type(values).model_fields if name in values.model_fields_set or name == "kind"]
+        return {name: _what_was_set(getattr(values, name)) for name in names}
+    if isinstance(values, Mapping):
+        return {name: _what_was_set(value) for name, value in values.items()}
+    return [_what_was_set(each) for each in values] if isinstance(values, (list, tuple)) else values
 
 
 def packaged_file(name: str) -> Path:

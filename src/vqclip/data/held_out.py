@@ -2,7 +2,8 @@
 
     a sample is held out  <=>  hash(its place in the data) < share · 2^64
 
-So a sample stays on its side when others are added or removed, and a smaller share is a part of a larger one.
+So an image of a folder, or named by a table, stays on its side when others are added or removed, and a smaller share
+is a part of a larger one. Places in Parquet files and hub data sets contain row numbers, which may move.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class PartOfSource:
             what = f"all of the {len(source)} samples are" if len(source) and not held_out else "no sample is"
             raise DataError(f"held_out: got {share:g}, with which {what} held out; expected more samples")
         self._source, self._rows, self._place = source, np.array(rows, dtype=np.int64), place
-        self._facts = {"held_out": share, "side": "held out" if held_out else "others"}
+        self.config = getattr(source, "config", None)
+        side = "held out" if held_out else "others"
+        # Other names of the same content would choose other samples.
+        self._facts = {"held_out": share, "side": side, "rows_sha256": hashlib.sha256(self._rows.tobytes()).hexdigest()}
         self.classnames, self.templates = source.classnames, source.templates
         self.notes: tuple[str, ...] = tuple(getattr(source, "notes", ()))
 

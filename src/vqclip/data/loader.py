@@ -102,7 +102,7 @@ class DataConfig(LoaderOptions):
     def samples_of_an_epoch(self) -> int:
         """Return the number of samples of an epoch, from the sources' sizes and weights. A collective, as `open`."""
         weights = [Fraction(1 if source.weight is None else str(source.weight)) for source in self.sources]
-        return int(sum(len(source) * weight for source, weight in zip(self.open(), weights, strict=True)))
+        return max(1, round(sum(len(source) * weight for source, weight in zip(self.open(), weights, strict=True))))
 
     def build(self, image_size: int, tokenize: Tokenize, batch_size: int, seed: int) -> TrainData:
         """Open the data, after drawing and indexing missing ones. A collective: every rank must call it.

@@ -130,7 +130,7 @@ def load(
     licence = re.search(r"^license: *['\"]?([\w.-]+)", front, re.MULTILINE)
     known = get_args(import_extra("mteb.types", "mteb").Licenses)
     meta = meta_of(
-        loader=partial(load, str(folder)),
+        loader=partial(load, str(folder), mode=mode, device=device, precision=precision, weights=weights),
         name=model_name or (place if is_hub_name else f"vqclip/{title}"),
         revision=found,
         release_date=None,

@@ -279,3 +279,16 @@ class TaskConfig(Config):
             expected = f"one of {', '.join(names)}" if names else "null, as evaluation is empty"
             raise ValueError(f"train.keep_best: got {self.train.keep_best!r}; expected {expected}")
         return self
+
+    @model_validator(mode="after")
+    def _nothing_held_out_is_trained_on(self) -> Self:
+        trained = [(str(getattr(each, "path", None)), getattr(each, "split", None)) for each in self.data.sources]
+        for number, task in enumerate(self.evaluation):
+            share, data = getattr(task, "held_out", None), getattr(task, "data", None)
+            same = (str(getattr(data, "path", None)), getattr(data, "split", None)) in trained
+            if share is not None and same and (self.data.held_out or 0) < share:
+                raise ValueError(
+                    f"evaluation[{number}].held_out: got {share:g} of data that the run trains on, with data.held_out "
+                    f"{self.data.held_out}; expected data.held_out to be at least as large"
+                )
+        return self

@@ -10,23 +10,22 @@ from typing import Any
 
 from pydantic import BaseModel
 
-__all__ = ["head_settings", "overrides_of_unset"]
+__all__ = ["head_settings", "is_set", "overrides_of_unset"]
 
 
-def head_settings(samples: int) -> dict[str, Any]:
+def head_settings(samples: int, batch: int | None = None) -> dict[str, Any]:
     """Return the settings for a number of samples, by key path.
 
     Args:
-        samples: of an epoch, at least 2.
+        samples: of an epoch.
+        batch: `train.batch_size` where it is set; None: it follows too.
     """
-    batch = max(2, min(512, 2 ** (samples // 2).bit_length() // 2))  # a power of 2, at most half of the samples
+    if batch is None:
+        batch = max(2, min(512, 2 ** (samples // 2).bit_length() // 2))  # a power of 2, at most half of the samples
     epochs = 80 * min(1.0, (3000 / samples) ** 0.5)
-    steps = max(20, round(epochs * samples / batch))
     settings: dict[str, Any] = {
         "train.batch_size": batch,
-        "train.steps": steps,
-        "train.checkpoint_every": steps,
-        "optim.warmup_steps": min(30, steps // 10),
+        "train.steps": max(60, round(epochs * samples / batch)),
         "data.views": max(1, min(8, 40_000 // samples)),
     }
     for modality in ("image", "text"):
@@ -37,13 +36,12 @@ def head_settings(samples: int) -> dict[str, Any]:
 
 def overrides_of_unset(config: BaseModel, settings: dict[str, Any]) -> list[str]:
     """Return the settings whose keys exist in a configuration and were not set, as overrides of it."""
-    return [f"{path}={json.dumps(value)}" for path, value in settings.items() if _is_unset(config, path.split("."))]
+    return [f"{path}={json.dumps(value)}" for path, value in settings.items() if is_set(config, path) is False]
 
 
-def _is_unset(section: Any, path: list[str]) -> bool:
-    name, *rest = path
-    if name not in type(section).model_fields:
-        return False  # such as the dropout of a projection of one layer
-    if not rest:
-        return name not in section.model_fields_set
-    return _is_unset(getattr(section, name), rest)
+def is_set(config: BaseModel, path: str) -> bool | None:
+    """Return whether the key at a path was set; None if there is no such key, as the dropout of a linear projection."""
+    name, _, rest = path.partition(".")
+    if name not in type(config).model_fields:
+        return None
+    return is_set(getattr(config, name), rest) if rest else name in config.model_fields_set

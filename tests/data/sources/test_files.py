@@ -383,6 +383,7 @@ def test_layouts_of_folders_that_are_not_plain(folder: Path) -> None:
     (folder / "a.csv").rename(folder.parent / "beside.csv")
     with pytest.raises(DataError, match=f"named as the path: {folder.parent}/beside.csv$"):
         parse_source(folder).build()
+    (folder.parent / "beside.csv").unlink()  # the folder of all tests of this process
     (folder / "a.txt").write_text("x")
     with pytest.raises(DataError, match="3 images, of which 1 have a .txt and 0 a .json of the same name"):
         parse_source(folder).build()

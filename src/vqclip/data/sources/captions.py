@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from vqclip.errors import DataError, quote_names
 
@@ -18,7 +18,11 @@ MAX_CAPTION = 65_536
 gigantic captions would delay every process."""
 TEXT_KEYS = ("raw", "caption", "captions", "text", "value", "content", "sentence", "sentences", "title")
 """Keys of an object that is given instead of a caption."""
-Weighted = Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
+Weighted = Annotated[
+    dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]],
+    Field(min_length=1),
+    AfterValidator(lambda given: dict(sorted(given.items()))),  # caches number the keys, however they were written
+]
 """Key or column of captions → its weight among those of a sample, when one is drawn."""
 _ANSWERERS = ("gpt", "assistant", "model", "bot", "chatbot")
 _MAX_DEPTH = 8

@@ -28,7 +28,7 @@ from vqclip.data.sources.columns import is_split
 from vqclip.data.sources.files import FileSourceConfig
 from vqclip.data.sources.listing import FileTable, TableBuilder, list_images
 from vqclip.data.sources.tables import CsvConfig, JsonConfig
-from vqclip.errors import DataError, encodable
+from vqclip.errors import ConfigError, DataError, encodable
 from vqclip.io.files import read_bounded, walk_files
 
 Captions = Literal["classes", "txt", "txt_lines", "json", "metadata", "names"]
@@ -108,6 +108,10 @@ class FolderConfig(FileSourceConfig):
         paths = [path for path in paths if _OF_SYSTEMS.isdisjoint(path.split("/"))]
         images = [path for path in paths if self._is_image(path)]
         mode = self.captions or ("metadata" if described else self._find_captions(folder, images, set(paths)))
+        if isinstance(self.json_keys, dict) and mode != "json":
+            raise ConfigError(
+                f"json_keys: got weights, but the captions of {folder} are {mode}; expected those of .json"
+            )
         if mode == "metadata":
             return self._metadata_table(folder, described, builder, images)
         if mode == "classes":

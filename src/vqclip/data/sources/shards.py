@@ -167,6 +167,8 @@ class CaptionShardsConfig(TarConfig):
     def _has_something_to_read(self) -> CaptionShardsConfig:
         if not self.path:
             raise ValueError("path: got nothing; expected a folder, a tar or a pattern")
+        if isinstance(self.json_keys, dict) and self.captions != "json":
+            raise ValueError(f"json_keys: got weights with captions {self.captions!r}; expected captions: json")
         return self
 
     @property

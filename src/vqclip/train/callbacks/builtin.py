@@ -150,7 +150,7 @@ class Evaluate(Callback):
         if due and training.config.evaluation and training.records.lacks_evaluation:
             training.watchdog.at(start, "evaluating", patient=True)
             self._evaluate(training)
-        else:
+        elif start < settings.steps:
             training.ended = _has_lost_patience(training)
 
     def on_step_end(self, training: Training) -> None:

@@ -17,7 +17,7 @@ from vqclip import dist
 from vqclip.config import Modality, parse_config
 from vqclip.data import Batch
 from vqclip.data.batch_maker import Tokenize
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, DataError
 from vqclip.losses import Loss, LossConfig
 from vqclip.model import CLIP, ModelConfig
 from vqclip.nn.precision import autocast
@@ -32,7 +32,7 @@ from vqclip.towers.base import FromStep
 from vqclip.train.config import BottleneckConfig, TaskConfig
 from vqclip.train.distillation import Distillation, DistillationConfig
 from vqclip.train.feature_cache import FeatureMaker, tower_maker
-from vqclip.train.recipe import head_settings, overrides_of_unset
+from vqclip.train.recipe import head_settings, is_set, overrides_of_unset
 from vqclip.train.reconstruction import ReconstructingCLIP, error_metrics
 from vqclip.train.tasks.base import RankBatch, Task, TaskOutput, make_rank_batch
 
@@ -325,7 +325,10 @@ class TrainConfig(TaskConfig):
         if self.recipe is None:
             return self
         samples = self.data.samples_of_an_epoch()
-        chosen = overrides_of_unset(self, head_settings(samples))
+        if others := dist.differing_ranks(samples):
+            raise DataError(f"data.sources: rank 0 has {samples:,} samples, but ranks {', '.join(others)} have others")
+        batch = self.train.batch_size if is_set(self, "train.batch_size") else None
+        chosen = overrides_of_unset(self, head_settings(samples, batch))
         if chosen and dist.is_main():
             logger.info("recipe %s for %s samples: %s", self.recipe, f"{samples:,}", " ".join(chosen))
         return parse_config(TrainConfig, self, [*chosen, "recipe=null"])
