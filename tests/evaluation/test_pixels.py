@@ -298,7 +298,7 @@ def test_distances_in_the_features_of_networks(ranks, folder):
     assert re.fullmatch(r"Fréchet distance \(tokenizer [0-9a-f]{8}\)", name)
     assert 0 < rows_of(result)["codes"].figures["perceptual"] < 2
     assert f"{name}: " in (text := format_results([result]))
-    assert re.search(r" perceptual +.*\n.* distance", text)
+    assert re.search(r" perceptual\n.* distance\n", text)
     assert distances_of(folder, batch_size=6).pixels.distances == {name: pytest.approx(distance)}
     alone = distances_of(folder, limit=1)
     assert alone.pixels.distances == {}

@@ -93,7 +93,7 @@ def test_tensors_are_as_readable_as_any_other_file(tmp_path, mask):
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) == 6
+    assert len(files) == 7
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~mask}
 
 

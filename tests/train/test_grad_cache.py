@@ -56,7 +56,7 @@ def model_and_step(
     tree = tiny_model(quantizer, quantizer, **changes).model_dump(mode="json")
     tree["image"]["tower"]["args"] |= {"drop_path_rate": drop_path}
     tree["image"]["tower"]["patch_dropout"] = 0.25
-    tree["image"]["project_in"] = tree["text"]["project_in"] = {"kind": "mlp", "dropout": 0.2}
+    tree["image"]["project_in"] = tree["text"]["project_in"] = {"kind": "mlp", "hidden": 32, "dropout": 0.2}
     model = type(tiny_model()).model_validate(tree).build().to(torch.float64 if precision == "fp64" else torch.float32)
     compute = ComputeConfig(precision=precision, micro_batches=micro_batches, **others)
     optim = OptimConfig(lr=1e-3, warmup_steps=0)

@@ -204,7 +204,7 @@ class EvaluateTask(_Evaluation, reads="keys of the task"):
 
     The keys of a task follow the model, or the data that they are for, as key=value:
 
-    all           batch_size, workers, limit (images, evenly spread), held_out, max_bad_fraction, timeout_s
+    all           batch_size, workers, limit (evenly spread), held_out, max_bad_fraction, timeout_s
     zero-shot     templates (prompts with {c} for the class), templates_file, classes_file
     linear-probe  train (its path, split, ...; the split train of the data), train_limit, features, l2
     knn           train, train_limit, features, neighbours, temperature

@@ -89,15 +89,21 @@ class Train(
             return self._print_schema()
         try:
             config = self._load()
-        except (ConfigError, DataError):
+        except (ConfigError, DataError) as error:
             # All processes of a machine read the same files, so one of them reports the error. torchrun kills the
             # others as soon as the first process ends: they wait, so that the one that reports can finish.
             if int(os.environ.get("LOCAL_RANK", "0")) == 0:
                 raise
             time.sleep(_TIME_TO_REPORT_S)
-            raise  # unless torchrun has ended this process: it may be the only one with the problem
+            if isinstance(error, DataError):  # torchrun has not ended this process: it may be the only one with it
+                raise
+            return 2
         if self.print_config:
-            print_output(commented_yaml(config.fit()).removesuffix("\n"), for_programs=True)
+            try:
+                config = config.fit()
+            except DataError as error:
+                logger.warning("what follows from the number of samples is left out: %s", error)
+            print_output(commented_yaml(config).removesuffix("\n"), for_programs=True)
             return 0
         from vqclip import train
 

@@ -266,7 +266,7 @@ class ImageTokenizer(Tokenizer):
 
     def mask(self, inputs: Tensor) -> Tensor | None:
         """Return None: every patch is real; in training with `patch_dropout` those that stay."""
-        dropout: PatchDropout | None = getattr(self.tower.backbone, "patch_dropout", None)
+        dropout: PatchDropout | None = getattr(getattr(self.tower, "backbone", None), "patch_dropout", None)
         return None if dropout is None else dropout.mask()
 
     def encode(self, images: Tensor | Image | Sequence[Image], precision: Precision = "fp32") -> Tensor:

@@ -43,7 +43,7 @@ def test_members_that_extend_a_sample_are_no_samples(
         members |= {f"{key}.txt": key.encode(), f"{key}.mask": b"m", f"{key}.meta.json": b"{}"}
     source = CaptionShardsConfig(path=str(write_tar(tmp_path / "a.tar", members))).build()
     assert [source.key(index) for index in range(len(source))] == ["0", "1.5", "2"]
-    assert [source.read(index) for index in range(3)] == [(k.encode(), (k,), -1) for k in ("0", "1.5", "2")]
+    assert [source.read(index)[:3] for index in range(3)] == [(k.encode(), (k,), -1) for k in ("0", "1.5", "2")]
     assert source.notes == ("left out: 6 members that end like images (.a.b.png 3, .depth.png 3)",)
 
 
