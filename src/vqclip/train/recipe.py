@@ -1,6 +1,7 @@
 """Settings of small heads on frozen towers that follow from the number of samples: ``recipe: heads``.
 
-The rule was measured on parts of three data sets, 250 to 3,120 samples; see docs/pretrained.md.
+Measured on three data sets of 2,500 to 3,120 samples (docs/pretrained.md); a first form of it on parts of two of them,
+from 259 samples on (docs/log.md). Beyond 3,120 samples it is a guess.
 """
 
 from __future__ import annotations
