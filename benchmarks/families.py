@@ -1,15 +1,17 @@
-"""Every family of quantizers on a configuration's real data: accuracy, usage and bits, over several seeds.
+"""Every family of quantizers on real data: accuracy, usage and bits, over several seeds and numbers of bits.
 
 Prints a table, after 36 trainings: about 1 hour on two CPU cores.
 
     python benchmarks/families.py --config configs/eurosat.yaml --steps 600
     python benchmarks/families.py --config configs/captions.yaml --steps 300 --families fsq vq --seeds 0 1
+    python benchmarks/families.py --config configs/pretrained.yaml --bits 96 192 384 768 \\
+        --set model.image.project_in.dropout=0.5
 
-Both modalities get the same quantizer; all else is the configuration's, with the same number of steps for all. Each
-run is a process of its own with one thread, under runs/families/CONFIG/; one that is done is not run again (delete its
-folder after a change of code), so that the command can be stopped and repeated. Prints a Markdown table of the first
-evaluation: means over the seeds, and the range of the codes-only figure. Usage and perplexity are those of the
-images' codes over the evaluation set, means over codebooks.
+Both modalities get the same quantizer; all else is the configuration's, changed by `--set`, with the same number of
+steps for all. Runs have one thread each, and are those of `--folder`/CONFIG: of each stays a file of results and its
+log. A run whose file is there is not run again (delete it after a change of code), so that the command can be stopped
+and repeated. Prints a Markdown table of the first evaluation: means over the seeds, and the range of the codes-only
+figure. Usage and perplexity are those of the images' codes over the evaluation set, means over codebooks.
 """
 
 from __future__ import annotations
@@ -17,54 +19,75 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 ENTROPY_OFF = "loss_weights: {token_entropy: 0, codebook_entropy_gap: 0}"
 
-FAMILIES = {
+FAMILIES: dict[str, tuple[int, str]] = {
+    # Bits of a part of the product, and the part; as many parts as give the bits asked for.
+    "fsq": (8, "{kind: fsq, levels: [4, 4, 4, 4]}"),
+    "fsq-8-levels": (12, "{kind: fsq, levels: [8, 8, 8, 8]}"),
+    "lfq": (8, "{kind: lfq, bits: 8, entropy_temperature: 1.0}"),
+    "lfq-no-entropy": (8, f"{{kind: lfq, bits: 8, {ENTROPY_OFF}}}"),
+    "bsq": (8, "{kind: bsq, bits: 8, entropy_temperature: 1.0}"),
+    "bsq-no-entropy": (8, f"{{kind: bsq, bits: 8, {ENTROPY_OFF}}}"),
+    "vq": (8, "{kind: vq, dim: 4, codebook_size: 256}"),
+    "simvq": (8, "{kind: simvq, dim: 4, codebook_size: 256}"),
+    "residual-vq": (
+        32,
+        "{kind: residual, depth: 4, dropout: true, layer: {kind: vq, dim: 16, codebook_size: 256}}",
+    ),
+    "residual-fsq": (
+        16,
+        "{kind: residual, depth: 4, dropout: true, layer: {kind: fsq, levels: [4, 4], layout: uniform}}",
+    ),
+}
+FIXED = {
     "identity": "{kind: identity, dim: 64}",
-    # 128 bits a token, as 16 codebooks of 8 bits where the family has them.
-    "fsq": "{kind: product, codebooks: 16, layer: {kind: fsq, levels: [4, 4, 4, 4]}}",
-    "lfq": "{kind: product, codebooks: 16, layer: {kind: lfq, bits: 8, entropy_temperature: 1.0}}",
-    "lfq-no-entropy": f"{{kind: product, codebooks: 16, layer: {{kind: lfq, bits: 8, {ENTROPY_OFF}}}}}",
-    "bsq": "{kind: product, codebooks: 16, layer: {kind: bsq, bits: 8, entropy_temperature: 1.0}}",
-    "bsq-no-entropy": f"{{kind: product, codebooks: 16, layer: {{kind: bsq, bits: 8, {ENTROPY_OFF}}}}}",
-    "vq": "{kind: product, codebooks: 16, layer: {kind: vq, dim: 4, codebook_size: 256}}",
-    "simvq": "{kind: product, codebooks: 16, layer: {kind: simvq, dim: 4, codebook_size: 256}}",
-    "residual-vq": "{kind: product, codebooks: 4, layer: {kind: residual, depth: 4, dropout: true, "
-    "layer: {kind: vq, dim: 16, codebook_size: 256}}}",
-    "residual-fsq": "{kind: product, codebooks: 8, layer: {kind: residual, depth: 4, dropout: true, "
-    "layer: {kind: fsq, levels: [4, 4], layout: uniform}}}",
     # 12 bits a token: one codebook against two.
     "one-vq": "{kind: vq, dim: 64, codebook_size: 4096}",
     "two-vq": "{kind: product, codebooks: 2, layer: {kind: vq, dim: 32, codebook_size: 64}}",
 }
 
 
-def run(config: Path, family: str, seed: int, steps: int, folder: Path) -> dict[str, Any] | None:
+def rows(families: Sequence[str], bits: Sequence[int]) -> dict[str, str]:
+    """Return the quantizers of the table's rows, by name."""
+    found = {name: quantizer for name, quantizer in FIXED.items() if name in families}
+    for each in bits:
+        for family, (part_bits, part) in FAMILIES.items():
+            if family in families and each % part_bits:
+                print(f"{family}: left out at {each} bits, which {part_bits} does not divide", file=sys.stderr)
+            elif family in families:
+                name = family if len(bits) == 1 else f"{family}-{each}"
+                found[name] = f"{{kind: product, codebooks: {each // part_bits}, layer: {part}}}"
+    return found
+
+
+def run(config: Path, quantizer: str, name: str, overrides: Sequence[str], folder: Path) -> dict[str, Any] | None:
     """Return the results of one training run; None, with a message, if it failed."""
-    name = f"{family}-{steps}-{seed}"
-    done = folder / name / "summary.json"
+    done = folder / f"{name}.json"
     if not done.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        quantizer = FAMILIES[family]
-        command = [sys.executable, "-m", "vqclip.train", "--config", str(config), f"run.folder={folder}"]
-        command += [f"run.name={name}", f"run.seed={seed}", f"train.steps={steps}"]
-        command += [f"model.image.quantizer={quantizer}", f"model.text.quantizer={quantizer}"]
         with (folder / f"{name}.log").open("w") as log:
-            status = subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
-            )
-        if status.returncode or not done.exists():  # a run that was interrupted ends with 0
-            print(f"{name}: status {status.returncode}, see {log.name}", file=sys.stderr)
-            return None
-        print(f"{name}: done", file=sys.stderr)
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            import torch
+
+            from vqclip.train import run as train
+
+            torch.set_num_threads(1)
+            settings = [f"run.folder={folder}", f"run.name={name}", *overrides]
+            settings += [f"model.image.quantizer={quantizer}", f"model.text.quantizer={quantizer}"]
+            if not train(config, overrides=settings).finished:
+                return None
+        os.replace(folder / name / "summary.json", done)
+        shutil.rmtree(folder / name)
     return json.loads(done.read_text())
 
 
@@ -103,28 +126,44 @@ def main() -> None:
     """Run what is missing, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=Path("configs/eurosat.yaml"))
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--steps", type=int, help="default: the configuration's")
+    names = [*FIXED, *FAMILIES]
+    parser.add_argument("--families", nargs="+", default=names, choices=names)
+    parser.add_argument("--bits", nargs="+", type=int, default=[128], help="of a token")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other settings of the configuration")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--folder", type=Path, default=Path("runs/families"))
     options = parser.parse_args()
     print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     folder = options.folder / options.config.stem
-    pool = ThreadPoolExecutor(options.jobs)
-    jobs = {  # seed by seed, so that a part of it can be looked at
-        (family, seed): pool.submit(run, options.config, family, seed, options.steps, folder)
-        for seed in options.seeds
-        for family in options.families
-    }
-    try:
-        found = {key: summary for key, job in jobs.items() if (summary := job.result()) is not None}
-    finally:
-        pool.shutdown(cancel_futures=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = options.set + ([] if options.steps is None else [f"train.steps={options.steps}"])
+    steps, quantizers = options.steps or "all", rows(options.families, options.bits)
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        jobs: dict[tuple[str, int], Future[dict[str, Any] | None]] = {}
+        for seed in options.seeds:  # seed by seed, so that a part of it can be looked at
+            for row, quantizer in quantizers.items():
+                name, overrides = f"{row}-{steps}-{seed}", [*settings, f"run.seed={seed}"]
+                jobs[row, seed] = pool.submit(run, options.config, quantizer, name, overrides, folder)
+        try:
+            for (row, seed), job in jobs.items():
+                try:
+                    summary = job.result()
+                except Exception as error:  # of the run
+                    summary = None
+                    print(f"{row}, seed {seed}: {type(error).__name__}: {error}", file=sys.stderr)
+                if summary is not None:
+                    found[row, seed] = summary
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     if not found:
         sys.exit("no run succeeded")
-    by_family = {f: [found[f, s] for s in options.seeds if (f, s) in found] for f in options.families}
-    print("\n".join(table({family: each for family, each in by_family.items() if each})))
+    by_row = {row: [found[row, seed] for seed in options.seeds if (row, seed) in found] for row in quantizers}
+    print("\n".join(table({row: each for row, each in by_row.items() if each})))
     sys.exit(len(found) < len(jobs))
 
 

@@ -91,7 +91,8 @@ class Stats:
         """Return the statistics of both batches together, e.g. of two microbatches, this one's tokens first."""
         if not isinstance(other, Stats):
             return NotImplemented
-        drawn, also_drawn = ({n: int(draw.count) for n, draw in stats.draws.items()} for stats in (self, other))
+        drawn = {name: int(draw.count) for name, draw in self.draws.items()}
+        also_drawn = {name: int(draw.count) for name, draw in other.draws.items()}
         if self.keys() != other.keys() or drawn != also_drawn:
             raise ShapeError(
                 f"statistics of different quantizers, or from before and after an update: of {sorted(self)} and of "
