@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.data.making import caption_shards
-from tests.models import BUSY_RESIDUAL, BUSY_VQ, LFQ
+from tests.models import BUSY_RESIDUAL, BUSY_VQ, LFQ, RESIDUAL_FSQ
 from tests.training import STEPS, largest_difference, metrics, run, run_tree, weights
 from vqclip.train.step import TrainStep
 
@@ -21,6 +21,7 @@ ENTROPY_LFQ = LFQ | {
     "loss_weights": {"token_entropy": 0.1, "codebook_entropy_gap": 0.1, "commitment": 0.25},
 }
 
+HEAD = {"kind": "mlp", "dropout": 0.3, "input_dropout": 0.1}
 CASES = {
     "lfq, gathered sigmoid loss": (ENTROPY_LFQ, SIGLIP | {"loss": {"kind": "sigmoid", "impl": "gather"}}),
     "residual of vq with dropout": (
@@ -28,9 +29,22 @@ CASES = {
         {"model__image__project_in": {"kind": "mlp", "dropout": 0.2}, "model__image__tower__patch_dropout": 0.25},
     ),
     "ranks of unequal share": (ENTROPY_LFQ, {"train__batch_size": 11}),
+    "small heads on stored views": (
+        RESIDUAL_FSQ,
+        {
+            "model__image__tower__train": "none",
+            "model__image__tower__inner_layers": [0],
+            "model__image__project_in": HEAD,
+            "model__text__project_in": HEAD,
+            "loss__label_smoothing": 0.1,
+            "data__views": 3,
+            "data__feature_cache": {"dtype": "fp32"},
+            "train__ema": {"decay": 0.9},
+        },
+    ),
 }
-SLOW = ("ranks of unequal share",)
-"""Not run by default: `tests/quantizers` and `tests/losses` have ranks of unequal share."""
+SLOW = ("ranks of unequal share", "small heads on stored views")
+"""Not run by default: `tests/quantizers` and `tests/losses` have ranks of unequal share, another case has dropout."""
 
 
 @pytest.fixture(scope="module")
