@@ -100,7 +100,7 @@ def built(into: str = "linear", back: str = "linear", normalize: str = "none", r
 @pytest.mark.parametrize(
     ("into", "back", "normalize", "reduce"),
     [
-        *[("mlp", "linear", each, None) for each in ("none", "layer", "l2")],
+        *[("mlp", "linear", each, None) for each in ("none", "layer", "l2", "linf")],
         ("linear", "attention", "layer", None),
         ("attention", "mlp", "l2", None),
         *[("linear", "mlp", "none", each) for each in REDUCTIONS[1:]],
@@ -145,6 +145,9 @@ def test_attention_mixes_tokens_but_not_padding() -> None:
 def test_normalization() -> None:
     x = 3 * torch.randn(4, 7, 16) + 1
     torch.testing.assert_close(normalize_channels(x, "l2").norm(dim=-1), torch.full((4, 7), 4.0))
+    largest = normalize_channels(x, "linf").abs().amax(dim=-1)
+    torch.testing.assert_close(largest, torch.full((4, 7), 2.0))
+    assert normalize_channels(torch.zeros(2, 3), "linf").equal(torch.zeros(2, 3))
     layer = normalize_channels(x, "layer")
     torch.testing.assert_close(layer.mean(-1), torch.zeros(4, 7), atol=1e-5, rtol=0)
     torch.testing.assert_close(layer.std(-1, unbiased=False), torch.ones(4, 7), atol=1e-3, rtol=0)

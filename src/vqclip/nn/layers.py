@@ -18,7 +18,7 @@ from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError
 from vqclip.nn.dropout import DropoutLinear
 
-Normalization = Literal["none", "layer", "l2"]
+Normalization = Literal["none", "layer", "l2", "linf"]
 """Normalisation of the channels of a token; see `normalize_channels`."""
 
 
@@ -150,12 +150,15 @@ def normalize_channels(x: Tensor, how: Normalization) -> Tensor:
     """Normalise a token's channels before the quantizer, ``(..., D)``; in float32 or float64.
 
     ``layer``: mean 0 and variance 1 over the channels. ``l2``: the vector has length √D, so that its channels have
-    magnitude about 1, the range that quantizers expect.
+    magnitude about 1, the range that quantizers expect. ``linf``: the largest channel has magnitude 2, which the tanh of
+    FSQ maps almost to its outermost level; no channel is pressed flat (ViQ, 2026).
     """
     if how == "none":
         return x
     x = x if x.dtype == torch.float64 else x.float()
     width = x.shape[-1]
+    if how == "linf":
+        return 2 * x / x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12)
     return F.layer_norm(x, (width,)) if how == "layer" else F.normalize(x, dim=-1) * width**0.5
 
 

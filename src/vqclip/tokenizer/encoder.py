@@ -212,7 +212,8 @@ class TokenizerConfig(DecoderConfig):
     project_in: ProjectionConfig = LinearProjectionConfig()
     """From the (reduced) features to the quantizer's channels."""
     normalize: Normalization = "none"
-    """Normalisation of those channels before quantization: layer (mean 0, variance 1), l2 (length √D), none."""
+    """Normalisation of those channels before quantization: layer (mean 0, variance 1), l2 (length √D), linf (largest
+    magnitude 2), none."""
 
     def with_tower(self, tower: Any) -> Self:
         """Return a copy with other settings of the tower."""
