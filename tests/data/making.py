@@ -102,9 +102,9 @@ def count_calls(function: Callable[[], None]) -> int:
     return calls
 
 
-def open_tars(*paths: Path, cache: Path | None = None, **options) -> TarReader:
+def open_tars(*paths: Path, **options) -> TarReader:
     """A reader of tars on this machine; see `TarSet`."""
-    return TarSet(paths, RemoteConfig(), **options).open(cache)
+    return TarSet(paths, RemoteConfig(), **options).open()
 
 
 def make_index(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 from PIL import Image
@@ -92,19 +94,21 @@ def _case_of_members(draw: random.Random) -> bytes:
         return _tar(members, tarfile.PAX_FORMAT)
 
 
+@mock.patch.dict(os.environ)
 def check(data: bytes, folder: Path) -> str:
     """Read it all; returns what happened in a word, raises anything that is no `DataError`, or a broken promise."""
     path, cache = folder / "case.tar", folder / "cache"
+    os.environ["VQCLIP_CACHE"] = str(cache)
     shutil.rmtree(cache, ignore_errors=True)
     path.write_bytes(data)
     try:
-        reader = open_tars(path, cache=cache)
+        reader = open_tars(path)
     except DataError as error:
         _require_printable(error)
         return "refused"
     places = member_places(reader)
     assert (places.sum(axis=-1) <= len(data)).all()
-    assert np.array_equal(member_places(open_tars(path, cache=cache)), places)
+    assert np.array_equal(member_places(open_tars(path)), places)
     for number in range(min(len(reader), _SAMPLES)):
         for read in _readers(reader, number):
             try:
@@ -115,7 +119,7 @@ def check(data: bytes, folder: Path) -> str:
     (part,), draw = (cache / "index").glob("*/*.part"), random.Random(data)
     part.write_bytes(mutated(draw, part.read_bytes(), [data]))
     reader.index.path.unlink()
-    again = open_tars(path, cache=cache)
+    again = open_tars(path)
     assert np.array_equal(member_places(again), places)
     assert again.sha256 == reader.sha256
     return "read"

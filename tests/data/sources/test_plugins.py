@@ -28,7 +28,7 @@ class NumbersConfig(SourceConfigBase):
     path: Path
     """The folder."""
 
-    def build(self, cache=None):
+    def build(self):
         return Numbers(sorted(self.path.glob("*.jpg")))
 
 

@@ -153,11 +153,8 @@ class SourceConfigBase(Config):
         copy._chunk = chunk
         return copy
 
-    def build(self, cache: Path | None = None) -> Source:
-        """Open the data, after indexing what has no index.
-
-        Args:
-            cache: folder of the indexes; default `vqclip.io.files.cache_folder()`.
+    def build(self) -> Source:
+        """Open the data, after indexing what has no index; what is made is in `vqclip.io.files.cache_folder()`.
 
         Raises:
             DataError: the data are missing or damaged.

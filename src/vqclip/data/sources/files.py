@@ -82,13 +82,13 @@ class FileSourceConfig(SourceConfigBase):
         """Return the captions in files beside the images; None if they are in the table or are prompts."""
         return None
 
-    def load_table(self, cache: Path | None = None) -> FileTable:
+    def load_table(self) -> FileTable:
         """Return the table, from the cache if all that it was made from is unchanged.
 
         Raises:
             DataError: see `table`, or the cache cannot be written.
         """
-        file, name = self._stem(cache).with_suffix(".table.safetensors"), str(self.listing)
+        file, name = self._stem().with_suffix(".table.safetensors"), str(self.listing)
         table = find_table(file, versions(name), name, lambda stored: FileTable(*stored))
         if table is None or not table.is_current:
             table = self.table()
@@ -107,15 +107,12 @@ class FileSourceConfig(SourceConfigBase):
             for start in range(0, len(table), PART_SIZE)
         ]
 
-    def index(
-        self, table: FileTable, start: int, cache: Path | None = None, is_checked: bool = False
-    ) -> dict[str, np.ndarray]:
+    def index(self, table: FileTable, start: int, is_checked: bool = False) -> dict[str, np.ndarray]:
         """Return the index of the files of a part, after indexing those that have changed since.
 
         Args:
             table: the rows.
             start: first row of the part.
-            cache: folder of the index.
             is_checked: whether it has just been compared with the files.
 
         Returns:
@@ -131,7 +128,7 @@ class FileSourceConfig(SourceConfigBase):
         paths = [table.paths.read(row) for row in range(start, stop)]
         text = "\0".join([*paths, second])
         facts = {**versions(name), "paths": checksum(text.encode("utf-8", "surrogatepass"))}
-        file = self._stem(cache).with_suffix(f".{start // PART_SIZE:05d}.safetensors")
+        file = self._stem().with_suffix(f".{start // PART_SIZE:05d}.safetensors")
         found = find_table(file, facts, name, lambda stored: {**stored.arrays})
         if found is not None and is_checked:
             return found
@@ -159,14 +156,14 @@ class FileSourceConfig(SourceConfigBase):
             logger.info("indexed %s: %d image files of samples %d to %d", name, len(changed), start, stop - 1)
         return index
 
-    def build(self, cache: Path | None = None) -> FileSource:
+    def build(self) -> FileSource:
         """Open the images, after indexing those without an index."""
-        return FileSource(self, cache)
+        return FileSource(self)
 
-    def _stem(self, cache: Path | None) -> Path:
+    def _stem(self) -> Path:
         keys = self.model_dump(mode="json", exclude={"weight", "path"})
         text = json.dumps([os.fspath(self.listing), keys], sort_keys=True)  # ASCII
-        return (cache or cache_folder()) / "index" / checksum(text.encode())[:24]
+        return cache_folder() / "index" / checksum(text.encode())[:24]
 
 
 class ListConfig(ColumnConfig, FileSourceConfig):
@@ -207,16 +204,15 @@ class FileSource:
 
     Args:
         config: makes the table.
-        cache: folder of the table and the indexes; default `vqclip.io.files.cache_folder()`.
         is_checked: whether the indexes have just been compared with the files.
 
     Raises:
         DataError: see `FileSourceConfig.table`; or none of the files can be read.
     """
 
-    def __init__(self, config: FileSourceConfig, cache: Path | None = None, is_checked: bool = False):
+    def __init__(self, config: FileSourceConfig, is_checked: bool = False):
         self.config = config
-        self._table = table = config.load_table(cache)
+        self._table = table = config.load_table()
         self._listing, self._root = config.listing, config.root  # once: a listing may look for files
         self._captions = config.caption_files(table)
         self.classnames: tuple[str, ...] = tuple(table.facts["classnames"])
@@ -226,7 +222,7 @@ class FileSource:
         self.shards: list[dict[str, str | int]] = []
         states = []
         for number, start in enumerate(range(0, len(table), PART_SIZE)):
-            index = config.index(table, start, cache, is_checked)
+            index = config.index(table, start, is_checked)
             states.append(index["states"])
             total = int(np.maximum(index["states"][..., 0], 0).sum())
             name, sha256 = f"{encodable(self._listing.stem)}-{number:05d}", checksum(index["digests"].tobytes())

@@ -161,7 +161,7 @@ def _class_of(kind: object) -> type[SourceConfigBase]:
     ):
         raise ConfigError(
             f'kind {kind!r}: {where} is not a subclass of vqclip.data.SourceConfigBase with kind: Literal["{kind}"] = '
-            f'"{kind}" and a method build(cache), which opens the data'
+            f'"{kind}" and a method build(), which opens the data'
         )
     return found
 

@@ -136,17 +136,17 @@ class PackedConfig(SourceConfigBase):
         """Return the image files that the data name, if these are read where they are; None: samples are packed."""
         return None
 
-    def packed_path(self, data: Any, cache: Path | None = None) -> Path:
+    def packed_path(self, data: Any) -> Path:
         """Return the path of the folder of the packed tars, which may be missing; ``data`` is from `open_data`."""
         text = json.dumps([_LAYOUT.versions, self.identity(data)], sort_keys=True)
         name = f"{self.kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
-        return (cache or cache_folder()) / "packed" / name
+        return cache_folder() / "packed" / name
 
-    def build(self, cache: Path | None = None) -> Source:
+    def build(self) -> Source:
         """Open the data, after packing and indexing what is missing."""
         config = self.model_copy(update=self.pins())
         files = config.image_files()
-        return Packing(config, cache).build(cache) if files is None else files.build(cache)
+        return Packing(config).build() if files is None else files.build()
 
 
 def packed_folders(kind: str) -> Iterator[WorkFolder]:
@@ -165,14 +165,13 @@ class Packing:
 
     Args:
         config: the source.
-        cache: the cache folder; default `vqclip.io.files.cache_folder()`.
         path: folder that another process has made; its data are then opened if a piece is to be written.
 
     Raises:
         DataError: see `PackedConfig.open_stream`, or the disk has no room.
     """
 
-    def __init__(self, config: PackedConfig, cache: Path | None = None, path: Path | None = None):
+    def __init__(self, config: PackedConfig, path: Path | None = None):
         self.config = config
         self._stream: Stream | None = None
         self._data: Any = None
@@ -180,7 +179,7 @@ class Packing:
         self._is_found = found is not None
         if found is None:  # also if this process cannot read what another one has made
             self._data = config.open_data()
-            path = path or config.packed_path(self._data, cache)
+            path = path or config.packed_path(self._data)
             found = WorkFolder.existing(path, _LAYOUT, in_cache=True) or self._make_folder(path)
         self.folder = found
 
@@ -228,13 +227,13 @@ class Packing:
         self._tar_set([piece]).make_parts()
         return True
 
-    def build(self, cache: Path | None = None) -> Source:
+    def build(self) -> Source:
         """Open the packed tars, after packing and indexing what is missing, or waiting for processes that do."""
         self.folder.remove_leftovers()
         for piece in self.folder.claim(wait=True):
             write_piece(self.folder, piece, self.stream)
         tars = self._tar_set(range(self.folder.items))
-        return PackedSource(self.config, self.folder, tars.open(cache))
+        return PackedSource(self.config, self.folder, tars.open())
 
     def _tar_set(self, pieces: Iterable[int]) -> TarSet:
         remote = getattr(self.config, "remote", RemoteConfig())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -69,9 +68,9 @@ class TarConfig(SourceConfigBase):
         """See `SourceConfigBase.shards`."""
         return self.tar_set().parts()
 
-    def build(self, cache: Path | None = None) -> TarSource:
+    def build(self) -> TarSource:
         """Open the shards, after indexing those without an index."""
-        return self.open(self.tar_set().open(cache))
+        return self.open(self.tar_set().open())
 
     def build_part(self, shards: Sequence[Shard]) -> TarSource:
         """Open some of the shards, for processes that share a data set; none of their samples may be usable."""
@@ -297,14 +296,14 @@ class ScenesSourceConfig(SourceConfigBase):
 
     def shards(self) -> Sequence[Part]:
         """See `SourceConfigBase.shards`; missing tars are drawn."""
-        return self._shards_config(None).shards()
+        return self._shards_config().shards()
 
-    def build(self, cache: Path | None = None) -> TarSource:
+    def build(self) -> TarSource:
         """Open the shards, after drawing and indexing them if necessary."""
-        return self._shards_config(cache).build(cache)
+        return self._shards_config().build()
 
-    def _shards_config(self, cache: Path | None) -> CaptionShardsConfig | ClassShardsConfig:
-        paths = make_scenes(cache, self.drawing)
+    def _shards_config(self) -> CaptionShardsConfig | ClassShardsConfig:
+        paths = make_scenes(config=self.drawing)
         split = self.split or "train"
         if split in ("train", "val"):
             return CaptionShardsConfig(path=str(getattr(paths, split)))

@@ -69,39 +69,39 @@ class TarSet:
             DataError: a shard is missing; or they are at URLs, do not fit in the cache, and have no index.
             ConfigError: chunks of the index do not fit those of the order.
         """
-        if (folder := self._find_unpacked(None)) is not None:
+        if (folder := self._find_unpacked()) is not None:
             missing = [item for item in range(folder.items) if folder.record(item) is None]
             parts = [Part(str(folder.file(item)), partial(self._copy, folder, [item])) for item in missing]
             return parts or self._with_copies(folder).parts()
-        if (index := self._find(None)) is not None:
+        if (index := self._find()) is not None:
             return [Part(str(index.path), partial(_verify, index.path))]
-        maker = self._maker(None)
+        maker = self._maker()
         return [Part(str(self.shards[number]), partial(maker.read, number)) for number in maker.missing()]
 
     def make_parts(self) -> None:
         """Make the parts of the index that are missing; raises DataError for a damaged shard."""
-        maker = self._maker(None)
+        maker = self._maker()
         for number in maker.missing():
             maker.read(number)
 
-    def readable(self, cache: Path | None = None) -> TarSet:
+    def readable(self) -> TarSet:
         """Return the tars with copies in place of those that cannot be read at random places; missing ones are made.
 
         Raises:
             DataError: a shard is damaged, or the disk has no room.
         """
-        if (folder := self._find_unpacked(cache)) is None:
+        if (folder := self._find_unpacked()) is None:
             return self
-        self._copy(folder, range(folder.items), cache, wait=True)
+        self._copy(folder, range(folder.items), wait=True)
         folder.remove_leftovers()
         return self._with_copies(folder)
 
-    def _copy(self, folder: UnpackedTars, items: Sequence[int], cache: Path | None = None, wait: bool = False) -> bool:
+    def _copy(self, folder: UnpackedTars, items: Sequence[int], wait: bool = False) -> bool:
         """Copy and index shards; return False if another process is copying one."""
         for item in folder.claim(items, wait):
             file, copy = folder.copy(item, self.shards, self.leave_out), folder.file(item)
             try:
-                part = replace(self, shards=[copy])._maker(cache).part(0)
+                part = replace(self, shards=[copy])._maker().part(0)
             except StorageError:
                 raise
             except DataError as error:
@@ -110,20 +110,17 @@ class TarSet:
             folder.add_record(item, file, part.samples)
         return all(folder.record(item) is not None for item in items)
 
-    def open(self, cache: Path | None = None) -> TarReader:
+    def open(self) -> TarReader:
         """Open the tars, after indexing those that are not indexed.
-
-        Args:
-            cache: folder of the index and of chunks; default `vqclip.io.files.cache_folder()`.
 
         Raises:
             DataError: a shard is damaged, or the index of these tars cannot be used.
             ConfigError: chunks of the index do not fit those of the order.
         """
-        if (tars := self.readable(cache)) is not self:
-            return tars.open(cache)
-        index = self._find(cache)  # which is falsy if all tars are empty
-        index = self._write(cache) if index is None else index
+        if (tars := self.readable()) is not self:
+            return tars.open()
+        index = self._find()  # which is falsy if all tars are empty
+        index = self._write() if index is None else index
         if index.facts.damaged and not self.leave_out:
             name, problem = next(iter(index.facts.damaged.items()))
             raise DataError(
@@ -143,16 +140,16 @@ class TarSet:
                 self.remote.cache_gib,
                 index.chunk,
             )
-        chunks = BoundedCache((cache or cache_folder()) / "chunks", self.remote.cache_bytes)
+        chunks = BoundedCache(cache_folder() / "chunks", self.remote.cache_bytes)
         return TarReader(self.shards, index, self.rules, chunks, self.remote.total_s, self.named)
 
     @property
     def _is_local(self) -> bool:
         return all(isinstance(each, Path) for each in self.shards)
 
-    def _find_unpacked(self, cache: Path | None) -> UnpackedTars | None:
+    def _find_unpacked(self) -> UnpackedTars | None:
         # Of shards with an index in the cache, made or fetched earlier, the server is known to send parts.
-        return find_unpacked(self.shards, not cached_index(self.shards, self.rules, cache).exists(), cache)
+        return find_unpacked(self.shards, not cached_index(self.shards, self.rules).exists())
 
     def _with_copies(self, folder: UnpackedTars) -> TarSet:
         return replace(self, shards=folder.replace(self.shards), named=self.shards)
@@ -172,11 +169,11 @@ class TarSet:
                 "data index SOURCE --chunk 16"
             )
 
-    def _maker(self, cache: Path | None) -> IndexMaker:
+    def _maker(self) -> IndexMaker:
         # Another list of shards of the same folder uses the same parts.
         folder = str(data_folder(self.shards) or cached_index(self.shards).stem)
         name = f"{hashlib.sha256(folder.encode('utf-8', 'surrogateescape')).hexdigest()[:24]}.parts"
-        parts = Parts((cache or cache_folder()) / "index" / name)
+        parts = Parts(cache_folder() / "index" / name)
         maker = IndexMaker(self.shards, parts, self.rules, self.leave_out)
         size = sum(each.length for each in maker.facts)
         if size > self.remote.cache_bytes and not self._is_local:
@@ -187,14 +184,14 @@ class TarSet:
             )
         return maker
 
-    def _find(self, cache: Path | None) -> TarIndex | None:
+    def _find(self) -> TarIndex | None:
         """Open the index of the tars; None if it is missing, outdated, or can be made again with other chunks."""
-        index = find_index(self.shards, self.rules, cache)
+        index = find_index(self.shards, self.rules)
         if index is None or self.chunk is None or self.chunk % index.chunk == 0:
             return index
         if self._is_local and index.keys is not None:  # no chunk is read
             return index
-        if self._is_local and index.path == cached_index(self.shards, self.rules, cache):
+        if self._is_local and index.path == cached_index(self.shards, self.rules):
             return None
         raise ConfigError(
             f"data.order.chunk: got {self.chunk}, and the index {index.path} has chunks of {index.chunk} samples; "
@@ -202,12 +199,12 @@ class TarSet:
             f"{choose_chunk(self.chunk)}"
         )
 
-    def _write(self, cache: Path | None) -> TarIndex:
+    def _write(self) -> TarIndex:
         """Join the parts of the index; one process of those that share a cache does it, and the others wait."""
-        path = cached_index(self.shards, self.rules, cache)
+        path = cached_index(self.shards, self.rules)
         with _lock(path, "write"):  # `find_index` takes the other lock
-            index = self._find(cache)
-            return self._maker(cache).write(path, choose_chunk(self.chunk or CHUNK)) if index is None else index
+            index = self._find()
+            return self._maker().write(path, choose_chunk(self.chunk or CHUNK)) if index is None else index
 
 
 def _verify(path: Path) -> None:
@@ -272,13 +269,13 @@ def data_folder(shards: Sequence[Shard]) -> Path | str | None:
     return common + queries.pop() if common.count("/") > 1 and len(queries) == 1 else None
 
 
-def cached_index(shards: Sequence[Shard], rules: MemberRules = USUAL, cache: Path | None = None) -> Path:
+def cached_index(shards: Sequence[Shard], rules: MemberRules = USUAL) -> Path:
     """Return the place of the index of some shards in the cache."""
     paths = [path_in_url(each.url) if isinstance(each, RemoteShard) else str(each) for each in shards]
-    return (cache or cache_folder()) / "index" / f"{_digest(paths, rules)[:24]}.tars"
+    return cache_folder() / "index" / f"{_digest(paths, rules)[:24]}.tars"
 
 
-def find_index(shards: Sequence[Shard], rules: MemberRules = USUAL, cache: Path | None = None) -> TarIndex | None:
+def find_index(shards: Sequence[Shard], rules: MemberRules = USUAL) -> TarIndex | None:
     """Return the index of some shards, opened; None if there is none, or it is outdated.
 
     That of shards at URLs is fetched from beside them into the cache, once; afterwards the server is not asked.
@@ -286,12 +283,11 @@ def find_index(shards: Sequence[Shard], rules: MemberRules = USUAL, cache: Path 
     Args:
         shards: the tars.
         rules: how their members are grouped.
-        cache: the cache folder; default `vqclip.io.files.cache_folder()`.
 
     Raises:
         StorageError: the server cannot be reached.
     """
-    folder, cached = data_folder(shards), cached_index(shards, rules, cache)
+    folder, cached = data_folder(shards), cached_index(shards, rules)
     beside = [folder / index_name(shards, rules)] if isinstance(folder, Path) else []
     for place in (*beside, cached):
         if (index := _open_current(place, shards, rules)) is not None:

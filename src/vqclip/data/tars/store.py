@@ -330,13 +330,12 @@ class UnpackedTars(WorkFolder):
         return write_file(self.file(item), write)
 
 
-def find_unpacked(shards: Sequence[Shard], ask: bool, cache: Path | None = None) -> UnpackedTars | None:
+def find_unpacked(shards: Sequence[Shard], ask: bool) -> UnpackedTars | None:
     """Return the folder of the shards that are to be copied, which is made if it is missing; None if there are none.
 
     Args:
         shards: the tars.
         ask: ask servers whether they send parts of files; each is asked once, for the first of its shards.
-        cache: the cache folder; default `vqclip.io.files.cache_folder()`.
 
     Raises:
         DataError: the disk has no room.
@@ -345,7 +344,7 @@ def find_unpacked(shards: Sequence[Shard], ask: bool, cache: Path | None = None)
     if not any(is_gzip(each.name) or _is_web(each) for each in shards):
         return None
     identity = json.dumps([_identity(each) for each in shards])
-    path = (cache or cache_folder()) / "packed" / f"tars-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
+    path = cache_folder() / "packed" / f"tars-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
     if (found := UnpackedTars.existing(path, _LAYOUT, in_cache=True)) is not None:
         return found
     sizes, asked = dict[int, int](), dict[str, int | None]()
