@@ -1,7 +1,7 @@
 """Read samples in order, and collect the bad ones: for evaluation, packing, tokens, stored features and checks.
 
-for ids in slices of the source or of its shards:      # in workers, by `vqclip.data.workers.ordered_map`
-    for id in ids:
+for some in slices_of(ids of the source or of a shard):      # in workers, by `vqclip.data.workers.ordered_map`
+    for id in some:
         value = read(id), or a `BadSample`; storage that cannot be read is an error
 
 Nothing is replaced, unlike in training (`vqclip.data.samples`).
@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vqclip.data.batch import BadSample, EvalBatch
 from vqclip.data.decode import MAX_PIXELS
-from vqclip.data.lookup import locate
 from vqclip.data.samples import read_decoded
 from vqclip.data.sources.base import RawSample, Source
 from vqclip.data.workers import ordered_map
@@ -41,17 +39,19 @@ class SamplesRead(Generic[T]):
     """Id → value of each usable one, in order."""
     bad: tuple[BadSample, ...]
     """The unusable ones, in order."""
-    shard: int = 0
-    """Number of the shard that they belong to."""
 
 
-def read_in_order(read: Callable[[int], T], ids: Sequence[int], shard: int = 0) -> SamplesRead[T]:
+def slices_of(ids: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    """Yield consecutive parts of some ids, each of so many; the last one may be smaller."""
+    return (ids[first : first + size] for first in range(0, len(ids), size))
+
+
+def read_in_order(read: Callable[[int], T], ids: Sequence[int]) -> SamplesRead[T]:
     """Read samples one after the other; a bad one is noted, and ends nothing.
 
     Args:
         read: returns what is wanted of a sample, or raises `DataError`, whose message names it.
         ids: numbers of the samples.
-        shard: number of the shard that they belong to.
 
     Raises:
         StorageError: storage cannot be read, or has changed. No sample is to blame, and the next run may succeed.
@@ -65,37 +65,7 @@ def read_in_order(read: Callable[[int], T], ids: Sequence[int], shard: int = 0) 
             raise
         except DataError as error:
             bad.append(BadSample(sample_id, str(error), error.kind, -1))
-    return SamplesRead(ids, found, tuple(bad), shard)
-
-
-class InOrderReader(Generic[T]):
-    """Batches of consecutive samples, each of one shard, by number; the function of `ordered_map`, copied to workers.
-
-    Args:
-        read: see `read_in_order`.
-        sizes: number of samples of every shard.
-        shards: numbers of the shards wanted.
-        batch_size: samples in a batch; the last batch of a shard may be smaller.
-    """
-
-    def __init__(self, read: Callable[[int], T], sizes: Sequence[int], shards: Sequence[int], batch_size: int):
-        self._read, self._shards, self._batch_size = read, tuple(shards), batch_size
-        self._starts = np.cumsum([0, *sizes])
-        # An empty shard is one batch without samples, so that it is written like the others.
-        counts = (max(1, -(-sizes[shard] // batch_size)) for shard in shards)
-        self._batches = np.cumsum([0, *counts], dtype=np.int64)
-
-    def __len__(self) -> int:
-        """Return the number of batches in all shards."""
-        return int(self._batches[-1])
-
-    def __call__(self, number: int) -> SamplesRead[T]:
-        """Return batch `number`, counted over the shards; see `read_in_order`."""
-        place, batch = locate(self._batches, number)
-        shard = self._shards[place]
-        first = int(self._starts[shard]) + batch * self._batch_size
-        ids = range(first, min(first + self._batch_size, int(self._starts[shard + 1])))
-        return read_in_order(self._read, ids, shard)
+    return SamplesRead(ids, found, tuple(bad))
 
 
 class EvalSet:
@@ -155,8 +125,8 @@ class EvalSet:
             DataError: this rank has more bad samples than allowed over all ranks; the message names shard and sample.
         """
         bad: list[BadSample] = []
-        numbers = range(-(-len(self) // self._batch_size))
-        for batch in ordered_map(self._make, numbers, self._workers, timeout_s=self._timeout_s, section="evaluation"):
+        places = slices_of(self._mine, self._batch_size)
+        for batch in ordered_map(self._make, places, self._workers, timeout_s=self._timeout_s, section="evaluation"):
             bad += batch.bad
             if len(bad) > self.allowed:
                 shown = "\n".join(f"  {sample.reason}" for sample in bad[-5:])
@@ -165,8 +135,7 @@ class EvalSet:
                 logger.warning("evaluation: sample %d skipped: %s", sample.sample_id, sample.reason)
             yield batch
 
-    def _make(self, number: int) -> EvalBatch:
-        places = self._mine[number * self._batch_size : (number + 1) * self._batch_size]
+    def _make(self, places: Sequence[int]) -> EvalBatch:
         read = read_in_order(self._read, [place * len(self.source) // self.size for place in places])
         images = [image for image, _ in read.found.values()]
         samples = [sample for _, sample in read.found.values()]

@@ -20,7 +20,7 @@ import numpy as np
 from vqclip.data import Source
 from vqclip.data.batch_maker import Tokenize
 from vqclip.data.decode import MAX_PIXELS, DecodedImage, image_format, read_image
-from vqclip.data.in_order import InOrderReader
+from vqclip.data.in_order import read_in_order, slices_of
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import DataError, printable
 from vqclip.io.files import format_bytes
@@ -124,9 +124,9 @@ def scan(source: Source, options: CheckOptions, name: str = "check") -> Iterator
     Raises:
         StorageError: the storage cannot be read, which says nothing of the samples.
     """
-    reader = InOrderReader(partial(_scan_sample, source, options), [len(source)], [0], _BATCH)
+    read, slices = partial(read_in_order, partial(_scan_sample, source, options)), slices_of(range(len(source)), _BATCH)
     with explain_worker_deaths("check"), ProgressBar(len(source), 0, True, name, "sample") as bar:
-        for batch in ordered_map(reader, range(len(reader)), options.workers, timeout_s=240.0, section="check"):
+        for batch in ordered_map(read, slices, options.workers, timeout_s=240.0, section="check"):
             bad = {each.sample_id: (each.kind, each.reason) for each in batch.bad}
             for index in batch.ids:
                 if index in batch.found:

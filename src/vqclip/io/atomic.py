@@ -197,24 +197,21 @@ def replace_folder(target: Path, fill: Callable[[Path], object]) -> None:
     shutil.rmtree(former, ignore_errors=True)
 
 
-def make_once(
-    folder: Path, fill: Callable[[Path], object], is_intact: Callable[[Path], bool] = lambda path: path.exists()
-) -> None:
-    """Make a folder of the cache atomically unless it is intact; other processes wait for the one that makes it.
+def make_once(folder: Path, fill: Callable[[Path], object]) -> None:
+    """Make a folder of the cache atomically unless it is there; other processes wait for the one that makes it.
 
     Args:
         folder: the folder.
         fill: writes its files into an empty folder.
-        is_intact: whether the folder can be used as it is.
 
     Raises:
         OSError: it cannot be written.
     """
-    if is_intact(folder):
+    if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with hold_lock(folder.with_name(f"{folder.name}.lock")):
-        if not is_intact(folder):
+        if not folder.exists():
             replace_folder(folder, fill)
 
 

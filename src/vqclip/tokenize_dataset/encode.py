@@ -26,7 +26,7 @@ from vqclip.towers import CaptionLengths
 class DecodedBatch(NamedTuple):
     """Samples of one shard, ready to be encoded."""
 
-    ids: range
+    ids: Sequence[int]
     """Numbers of the samples, usable or not, in the whole data set; the first one is row 0."""
     images: Tensor | None
     """``(B, 3, S, S)`` uint8, always with all B rows: black without a sample; None without usable or wanted images."""
@@ -36,12 +36,11 @@ class DecodedBatch(NamedTuple):
     """The unusable samples, with the keys of `vqclip.data.work_folder.BadRecord`."""
 
 
-class ShardBatches:
-    """Batches of one shard, by number; workers get a copy of it.
+class BatchReader:
+    """Reads batches of one shard, by the ids of their samples; workers get a copy of it.
 
     Args:
         source: source of the samples.
-        ids: numbers of the shard's samples in the whole data set.
         first: number of the source's first sample in the whole data set.
         batch_size: B.
         transform: ``(3, H, W)`` uint8 → ``(3, S, S)`` uint8; None if no images are wanted.
@@ -51,31 +50,25 @@ class ShardBatches:
     def __init__(
         self,
         source: ShardedSource,
-        ids: range,
         first: int,
         batch_size: int,
         transform: Callable[[Tensor], Tensor] | None,
         max_pixels: int,
     ):
-        self._source, self._ids, self._first, self._batch_size = source, ids, first, batch_size
+        self._source, self._first, self._batch_size = source, first, batch_size
         self._transform, self._max_pixels = transform, max_pixels
 
-    def __len__(self) -> int:
-        """Return the number of batches."""
-        return -(-len(self._ids) // self._batch_size)
-
-    def __call__(self, number: int) -> DecodedBatch:
-        """Return a batch.
+    def __call__(self, ids: Sequence[int]) -> DecodedBatch:
+        """Return the batch of some consecutive samples, at most B.
 
         Raises:
             StorageError: the shard cannot be fetched.
         """
-        ids = self._ids[number * self._batch_size : (number + 1) * self._batch_size]
         read, images = read_in_order(self._read, ids), None
         for sample_id, (_, image) in read.found.items():
             if image is not None:
                 images = image.new_zeros(self._batch_size, *image.shape) if images is None else images
-                images[sample_id - ids.start] = image
+                images[sample_id - ids[0]] = image
         keys = {sample_id: self._source.key(sample_id - self._first) for sample_id in ids}
         found = tuple(
             TokenRecord(keys[sample_id], sample_id, sample.label, sample.captions, image=None, texts=None)
@@ -120,9 +113,7 @@ class Encoders:
         if self.image is None or batch.images is None:
             return batch.found
         ids, sizes = self._ids(self.image, batch.images), self.image.codebook_sizes
-        return [
-            each._replace(image=strip_padding(ids[each.sample_id - batch.ids.start], sizes)) for each in batch.found
-        ]
+        return [each._replace(image=strip_padding(ids[each.sample_id - batch.ids[0]], sizes)) for each in batch.found]
 
     def encode_captions(
         self, records: Sequence[TokenRecord], between: Callable[[], object]

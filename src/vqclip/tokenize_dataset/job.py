@@ -28,6 +28,7 @@ from vqclip.config import Config
 from vqclip.data import ShardedSource, SourceConfigBase, open_sources
 from vqclip.data.batch import require_few_bad
 from vqclip.data.decode import MAX_PIXELS
+from vqclip.data.in_order import slices_of
 from vqclip.data.lookup import require_pyarrow
 from vqclip.data.on_ray import RayOptions, connect_to_ray
 from vqclip.data.remote.files import Shard
@@ -40,7 +41,7 @@ from vqclip.io.json_files import problem_message, read_json
 from vqclip.nn.precision import Precision
 from vqclip.process.memory import keep_freed_memory
 from vqclip.runlog.bar import ProgressBar
-from vqclip.tokenize_dataset.encode import Encoders, ShardBatches
+from vqclip.tokenize_dataset.encode import BatchReader, Encoders
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder, find_folder
 from vqclip.tokenizer.loading import load_tokenizer
@@ -262,13 +263,12 @@ class ShardMaker:
         """
         encoders, options, settings = self._encoders, self._options, self._settings
         transform = None if encoders.image is None else encoders.image.transform
-        batches = ShardBatches(source, self.ids[shard], first, options.batch_size, transform, options.max_pixels)
+        reader = BatchReader(source, first, options.batch_size, transform, options.max_pixels)
+        batches = slices_of(self.ids[shard], options.batch_size)
         records: list[TokenRecord] = []
         left_out: list[dict[str, Any]] = []
         with explain_worker_deaths("tokenize"):
-            for batch in ordered_map(
-                batches, range(len(batches)), options.workers, timeout_s=options.timeout_s, section="tokenize"
-            ):
+            for batch in ordered_map(reader, batches, options.workers, timeout_s=options.timeout_s, section="tokenize"):
                 left_out += batch.bad
                 require_few_bad(
                     (each["reason"] for each in left_out), len(left_out) + bad, self.most_bad, "--tolerance"

@@ -21,6 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from vqclip.config import Modality
 from vqclip.data import DataConfig, TrainData
 from vqclip.data.batch import BadSample
 from vqclip.data.features import TORCH_DTYPES, FeatureFolder, FeatureReader, FeatureSettings, choose_shard_samples
-from vqclip.data.in_order import InOrderReader, SamplesRead
+from vqclip.data.in_order import SamplesRead, read_in_order, slices_of
 from vqclip.data.samples import SampleMaker
 from vqclip.data.work_folder import VISIBLE_S
 from vqclip.data.workers import explain_worker_deaths, ordered_map
@@ -367,12 +368,11 @@ class FeatureJob:
         """
         size, options = chunk_size(self.maker.device), self._options
         settings = self.folder.settings
-        sizes = [len(settings.shard_range(number)) for number in range(settings.shards)]
-        read = self.samples.make_views if settings.modality == "image" else self.samples.read_captions
-        reader = InOrderReader[Tensor | tuple[str, ...]](read, sizes, shards, size)
+        read: Callable[[int], Tensor | tuple[str, ...]] = self.samples.make_views
+        read = read if settings.modality == "image" else self.samples.read_captions
         blocks = ordered_map(
-            reader,
-            range(len(reader)),
+            partial(read_in_order, read),
+            (ids for number in shards for ids in slices_of(settings.shard_range(number), size)),
             options.workers,
             prefetch=options.prefetch,
             timeout_s=options.timeout_s,
@@ -384,14 +384,15 @@ class FeatureJob:
         shard = _ShardInWork()
         with contextlib.closing(blocks):
             for block in blocks:
-                is_last = block.ids[-1] + 1 == settings.shard_range(block.shard).stop
+                number = block.ids[0] // settings.shard_samples
+                is_last = block.ids[-1] + 1 == settings.shard_range(number).stop
                 shard.add(block)
                 while len(shard.waiting) >= (1 if is_last else rows_at_once):
                     part, shard.waiting = shard.waiting[:rows_at_once], shard.waiting[rows_at_once:]
                     shard.rows.append(self._compute(prepare(part)))
                     yield 0
                 if is_last:
-                    self._write(block.shard, shard)
+                    self._write(number, shard)
                     shard = _ShardInWork()
                 yield len(block.ids)
 
