@@ -107,7 +107,7 @@ def test_a_kind_of_another_package(site: Path, tmp_path: Path) -> None:
         ("mine = leaves_source:Config", "cannot be imported: SystemExit: "),
         ("mine = numbers_source:Numbers", "is not a subclass of vqclip.data.SourceConfigBase"),
         ("mine = numbers_source:NumbersConfig", r'with kind: Literal\["mine"\] = "mine" and a method build'),
-        ("mine = numbers_source:NothingConfig", r"and a method build\(cache\)"),
+        ("mine = numbers_source:NothingConfig", r"and a method build\(\)"),
     ],
 )
 def test_a_package_that_does_not_fit(site: Path, tmp_path: Path, points: str, message: str) -> None:
