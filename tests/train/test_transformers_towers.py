@@ -15,7 +15,7 @@ from vqclip import checkpoint, load_tokenizer
 from vqclip.data.tokens.shards import TokenRecord
 from vqclip.errors import OtherRunError
 from vqclip.model import CLIP
-from vqclip.tokenize_dataset.encode import Encoders
+from vqclip.tokenize_dataset.job import Encoders
 
 HALF = 6
 ALL = 12

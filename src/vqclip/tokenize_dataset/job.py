@@ -6,7 +6,8 @@
         batches, decoded in workers -> ids -> Parquet file -> record of the shard
     manifest                                    # as soon as every shard is finished
 
-The bytes of a token shard depend on the settings and the shard alone, so any processes, on any engine, write the same.
+A batch contains samples of one shard, and is padded to ``batch_size`` rows. So each id, and the bytes of a token shard,
+depend on the settings and the shard alone, and any processes, on any engine, write the same.
 """
 
 from __future__ import annotations
@@ -15,24 +16,37 @@ import importlib.metadata
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
+import numpy as np
 import torch
 from pydantic import Field, ValidationError
+from torch import Tensor
 
 from vqclip import dist
 from vqclip.config import Config
 from vqclip.data import ShardedSource, SourceConfigBase, open_sources
 from vqclip.data.batch import require_few_bad
 from vqclip.data.decode import MAX_PIXELS
-from vqclip.data.in_order import slices_of
+from vqclip.data.in_order import SamplesRead, read_in_order, slices_of
 from vqclip.data.lookup import require_pyarrow
 from vqclip.data.on_ray import RayOptions, connect_to_ray
 from vqclip.data.remote.files import Shard
-from vqclip.data.tokens.shards import SUFFIX, VERSIONS, IdLayout, Settings, TokenizerInfo, TokenRecord, write_shard
+from vqclip.data.samples import read_decoded
+from vqclip.data.tokens.shards import (
+    SUFFIX,
+    VERSIONS,
+    IdLayout,
+    Settings,
+    TokenizerInfo,
+    TokenRecord,
+    strip_padding,
+    write_shard,
+)
 from vqclip.data.work_folder import VISIBLE_S, FolderLayout, ItemRecord, WorkFolder, WorkResult
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import CheckpointError, ConfigError, StorageError
@@ -41,7 +55,6 @@ from vqclip.io.json_files import problem_message, read_json
 from vqclip.nn.precision import Precision
 from vqclip.process.memory import keep_freed_memory
 from vqclip.runlog.bar import ProgressBar
-from vqclip.tokenize_dataset.encode import BatchReader, Encoders
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder, find_folder
 from vqclip.tokenizer.loading import load_tokenizer
@@ -268,12 +281,16 @@ class ShardMaker:
         records: list[TokenRecord] = []
         left_out: list[dict[str, Any]] = []
         with explain_worker_deaths("tokenize"):
-            for batch in ordered_map(reader, batches, options.workers, timeout_s=options.timeout_s, section="tokenize"):
-                left_out += batch.bad
+            for batch, images in ordered_map(
+                reader, batches, options.workers, timeout_s=options.timeout_s, section="tokenize"
+            ):
+                for each in batch.bad:
+                    key = source.key(each.sample_id - first)
+                    left_out.append({"sample_id": each.sample_id, "key": key, "kind": each.kind, "reason": each.reason})
                 require_few_bad(
                     (each["reason"] for each in left_out), len(left_out) + bad, self.most_bad, "--tolerance"
                 )
-                records += encoders.encode_images(batch)
+                records += encoders.encode_images(batch, images)
                 self.folder.renew()
                 yield len(batch.ids)
         whole, lengths = encoders.encode_captions(records, self.folder.renew)
@@ -332,3 +349,113 @@ def _layout(tokenizer: ImageTokenizer | TextTokenizer | None) -> IdLayout | None
         return IdLayout(num_tokens=tokenizer.num_tokens, codebook_sizes=sizes, padded=padded)
     except ValidationError as error:
         raise ConfigError(f"--tokenizer: {tokenizer.modality}: {problem_message(error.errors()[0])}") from None
+
+
+class BatchReader:
+    """Reads batches of one shard, by the ids of their samples; workers get a copy of it.
+
+    Args:
+        source: source of the samples.
+        first: number of the source's first sample in the whole data set.
+        batch_size: B.
+        transform: ``(3, H, W)`` uint8 → ``(3, S, S)`` uint8; None if no images are wanted.
+        max_pixels: larger images are bad samples.
+    """
+
+    def __init__(
+        self,
+        source: ShardedSource,
+        first: int,
+        batch_size: int,
+        transform: Callable[[Tensor], Tensor] | None,
+        max_pixels: int,
+    ):
+        self._source, self._first, self._batch_size = source, first, batch_size
+        self._transform, self._max_pixels = transform, max_pixels
+
+    def __call__(self, ids: Sequence[int]) -> tuple[SamplesRead[TokenRecord], Tensor | None]:
+        """Read some consecutive samples, at most B.
+
+        Returns:
+            The samples, without ids; and their images ``(B, 3, S, S)`` uint8 by their place in the batch, always with
+            all B rows: black without a sample; None without usable or wanted images.
+
+        Raises:
+            StorageError: the shard cannot be fetched.
+        """
+        images: Tensor | None = None
+
+        def read(sample_id: int) -> TokenRecord:
+            nonlocal images
+            index = sample_id - self._first
+            if self._transform is None:
+                sample = self._source.read(index)
+            else:
+                sample, decoded = read_decoded(self._source, index, self._max_pixels)
+                image = self._transform(decoded)
+                images = image.new_zeros(self._batch_size, *image.shape) if images is None else images
+                images[sample_id - ids[0]] = image
+            return TokenRecord(self._source.key(index), sample_id, sample.label, sample.captions, None, None)
+
+        return read_in_order(read, ids), images
+
+
+class Encoders:
+    """The tokenizers, always called with ``batch_size`` rows.
+
+    Args:
+        image: the image tokenizer, or None.
+        text: the text tokenizer, or None.
+        batch_size: B.
+        precision: fp32: in the dtype of the weights. bf16 and fp16: under autocast. fp64: everything in float64; the
+            tokenizers are converted.
+    """
+
+    def __init__(self, image: ImageTokenizer | None, text: TextTokenizer | None, batch_size: int, precision: Precision):
+        self.image, self.text = image, text
+        self._batch_size = batch_size
+        self._precision = precision
+        for tokenizer in (image, text):
+            if tokenizer is not None and precision == "fp64":
+                tokenizer.double()
+
+    def encode_images(self, batch: SamplesRead[TokenRecord], images: Tensor | None) -> Sequence[TokenRecord]:
+        """Return the usable samples of a batch with the ids of their images, without an image tokenizer as they are."""
+        if self.image is None or images is None:
+            return [*batch.found.values()]
+        ids, sizes, first = self._ids(self.image, images), self.image.codebook_sizes, batch.ids[0]
+        found = batch.found.items()
+        return [each._replace(image=strip_padding(ids[number - first], sizes)) for number, each in found]
+
+    def encode_captions(
+        self, records: Sequence[TokenRecord], between: Callable[[], object]
+    ) -> tuple[Sequence[TokenRecord], CaptionLengths]:
+        """Encode each distinct caption once, in batches that are padded with empty captions.
+
+        Args:
+            records: samples with their captions.
+            between: is called after each batch.
+
+        Returns:
+            The samples with the ids of their captions, and the lengths of all captions in tokens; without a text
+            tokenizer the samples as they are, and no lengths.
+        """
+        lengths = CaptionLengths()
+        if self.text is None:
+            return records, lengths
+        counts = Counter(caption for record in records for caption in record.captions)
+        different = list(counts)
+        known: dict[str, np.ndarray] = {}
+        for start in range(0, len(different), self._batch_size):
+            some = different[start : start + self._batch_size]
+            tokens, sizes = self.text.preprocess.with_lengths([*some, *[""] * (self._batch_size - len(some))])
+            for caption, size, ids in zip(some, sizes, self._ids(self.text, tokens), strict=False):
+                lengths[size] += counts[caption]
+                known[caption] = strip_padding(ids, self.text.codebook_sizes)
+            between()
+        return [each._replace(texts=tuple(known[caption] for caption in each.captions)) for each in records], lengths
+
+    @torch.inference_mode()
+    def _ids(self, tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor) -> np.ndarray:
+        """Return ids ``(B, N, C)`` int64."""
+        return tokenizer.encode(inputs, self._precision).cpu().numpy()
