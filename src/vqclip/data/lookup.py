@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -69,6 +70,17 @@ class Recent(Generic[K, V]):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._limit, self._size, self._close)
+
+
+def map_ahead(pool: Executor, function: Callable[[K], V], items: Iterable[K], ahead: int) -> Iterator[V]:
+    """Yield the results of a function in order, with some of the next calls under way."""
+    running: deque[Future[V]] = deque()
+    for item in items:
+        running.append(pool.submit(function, item))
+        if len(running) > ahead:
+            yield running.popleft().result()
+    while running:
+        yield running.popleft().result()
 
 
 def require_pyarrow() -> Any:

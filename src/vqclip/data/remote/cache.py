@@ -9,7 +9,7 @@
   until a twentieth of the limit is free. So the sum is never too small, also after a process was killed, and the folder
   is listed once in thousands of files, not for each.
 
-After a power cut a file may be shorter, so each ends with a mark and the number of bytes before it.
+After a power cut a file may be damaged: whoever reads it compares checksums, and has it made again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ _FILLED = 0.95
 _FILES = 1 << 18
 """Limit on the number of files."""
 _MARK = b"vqchunk1"
-_FOOTER = "<8sQ"
-"""Format of the end of a file: the mark, and the bytes before it."""
+"""Beginning of the ledger."""
 _USED_S = 1.0
 """The time of the last use of a file is written at most so often."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
@@ -67,7 +66,7 @@ class BoundedCache:
 
         Args:
             key: a name for a file, of letters, digits and hyphens; another content needs another key.
-            make: returns the content; the file has 16 more bytes at the end.
+            make: returns the content.
             deadline: ends the waits for space and for another process that makes the same file.
 
         Raises:
@@ -107,10 +106,8 @@ class BoundedCache:
                 return None
             file = self._find(path)  # another process may have finished it just before the lock
             if file is None:
-                content = make()
-                content += struct.pack(_FOOTER, _MARK, len(content))
-                self._reserve(path, part, len(content), deadline)
-                view, written = memoryview(content), 0
+                view, written = memoryview(make()), 0
+                self._reserve(path, part, len(view), deadline)
                 while written < len(view):
                     written += os.pwrite(part, view[written : written + (1 << 20)], written)
                 _mark_used(part)
@@ -119,17 +116,12 @@ class BoundedCache:
             return file
 
     def _find(self, path: Path) -> int | None:
-        """Open a complete file; None if it is missing or cut short."""
+        """Open a complete file; None if it is missing."""
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
-        status = os.fstat(file)
-        size = status.st_size - struct.calcsize(_FOOTER)
-        if size < 0 or os.pread(file, struct.calcsize(_FOOTER), size) != struct.pack(_FOOTER, _MARK, size):
-            os.close(file)
-            return None
-        if abs(time.time() - status.st_mtime) > _USED_S:  # also a time in the future, from a wrong clock
+        if abs(time.time() - os.fstat(file).st_mtime) > _USED_S:  # also a time in the future, from a wrong clock
             _mark_used(file)
         return file
 

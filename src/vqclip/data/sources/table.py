@@ -14,12 +14,13 @@ import contextlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from vqclip.data.lookup import map_ahead
 from vqclip.data.remote.files import fetch_bytes
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import display_url, protocol_of
@@ -179,19 +180,13 @@ class TableStream(ABC):
     def read(self, piece: int) -> Iterator[StreamSample]:
         """Yield the samples of a piece; see `Stream.read`. Where images may be at URLs, several are fetched at once."""
         name, start, stop = self.span(piece)
-        groups = self._group(self.rows(piece, max(start - 1, 0)), start, stop)
+        groups, parse = self._group(self.rows(piece, max(start - 1, 0)), start, stop), partial(self._parse, where=name)
         if self._config.urls == "refuse":
-            yield from (self._parse(group, name) for group in groups)
+            yield from map(parse, groups)
             return
         pool = ThreadPoolExecutor(_THREADS, "images")
-        waiting: deque[Future[StreamSample]] = deque()
         try:
-            for group in groups:
-                waiting.append(pool.submit(self._parse, group, name))
-                if len(waiting) >= _AHEAD:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+            yield from map_ahead(pool, parse, groups, _AHEAD)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

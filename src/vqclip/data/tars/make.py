@@ -18,14 +18,14 @@ import logging
 import os
 import random
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
+from vqclip.data.lookup import map_ahead
 from vqclip.data.remote.files import Shard
 from vqclip.data.remote.folder import RemoteFolder
 from vqclip.data.table_file import Texts
@@ -43,7 +43,6 @@ from vqclip.data.tars.store import ShardFacts, read_shard, survey
 from vqclip.errors import DataError, StorageError, encodable
 
 logger = logging.getLogger("vqclip.data")
-T = TypeVar("T")
 
 CHUNK = 128
 """Samples of a chunk by default."""
@@ -191,7 +190,7 @@ class IndexMaker:
             DataError: it cannot be written, or a shard whose part is missing is damaged.
         """
         with ThreadPoolExecutor(_THREADS, "parts") as pool:
-            facts, arrays = self._join(_map_ahead(pool, self.part, range(len(self.facts))), chunk)
+            facts, arrays = self._join(map_ahead(pool, self.part, range(len(self.facts)), 2 * _THREADS), chunk)
         return write_index(path, facts, arrays)
 
     def _join(self, parts: Iterable[TarIndex], chunk: int) -> tuple[IndexFacts, dict[str, np.ndarray]]:
@@ -344,14 +343,3 @@ def _advice(shard: Shard) -> str:
     if isinstance(shard, Path) and not (shard.parent / name).exists() and any(shard.parent.glob("*_stats.json")):
         advice += f" (img2dataset writes {name} when a shard is finished, and there is none: copy or download it again)"
     return advice
-
-
-def _map_ahead(pool: ThreadPoolExecutor, function: Callable[[int], T], numbers: range) -> Iterator[T]:
-    """Yield the results of a function in order, with some of the next calls under way."""
-    running: deque[Future[T]] = deque()
-    for number in numbers:
-        running.append(pool.submit(function, number))
-        if len(running) > 2 * _THREADS:
-            yield running.popleft().result()
-    while running:
-        yield running.popleft().result()
