@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -92,11 +92,8 @@ def open_sources(sources: Sequence[SourceConfigBase], keys: Sequence[str] = ()) 
         if dist.rank() != group[0]:
             open_all(paths)
     left = parts[group.index(dist.rank()) :: len(group)][::-1]
-    more = True
-    while more:
-        with dist.raise_on_all_ranks():
-            _prepare_for_a_while(left)
-        more = dist.any_rank(bool(left))
+    for _ in progress.in_rounds(_prepare(left), _ROUND_S):
+        pass
     with dist.raise_on_all_ranks():
         return [open_source(data, key, is_checked=True) for data, key in zip(opening, keys, strict=True)]
 
@@ -111,18 +108,15 @@ def _ask_first(group: Sequence[int], work: Callable[[], T]) -> T:
     return cast(T, value)
 
 
-def _prepare_for_a_while(left: _Named) -> None:
-    """Remove parts from the end of the list and prepare them: at least one, and for some seconds."""
-    end = time.monotonic() + _ROUND_S
+def _prepare(left: _Named) -> Iterator[int]:
+    """Remove parts from the end of the list and prepare them; yield after each."""
     while left:
-        progress.heartbeat()
         key, part = left.pop()
         with name_section(key):
             if prepare_shard(part) is False:  # another job is making it
                 left.insert(0, (key, part))
                 time.sleep(_WAIT_S)
-        if time.monotonic() >= end:
-            break
+        yield 1
 
 
 def prepare_shard(shard: Part) -> Any:

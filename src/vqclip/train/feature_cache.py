@@ -219,7 +219,7 @@ def _complete(job: FeatureJob) -> None:
             settings = folder.settings
             done = settings.samples - sum(len(settings.shard_range(shard)) for shard in missing)
             with ProgressBar(settings.samples, done, dist.is_main(), job.maker.network, "sample") as bar:
-                for count in _in_rounds(job.run(missing[dist.rank() :: dist.world_size()])):
+                for count in progress.in_rounds(job.run(missing[dist.rank() :: dist.world_size()]), _ROUND_S):
                     bar.advance(count)
                     bar.show()
     with dist.raise_on_all_ranks():
@@ -277,32 +277,9 @@ def _find_missing(folder: FeatureFolder, shards: Sequence[int]) -> list[int]:
                 missing.append(shard)
             yield len(folder.settings.shard_range(shard))
 
-    for _ in _in_rounds(verify()):
+    for _ in progress.in_rounds(verify(), _ROUND_S):
         pass
     return sorted(shard for each in dist.gather_json(missing) for shard in each)
-
-
-def _in_rounds(work: Iterator[int]) -> Iterator[int]:
-    """Run the work of all ranks, which meet every few seconds; yield the sum of what it yields. A collective.
-
-    An error of one rank, or its request to stop, is raised on all ranks.
-    """
-    finished = False
-    try:
-        while not finished:
-            end, done, is_last = time.monotonic() + _ROUND_S, 0, True
-            with dist.raise_on_all_ranks(), explain_worker_deaths():
-                for count in work:
-                    progress.heartbeat()
-                    done += count
-                    if time.monotonic() >= end:
-                        is_last = False
-                        break
-            rounds = dist.gather_json([done, is_last])
-            yield sum(count for count, _ in rounds)
-            finished = all(each for _, each in rounds)
-    finally:
-        getattr(work, "close", lambda: None)()
 
 
 def _announce(job: FeatureJob, missing: list[int]) -> None:
@@ -382,7 +359,7 @@ class FeatureJob:
         prepare: Callable[[list[Tensor | str]], Tensor] = torch.stack if tokenize is None else tokenize  # type: ignore[assignment]
         rows_at_once = size if tokenize is None else _CAPTION_CHUNKS * size
         shard = _ShardInWork()
-        with contextlib.closing(blocks):
+        with contextlib.closing(blocks), explain_worker_deaths():
             for block in blocks:
                 number = block.ids[0] // settings.shard_samples
                 is_last = block.ids[-1] + 1 == settings.shard_range(number).stop
