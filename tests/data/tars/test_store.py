@@ -1,4 +1,4 @@
-"""Ranges of bytes: from files, from a real http server that makes mistakes, and from S3."""
+"""Ranges of bytes: from files, and from a real http server that makes mistakes."""
 
 from __future__ import annotations
 
@@ -7,59 +7,21 @@ import multiprocessing
 import os
 import pickle
 import resource
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 
 from tests.data import serving
 from tests.data.serving import FaultyServer, status
-from vqclip.data.remote.files import RemoteShard, Shard
+from vqclip.data.remote.files import RemoteShard
 from vqclip.data.remote.retry import RemoteConfig
+from vqclip.data.tars.index import ByteRange
 from vqclip.data.tars.store import OpenFiles, read_ranges
 from vqclip.errors import StorageError
 from vqclip.io.files import Stamp
 
-OPTIONS = {"tries": 4, "timeout_s": 5.0, "total_s": 30.0}
 BODY = bytes(range(256)) * 999
-
-
-class Part(NamedTuple):
-    shard: int
-    first: int
-    end: int
-
-
-class Table(NamedTuple):
-    lengths: tuple[int, ...]
-    times: tuple[int, ...] = ()
-    path: Path = Path("index")
-
-    def stamp(self, shard: int) -> tuple[int, int]:
-        return self.lengths[shard], self.times[shard]
-
-
-class Shards(NamedTuple):
-    """Some shards with their index, and the open ones."""
-
-    shards: Sequence[Shard]
-    index: Table
-    files: OpenFiles
-
-    def read(self, ranges: Sequence[Part]) -> bytes:
-        return read_ranges(ranges, *self)
-
-
-def local(*files: Path) -> Shards:
-    stamps = [file.stat() for file in files]
-    times = tuple(each.st_mtime_ns for each in stamps)
-    return Shards(files, Table(tuple(each.st_size for each in stamps), times), OpenFiles())
-
-
-def remote(*urls: str, **options: float) -> Shards:
-    shards = [RemoteShard(url, RemoteConfig(**{**OPTIONS, **options})) for url in urls]
-    return Shards(shards, Table((len(BODY),) * len(urls)), OpenFiles())
 
 
 @pytest.fixture
@@ -68,60 +30,39 @@ def url(server: FaultyServer) -> str:
     return f"{server.url}/0.tar"
 
 
-def refusal(store: Shards, *parts: Part) -> StorageError:
+def remote(url: str) -> RemoteShard:
+    return RemoteShard(url, RemoteConfig(tries=4, timeout_s=5.0, total_s=30.0))
+
+
+def read(url: str) -> bytes:
+    return remote(url).read(100, 300, len(BODY))
+
+
+def refusal(url: str) -> StorageError:
     with pytest.raises(StorageError) as error:
-        store.read(parts or [Part(0, 100, 300)])
+        read(url)
     return error.value
 
 
-# ---- files
-
-
-def test_ranges_of_files_come_one_after_the_other(tmp_path: Path) -> None:
-    (tmp_path / "0.tar").write_bytes(BODY)
-    (tmp_path / "1.tar").write_bytes(BODY[::-1])
-    store = local(tmp_path / "0.tar", tmp_path / "1.tar")
-    parts = [Part(0, 200_000, len(BODY)), Part(1, 0, 512), Part(0, 5, 6)]
-    expected = BODY[200_000:] + BODY[::-1][:512] + BODY[5:6]
-    assert store.read(parts) == expected
-    assert pickle.loads(pickle.dumps(store)).read(parts) == expected
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        assert pool.apply(store.read, (parts,)) == expected
-
-
-def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
-    file = tmp_path / "0.tar"
-    file.write_bytes(BODY)
-    store = local(file)
-    store.read([Part(0, 0, 5)])
-    os.utime(file, ns=(1, 1))
-    error = refusal(store)
-    assert str(error).startswith(f"{file}: the shard has changed since it was indexed")
-    assert error.kind == "changed shard"
-    file.unlink()
-    assert str(refusal(store)) == f"{file}: cannot be read: No such file or directory"
-
-
-# ---- http
-
-
 def test_only_the_range_is_sent(server: FaultyServer, url: str) -> None:
-    store = remote(url, url)
-    assert store.read([Part(0, 100, 300), Part(1, len(BODY) - 1, len(BODY))]) == BODY[100:300] + BODY[-1:]
+    assert read(url) == BODY[100:300]
+    assert remote(url).read(len(BODY) - 1, len(BODY), len(BODY)) == BODY[-1:]
     assert server.sent == 201
-    assert pickle.loads(pickle.dumps(store)).read([Part(0, 7, 9)]) == BODY[7:9]
+    assert pickle.loads(pickle.dumps(remote(url))).read(7, 9, len(BODY)) == BODY[7:9]
     with multiprocessing.get_context("fork").Pool(1) as pool:  # after this process has used its connections
-        assert pool.apply(store.read, ([Part(0, 7, 9)],)) == BODY[7:9]
+        assert pool.apply(read, (url,)) == BODY[100:300]
 
 
 def test_a_server_that_sends_parts_no_more(server: FaultyServer, url: str) -> None:
     server.ranges = False
-    assert "the server answers a request for a part of the file with all of it" in str(refusal(remote(url)))
+    index = SimpleNamespace(lengths=[len(BODY)], path="index")
+    with pytest.raises(StorageError, match="the server answers a request for a part of the file with all of it"):
+        read_ranges([ByteRange(0, 100, 300)], [remote(url)], index, OpenFiles())  # type: ignore[arg-type]
 
 
 def test_a_page_in_place_of_a_part_is_tried_again(server: FaultyServer, url: str, pauses: list[float]) -> None:
     server.faults["/0.tar"] = [lambda handler, _: serving.answer(handler, b"<html>please log in</html>")]
-    assert remote(url).read([Part(0, 100, 300)]) == BODY[100:300]
+    assert read(url) == BODY[100:300]
     assert (len(server.requests), server.sent, len(pauses)) == (2, 200, 1)
 
 
@@ -137,7 +78,7 @@ def test_what_does_not_pass_is_an_error(
     server: FaultyServer, url: str, pauses: list[float], fault: serving.Fault, message: str, tries: int
 ) -> None:
     server.for_ever["/0.tar"] = fault
-    text = str(refusal(remote(url)))
+    text = str(refusal(url))
     assert text.startswith(f"{url}: cannot be fetched: ")
     assert message in text
     assert f"Tries: {tries} of remote.tries=4, in " in text
@@ -146,7 +87,7 @@ def test_what_does_not_pass_is_an_error(
 @pytest.mark.parametrize("size", [len(BODY) - 1, len(BODY) + 1, 200, 100])
 def test_another_size_is_a_changed_shard(server: FaultyServer, url: str, size: int) -> None:
     server.files["/0.tar"] = (BODY + b"x")[:size]
-    error = refusal(remote(url))
+    error = refusal(url)
     assert error.kind == "changed shard"
     assert (
         f"{url}: has changed since it was indexed: {len(BODY)} bytes then, {'at most ' * (size == 100)}{size} bytes now"
@@ -164,7 +105,7 @@ def test_a_body_that_is_longer_or_shorter_than_the_part(server: FaultyServer, ur
                 handler.wfile.write(wrong),
             )
         ]
-        assert remote(url).read([Part(0, 100, 300)]) == BODY[100:300]
+        assert read(url) == BODY[100:300]
     assert len(pauses) == 2
 
 
@@ -204,3 +145,10 @@ def test_a_stale_handle_is_closed_and_the_file_opened_again(tmp_path: Path, monk
             files.read(path, stamp, 0, 5, "shard")
     assert open_now() == before - 1
     assert files.read(path, stamp, 0, 5, "shard") == b"bytes"
+    assert pickle.loads(pickle.dumps(files)).read(path, stamp, 1, 2, "shard") == b"yt"
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(StorageError, match="shard: the shard has changed since it was indexed"):
+        files.read(path, stamp, 0, 5, "shard")
+    path.unlink()
+    with pytest.raises(StorageError, match="shard: cannot be read: No such file or directory"):
+        files.read(path, stamp, 0, 5, "shard")
