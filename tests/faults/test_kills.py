@@ -8,7 +8,7 @@ uniformly over the life, half at moments of a phase. All draws are keyed by (num
 
     VQCLIP_KILLS=100 OMP_NUM_THREADS=1 python -m pytest -m faults tests/faults/test_kills.py -k lives -s
 
-With VQCLIP_PARALLEL=fsdp the lives have weights in shards.
+Half of the kills hit lives with weights in shards, of which each rank writes its own rows.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ KILLS = int(os.environ.get("VQCLIP_KILLS", "12"))
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600 + 60 * KILLS)]
 
 STEPS, EVERY = 24, 4
+PARALLEL = ("ddp", "fsdp")
 START_S = 300.0
 """What a start may take."""
 END_S = 20.0
@@ -59,13 +60,13 @@ def tree_of(folder, shards, **changes):
     return run_tree(folder, shards, BUSY_RESIDUAL, **({"train__precision": "fp32"} | changes))
 
 
-def life_tree(folder, shards):
+def life_tree(folder, shards, parallel):
     pairs = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}, "batch_size": 6}]
     changes = {"train__steps": STEPS, "train__checkpoint_every": EVERY, "train__evaluate_every": EVERY}
     changes |= {"train__keep_best": "eval/pairs/codes_only/i2t_r1", "evaluation": pairs, "run__timeout_s": 120.0}
     pairs[0]["max_bad_fraction"] = 0.2
     changes |= {
-        "train__parallel": os.environ.get("VQCLIP_PARALLEL", "ddp"),
+        "train__parallel": parallel,
         "guards": {"spikes": {"window": 10, "deviations": 0.1}},
         "data__max_bad_fraction": 0.2,
         "optim__lr": 1e-4,  # so that the loss goes up and down
@@ -76,8 +77,8 @@ def life_tree(folder, shards):
 class Life:
     """One life, start after start; what goes wrong is collected in ``problems``."""
 
-    def __init__(self, folder, shards, whole=None):
-        self.folder, self.tree, self.run = folder, life_tree(folder, shards), folder / "tiny"
+    def __init__(self, folder, shards, parallel, whole=None):
+        self.folder, self.tree, self.run = folder, life_tree(folder, shards, parallel), folder / "tiny"
         self.startup_s, self.length_s = (whole.startup_s, whole.length_s) if whole else (0.0, 0.0)
         self.problems, self.saved, self.damaged = [], set(), False
 
@@ -211,11 +212,12 @@ def differences(whole, life):
     return sorted(lacking | {name for name in whole.keys() & found.keys() if whole[name] != found[name]})
 
 
-def test_whole_lives(tmp_path):
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_whole_lives(tmp_path, parallel):
     shards = caption_shards(tmp_path / "shards", counts=(17, 13))
     write_tar(shards / "00002.tar", {"000000099.jpg": b"\xff\xd8\xff no picture", "000000099.txt": b"x"})
     folder = tmp_path / "life"  # of each of them, as configuration and summary hold it
-    whole = Life(folder, shards)
+    whole = Life(folder, shards, parallel)
     whole.finish()
     assert not whole.problems, whole.problems[0]
     expected = facts(whole)
@@ -223,10 +225,11 @@ def test_whole_lives(tmp_path):
     folder.rename(tmp_path / "whole")
     print(f"undisturbed: {whole.length_s:.1f} s, {whole.startup_s:.1f} s of them before the first step")
 
-    waiting, hits, lives, good = [(number, 0) for number in range(KILLS)], collections.Counter(), 0, 0
+    numbers = range(PARALLEL.index(parallel), KILLS, len(PARALLEL))
+    waiting, hits, lives, good = [(number, 0) for number in numbers], collections.Counter(), 0, 0
     while waiting:
         choice = random.Random(f"life {lives}")
-        life, size, done = Life(folder, shards, whole), choice.randint(1, 5), []
+        life, size, done = Life(folder, shards, parallel, whole), choice.randint(1, 5), []
         for number, attempt in sorted(waiting[:size], key=lambda each: ORDER.index(drawn(each[0])[1])):
             kind, moment = drawn(number)
             hit = life.kill(kind, moment, random.Random(f"{number} {attempt}"))
@@ -256,8 +259,8 @@ def test_whole_lives(tmp_path):
         folder.rename(tmp_path / f"life-{lives}")
         lives += 1
     print(", ".join(f"{name}: {count}" for name, count in sorted(hits.items())))
-    print(f"{good} of {KILLS} kills in {lives} lives ended with the bits of the undisturbed one")
-    assert good == KILLS
+    print(f"{good} of {len(numbers)} kills in {lives} lives ended with the bits of the undisturbed one")
+    assert good == len(numbers)
 
 
 def finish(folder, tree, processes, fault=None):
