@@ -105,11 +105,10 @@ class _PieceWriter:
         data: the source, or the configuration of one that is read forward.
         folder: the folder of the shards.
         options: see `Options`.
-        limit: largest number of samples of a piece that are left out; None: any.
     """
 
-    def __init__(self, data: Source | PackedConfig, folder: WorkFolder, options: Options, limit: int | None):
-        self._data, self._folder, self._options, self._limit = data, folder, options, limit
+    def __init__(self, data: Source | PackedConfig, folder: WorkFolder, options: Options):
+        self._data, self._folder, self._options = data, folder, options
         self._stream: Stream | None = None
 
     def __call__(self, piece: int) -> ItemRecord | None:
@@ -117,7 +116,7 @@ class _PieceWriter:
         if self._stream is None:
             self._stream = _open_stream(self._data, self._options)
         for _ in self._folder.claim([piece]):
-            record = write_piece(self._folder, piece, self._stream, self._check, self._limit)
+            record = write_piece(self._folder, piece, self._stream, self._check)
             good, bad = record.samples, len(record.bad)
             stats = {"count": good + bad, "successes": good, "failed_to_download": 0, "failed_to_resize": bad}
             status = {"status_dict": {"success": good, "unusable": bad}}
@@ -159,7 +158,7 @@ def pack(data: Source | PackedConfig, options: Options) -> WorkResult:
     require_room(folder.path, sum(stream.pieces[piece].size for piece in wanted), "OUT: name a folder on a larger disk")
     allowed = None if isinstance(data, PackedConfig) else int(options.bad_fraction * len(data))
     bad = [each.reason for record in records if record is not None for each in record.bad]
-    writer = _PieceWriter(data, folder, options, allowed)
+    writer = _PieceWriter(data, folder, options)
     with explain_worker_deaths("pack"), ProgressBar(folder.items, found, True, "pack", "shard") as bar:
         for record in ordered_map(writer, wanted, min(options.workers, len(wanted)), section="pack"):
             if record is not None:

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from vqclip.data.batch import require_few_bad
 from vqclip.data.decode import image_format
 from vqclip.data.lookup import locate
 from vqclip.data.remote.retry import RemoteConfig
@@ -224,7 +223,8 @@ class Packing:
             write_piece(self.folder, number, self.stream)
         if self.folder.record(piece) is None:
             return False
-        self._tar_set([piece]).make_parts()
+        for part in self._tar_set([piece]).parts():
+            part.prepare()
         return True
 
     def build(self) -> Source:
@@ -256,7 +256,6 @@ def write_piece(
     piece: int,
     stream: Stream,
     check: Callable[[RawSample], object] | None = None,
-    limit: int | None = None,
 ) -> ItemRecord:
     """Write the tar of a piece, and record it.
 
@@ -269,10 +268,8 @@ def write_piece(
         stream: the source.
         check: raises DataError for a sample that cannot be used; bad samples are then left out and recorded. None: they
             stay as members that say why.
-        limit: largest number of samples that are left out; None: any.
 
     Raises:
-        DataError: more samples cannot be used.
         StorageError: the piece cannot be read or fetched, or the tar cannot be written.
     """
     counts = {"samples": 0, "captions": 0, "unusable": 0, "grouped": 0, "repeated": 0}
@@ -301,8 +298,6 @@ def write_piece(
                     yield key, {"json": json.dumps({"key": key, "bad": error.kind, "reason": reason}).encode()}
                     continue
                 bad.append({"sample_id": row, "key": key, "kind": error.kind, "reason": reason})
-                if limit is not None:
-                    require_few_bad((each["reason"] for each in bad), len(bad), limit, "--bad-fraction")
                 continue
             counts["samples"] += 1
             counts["captions"] += len(sample.captions)

@@ -173,7 +173,7 @@ class _MemberScan:
             self._order.append(sample.number)
         former = sample.endings[column]
         if sample.offsets[column] != NONE and ending != former:
-            if (former_rank := self._endings.rank(former, column)) == rank:
+            if (former_rank := self._endings.rank(former)) == rank:
                 self._ambiguous[" and ".join(sorted([f".{former}", f".{ending}"]))] += 1
                 sample.offsets[column], sample.sizes[column] = AMBIGUOUS, 0
                 return is_new
@@ -266,7 +266,7 @@ class _Endings:
         found = self._known.get(ending)
         return None if found is None or not key.rpartition("/")[2] else (key, ending, *found)
 
-    def rank(self, ending: str, column: int) -> int:
+    def rank(self, ending: str) -> int:
         """Return the rank of an ending among those of its column."""
         return self._known[ending][1]
 

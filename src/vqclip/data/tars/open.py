@@ -78,12 +78,6 @@ class TarSet:
         maker = self._maker()
         return [Part(str(self.shards[number]), partial(maker.read, number)) for number in maker.missing()]
 
-    def make_parts(self) -> None:
-        """Make the parts of the index that are missing; raises DataError for a damaged shard."""
-        maker = self._maker()
-        for number in maker.missing():
-            maker.read(number)
-
     def readable(self) -> TarSet:
         """Return the tars with copies in place of those that cannot be read at random places; missing ones are made.
 
