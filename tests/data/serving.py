@@ -1,4 +1,4 @@
-"""A real HTTP server on this machine that makes the mistakes it is told to make."""
+"""A real HTTP server on this machine that makes the mistakes it is told to make; and an S3-compatible one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vqclip.data.remote import transfer
 
 Fault = Callable[[BaseHTTPRequestHandler, bytes], object]
 
@@ -190,3 +195,23 @@ def serving(tls: ssl.SSLContext | None = None) -> Iterator[FaultyServer]:
         yield server
     finally:
         server.close()
+
+
+@contextlib.contextmanager
+def s3(monkeypatch: pytest.MonkeyPatch, bucket: str) -> Iterator[Any]:
+    """A real S3-compatible server with a bucket: moto's, on this machine; yields s3fs's files, and the server."""
+    s3fs = pytest.importorskip("s3fs", reason="pip install 'vqclip[test-s3]'")
+    moto = pytest.importorskip("moto.server", reason="pip install 'vqclip[test-s3]'")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+    for name, value in (settings | {"AWS_DEFAULT_REGION": "us-east-1", "no_proxy": "*"}).items():
+        monkeypatch.setenv(name, value)
+    transfer._file_system.cache_clear()  # that of an earlier test knows only its server
+    files = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
+    files.makedirs(bucket, exist_ok=True)  # what moto keeps, it keeps for the life of the process
+    try:
+        yield files, server
+    finally:
+        server.stop()

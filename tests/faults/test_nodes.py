@@ -24,11 +24,11 @@ from typing import Any
 
 import pytest
 
+from tests.data import serving
 from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL
 from tests.training import run_tree
 from vqclip import checkpoint
-from vqclip.data.remote import transfer
 from vqclip.runlog.metrics import read_metrics
 from vqclip.train.run_store import copy_run
 
@@ -45,22 +45,9 @@ def shards(tmp_path_factory):
 
 @pytest.fixture
 def bucket(monkeypatch) -> Iterator[Any]:
-    s3fs = pytest.importorskip("s3fs", reason="pip install 'vqclip[test-s3]'")
-    moto = pytest.importorskip("moto.server", reason="pip install 'vqclip[test-s3]'")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    settings = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
-    for name, value in (settings | {"AWS_DEFAULT_REGION": "us-east-1", "no_proxy": "*"}).items():
-        monkeypatch.setenv(name, value)
-    transfer._file_system.cache_clear()  # that of an earlier test knows only its server
-    files = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)
-    files.makedirs("nodes", exist_ok=True)
-    try:
+    with serving.s3(monkeypatch, "nodes") as (files, _):
         yield files
-    finally:
         files.rm("nodes", recursive=True)
-        server.stop()
 
 
 class Machines:

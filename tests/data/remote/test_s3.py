@@ -1,4 +1,4 @@
-"""Shards from a real S3-compatible server: moto's, on this machine. Needs the extra test-s3."""
+"""Shards from an S3-compatible server. Needs the extra test-s3."""
 
 from __future__ import annotations
 
@@ -27,28 +27,9 @@ OPTIONS = {"tries": 2, "timeout_s": 5.0, "total_s": 60.0}
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Functions to put a folder into s3://bucket, and to stop the server."""
-    s3fs = pytest.importorskip("s3fs", reason="pip install 'vqclip[test-s3]'")
-    moto = pytest.importorskip("moto.server", reason="pip install 'vqclip[test-s3]'")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "no_proxy": "*",
-    }.items():
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    transfer._file_system.cache_clear()
-    files = s3fs.S3FileSystem(use_listings_cache=False)
-    files.makedirs("bucket", exist_ok=True)  # what moto keeps, it keeps for the life of the process
-    try:
-        yield files, server
-    finally:
-        server.stop()
+    """Files of s3://bucket, and its server, which may be stopped."""
+    with serving.s3(monkeypatch, "bucket") as found:
+        yield found
 
 
 def put(files: Any, folder: Path, below: str) -> None:

@@ -136,15 +136,6 @@ def test_batches_of_all_layouts(
         require_same(data, expected, nodes, start=5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "workers"), [*itertools.product(["fork", "forkserver", "spawn"], [1, 5])])
-def test_batches_of_all_start_methods(
-    folder: Path, expected: list[tuple[torch.Tensor, ...]], server: FaultyServer, method: str, workers: int
-) -> None:
-    data = open_chunks(server.add(folder, "/data"), workers=workers, start_method=method)
-    require_same(data, expected, (0,), start=3)
-
-
 # ---- what does not fit
 
 
