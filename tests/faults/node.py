@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.commands import command
 from tests.faults.job import before
-from vqclip.data.remote.folder import RemoteFolder
+from vqclip.data.remote.files import RemoteFolder
 from vqclip.train.step import TrainStep
 
 main = command("train")

@@ -17,7 +17,7 @@ from PIL import Image
 from tests.data.making import caption_members, encode, member_places, open_tars, pixels
 from tests.fuzz.mutate import NUMBERS, mutated
 from vqclip.data.decode import decode_image
-from vqclip.data.sources.captions import CaptionFiles, decode_text
+from vqclip.data.sources.columns import CaptionFiles, decode_text
 from vqclip.data.tars.reader import TarReader
 from vqclip.errors import DataError
 

@@ -11,8 +11,7 @@ import logging
 import os
 from pathlib import Path
 
-from vqclip.data.remote.files import RemoteShard
-from vqclip.data.remote.folder import STORES, RemoteFolder
+from vqclip.data.remote.files import STORES, RemoteFolder, RemoteShard
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import beneath, display_url, path_in_url, protocol_of
 from vqclip.data.tars.make import IndexMaker, Parts

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from vqclip.config import Config, Modality, to_yaml
 from vqclip.data import DataConfig, mask_credentials
-from vqclip.data.remote.folder import require_writable
+from vqclip.data.remote.files import require_writable
 from vqclip.data.remote.retry import TransferConfig
 from vqclip.evaluation import DetailsConfig, Evaluations, scalar_names
 from vqclip.io.files import cache_folder

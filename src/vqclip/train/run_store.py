@@ -24,7 +24,7 @@ from typing import Any
 
 from vqclip import checkpoint
 from vqclip.checkpoint.folders import MANIFEST, find_old, set_aside
-from vqclip.data.remote.folder import RemoteFolder, require_writable
+from vqclip.data.remote.files import RemoteFolder, require_writable
 from vqclip.data.remote.retry import TransferConfig
 from vqclip.errors import CheckpointError, ConfigError, StorageError
 from vqclip.io.atomic import REPLACED, TEMPORARY, replace_folder

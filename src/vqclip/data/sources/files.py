@@ -23,9 +23,8 @@ import numpy as np
 
 from vqclip.data.remote.urls import display_url, local_path, protocol_of
 from vqclip.data.sources.base import MAX_BYTES, Part, Place, RawSample, SourceConfigBase
-from vqclip.data.sources.captions import CaptionFiles, caption_path, require_usable
 from vqclip.data.sources.class_names import Prompts
-from vqclip.data.sources.columns import ColumnConfig, Row
+from vqclip.data.sources.columns import CaptionFiles, ColumnConfig, Row, caption_path, require_usable
 from vqclip.data.sources.listing import PROBLEM, FileTable, TableBuilder, checksum, list_images, versions
 from vqclip.data.table_file import find_table, save_table
 from vqclip.errors import ConfigError, DataError, StorageError, encodable, printable

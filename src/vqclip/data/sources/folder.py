@@ -14,7 +14,6 @@ from pydantic import Field
 
 from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.sources.base import Place
-from vqclip.data.sources.captions import CaptionFiles, Weighted, caption_path
 from vqclip.data.sources.class_names import (
     DEFAULT_TEMPLATE,
     TEMPLATES,
@@ -24,7 +23,7 @@ from vqclip.data.sources.class_names import (
     describe_ids,
     read_templates,
 )
-from vqclip.data.sources.columns import is_split
+from vqclip.data.sources.columns import CaptionFiles, Weighted, caption_path, is_split
 from vqclip.data.sources.files import FileSourceConfig
 from vqclip.data.sources.listing import FileTable, TableBuilder, list_images
 from vqclip.data.sources.tables import CsvConfig, JsonConfig

@@ -24,15 +24,16 @@ import numpy as np
 
 from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.remote.urls import protocol_of
-from vqclip.data.sources.captions import find_captions, look_up
 from vqclip.data.sources.class_names import Classes
 from vqclip.data.sources.columns import (
     IMAGE_COLUMNS,
     ColumnConfig,
     Row,
     choose_columns,
+    find_captions,
     find_column,
     guess_columns,
+    look_up,
     path_in,
     plain_text,
 )

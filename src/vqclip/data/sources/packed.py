@@ -28,8 +28,8 @@ from vqclip.data.decode import image_format
 from vqclip.data.lookup import locate
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.sources.base import MAX_BYTES, Part, RawSample, Source, SourceConfigBase
-from vqclip.data.sources.captions import CaptionFiles
 from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, Templates
+from vqclip.data.sources.columns import CaptionFiles
 from vqclip.data.sources.paths import strip_common_folders
 from vqclip.data.sources.shards import TarSource
 from vqclip.data.tars.open import TarSet

@@ -11,8 +11,8 @@ from vqclip.data.remote.files import Shard, is_tar
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import display_url
 from vqclip.data.sources.base import Part, Place, RawSample, SourceConfigBase
-from vqclip.data.sources.captions import CaptionFiles, Weighted, decode_text
 from vqclip.data.sources.class_names import CLASSNAMES, ClassFolder, Prompts, read_lines, read_templates
+from vqclip.data.sources.columns import CaptionFiles, Weighted, decode_text
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.tars.members import KINDS, MemberRules
 from vqclip.data.tars.open import TarSet, describe_left_out

@@ -25,15 +25,16 @@ from vqclip.data.remote.files import fetch_bytes
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import display_url, protocol_of
 from vqclip.data.sources.base import MAX_BYTES, RawSample, read_image
-from vqclip.data.sources.captions import TEXT_KEYS, collect_captions
 from vqclip.data.sources.class_names import Classes
 from vqclip.data.sources.columns import (
     IMAGE_COLUMNS,
+    TEXT_KEYS,
     ColumnConfig,
     Columns,
     ColumnType,
     Row,
     choose_columns,
+    collect_captions,
     guess_columns,
     plain_text,
 )

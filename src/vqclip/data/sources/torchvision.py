@@ -19,7 +19,7 @@ from torch import Tensor
 from vqclip.config import did_you_mean
 from vqclip.data.lookup import name_errors
 from vqclip.data.sources.base import RawSample, read_image
-from vqclip.data.sources.captions import find_texts, require_usable
+from vqclip.data.sources.columns import find_texts, require_usable
 from vqclip.data.sources.listing import checksum
 from vqclip.data.sources.packed import PackedConfig, Piece, StreamSample, stamp
 from vqclip.errors import ConfigError, DataError, StorageError

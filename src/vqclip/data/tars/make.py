@@ -26,8 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from vqclip.data.lookup import map_ahead
-from vqclip.data.remote.files import Shard
-from vqclip.data.remote.folder import RemoteFolder
+from vqclip.data.remote.files import RemoteFolder, Shard
 from vqclip.data.table_file import Texts
 from vqclip.data.tars.headers import BLOCK
 from vqclip.data.tars.index import (
