@@ -9,7 +9,7 @@
   until a twentieth of the limit is free. So the sum is never too small, also after a process was killed, and the folder
   is listed once in thousands of files, not for each.
 
-After a power cut a file may be damaged: whoever reads it compares checksums, and has it made again.
+After a power cut a file may be damaged: readers compare checksums, and have it made again.
 """
 
 from __future__ import annotations
