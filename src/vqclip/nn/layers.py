@@ -150,8 +150,8 @@ def normalize_channels(x: Tensor, how: Normalization) -> Tensor:
     """Normalise a token's channels before the quantizer, ``(..., D)``; in float32 or float64.
 
     ``layer``: mean 0 and variance 1 over the channels. ``l2``: the vector has length √D, so that its channels have
-    magnitude about 1, the range that quantizers expect. ``linf``: the largest channel has magnitude 2, which the tanh of
-    FSQ maps almost to its outermost level; no channel is pressed flat (ViQ, 2026).
+    magnitude about 1, the range that quantizers expect. ``linf``: the largest channel has magnitude 2, which the tanh
+    of FSQ maps almost to its outermost level; no channel is pressed flat (ViQ, 2026).
     """
     if how == "none":
         return x
