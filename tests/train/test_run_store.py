@@ -18,7 +18,7 @@ from tests.data.making import caption_shards
 from tests.training import all_equal, metrics, run_tree, weights
 from vqclip import checkpoint
 from vqclip.cli.main import main
-from vqclip.data.remote import folder
+from vqclip.data.remote import files as remote_files
 from vqclip.data.remote.retry import TransferConfig
 from vqclip.errors import CheckpointError, ConfigError, StorageError
 from vqclip.train import Callback, TrainConfig
@@ -84,7 +84,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     files = Store(skip_instance_cache=True)
     files.failing = {}
     files.store.clear()
-    monkeypatch.setattr(folder, "object_store", lambda url, timeout_s: files)
+    monkeypatch.setattr(remote_files, "object_store", lambda url, timeout_s: files)
     monkeypatch.setattr("vqclip.data.remote.retry._sleep", lambda seconds: None)
     yield files
     files.store.clear()

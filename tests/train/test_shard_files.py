@@ -15,7 +15,7 @@ from tests.train.test_run_store import Store
 from tests.train.test_sharding import run_until, tree
 from tests.training import run
 from vqclip import dist
-from vqclip.data.remote import folder
+from vqclip.data.remote import files as remote_files
 from vqclip.errors import CheckpointError
 from vqclip.io import parts
 from vqclip.train import checkpointer
@@ -96,7 +96,7 @@ def run_at_url(settings, cache, machines):
     store.failing = {}
     own = f"{cache}-{os.environ['RANK']}" if machines else cache
     with (
-        mock.patch.object(folder, "object_store", return_value=store),
+        mock.patch.object(remote_files, "object_store", return_value=store),
         mock.patch.object(parts, "write", wraps=parts.write) as written,
     ):
         run_until(settings, own, 2)
