@@ -19,7 +19,7 @@ from tests.ranks import fork_server
 from tests.training import run_tree
 from vqclip import dist
 from vqclip.errors import ConfigError
-from vqclip.io.file_locks import ProcessLock
+from vqclip.io.atomic import ProcessLock
 from vqclip.process.lock import LOCK_FILE, LOCK_FILES, RunLock
 from vqclip.train import Callback
 from vqclip.train import run as train
@@ -176,7 +176,7 @@ class FullFile:
 
 
 def test_a_full_disk_names_the_lock_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("vqclip.io.file_locks.open_lock", lambda path: FullFile(path, "a+", encoding="utf-8"))
+    monkeypatch.setattr("vqclip.io.atomic.open_lock", lambda path: FullFile(path, "a+", encoding="utf-8"))
     with pytest.raises(OSError, match=rf"{LOCK_FILE}"), RunLock(tmp_path) as lock:
         lock.acquire()
 

@@ -23,7 +23,7 @@ from tests.training import TIMES, all_equal, identity_of, largest_difference, me
 from vqclip.data.features import FeatureFolder
 from vqclip.data.samples import read_decoded
 from vqclip.errors import ConfigError, DataError, NonFiniteError, StorageError
-from vqclip.io.file_locks import ProcessLock
+from vqclip.io.atomic import ProcessLock
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.train import TrainConfig, feature_cache
 from vqclip.train.step import TrainStep

@@ -44,8 +44,7 @@ from typing_extensions import Self
 from vqclip.config import Config
 from vqclip.data.batch import require_few_bad
 from vqclip.errors import CheckpointError, ConfigError, DataError, count_noun
-from vqclip.io.atomic import FileDigest, remove_leftovers, verify_file, write_file, write_file_once
-from vqclip.io.file_locks import ProcessLock
+from vqclip.io.atomic import FileDigest, ProcessLock, remove_leftovers, verify_file, write_file, write_file_once
 from vqclip.io.files import Stamp, format_bytes
 from vqclip.io.json_files import add_checksum, describe_differences, read_checked, read_versioned
 from vqclip.process import progress

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from vqclip.data import SourceConfigBase
 from vqclip.data.order import WindowedOrder
+from vqclip.data.remote.cache import FILLED
 from vqclip.data.remote.files import RemoteShard, is_gzip
 from vqclip.data.tars.make import MOST_WITH_MEMBERS
 from vqclip.data.tars.open import find_index
@@ -23,8 +24,6 @@ __all__ = ["DataCounts", "count_source", "format_plan", "make_plan"]
 _CHUNK_BYTES, _SHARD_BYTES, _MEMBER_BYTES, _TABLE_BYTES = 24, 96, 50, 80
 """Bytes in the index of a chunk, of a shard, and of a sample if it has their members; of a sample in the cache beside
 its data."""
-_FILLED = 0.95
-"""Part of the cache that is filled."""
 
 
 class DataCounts(NamedTuple):
@@ -82,7 +81,7 @@ def make_plan(
     Raises:
         ConfigError: a chunk of the order is no multiple of the index's.
     """
-    limit, index, window = cache_gib * 2**30 * _FILLED, 0, (order or WindowedOrder()).window
+    limit, index, window = cache_gib * 2**30 * FILLED, 0, (order or WindowedOrder()).window
     remote = [each for each in data if each.at_urls]
     remote_bytes = sum(each.bytes for each in remote)
     full, windowed = ({"cache_bytes": 0.0, "epoch_bytes": 0.0, "epoch_requests": 0.0} for _ in range(2))

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from vqclip import dist
 from vqclip.errors import ConfigError
-from vqclip.io.file_locks import ProcessLock
+from vqclip.io.atomic import ProcessLock
 
 LOCK_FILE = "run.lock"
 LOCK_FILES = (LOCK_FILE, f".{LOCK_FILE}")

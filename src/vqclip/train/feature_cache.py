@@ -38,7 +38,7 @@ from vqclip.data.samples import SampleMaker
 from vqclip.data.work_folder import VISIBLE_S
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import ConfigError, DataError, NonFiniteError
-from vqclip.io.file_locks import ProcessLock
+from vqclip.io.atomic import ProcessLock
 from vqclip.io.files import format_bytes
 from vqclip.io.tensors import module_digest
 from vqclip.nn.precision import Precision, autocast

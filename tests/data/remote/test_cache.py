@@ -62,7 +62,7 @@ class Folder:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     monkeypatch.setattr(module, "_USED_S", 0.0)
-    monkeypatch.setattr(module, "_FILLED", 1.0)
+    monkeypatch.setattr(module, "FILLED", 1.0)
     return Folder(tmp_path / "chunks")
 
 

@@ -428,8 +428,8 @@ def test_a_file_that_is_written_while_it_is_indexed(folder: Path, monkeypatch: p
 
 def test_after_preparation_files_are_not_compared_a_second_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "t.csv").write_text("filepath,title\na.jpg,x\nb.jpg,y\n")
-    config, compared, stat = parse_source(folder / "t.csv"), [], files._stat
-    monkeypatch.setattr(files, "_stat", lambda path: compared.append(path) or stat(path))
+    config, compared, stat = parse_source(folder / "t.csv"), [], files.state_of
+    monkeypatch.setattr(files, "state_of", lambda path: compared.append(path) or stat(path))
     open_sources([config])
     assert len(compared) == 2
     config.build()  # later, files may have changed

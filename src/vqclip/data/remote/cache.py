@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 from vqclip.data.remote.retry import Deadline
 from vqclip.errors import StorageError
-from vqclip.io.file_locks import hold_lock, is_at, remove_unlocked, try_lock
+from vqclip.io.atomic import hold_lock, is_at, remove_unlocked, try_lock
 from vqclip.io.files import order_of_use
 
-_FILLED = 0.95
+FILLED = 0.95
 """Fraction of the limit that is left in use when files are removed."""
 _FILES = 1 << 18
 """Limit on the number of files."""
@@ -57,7 +57,7 @@ class BoundedCache:
     @property
     def room(self) -> int:
         """Bytes that are never removed as long as no more is used at a time."""
-        return int(self.limit * _FILLED)
+        return int(self.limit * FILLED)
 
     def open(self, key: str, make: Callable[[], bytes], deadline: Deadline) -> int:
         """Return a read-only descriptor of a file, after making it if it is missing; the caller closes it.
@@ -203,7 +203,7 @@ class BoundedCache:
                 size, files = size + status.st_size, files + 1
         if size + more > self.limit or files >= _FILES:
             for _, each, path in sorted(whole):
-                if size + more <= self.room and files < _FILES * _FILLED:
+                if size + more <= self.room and files < _FILES * FILLED:
                     break
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)

@@ -1,6 +1,6 @@
 """Files at URLs: fetched with retries, listed, read by ranges, and written; and the shards that a URL names.
 
-fetch(url, options, read_body)   one try: open_url -> Body(length, blocks, tag) -> read_body; again if it breaks
+fetch(url, options, read_body)   one try: open_url -> Body(length, blocks) -> read_body; again if it breaks
 fetch_bytes, fetch_text          of small files, within a limit
 find_facts, list_files           sizes and tags
 RemoteFolder                     files below a URL in an object store, to write to

@@ -50,8 +50,6 @@ class Body(NamedTuple):
     length: int | None
     """Announced size in bytes, of the range if one was asked for; None if the server announces none."""
     blocks: Iterator[bytes]
-    tag: str = ""
-    """The server's name for this version of the file (ETag; else the time of its last change, if stated)."""
 
 
 class Span(NamedTuple):
@@ -69,7 +67,7 @@ class FileFacts(NamedTuple):
     size: int
     """Bytes."""
     tag: str
-    """See `Body.tag`."""
+    """The server's name for this version of the file (ETag; else the time of its last change, if stated)."""
     has_ranges: bool = True
     """Whether the server answers a request for a range with that range."""
 
@@ -103,7 +101,7 @@ def open_url(url: str, timeout_s: float, deadline: Deadline, span: Span | None =
             response, length = _open_file(url, timeout_s, deadline, span)
         with response:
             read = functools.partial(response.read1, 1 << 20, decode_content=False)
-            yield Body(length, _check_blocks(read, length, url, timeout_s, deadline), _tag(response.headers))
+            yield Body(length, _check_blocks(read, length, url, timeout_s, deadline))
     else:
         with translate_errors(url):
             facts: dict[str, Any] = {"size": span.total} if span else _call("info", url, timeout_s, deadline)
@@ -112,7 +110,7 @@ def open_url(url: str, timeout_s: float, deadline: Deadline, span: Span | None =
         whole = span or Span(0, int(facts["size"]), None)
         blocks, length = _object_blocks(url, timeout_s, deadline, whole, facts), whole.end - whole.first
         read = functools.partial(next, blocks, b"")
-        yield Body(length, _check_blocks(read, length, url, timeout_s, deadline), _tag(facts))
+        yield Body(length, _check_blocks(read, length, url, timeout_s, deadline))
 
 
 def url_facts(url: str, timeout_s: float, deadline: Deadline) -> FileFacts:

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import stat
 import unicodedata
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -25,7 +24,7 @@ from vqclip.data.remote.urls import display_url, local_path, protocol_of
 from vqclip.data.sources.base import MAX_BYTES, Part, Place, RawSample, SourceConfigBase
 from vqclip.data.sources.class_names import Prompts
 from vqclip.data.sources.columns import CaptionFiles, ColumnConfig, Row, caption_path, require_usable
-from vqclip.data.sources.listing import PROBLEM, FileTable, TableBuilder, checksum, list_images, versions
+from vqclip.data.sources.listing import PROBLEM, FileTable, TableBuilder, checksum, list_images, state_of, versions
 from vqclip.data.table_file import find_table, save_table
 from vqclip.errors import ConfigError, DataError, StorageError, encodable, printable
 from vqclip.io.files import Stamp, cache_folder, expand_home, open_regular
@@ -145,7 +144,7 @@ class FileSourceConfig(SourceConfigBase):
             except DataError:  # `FileSource.read` says what is wrong with it
                 files = [""] * len(known)
             for column, path in enumerate(files):
-                if _stat(path) != known[column]:
+                if state_of(path) != known[column]:
                     changed.add(row)
                     size, modified, digest = _hash(path)
                     states[row, column] = size, modified
@@ -330,14 +329,6 @@ class FileSource:
         return data
 
 
-def _stat(path: str) -> list[int]:
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):
-        return [MISSING, 0]
-    return [status.st_size, status.st_mtime_ns] if stat.S_ISREG(status.st_mode) else [MISSING, 0]
-
-
 def _hash(path: str) -> tuple[int, int, bytes]:
     """Return size, time and SHA-256 of a file; one that is too large to be used is not read, a missing one has -1."""
     try:
@@ -346,7 +337,7 @@ def _hash(path: str) -> tuple[int, int, bytes]:
             digest = hashlib.sha256(file.read() if before.size <= MAX_BYTES["image"] else b"")
             after = Stamp.of(file.fileno())
     except (OSError, ValueError):
-        return MISSING, 0, bytes(32)
+        return MISSING, MISSING, bytes(32)
     if before != after:
         raise DataError(f"{path}: was written to while it was indexed; start again when it is complete")
     return *before, digest.digest()

@@ -87,7 +87,7 @@ class FileTable:
         """Return whether the files and folders that the table was made from are unchanged."""
         inputs = Texts(self.arrays["inputs"], self.arrays["input_ends"])
         states = enumerate(self.arrays["input_states"].tolist())
-        return all(_state(inputs.read(number)) == state for number, state in states)
+        return all(state_of(inputs.read(number)) == state for number, state in states)
 
 
 class TableBuilder:
@@ -110,7 +110,7 @@ class TableBuilder:
 
     def read_from(self, path: Path) -> Path:
         """Record that the table depends on a file or folder, which is about to be read, and return it."""
-        self._inputs[str(path)] = _state(path)
+        self._inputs[str(path)] = state_of(path)
         return path
 
     def add(
@@ -179,7 +179,7 @@ class TableBuilder:
         return FileTable({**facts, "classnames": [*classnames], "templates": [*templates], "notes": self.notes}, arrays)
 
 
-def _state(path: str | Path) -> list[int]:
+def state_of(path: str | Path) -> list[int]:
     """Return size and modification time of a file or folder; -1 if there is none."""
     try:
         return [*Stamp.of(path)]

@@ -33,8 +33,7 @@ from vqclip.data.tars.members import USUAL, MemberRules
 from vqclip.data.tars.reader import TarReader
 from vqclip.data.tars.store import UnpackedTars, find_unpacked, local_state, shard_names
 from vqclip.errors import ConfigError, DataError, StorageError
-from vqclip.io.atomic import write_file
-from vqclip.io.file_locks import hold_lock
+from vqclip.io.atomic import hold_lock, write_file
 from vqclip.io.files import cache_folder
 
 logger = logging.getLogger("vqclip.data")
