@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, EvalSet, EvalTransformConfig, pil_to_uint8
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, EvalSet, EvalTransformConfig, pil_to_uint8
 
 CAPTIONS = {
     "captions_noto_emoji/train": 3120,
@@ -50,19 +50,3 @@ def test_eurosat_is_read_completely(real_data: Path, split: str, count: int) -> 
     assert len(source.classnames) == 10
     labels = torch.cat([batch.labels for batch in EvalSet(source, EvalTransformConfig().build(64), workers=1)])
     assert labels.bincount().tolist() == [count // 10] * 10
-
-
-def test_an_epoch_of_three_real_sources(real_data: Path) -> None:
-    sources = (
-        CaptionShardsConfig(path=str(real_data / "captions_noto_emoji/train/{00000..00003}.tar")),
-        CaptionShardsConfig(
-            path=str(real_data / "captions_pomological/train"), captions="json", json_keys=("title", "common_name")
-        ),
-        ClassShardsConfig(path=real_data / "cls_eurosat"),
-    )
-    config = DataConfig(sources=sources, workers=2, max_bad_fraction=0.0)
-    data = config.build(
-        32, lambda captions: (torch.zeros(len(captions), 1, dtype=torch.int64), [1] * len(captions)), 256, seed=0
-    )
-    ids = torch.cat([batch.sample_ids for batch in data.batches(0, -(-data.epoch_size // 256))])
-    assert torch.equal(ids[: data.epoch_size].sort().values, torch.arange(3120 + 2594 + 2500))

@@ -1,4 +1,4 @@
-"""A rank that hangs: the job ends in time, and every rank has written where it stood."""
+"""A rank that hangs or dies: the job ends in time, and every rank has written where it stood."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from tests.data.making import caption_shards
 from tests.faults.jobs import job
 from tests.training import all_equal, run, run_tree, weights
 
@@ -15,11 +14,6 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 STEPS, STEP = 14, 8
 LIMIT_S = 10.0
 PATIENCE_S = 20.0
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
 def tree_in(folder, shards, **changes):
@@ -130,3 +124,32 @@ def test_a_rank_that_hangs_in_an_evaluation_ends_the_job_in_time(tmp_path, shard
     assert "in stand_still" in rank_1
     assert "in run_collective" in rank_0
     assert re.search(r"rank 1: no progress for 20 s \(run.timeout_s\): 3 steps done, evaluating", running.output)
+
+
+# ---- ranks and data workers that die without a restart
+
+
+def test_a_killed_rank_ends_the_job_within_the_timeout_without_restarts(tmp_path, shards):
+    """No rank waits for the timeout, which would be an hour: what is lost is noticed."""
+    tree = tree_in(tmp_path, shards)
+    tree["run"] |= {"timeout_s": 3600.0, "step_timeout_s": 3600.0}
+    with job(tmp_path / "job", tree, {"do": "kill_myself", "rank": 1, "step": STEP}) as running:
+        running.wait_for_mark(f"step-{STEP}-1")
+        status, took = running.end()
+    assert status == 1
+    assert took < 30
+    assert "failed on rank 0: " in running.output
+    assert "Another rank has most likely died" in running.output
+    assert "another rank is lost" in (running.run / "stacks" / "rank-0.txt").read_text()
+
+
+def test_a_killed_data_worker_is_explained_and_hangs_no_rank(tmp_path, shards):
+    tree = tree_in(tmp_path, shards)
+    tree["run"] |= {"timeout_s": 3600.0, "step_timeout_s": 3600.0}
+    with job(tmp_path / "job", tree, {"do": "kill_a_worker", "rank": 1, "step": STEP}) as running:
+        running.wait_for_mark(f"step-{STEP}-1")
+        status, took = running.end()
+    assert status == 1
+    assert took < 60
+    assert "rank 1: a data worker died" in running.output
+    assert "Was it killed for memory? Fewer data.workers" in running.output

@@ -51,11 +51,6 @@ OUTPUTS = ("", "", "/dev/full", "head -c 600")
 """Where the last start of a life writes to: a file, a full disk, a reader that goes away."""
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
-
-
 def tree_of(folder, shards, **changes):
     return run_tree(folder, shards, BUSY_RESIDUAL, **({"train__precision": "fp32"} | changes))
 

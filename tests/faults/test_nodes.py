@@ -25,7 +25,6 @@ from typing import Any
 import pytest
 
 from tests.data import serving
-from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL
 from tests.training import run_tree
 from vqclip import checkpoint
@@ -36,11 +35,6 @@ KILLS = int(os.environ.get("VQCLIP_KILLS", "8"))
 STEPS = 24
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600 + 90 * KILLS)]
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.making import caption_shards
 from tests.faults.jobs import Job, job
 from tests.training import TIMES, all_equal, metrics, run, run_tree, weights
 
@@ -18,11 +17,6 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 
 STEPS = 24
 WITHIN_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
 def tree_in(folder, shards, **changes):
