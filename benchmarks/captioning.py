@@ -1,4 +1,4 @@
-"""What a language model makes of ids: the same small decoder captions drawn scenes from the ids of several tokenizers.
+"""Captions from ids: the same small language model captions drawn scenes from the ids of several tokenizers.
 
 Prints a table, after about 30 minutes on one CPU core.
 
@@ -149,7 +149,7 @@ class Outcome(NamedTuple):
     right: list[float]
     """Share of captions that are right in each attribute, and in all."""
     seconds: float
-    """Of an update."""
+    """Time of an update."""
 
 
 def measure(model: Decoder, image: Tensor, words: Tensor, seconds: float) -> Outcome:
