@@ -25,10 +25,12 @@ from __future__ import annotations
 import faulthandler
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.data.making import caption_shards
 from tests.ranks import RankPool
 from vqclip.runlog import console
 
@@ -43,6 +45,12 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.kill()
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two shards with 30 captioned images."""
+    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
 _LONGEST = (

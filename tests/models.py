@@ -98,4 +98,6 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], object] = lambda con
     change(config)
     config.pop("sha256", None)
     config["weights"] = digest_file(folder / "model.safetensors").model_dump()
+    if (pixels := folder / "pixels.safetensors").exists() and "pixels" in config:
+        config["pixels"]["weights"] = digest_file(pixels).model_dump()
     (folder / "config.json").write_bytes(add_checksum(config))

@@ -11,7 +11,7 @@ import torch
 
 VIT = {"image_size": 32, "layers": 2, "width": 32, "patch_size": 16, "head_width": 16}
 TEXT = {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
-TIMM = {"image_size": 32, "timm_model_name": "vqclip_test_vit", "timm_pool": "avg", "timm_proj": "linear"}
+TRUNK = {"image_size": 224, "timm_model_name": "vit_tiny_patch16_224", "timm_pool": "avg", "timm_proj": "linear"}
 
 
 def save_open_clip(folder: Path, name: str, log_scale: float = 3.0, seed: int = 0, **changes: Any) -> tuple[Any, str]:

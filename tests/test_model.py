@@ -9,7 +9,7 @@ import torch
 import vqclip
 from tests.models import FSQ, LFQ, PRODUCT, tiny_model
 from tests.tokenizer.test_folder import edited
-from vqclip.errors import CheckpointError, ConfigError
+from vqclip.errors import ConfigError
 from vqclip.io.atomic import digest_file
 from vqclip.model import CLIP, ImageModel, ModelConfig, load_pretrained
 from vqclip.tokenizer.folder import TokenizerFolder
@@ -65,17 +65,6 @@ def test_what_is_loaded_without_gradients_can_be_used_with_them(saved, context):
         assert tokenizer.embed(tokenizer(inputs).ids).numpy().shape == (len(inputs), 16)  # it carries no gradient
         tokenizer.requires_grad_()(inputs).embedding[:, 0].sum().backward()
         assert [n for n, p in tokenizer.project_in.named_parameters() if p.grad is None] == []
-
-
-def test_one_tokenizer_alone(saved, tmp_path):
-    model, _ = saved
-    model.text.save_pretrained(tmp_path / "text")
-    loaded = vqclip.load_tokenizer(tmp_path / "text", modality="text")
-    assert torch.equal(loaded.encode(["a b"]), model.text.encode(["a b"]))
-    with pytest.raises(CheckpointError, match="contains text tokenizer; expected one of modality 'image'"):
-        vqclip.load_tokenizer(tmp_path / "text", modality="image")
-    with pytest.raises(CheckpointError, match="contains text tokenizer; expected one of modality 'image'"):
-        CLIP.from_pretrained(tmp_path / "text")
 
 
 def test_errors_of_towers_name_the_key_that_was_written():

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, LFQ, RESIDUAL_FSQ
 from tests.training import STEPS, largest_difference, metrics, run, run_tree, weights
 from vqclip.train.step import TrainStep
@@ -45,11 +44,6 @@ CASES = {
 }
 SLOW = ("ranks of unequal share", "small heads on stored views")
 """Not run by default: `tests/quantizers` and `tests/losses` have ranks of unequal share, another case has dropout."""
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])

@@ -14,12 +14,19 @@ from unittest import mock
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.models import FSQ, tiny_model
+from vqclip import dist
+from vqclip.losses import ContrastiveConfig
+from vqclip.model import CLIP
 from vqclip.runlog.metrics import read_metrics
+from vqclip.train import Callback
 from vqclip.train import run as train
-from vqclip.train.step import TrainStep
+from vqclip.train.distillation import Distillation
+from vqclip.train.optim import OptimConfig
+from vqclip.train.step import ComputeConfig, TrainStep
+from vqclip.train.tasks.contrastive import ContrastiveTask
 from vqclip.train.tasks.kinds import load_task_config
 
 STEPS = 20
@@ -91,9 +98,23 @@ def run_compiled(tree: dict[str, Any], cache: str, backend: str) -> tuple[int, i
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
+def contrastive_step(
+    model: CLIP, loss: nn.Module | None = None, distillation: Distillation | None = None, **compute: Any
+) -> TrainStep:
+    """The training step of a model, with a learning rate of 0.001 from the first of ten steps on."""
+    optim = OptimConfig(lr=1e-3, warmup_steps=0)
+    task = ContrastiveTask(model, loss or ContrastiveConfig().build(), distillation=distillation)
+    return TrainStep(task, optim.build(model), optim.schedule(10), ComputeConfig(**compute), None, seed=3)
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics of the run in ``folder``."""
     return list(read_metrics(folder / "tiny" / "metrics.jsonl"))
+
+
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    """Those lines without what differs between equal runs."""
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(folder)]
 
 
 def weights(folder: Path, step: int = STEPS) -> dict[str, Tensor]:
@@ -101,6 +122,23 @@ def weights(folder: Path, step: int = STEPS) -> dict[str, Tensor]:
     model = folder / "tiny" / "checkpoints" / f"step-{step:08d}" / "model"
     files = [path for name in ("model", "pixels") if (path := model / f"{name}.safetensors").exists()]
     return {name: each for path in files for name, each in load_file(path).items()}
+
+
+def averages(folder: Path, step: int = STEPS) -> dict[str, Tensor]:
+    """The moving averages in a checkpoint of the run in ``folder``, by the names of the model's tensors."""
+    found = load_file(folder / "tiny" / "checkpoints" / f"step-{step:08d}" / "state.safetensors")
+    return {name.removeprefix("ema/"): tensor for name, tensor in found.items() if name.startswith("ema/")}
+
+
+class StopAfter(Callback):
+    """Asks for a stop after a step; several processes stop a step after they were asked."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, training: Any) -> None:
+        if training.done == self.step - dist.is_distributed():
+            training.request_stop("enough")
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL
 from tests.training import run_tree
 from vqclip import checkpoint
@@ -21,11 +20,6 @@ from vqclip.train.step import TrainStep
 
 EVERY = 3
 STEPS = 7
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
 @pytest.fixture

@@ -189,9 +189,6 @@ def test_any_kind_of_data_and_prompts_from_files(command, run_folder, tmp_path):
 def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path):
     no_names = class_shards(tmp_path / "no_names")
     (no_names / "classnames.txt").unlink()
-    empty_class = image_folder(tmp_path / "empty_class")
-    (empty_class / "empty").mkdir()
-    image_folder(tmp_path / "whole" / "test")
     fine = class_shards(tmp_path / "fine")
     beside = class_shards(tmp_path / "beside")
     for tar in (beside / "test").glob("*.tar"):
@@ -208,18 +205,12 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
             "vqclip evaluate: no such run, checkpoint or tokenizer folder here",
         ),
         (("zero-shot", run_folder, "--data", no_names / "test"), "has captions, not classes; expected labelled images"),
-        (("zero-shot", run_folder, "--data", tmp_path / "whole", "split=val"), "split: unknown key"),
         (
             ("retrieval", run_folder, "--data", fine),
             "fine: kind classes with split test has classes, not captions",
         ),
-        (("zero-shot", run_folder, "--data", empty_class), "empty: no image"),
         (("zero-shot", run_folder, "--data", fine / "test"), f"the folder above, {fine}, and the split 'test'"),
         (("zero-shot", run_folder, "--data", beside), 'its tars are directly in it: expected the split ""'),
-        (
-            ("zero-shot", run_folder, "templates=[x]", "--data", fine),
-            "templates[0]: got 'x' (str); expected {c}",
-        ),
         (
             ("zero-shot", config, "--data", fine),
             "config.yaml: got a file, expected a folder: run folder (its exported",
@@ -234,12 +225,7 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
         (("zero-shot", run_folder, "--data", fine, "--csv", tmp_path), "--csv: got the folder"),
         (("zero-shot", run_folder, "--data", fine, "splitt=test"), 'unknown key; did you mean "split"'),
         (("zero-shot", run_folder, "--data", "kind=csv"), "path: missing"),
-        (("zero-shot", run_folder, f"classes_file={config}", "--data", fine), "config.yaml"),
         (("knn", run_folder, "--data", fine), "fine: has no split 'train'; splits with tars: test"),
-        (
-            ("knn", run_folder, "train.split=test", "--data", fine),
-            ": train: got the images of data",
-        ),
         (("knn", run_folder, "--data", "kind=scenes"), "train: kind scenes with split train has captions, not classes"),
         (("knn", run_folder, f"neighbours={10**9}", "--data", fine), "neighbours: got 1000000000"),
         (("retrieval", run_folder, "--data", fine / "test"), f"'test': data: {fine / 'test'}: none of the 22 samples"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from vqclip.config import json_schema, load_config, to_yaml
+from vqclip.config.explain import commented_yaml, require_known_keys
 from vqclip.errors import ConfigError
 from vqclip.train import TrainConfig
 from vqclip.train.tasks.kinds import TASKS, load_task_config
@@ -26,11 +27,18 @@ def test_the_promised_files_are_there():
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_loads_and_round_trips_and_begins_with_what_it_is(file, tmp_path):
+    """Also with the comments that the run's folder has."""
     assert file.read_text(encoding="utf-8").startswith("# ")
-    config = load_task_config(file)
-    resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(to_yaml(config), encoding="utf-8")
-    assert load_task_config(resolved) == config
+    require_known_keys(file, [])
+    config, resolved = load_task_config(file), tmp_path / "resolved.yaml"
+    commented = commented_yaml(config)
+    for text in (to_yaml(config), commented):
+        resolved.write_text(text, encoding="utf-8")
+        assert load_task_config(resolved) == config
+    comments = [line for line in commented.splitlines() if line.lstrip().startswith("#")]
+    assert len(comments) > 100
+    assert max(map(len, comments)) <= 100
+    assert "  # Highest learning rate, reached after the warm-up.\n  lr: " in commented
 
 
 def test_a_wait_that_overflows_is_refused():

@@ -43,7 +43,7 @@ def build():
     return tower
 
 
-@pytest.mark.parametrize("sizes", [(6,), (3, 3), (4, 2), (6, 0), (2, 1, 3), (1, 0, 2, 3)], ids=str)
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 1, 3), (1, 0, 2, 3)], ids=str)
 def test_gradients_equal_one_process(ranks, sizes):
     x = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     loss, expected = gradients(x, (6,))
@@ -155,7 +155,7 @@ def in_parts(x, sizes):
     return {name: p.grad for name, p in dist.unwrap_ddp(tower).named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("sizes", [(3, 3), (4, 2), (1, 0, 2, 3)], ids=str)
+@pytest.mark.parametrize("sizes", [(4, 2), (1, 0, 2, 3)], ids=str)
 def test_no_sync_averages_what_was_added_up(ranks, sizes):
     x = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = in_parts(x, (6,))

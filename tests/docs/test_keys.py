@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import ROOT
-from vqclip.config import load_config
-from vqclip.config.explain import commented_yaml, explain, require_known_keys
+from vqclip.config.explain import explain, require_known_keys
 from vqclip.errors import ConfigError
 from vqclip.train.tasks.kinds import TASKS, load_task_config
 
@@ -25,9 +24,6 @@ def write(tmp_path):
         return tmp_path / "c.yaml"
 
     return written
-
-
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 def test_the_stored_keys_and_their_page_are_those_of_the_classes():
@@ -54,18 +50,6 @@ def test_a_key_and_a_section_are_explained():
     for word, meant in (("optim.learning_rate", '"lr"'), ("lr", '"optim.lr"'), ("epochs", '"train.steps"')):
         with pytest.raises(ConfigError, match=f"^{word}: unknown key; did you mean {meant}"):
             explain(word)
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_configuration_with_comments_is_read_back_and_fits(path, write):
-    require_known_keys(path, [])
-    config = load_task_config(path, ["run.name=a"])
-    text = commented_yaml(config)
-    assert load_config(type(config), write(text)) == config
-    comments = [line for line in text.splitlines() if line.lstrip().startswith("#")]
-    assert len(comments) > 100
-    assert max(map(len, comments)) <= 100
-    assert "  # Highest learning rate, reached after the warm-up.\n  lr: " in text
 
 
 WRONG = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from tests.data.making import write_tar
 from vqclip.model import CLIP, ModelConfig
 from vqclip.quantizers import Prefix, Stats
 from vqclip.tokenizer import TokenizerOutput
@@ -101,16 +101,6 @@ def png(colour: tuple[int, int, int] | int, seed: int | None = None) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(buffer, "PNG")
     return buffer.getvalue()
-
-
-def write_tar(path: Path, members: Mapping[str, bytes]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return path
 
 
 def colour_of(label: int) -> tuple[int, int, int]:

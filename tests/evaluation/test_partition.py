@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.evaluation.made import image_folder
+from tests.ranks import for_each
 from vqclip.data import FolderConfig
 from vqclip.evaluation.partition import RankPartition
 
@@ -15,12 +15,13 @@ def some_left_out(left_out):
     return rows[:, 0].tolist(), partition.gather_items(mine)
 
 
-@pytest.mark.parametrize("left_out", [(), (0,), (1, 4), (0, 3, 6), tuple(range(1, 9)), tuple(range(9))])
-def test_rows_and_items_agree_where_some_are_left_out(ranks, left_out):
-    for rows, items in ranks(3, some_left_out, left_out):
-        assert rows == items
-        assert items == list(range(9)) or left_out
-        assert sorted(items) == [item for item in range(9) if item not in left_out]
+def test_rows_and_items_agree_where_some_are_left_out(ranks):
+    cases = [(), (0,), (1, 4), (0, 3, 6), tuple(range(1, 9)), tuple(range(9))]
+    for found in ranks(3, for_each, some_left_out, [(left_out,) for left_out in cases]):
+        for left_out, (rows, items) in zip(cases, found, strict=True):
+            assert rows == items
+            assert items == list(range(9)) or left_out
+            assert sorted(items) == [item for item in range(9) if item not in left_out]
 
 
 def only_rank_zero(folder):

@@ -189,13 +189,12 @@ def require_close(found, expected):
         assert {**result, "pixels": 0, "figures": 0} == {**other, "pixels": 0, "figures": 0}
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_ranks_together_find_what_one_finds_where_images_are_left_out(ranks, folder, world_size):
+def test_ranks_together_find_what_one_finds_where_images_are_left_out(ranks, folder):
     broken = {f"s{i:07d}.{end}": data for i in (1, 2) for end, data in (("png", b"no image"), ("cls", b"0"))}
     write_tar(folder / "classes" / "test" / "2.tar", broken)
     alone = run(folder)
     assert alone[0]["notes"][0] == "2 of 24 images cannot be used and are left out"
-    for found in ranks(world_size, run, folder):
+    for found in ranks(3, run, folder):
         require_close(found, alone)
 
 

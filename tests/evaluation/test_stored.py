@@ -52,9 +52,7 @@ def test_a_write_that_is_interrupted_leaves_the_former_file(tmp_path, result, mo
     ("change", "message"),
     [
         (lambda body: body.update(colour=1), "colour"),
-        (lambda body: body["result"].update(colour=1), "colour"),
         (lambda body: body["result"]["usage"]["image"].update(colour=1), "colour"),
-        (lambda body: body["result"]["details"].update(colour=1), "colour"),
         (lambda body: body["result"].update(samples="many"), "samples"),
         (lambda body: body["result"]["chance"].update(i2t_r1=float("nan")), "finite"),
         (lambda body: body.update(step=-1), "step"),

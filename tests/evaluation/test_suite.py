@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from functools import partial
@@ -9,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from tests.evaluation.made import PlainModel, caption_shards, class_shards, colour_of, png, tiny_clip, write_tar
+from tests.ranks import for_each
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.errors import DataError, DistributedError
@@ -34,25 +36,21 @@ def tasks(folder, batch_size=4, limit=None):
     ]
 
 
-def evaluate_on_rank(folder, distributed, who, limit=None):
+def evaluate_on_rank(folder, limit):
     os.environ["VQCLIP_CACHE"] = str(folder / "cache")
-    model = CLIP.from_pretrained(folder / "model").train()
-    if dist.rank() not in who:
-        return None
-    found = evaluate(model, tasks(folder, limit=limit), distributed=distributed)
+    found = evaluate(CLIP.from_pretrained(folder / "model").train(), tasks(folder, limit=limit))
     return [result.to_json() for result in found]
 
 
-@pytest.mark.parametrize("limit", [None, 1])  # with one sample a rank has none
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_together_find_what_one_finds(ranks, folder, world_size, limit):
-    alone = evaluate(CLIP.from_pretrained(folder / "model"), tasks(folder, limit=limit))
-    for found in ranks(world_size, evaluate_on_rank, folder, True, range(world_size), limit):
-        for result, expected in zip(found, alone, strict=True):
+def test_ranks_together_find_what_one_finds(ranks, folder):
+    """Also with one sample, of which two ranks have none; `test_tasks.py` has two ranks and every kind."""
+    alone = [evaluate_on_rank(folder, limit) for limit in (None, 1)]
+    for found in ranks(3, for_each, evaluate_on_rank, [(folder, None), (folder, 1)]):
+        for result, expected in zip(itertools.chain(*found), itertools.chain(*alone), strict=True):
             figures = result.pop("figures")
             for mode in MODES:
-                assert figures[mode] == pytest.approx(expected.figures[mode])
-            assert result == {name: value for name, value in expected.to_json().items() if name != "figures"}
+                assert figures[mode] == pytest.approx(expected["figures"][mode])
+            assert result == {name: value for name, value in expected.items() if name != "figures"}
 
 
 def evaluate_wrapped(folder):
@@ -76,12 +74,11 @@ def try_a_bad_sample(folder):
     return [result.name for result in outcome.results], type(outcome.failure).__name__, str(outcome.failure)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_task_that_fails_takes_nothing_from_the_others(ranks, folder, world_size):
+def test_a_task_that_fails_takes_nothing_from_the_others(ranks, folder):
     caption_shards(folder / "captions", [["fine"], [], ["fine too"]])
-    for rank, (names, kind, message) in enumerate(ranks(world_size, try_a_bad_sample, folder)):
+    for rank, (names, kind, message) in enumerate(ranks(2, try_a_bad_sample, folder)):
         assert names == ["zero-shot"]
-        assert kind == ("DistributedError" if rank == 0 and world_size == 2 else "DataError")
+        assert kind == ("DistributedError" if rank == 0 else "DataError")
         first, second = [line for line in message.splitlines() if line.startswith("evaluation ")]
         assert first.startswith("evaluation 'retrieval': ")
         assert second.startswith("evaluation 'again': ")
@@ -114,10 +111,14 @@ def spoilt(folder):
     return folder
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])  # on 3, all but one of rank 1's captioned images are bad
-def test_unusable_images_are_left_out_named_and_counted(ranks, spoilt, caplog, world_size):
-    (labelled, pairs), *others = ranks(world_size, evaluate_spoilt, spoilt, 0.34)
-    assert all(other == [labelled, pairs] for other in others)
+def test_unusable_images_are_left_out_named_and_counted(ranks, spoilt, caplog):
+    """All but one of rank 1's captioned images are bad; what no rank has too much of, all have together."""
+    ((labelled, pairs), failed), *others = ranks(3, for_each, evaluate_spoilt, [(spoilt, 0.34), (spoilt, 0.23)])
+    assert all(other == [[labelled, pairs], failed] for other in others)
+    name, message = failed  # two of nine are allowed
+    assert name == "DataError"
+    assert "3 of 9 evaluation samples cannot be used:\n" in message
+    assert "sample 000000000: not a JPEG" in message
     assert (labelled["samples"], pairs["samples"]) == (21, 6)
     assert labelled["notes"] == ["1 of 22 images cannot be used and are left out"]
     assert pairs["notes"] == ["3 of 9 images cannot be used and are left out"]
@@ -129,13 +130,6 @@ def test_unusable_images_are_left_out_named_and_counted(ranks, spoilt, caplog, w
         assert result["usage"] == expected["usage"]
     assert "evaluation: sample 4 skipped" in caplog.text
     assert "00000.tar: sample 000000004: not a JPEG" in caplog.text
-
-
-def test_what_no_rank_has_too_much_of_all_have_together(ranks, spoilt):
-    for name, message in ranks(3, evaluate_spoilt, spoilt, 0.23):  # two of nine are allowed
-        assert name == "DataError"
-        assert "3 of 9 evaluation samples cannot be used:\n" in message
-        assert "sample 000000000: not a JPEG" in message
 
 
 def stall(image):

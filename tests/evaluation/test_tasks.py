@@ -7,7 +7,6 @@ import time
 from typing import get_args
 
 import pytest
-import torch
 from pydantic import TypeAdapter, ValidationError
 
 from tests.evaluation.made import caption_shards, class_shards, png, tiny_clip, write_tar
@@ -27,9 +26,6 @@ from vqclip.evaluation import (
     format_results,
     scalar_names,
 )
-from vqclip.evaluation.encode import Encoder
-from vqclip.evaluation.images import encode_labelled
-from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.pixels import QUALITY
 from vqclip.model import CLIP
 from vqclip.pixels import ConvolutionalPixelsConfig, attach
@@ -71,22 +67,6 @@ def run(folder, distributed, who):
     if dist.rank() not in who:
         return None
     return [result.to_json() for result in evaluate(model, TASKS(folder), distributed=distributed)]
-
-
-def encode(folder):
-    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
-    model, task = CLIP.from_pretrained(folder / "model").eval(), TASKS(folder)[0]
-    encoder = Encoder(RankPartition.create(True), "fp32", folder)
-    found = encode_labelled(task, task.data, model, encoder, f"x{dist.world_size()}", None)
-    return found.labels.tolist(), found.encoded.embeddings["continuous"]
-
-
-def test_labelled_images_are_in_the_order_of_the_set_where_some_are_left_out(ranks, folder):
-    labels, rows = encode(folder)
-    assert labels == [0, 1, 2, 3, 0, 1, 2, 1, 1, 3, 0, 1, 2, 3, 0, 1]  # two good images after the first tar
-    for other, theirs in ranks(2, encode, folder):
-        assert other == labels
-        assert torch.allclose(theirs, rows, atol=1e-5)
 
 
 def test_every_kind_is_here(folder):

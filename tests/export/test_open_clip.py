@@ -9,7 +9,7 @@ from PIL import Image
 
 from tests.commands import command
 from tests.models import tiny_model
-from tests.open_clip_models import both_towers, save_open_clip
+from tests.open_clip_models import TRUNK, both_towers, save_open_clip
 from vqclip.config import to_yaml
 from vqclip.errors import ConfigError
 from vqclip.export.open_clip import export_towers
@@ -19,7 +19,6 @@ from vqclip.train import TrainConfig
 main = command("export")
 
 CAPTIONS = ["a cat", "two red dogs on a very long road", ""]
-TRUNK = {"image_size": 224, "timm_model_name": "vit_tiny_patch16_224", "timm_pool": "avg", "timm_proj": "linear"}
 
 
 def embeddings(model, size):

@@ -16,12 +16,10 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, LFQ
 from tests.train.test_pixels import pixel_tree
-from tests.training import largest_difference, metrics, run, run_tree, weights
+from tests.training import StopAfter, largest_difference, metrics, run, run_tree, weights
 from vqclip import load_tokenizer
-from vqclip.train import Callback
 from vqclip.train import run as train
 from vqclip.train.speed import Clock
 from vqclip.train.tasks.kinds import load_task_config
@@ -47,11 +45,6 @@ DROPOUT = {
 def gpu():
     if DEVICE == "cuda" and not torch.cuda.is_available():
         pytest.fail("torch sees no GPU; expected one, or VQCLIP_TEST_DEVICE=cpu to check the tests themselves")
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
 def tree(folder, shards, quantizer=FSQ, device=DEVICE, **changes):
@@ -109,15 +102,6 @@ def test_a_run_resumes_on_a_gpu_after_a_cpu_and_back(tmp_path, shards, monkeypat
     for device, stop in ((DEVICE, 4), ("cpu", 8), (DEVICE, STEPS)):
         train(load_task_config(tree(tmp_path / "parts", shards, BUSY_VQ, device)), callbacks=[StopAfter(stop)])
     require_same(tmp_path / "parts", tmp_path / "whole", 1e-9)
-
-
-class StopAfter(Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, training):
-        if training.done == self.step:
-            training.request_stop("the next device goes on")
 
 
 def test_a_step_waits_for_the_gpu_at_most_once(tmp_path, shards):

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from pydantic import TypeAdapter
 
 from tests.losses.test_tiled import assert_equals_one_process, pairs, tile_bytes, value_and_gradients
-from tests.ranks import RankError, for_each
+from tests.ranks import for_each
 from vqclip import dist
 from vqclip.config import Config
-from vqclip.errors import ConfigError, ShapeError
+from vqclip.errors import ConfigError, DistributedError, ShapeError
 from vqclip.losses import (
     ContrastiveConfig,
     ContrastiveLoss,
@@ -166,15 +166,15 @@ def test_half_precision_features_are_widened_first(case):
     assert loss == case.config.build()(image.float(), text.float(), *numbers)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-3, 100.0, 1e4])
 @pytest.mark.parametrize("kind", ["equal pairs", "opposite pairs", "one point"])
-def test_stays_finite_at_the_extremes(case, scale, kind):
+def test_stays_finite_at_the_extremes(case, kind):
     image, _ = pairs(6, dtype=torch.float32)
     image = image[:1].expand_as(image) if kind == "one point" else image
     text = -image if kind == "opposite pairs" else image
-    found = value_and_gradients(case.config.build(), image, text, (scale, *case.numbers[1:]))
-    assert found[0] >= 0
-    assert all(torch.isfinite(each).all() for each in found)
+    for scale in (0.0, 1e-3, 100.0, 1e4):
+        found = value_and_gradients(case.config.build(), image, text, (scale, *case.numbers[1:]))
+        assert found[0] >= 0
+        assert all(torch.isfinite(each).all() for each in found)
 
 
 def test_the_order_of_pairs_does_not_matter(case):
@@ -208,13 +208,12 @@ def test_wrong_arguments_are_refused(case):
 
 def unlike_widths(case_name):
     case = LOSSES[case_name]
-    case.config.build()(*(t[:, : 5 - dist.rank()] for t in pairs(4)), *numbers_of(case))
+    with pytest.raises(DistributedError, match=rf"ranks \[{1 - dist.rank()}\] have different rows"):
+        case.config.build()(*(t[:, : 5 - dist.rank()] for t in pairs(4)), *numbers_of(case))
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_ranks_with_unlike_features_are_told_apart(ranks, name):
-    with pytest.raises(RankError, match=r"ranks \[1\] have different rows"):
-        ranks(2, unlike_widths, name, timeout=20.0)
+def test_ranks_with_unlike_features_are_told_apart(ranks):
+    ranks(2, for_each, unlike_widths, [(name,) for name in LOSSES], timeout=20.0)
 
 
 def with_keys_on_a_rank(case_name, sizes, tile):

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.models import FSQ as FSQ_3
-from tests.models import NESTED, RESIDUAL_FSQ, tiny_model
-from tests.tokenizer.test_pixels_folder import honest
+from tests.models import NESTED, RESIDUAL_FSQ, reseal, tiny_model
 from vqclip import load_tokenizer
 from vqclip.errors import CheckpointError, ConfigError, ShapeError, VqclipError
 from vqclip.pixels import PixelsConfig, attach
@@ -213,7 +212,7 @@ def test_a_decoder_without_detail_says_so():
 )
 def test_a_folder_with_other_detail_settings_is_refused_before_memory_is_taken(vq_folder, tmp_path, values, message):
     shutil.copytree(vq_folder, tmp_path / "folder")
-    honest(tmp_path / "folder", lambda config: config["pixels"]["detail"].update(values))
+    reseal(tmp_path / "folder", lambda config: config["pixels"]["detail"].update(values))
     with pytest.raises(CheckpointError, match=message):
         load_tokenizer(tmp_path / "folder", "image", encode=False)
 

@@ -70,7 +70,7 @@ def trained(name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_ids_are_equal(name: str) -> None:
+def test_ids_are_equal_and_training_goes_on(name: str) -> None:
     module = trained(name)
     x = inputs(WIDTHS.get(name, 8))
     vectors, ids, *_ = module(x)
@@ -83,10 +83,7 @@ def test_ids_are_equal(name: str) -> None:
     if name != "vq, heads":
         torch.testing.assert_close(out.vectors, vectors, rtol=1e-5, atol=1e-5)
 
-
-@pytest.mark.parametrize("name", MODULES)
-def test_goes_on_training(name: str) -> None:
-    ours = from_vector_quantize_pytorch(trained(name), inner=True).train()
+    ours = from_vector_quantize_pytorch(module, inner=True).train()
     x = inputs(ours.dim, 50).requires_grad_()
     before = [part.codes().clone() for part in ours.parts() if isinstance(part, TableQuantizer)]
     for _ in range(3):

@@ -112,7 +112,7 @@ class Training:
         return Order(torch.arange(start, start + self.split[dist.rank()]), 16)
 
 
-def trajectory(config: QuantizerConfig, split: Sequence[int], micro_batches: int = 1, steps: int = 10) -> list[State]:
+def trajectory(config: QuantizerConfig, split: Sequence[int], micro_batches: int = 1, steps: int = 7) -> list[State]:
     training = Training(config, split, micro_batches)
     states = []
     for number in range(steps):

@@ -312,7 +312,7 @@ def test_no_token_is_drawn_twice(count: int, samples: int, tokens: int, flat: bo
 
 @pytest.mark.parametrize(("samples", "tokens", "count"), [(1, 24, 6), (24, 1, 6), (5, 5, 12)])
 def test_every_token_has_the_same_chance(samples: int, tokens: int, count: int) -> None:
-    rounds, size = 2000, samples * tokens
+    rounds, size = 500, samples * tokens
     found = torch.tensor([drawn(count, torch.ones(samples, tokens).bool(), step) for step in range(rounds)])
     chance = count / size
     deviation = (found.flatten().bincount(minlength=size) - rounds * chance) / (rounds * chance * (1 - chance)) ** 0.5

@@ -1,14 +1,21 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
+import torch
+from markupsafe import escape
 
 from tests.commands import command
 from tests.report.making import Page, make_run, write_lines
 from vqclip.errors import ConfigError
+from vqclip.io.atomic import write_text
 from vqclip.report import write_comparison, write_report
+from vqclip.report.images import find_grid
+from vqclip.report.page import search_page
 from vqclip.report.run_files import read_run
+from vqclip.search.scan import Hit
 
 main = command("report")
 
@@ -45,12 +52,12 @@ def test_a_missing_part_is_left_out_and_named(tmp_path, name):
     assert f"{name}: no such file" in Page(write_report(folder).read_text()).text
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"[]", b"{", b'{"a": ' * 5000, b"null", b'"text"'])
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json", "events.jsonl", "best.json"])
-def test_damaged_files(tmp_path, name, content):
+def test_damaged_files(tmp_path, name):
     folder = make_run(tmp_path / "run")
-    (folder / name).write_bytes(content)
-    assert "made" in write_report(folder).read_text() or name == "config.yaml"
+    for content in (b"", b"\xff\xfe\x00", b"[]", b"{", b'{"a": ' * 5000, b"null", b'"text"'):
+        (folder / name).write_bytes(content)
+        assert "made" in write_report(folder).read_text() or name == "config.yaml"
 
 
 def test_a_finished_and_a_stopped_run(tmp_path):
@@ -132,3 +139,22 @@ def test_quality_of_images_is_not_in_percent(tmp_path):
     assert "decoded (codes only): from 0.8 to 0.8 SSIM" in labels
     assert "transformer pixel decoder for the ids of runs/base/tokenizer" in found.text
     assert "PSNR (dB) 21" not in found.text  # no row among the rates
+
+
+@pytest.mark.parametrize(("tokens", "grid"), [(16, (4, 4)), (12, (3, 4)), (7, (1, 7)), (1, (1, 1)), (0, (1, 1))])
+def test_tokens_fill_a_grid(tokens, grid):
+    assert find_grid(tokens) == grid
+
+
+def test_pages_of_a_search_escape_all_text():
+    evil = "\"><script>alert('x')</script>"
+    text = search_page(evil, [Hit(evil, 0.5), Hit(evil, 0.4, torch.zeros(3, 9, 9, dtype=torch.uint8))], evil)
+    assert "<script" not in text
+    assert text.count(str(escape(evil))) == 6
+
+
+def test_names_that_are_no_utf_8_are_spelt_out(tmp_path):
+    name = os.fsdecode(b"caf\xe9\x1b[2J\n")
+    text = search_page(name, [Hit(name, 0.5)], name)
+    assert text.count(r"caf\udce9\x1b[2J\n") == 4
+    write_text(tmp_path / "page.html", text)

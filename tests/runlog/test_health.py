@@ -9,7 +9,6 @@ import re
 import pytest
 import torch
 
-from tests.data.making import caption_shards
 from tests.ranks import for_each
 from tests.training import run_tree
 from vqclip import dist
@@ -22,11 +21,6 @@ from vqclip.train.guards import CodeWindows
 from vqclip.train.summary import render
 
 CHANCE = math.log(128)
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
 def said(losses, norms=None, **config):

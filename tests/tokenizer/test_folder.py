@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from safetensors.torch import load_file, save_file
 
 import vqclip
 from tests.models import FSQ, NESTED, RESIDUAL, VQ, reseal, tiny_model
+from tests.pixels.test_decoder import CONFIGS
 from vqclip.errors import CheckpointError
 from vqclip.io import tensors
 from vqclip.model import CLIP
+from vqclip.pixels import PixelDecoder, attach
 from vqclip.tokenizer import decoder
 
 BIAS = "image.project_out.0.bias"
@@ -28,13 +31,13 @@ def edited(change):
     return lambda folder: reseal(folder, change)
 
 
-def rewritten(change):
+def rewritten(change, file="model.safetensors"):
     """A damage that changes the tensors; whoever made it gave the hashes that belong to it."""
 
     def damage(folder):
-        state = load_file(folder / "model.safetensors")
+        state = load_file(folder / file)
         change(state)
-        save_file(state, folder / "model.safetensors")
+        save_file(state, folder / file)
         reseal(folder)
 
     return damage
@@ -42,6 +45,10 @@ def rewritten(change):
 
 def of_file(name, change):
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def flip_last(data):
+    return data[:-1] + bytes([data[-1] ^ 1])
 
 
 def flip_in_tower(data):
@@ -198,3 +205,83 @@ def test_a_missing_folder_and_a_wrong_modality_are_refused(tmp_path):
         vqclip.load_tokenizer(tmp_path / "nowhere", modality="image")
     with pytest.raises(ValueError, match='expected "image" or "text"'):
         vqclip.load_tokenizer(tmp_path, modality="audio")
+
+
+# Folders with a pixel decoder.
+
+POSITION = "image.pixels.layers.position"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    torch.manual_seed(0)
+    model = tiny_model(FSQ, FSQ).build().eval()
+    folder = tmp_path_factory.mktemp("made")
+    attach(model.image, CONFIGS["transformer"].build(3, 4, 16))
+    model.save_pretrained(folder / "one")
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    return shutil.copytree(made / "one", tmp_path / "tokenizer")
+
+
+def of_pixels(change):
+    return rewritten(change, "pixels.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "pixels.safetensors").unlink(), r"pixels.safetensors: no such file"),
+        (of_file("pixels.safetensors", flip_last), r"pixels.safetensors: SHA-256 .*config.json says"),
+        (of_pixels(lambda state: state.pop(POSITION)), f"pixels.safetensors does not fit .*missing {POSITION}"),
+        (
+            of_pixels(lambda state: state[POSITION].fill_(torch.nan)),
+            "pixels.safetensors: these tensors contain NaN or infinity: image.pixels.layers.position",
+        ),
+        (
+            of_pixels(lambda state: state.update({POSITION: state[POSITION].half()})),
+            f"{POSITION}: got dtype torch.float16, expected torch.float32",
+        ),
+        (
+            rewritten(lambda state: state.update({POSITION: torch.zeros(4, 16)})),
+            f"model.safetensors does not fit .*unexpected {POSITION}",
+        ),
+        (
+            edited(lambda c: c["pixels"]["decoder"].update(width=2**10)),
+            r"position: got shape \(4, 16\), expected \(4, 1024\)",
+        ),
+        (
+            edited(lambda c: c["pixels"].update(image_size=2**40)),
+            "pixels.image_size: got 1099511627776; Input should be less than or equal to",
+        ),
+        (edited(lambda c: c["pixels"].update(scale=2)), "pixels.scale: got 2; Extra inputs are not permitted"),
+    ],
+)
+def test_a_damaged_decoder_is_refused_before_memory_is_taken(folder, damage, message, monkeypatch):
+    damage(folder)
+    built = PixelDecoder.__init__
+
+    def small(self, *args):
+        built(self, *args)
+        assert all(each.is_meta or each.numel() < 10**5 for each in self.parameters())
+
+    monkeypatch.setattr(PixelDecoder, "__init__", small)
+    for load in LOADERS.values():
+        with pytest.raises(CheckpointError, match=message):
+            load(folder)
+
+
+def test_a_decoder_without_an_image_tokenizer_is_refused(folder):
+    edited(lambda config: [config.pop("image"), config.pop("temperature")])(folder)
+    with pytest.raises(CheckpointError, match="pixels: got a section without an image tokenizer"):
+        vqclip.load_tokenizer(folder, "text")
+
+
+def test_a_text_tokenizer_needs_the_decoder_intact(folder):
+    vqclip.load_tokenizer(folder, "text")
+    of_file("pixels.safetensors", flip_last)(folder)
+    with pytest.raises(CheckpointError, match="pixels.safetensors: SHA-256"):
+        vqclip.load_tokenizer(folder, "text")

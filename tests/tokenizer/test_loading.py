@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -37,7 +36,7 @@ TRAINING = {"webdataset", "tensorboard", "tqdm", "fsspec", "aiohttp", "matplotli
 OUR_TRAINING = ("data.loader", "data.workers", "data.sources", "data.index", "losses", "evaluation", "report", "step")
 
 
-def test_another_process_embeds_the_same_bits_and_imports_what_it_needs(saved, tmp_path):
+def test_another_process_embeds_the_same_bits_and_imports_what_it_needs(saved, tmp_path, one_thread):
     """Reading: no library of towers or images. Encoding: the tower's own, with what it imports, and nothing else."""
     model, folder = saved
     images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
@@ -47,11 +46,10 @@ def test_another_process_embeds_the_same_bits_and_imports_what_it_needs(saved, t
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
-    with one_thread():
-        embeddings = load_file(tmp_path / "stored")
-        assert embeddings.keys() == inputs.keys()
-        for name, batch in inputs.items():
-            assert torch.equal(embeddings[name], getattr(model, name)(batch).embedding)
+    embeddings = load_file(tmp_path / "stored")
+    assert embeddings.keys() == inputs.keys()
+    for name, batch in inputs.items():
+        assert torch.equal(embeddings[name], getattr(model, name)(batch).embedding)
 
     read, timm, image, open_clip, text = (set(names) for names in json.loads(done.stdout.splitlines()[-1]))
     towers_and_images = {"timm", "open_clip", "torchvision", "PIL", "huggingface_hub"}
@@ -63,11 +61,3 @@ def test_another_process_embeds_the_same_bits_and_imports_what_it_needs(saved, t
     assert sorted(name for name in packages if not name.startswith("_")) == []
     ours = read | image | text
     assert sorted(name for name in ours if name.removeprefix("vqclip.").startswith(OUR_TRAINING)) == []
-
-
-@contextlib.contextmanager
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

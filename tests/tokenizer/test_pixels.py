@@ -22,14 +22,17 @@ from vqclip.tokenizer.saving import write_tokenizer_files
 from vqclip.tokenizer.stored import fingerprint
 from vqclip.train.export import export_checkpoint
 
+BOTH_KINDS = pytest.mark.parametrize("folders", CONFIGS, indirect=True)
 
-@pytest.fixture(params=CONFIGS)
+
+@pytest.fixture
 def folders(request, tmp_path):
     """One model, saved without and with a pixel decoder."""
     torch.manual_seed(0)
     model = tiny_model(RESIDUAL_FSQ, FSQ).build().eval()
     model.save_pretrained(tmp_path / "without")
-    attach(model.image, CONFIGS[request.param].build(model.image.quantizer.dim, 4, 16).eval())
+    decoder = CONFIGS[getattr(request, "param", "transformer")]
+    attach(model.image, decoder.build(model.image.quantizer.dim, 4, 16).eval())
     model.save_pretrained(tmp_path / "with")
     return model, tmp_path / "without", tmp_path / "with"
 
@@ -38,6 +41,7 @@ def images():
     return torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
+@BOTH_KINDS
 def test_every_way_to_load_a_folder_gives_the_decoder(folders):
     model, _, folder = folders
     ids = model.image.encode(images())
@@ -87,6 +91,7 @@ def test_stages_and_codebooks_of_the_ids_can_be_left_out(folders):
         tokenizer.decode_pixels(ids, stages=4)
 
 
+@BOTH_KINDS
 def test_batches_of_any_size_give_the_same_images(folders):
     tokenizer = folders[0].image
     ids = torch.randint(0, 64, (64, 4, 3))

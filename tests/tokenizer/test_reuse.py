@@ -74,14 +74,6 @@ def trained(names, folders, store):
     return expected
 
 
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run(python, what, folders, store, cwd, **environment):
     arguments = [python, str(cwd / "reuse.py"), what, str(folders), str(store)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}

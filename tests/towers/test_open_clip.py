@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from unittest import mock
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.data.hostile import marking_pickle
-from tests.open_clip_models import both_towers, save_open_clip
+from tests.open_clip_models import TRUNK, both_towers, save_open_clip
 from vqclip.errors import ConfigError
 from vqclip.model import CLIP, ModelConfig
 from vqclip.towers.open_clip import OpenCLIPImageTowerConfig, OpenCLIPTextTowerConfig, find_inherited
@@ -23,7 +22,8 @@ EVIL = object()
 
 
 def test_open_clip_models_that_give_no_patch_features_are_refused(monkeypatch):
-    with pytest.raises(ConfigError, match="tower.model: the vision half of 'coca_ViT-B-32'.*such as ViT-B-16"):
+    told = "tower.model: the vision half of 'coca_ViT-B-32'.*such as ViT-B-16"
+    with pytest.raises(ConfigError, match=told), torch.device("meta"):
         OpenCLIPImageTowerConfig(model="coca_ViT-B-32").build()
 
     def offline(*args, **options):
@@ -37,18 +37,8 @@ def test_open_clip_models_that_give_no_patch_features_are_refused(monkeypatch):
 @pytest.fixture(scope="module")
 def tiny_open_clip(tmp_path_factory):
     """A small model configuration and a local file of its weights, as open_clip reads them."""
-    folder = tmp_path_factory.mktemp("open_clip")
-    config = {
-        "embed_dim": 16,
-        "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "patch_size": 16, "head_width": 16},
-        "text_cfg": {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
-    }
-    (folder / "vqclip-test.json").write_text(json.dumps(config))
-    open_clip.add_model_config(folder)
-    torch.manual_seed(0)
-    model = open_clip.create_model("vqclip-test")
-    torch.save(model.state_dict(), folder / "weights.pt")
-    return model.eval(), "vqclip-test", str(folder / "weights.pt")
+    model, weights = save_open_clip(tmp_path_factory.mktemp("open_clip"), "vqclip-test")
+    return model, "vqclip-test", weights
 
 
 def test_an_open_clip_tower_has_the_weights_of_the_file(tiny_open_clip):
@@ -63,23 +53,9 @@ def test_an_open_clip_tower_has_the_weights_of_the_file(tiny_open_clip):
     assert [n for n, p in tower.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
-@pytest.fixture
-def open_clip_model(tmp_path):
-    """Adds a model configuration with some vision half; gives its name."""
-
-    def add(**vision):
-        text = {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
-        config = {"embed_dim": 16, "vision_cfg": {"image_size": 32, **vision}, "text_cfg": text}
-        (tmp_path / "vqclip-other.json").write_text(json.dumps(config))
-        open_clip.add_model_config(tmp_path)
-        return "vqclip-other"
-
-    return add
-
-
-def test_an_open_clip_tower_with_a_timm_trunk(open_clip_model):
-    name = open_clip_model(image_size=224, timm_model_name="vit_tiny_patch16_224", timm_pool="avg", timm_proj="linear")
-    tower = OpenCLIPImageTowerConfig(model=name).build()
+def test_an_open_clip_tower_with_a_timm_trunk(tmp_path):
+    save_open_clip(tmp_path, "vqclip-trunk", vision_cfg=TRUNK)
+    tower = OpenCLIPImageTowerConfig(model="vqclip-trunk").build()
     images = torch.rand(1, 3, 224, 224)
     trunk = tower.backbone.model
     torch.testing.assert_close(tower.eval()(images), trunk.forward_features(tower.normalize(images))[:, 1:])
@@ -88,9 +64,11 @@ def test_an_open_clip_tower_with_a_timm_trunk(open_clip_model):
 
 
 @pytest.fixture
-def resnet(open_clip_model):
+def resnet(tmp_path):
     """The name of a small relative of RN50."""
-    return open_clip_model(image_size=64, layers=[1, 2, 1, 1], width=8, head_width=64)
+    vision = {"image_size": 64, "layers": [1, 2, 1, 1], "width": 8, "head_width": 64}
+    save_open_clip(tmp_path, "vqclip-resnet", vision_cfg=vision)
+    return "vqclip-resnet"
 
 
 def test_a_resnet_gives_its_last_feature_map(resnet):

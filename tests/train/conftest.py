@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
-from tests.data.making import caption_shards
 
-
-@pytest.fixture(scope="session")
-def shards(tmp_path_factory):
-    """Two shards with 30 captioned images."""
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+@pytest.fixture
+def interruptible():
+    """A shell's background job ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

@@ -9,24 +9,17 @@ import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 
-from tests.data.making import caption_shards
 from tests.models import FSQ, tiny_model
 from tests.open_clip_models import save_open_clip
 from tests.towers.transformers_models import make_image
 from tests.train.test_grad_cache import assert_alike, batch_number
-from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
-from vqclip.config import to_yaml
+from tests.training import all_equal, contrastive_step, largest_difference, metrics, run, run_tree, weights
 from vqclip.errors import ConfigError, OtherRunError
 from vqclip.losses import ContrastiveConfig, DistillationLoss
 from vqclip.model import CLIP
 from vqclip.train import TrainConfig
 from vqclip.train.distillation import Distillation, FeatureComparison
-from vqclip.train.optim import OptimConfig
-from vqclip.train.step import ComputeConfig, TrainStep
-from vqclip.train.tasks.contrastive import ContrastiveTask
-from vqclip.train.tasks.kinds import load_task_config
 from vqclip.train.teachers import resize
 
 CAPTIONS = tuple(f"a {word} thing" for word in ["red", "blue", "small", "large", "round", "old"] * 2)
@@ -76,10 +69,8 @@ def build_step(terms, micro_batches=1, model=None):
     torch.manual_seed(0)
     config = configured(*terms, model=model)
     student = config.model.build().double()
-    compute, optim = ComputeConfig(precision="fp64", micro_batches=micro_batches), OptimConfig(lr=1e-3, warmup_steps=0)
     distillation = Distillation(config.distillation, student, seed=3)
-    task = ContrastiveTask(student, ContrastiveConfig().build(), distillation=distillation)
-    return student, TrainStep(task, optim.build(student), optim.schedule(10), compute, None, 3)
+    return student, contrastive_step(student, None, distillation, precision="fp64", micro_batches=micro_batches)
 
 
 def captioned(number, model):
@@ -202,11 +193,6 @@ def test_a_teacher_of_open_clip(tmp_path):
     assert result.terms["distillation/text_features"].isfinite()
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
-
-
 def tree_of(folder, shards, folders, **changes):
     return run_tree(folder, shards, FSQ, **{"train__batch_size": 11, "train__steps": 8} | changes) | {
         "distillation": every_kind(folders)
@@ -304,10 +290,3 @@ def test_comparison_is_drawn_by_key_and_keeps_angles(student, teacher):
         wide, rows = (x if student > teacher else y), one.map.float()
         inside = wide @ rows.T @ rows
         torch.testing.assert_close((inside @ rows.T).norm(dim=-1), inside.norm(dim=-1))
-
-
-@pytest.mark.parametrize("kind", ["image_features", "text_features"])
-def test_the_configuration_of_a_run_is_read_again(tmp_path, kind):
-    tree = run_tree(tmp_path, tmp_path, distillation=[{"kind": kind, "teacher": {"kind": "initial"}}])
-    config = load_task_config(tree)
-    assert load_task_config(yaml.safe_load(to_yaml(config))) == config

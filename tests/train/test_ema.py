@@ -14,7 +14,7 @@ from torch import nn
 
 import vqclip
 from tests.models import BUSY_VQ, FSQ, VQ
-from tests.training import all_equal, metrics, retrieval, run, run_tree, weights
+from tests.training import all_equal, averages, metrics, retrieval, run, run_tree, weights
 from vqclip import checkpoint
 from vqclip.cli.main import main
 from vqclip.errors import CheckpointError, ConfigError
@@ -33,12 +33,6 @@ APPLIED, SKIPPED = torch.tensor(False), torch.tensor(True)
 def tree_with_ema(folder, shards, quantizer=FSQ, ema=None, **changes):
     ema = {"decay": 0.9} | (ema or {})
     return run_tree(folder, shards, quantizer, train__steps=STEPS, train__ema=ema, **changes)
-
-
-def averages(folder, step=STEPS):
-    """The averages in a checkpoint, by the names of the model's tensors."""
-    found = load_file(folder / "tiny" / "checkpoints" / f"step-{step:08d}" / "state.safetensors")
-    return {name.removeprefix("ema/"): tensor for name, tensor in found.items() if name.startswith("ema/")}
 
 
 class Walk(nn.Module):
@@ -126,7 +120,7 @@ def test_evaluation_and_export_use_the_averages(tmp_path, shards):
     """And the checkpoint continues from the weights themselves."""
     tree = tree_with_ema(tmp_path, shards, evaluation=retrieval(shards), ema={"evaluate": "both"})
     run(tree, os.environ["VQCLIP_CACHE"])
-    current, averaged = weights(tmp_path, STEPS), averages(tmp_path)
+    current, averaged = weights(tmp_path, STEPS), averages(tmp_path, STEPS)
     trained = {name for name, _ in TrainConfig.model_validate(tree).model.build().named_parameters()}
     assert averaged.keys() == trained
     assert not any(torch.equal(averaged[name], current[name]) for name in averaged if averaged[name].numel() > 20)
@@ -147,7 +141,7 @@ def test_commands_take_the_averages_or_the_current_weights(tmp_path, shards, cap
     tree = tree_with_ema(tmp_path, shards, train__precision="fp32", evaluation=retrieval(shards))
     run(tree, os.environ["VQCLIP_CACHE"])
     folder = tmp_path / "tiny"
-    current, averaged = weights(tmp_path, STEPS), weights(tmp_path, STEPS) | averages(tmp_path)
+    current, averaged = weights(tmp_path, STEPS), weights(tmp_path, STEPS) | averages(tmp_path, STEPS)
     for options, expected in (((), averaged), (("--weights", "current"), current)):
         out = tmp_path / f"out{len(options)}"
         assert main(["export-tokenizer", str(folder), "--out", str(out), *options]) == 0
@@ -198,7 +192,7 @@ def test_the_best_step_is_exported_with_its_own_averages(tmp_path, shards):
 def test_learned_codebooks_are_averaged_and_others_used_as_they_are(tmp_path, shards):
     for name, quantizer in (("learned", LEARNED_VQ), ("moving", BUSY_VQ)):
         run(tree_with_ema(tmp_path / name, shards, quantizer), os.environ["VQCLIP_CACHE"])
-        current, averaged = weights(tmp_path / name, STEPS), averages(tmp_path / name)
+        current, averaged = weights(tmp_path / name, STEPS), averages(tmp_path / name, STEPS)
         exported = load_file(tmp_path / name / "tiny" / "tokenizer" / "model.safetensors")
         key = "image.quantizer.codebook"
         assert (key in averaged) == (name == "learned")
@@ -210,7 +204,7 @@ def test_what_is_no_average_is_refused(tmp_path, shards):
     run(tree, os.environ["VQCLIP_CACHE"])
     model = CLIP.from_pretrained(tmp_path / "tiny" / "checkpoints" / f"step-{STEPS:08d}" / "model")
     ema = Ema(EmaConfig(), dict(model.named_parameters()))
-    good = {f"ema/{name}": tensor for name, tensor in averages(tmp_path).items()}
+    good = {f"ema/{name}": tensor for name, tensor in averages(tmp_path, STEPS).items()}
     ema.load(good)
     bad = good["ema/image.project_out.0.bias"]
     for name, tensor in (
@@ -265,7 +259,7 @@ def test_adapters_are_averaged_and_merged(tmp_path, shards, capsys):
     tree["model"]["text"]["tower"]["train"] = "none"
     tree["optim"]["layer_decay"] = 0.5
     run(tree, os.environ["VQCLIP_CACHE"])
-    averaged, current = averages(tmp_path), weights(tmp_path, STEPS)
+    averaged, current = averages(tmp_path, STEPS), weights(tmp_path, STEPS)
     adapted = {name for name in averaged if "lora_" in name}
     assert adapted
     assert {name for name in averaged if ".tower." in name} == adapted

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -181,3 +185,19 @@ def test_what_a_gpu_would_refuse_or_wait_for_is_refused():
         assert x[x > 0].sum().item() == 3
         assert gpu.reads == 2
     assert not hasattr(torch.zeros(1), "twin")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_tests_for_gpus_run_on_a_cpu():
+    """So that a name that is gone is noticed; compiling takes minutes on a CPU, and the benchmark needs a GPU."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]
+    done = subprocess.run(
+        [*command, "-k", "not compiled and not benchmark"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"VQCLIP_TEST_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=880,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]

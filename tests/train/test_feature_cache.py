@@ -19,7 +19,7 @@ from tests.data.making import caption_members, write_tar
 from tests.models import BUSY_RESIDUAL
 from tests.ranks import RankError
 from tests.train.test_resume import start, wait_for
-from tests.training import TIMES, all_equal, identity_of, largest_difference, metrics, run, run_tree, weights
+from tests.training import all_equal, identity_of, run, run_tree, timeless, weights
 from vqclip.data.features import FeatureFolder
 from vqclip.data.samples import read_decoded
 from vqclip.errors import ConfigError, DataError, NonFiniteError, StorageError
@@ -66,10 +66,6 @@ def tree_of(folder, shards, cache, frozen=("image", "text"), **changes):
     for name in frozen:
         tree["model"][name]["tower"]["train"] = "none"
     return tree
-
-
-def timeless(folder):
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(folder)]
 
 
 def bad_samples(folder):
@@ -142,23 +138,6 @@ def test_one_modality_alone(tmp_path, shards, modality):
     assert [path.name.partition("-")[0] for path in (tmp_path / "features").iterdir()] == [modality]
 
 
-@pytest.mark.slow
-def test_one_and_three_processes_train_the_same_model(ranks, tmp_path, shards):
-    outcomes = {}
-    for world_size in (1, 3):
-        folder = tmp_path / str(world_size)
-        tree = tree_of(folder, shards, cache_of(folder), train__precision="fp64", train__steps=12)
-        parts = ranks(world_size, run, tree, str(tmp_path / "cache"), init=False)
-        ids = [sorted(itertools.chain(*step)) for step in zip(*(part["sample_ids"] for part in parts), strict=True)]
-        outcomes[world_size] = ids, metrics(folder), weights(folder, 12)
-    assert outcomes[1][0] == outcomes[3][0]
-    for line, other in zip(outcomes[1][1], outcomes[3][1], strict=True):
-        assert other["loss/total"] == pytest.approx(line["loss/total"], rel=1e-6)
-    assert largest_difference(outcomes[1][2], outcomes[3][2]) < 1e-6
-    one, three = ({path.name: path.read_bytes() for path in shards_of(tmp_path / n)} for n in ("1", "3"))
-    assert one == three
-
-
 def shards_of(folder):
     return sorted((folder / "features").glob("*/*.safetensors"))
 
@@ -182,6 +161,20 @@ def test_each_view_is_seen_and_an_uncached_run_sees_the_same(tmp_path, shards):
 
 
 SHORT = {"train__steps": 4}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory, shards):
+    """The features that a short run has stored."""
+    folder = tmp_path_factory.mktemp("stored")
+    run(tree_of(folder, shards, cache_of(folder), **SHORT), str(folder / "cache"))
+    return folder / "features"
+
+
+@pytest.fixture
+def features(stored, tmp_path):
+    """A copy of them, where `cache_of` looks."""
+    return shutil.copytree(stored, tmp_path / "features")
 
 
 def swap(one, other):
@@ -241,11 +234,9 @@ def test_a_killed_job_keeps_its_shards_and_resumes_exactly(tmp_path, shards):
     assert all_equal(weights(tmp_path, 50), weights(tmp_path / "whole", 50))
 
 
-def test_features_are_stored_after_a_reduction_without_weights(tmp_path, shards, caplog):
+def test_features_are_stored_after_a_reduction_without_weights(tmp_path, shards, features, caplog):
     """The same bits, a quarter of the size; features from before the reduction have another folder, which is named."""
     changes = {"model__image__reduce": {"kind": "mean"}, "model__text__reduce": {"kind": "mean"}, "train__steps": 12}
-    before = tree_of(tmp_path / "before", shards, cache_of(tmp_path), **SHORT)
-    run(before, str(tmp_path / "cache"))
     with caplog.at_level("INFO"):
         assert train_plain(tmp_path, shards, **changes) == train_stored(tmp_path, shards, **changes)[0]
     assert timeless(tmp_path / "plain") == timeless(tmp_path / "stored")
@@ -273,37 +264,35 @@ CHANGES = {
 }
 
 
-def test_other_settings_have_another_folder(tmp_path, shards, monkeypatch):
+def test_other_settings_have_another_folder(tmp_path, shards, features, monkeypatch):
     """Only the features that they change."""
     cache, version = str(tmp_path / "cache"), importlib.metadata.version
-    found = {}
-    for name, changes in {"none": {}, **CHANGES}.items():
+    found = {"none": {path.name for path in features.iterdir()}}
+    for name, changes in CHANGES.items():
         if name == "kind of CPU":
             monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX1024")
         if name == "version of ftfy":
             monkeypatch.setattr("importlib.metadata.version", lambda each: "0" if each == "ftfy" else version(each))
         run(tree_of(tmp_path / name, shards, cache_of(tmp_path), **SHORT, **changes), cache)
-        found[name] = {path.name for path in (tmp_path / "features").iterdir()}
+        found[name] = {path.name for path in features.iterdir()}
     for name, (before, after) in zip(CHANGES, itertools.pairwise(found.values()), strict=True):
         changed = ["image"] if name in ("transform", "views", "pixels") else ["image", "text"]
         assert sorted(new.partition("-")[0] for new in after - before) == changed, name
 
 
-def test_data_and_vocabulary_are_part_of_the_settings(tmp_path, shards):
+def test_data_and_vocabulary_are_part_of_the_settings(tmp_path, shards, features):
     cache, other = str(tmp_path / "cache"), tmp_path / "other"
     shutil.copytree(shards, other)
-    run(tree_of(tmp_path / "a", shards, cache_of(tmp_path), **SHORT), cache)
     run(tree_of(tmp_path / "b", other, cache_of(tmp_path), **SHORT), cache)
-    assert len(list((tmp_path / "features").iterdir())) == 2  # the same bytes under other names
+    assert len(list(features.iterdir())) == 2  # the same bytes under other names
     write_tar(other / "00001.tar", caption_members(100, 9))
     source = {"kind": "shards", "path": str(other), "captions": "txt"}
     run(tree_of(tmp_path / "c", other, cache_of(tmp_path), **SHORT, data__sources=[source]), cache)
-    assert len(list((tmp_path / "features").iterdir())) == 4
+    assert len(list(features.iterdir())) == 4
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_half_precision_rounds_features_once(tmp_path, shards, dtype):
-    cache = str(tmp_path / "cache")
+def test_half_precision_rounds_features_once(tmp_path, shards):
+    dtype, cache = "bf16", str(tmp_path / "cache")
     run(tree_of(tmp_path / "plain", shards, None, **SHORT), cache)
     run(tree_of(tmp_path / "half", shards, cache_of(tmp_path, dtype=dtype), **SHORT), cache)
     exact, half = (timeless(tmp_path / name)[0]["loss/total"] for name in ("plain", "half"))
@@ -382,19 +371,16 @@ def test_a_folder_that_cannot_be_locked_is_refused(tmp_path, shards):
         run(tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT), str(tmp_path / "cache"))
 
 
-def test_a_finished_folder_is_only_read(tmp_path, shards):
+def test_a_finished_folder_is_only_read(tmp_path, shards, features):
     """So it may be on a read-only file system."""
-    tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
-    run(tree, str(tmp_path / "cache"))
-    for lock in (tmp_path / "features").glob("*/lock"):
+    for lock in features.glob("*/lock"):
         lock.unlink()
 
     def state():
-        return {path: path.stat().st_mtime_ns for path in (tmp_path / "features").rglob("*")}
+        return {path: path.stat().st_mtime_ns for path in features.rglob("*")}
 
     before = state()
-    shutil.rmtree(tmp_path / "tiny")
-    run(tree, str(tmp_path / "cache"))
+    run(tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT), str(tmp_path / "cache"))
     assert state() == before
 
 
@@ -423,12 +409,11 @@ def test_files_that_are_hidden_for_a_while_are_waited_for(tmp_path, shards, monk
     assert not list(seen)
 
 
-def test_two_jobs_compute_one_after_the_other(tmp_path, shards, caplog):
+def test_two_jobs_compute_one_after_the_other(tmp_path, shards, features, caplog, monkeypatch):
     """The second waits for the lock of the first, and then finds its shards."""
     tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
-    run(tree, str(tmp_path / "cache"))
-    shutil.rmtree(tmp_path / "tiny")
     shards_of(tmp_path)[0].unlink()
+    monkeypatch.setattr(feature_cache, "_POLL_S", 0.01)
     acquire, held = ProcessLock.try_acquire, ["process 7 on elsewhere"]
 
     def acquire_at_second_try(self):
@@ -449,7 +434,7 @@ def test_storage_that_fails_is_not_stored_as_bad_samples(tmp_path, shards):
     assert not shards_of(tmp_path)
 
 
-def test_shards_that_vanish_in_use_stop_the_run(tmp_path, shards):
+def test_shards_that_vanish_in_use_stop_the_run(tmp_path, shards, features):
     tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
 
     def deleting(self, readers):

@@ -10,12 +10,10 @@ import torch
 
 from tests.models import BUSY_RESIDUAL, FSQ, tiny_model
 from tests.train.test_grad_cache import G, batch_number
+from tests.training import contrastive_step
 from vqclip.data import Batch
-from vqclip.losses import ContrastiveConfig
 from vqclip.model import ModelConfig
-from vqclip.train.optim import OptimConfig
-from vqclip.train.step import ComputeConfig, TrainStep
-from vqclip.train.tasks.contrastive import ContrastiveTask, towers_draw
+from vqclip.train.tasks.contrastive import towers_draw
 
 BOTH = ("image", "text")
 
@@ -31,10 +29,7 @@ def frozen_step(
         tree[name]["tower"]["train"] = "none"
         tree[name]["reduce"] = reduce
     model = ModelConfig.model_validate(tree).build().to(torch.float64 if precision == "fp64" else torch.float32)
-    compute = ComputeConfig(precision=precision, micro_batches=micro_batches, compile=compiled)
-    optim = OptimConfig(lr=1e-3, warmup_steps=0)
-    task = ContrastiveTask(model, ContrastiveConfig().build())
-    return model, TrainStep(task, optim.build(model), optim.schedule(10), compute, None, seed=3)
+    return model, contrastive_step(model, precision=precision, micro_batches=micro_batches, compile=compiled)
 
 
 def with_features(batch: Batch, model, modalities) -> Batch:
@@ -103,22 +98,6 @@ def test_compiled_steps_take_features(modalities):
     computed = train(modalities, (), compiled=True)
     assert_equal(train(modalities, modalities, compiled=True), computed)
     assert torch.allclose(computed[1], train(modalities, ())[1], rtol=1e-4)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_two_processes_train_what_one_trains(ranks, micro_batches):
-    for modalities in (BOTH, ("text",)):
-        state, losses = train(modalities, modalities, precision="fp64")
-        for other, other_losses in ranks(2, train_on_ranks, modalities, micro_batches):
-            assert torch.allclose(losses, other_losses, rtol=1e-10)
-            assert all(torch.allclose(state[name], other[name], atol=1e-7) for name in state)
-
-
-def train_on_ranks(modalities, micro_batches):
-    changes = {"sizes": (7, 5), "micro_batches": micro_batches, "precision": "fp64"}
-    computed = train(modalities, (), **changes)
-    assert_equal(train(modalities, modalities, **changes), computed)
-    return computed
 
 
 def test_a_frozen_tower_runs_once_for_all_microbatches_and_draws_nothing():

@@ -10,7 +10,6 @@ import re
 import pytest
 import torch
 
-from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL
 from tests.training import metrics, run_tree, weights
 from vqclip import dist
@@ -24,11 +23,6 @@ from vqclip.train.guards import GuardConfig, SpikeConfig
 from vqclip.train.step import TrainStep
 
 POISONED = 3
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
 def check(guards, step, values):
@@ -118,13 +112,11 @@ def train_poisoned(tree, cache):
         TrainStep.__call__ = call
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp16"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_with_nan_on_one_rank_is_left_out_on_all(tmp_path, shards, ranks, world_size, precision):
-    changes = {"train__steps": 6, "train__checkpoint_every": 5, "train__precision": precision}
+def test_a_step_with_nan_on_one_rank_is_left_out_on_all(tmp_path, shards, ranks):
+    changes = {"train__steps": 6, "train__checkpoint_every": 5, "train__precision": "fp16"}
     tree = run_tree(tmp_path, shards, BUSY_RESIDUAL, **changes)  # whose codes move in every step
     tree["guards"] = {"on_nonfinite": "skip"}
-    for error, moved in ranks(world_size, train_poisoned, tree, str(tmp_path / "cache"), init=False):
+    for error, moved in ranks(2, train_poisoned, tree, str(tmp_path / "cache"), init=False):
         assert error is None
         assert moved == [False]
     (event,) = read_metrics(tmp_path / "tiny" / "events.jsonl")
@@ -135,17 +127,6 @@ def test_a_step_with_nan_on_one_rank_is_left_out_on_all(tmp_path, shards, ranks,
     assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 7))
     state = json.loads((tmp_path / "tiny/checkpoints/step-00000006/state.json").read_text())["state"]
     assert state["guards"]["skipped"] == 1
-
-
-def test_a_run_that_stops_names_the_samples(tmp_path, shards, ranks):
-    tree = run_tree(tmp_path, shards, train__steps=6)
-    cache = str(tmp_path / "cache")
-    for error, moved in ranks(2, train_poisoned, tree, cache, init=False):
-        assert error.startswith(f"step {POISONED}: total = nan")
-        assert moved == [False]
-    (event,) = read_metrics(tmp_path / "tiny" / "events.jsonl")
-    assert (event["step"], event["applied"]) == (POISONED + 1, False)
-    assert len(set(event["sample_ids"])) == 12
 
 
 def disturb(step, kind):
@@ -186,11 +167,8 @@ def train_disturbed(tree, cache, kind, after):
     ("kind", "world_size", "after", "on_nonfinite", "message"),
     [
         ("moment", 2, 4, "stop", r"NonFinite.*after step 4: NaN or .* optimizer.*/exp_avg on rank 1\. .*step-00000002"),
-        ("moment", 1, 3, "stop", r"NonFinite.*after step 4: NaN or infinity in model.*step-00000002 is the newest"),
         ("moment", 1, 3, "skip", r"NonFinite.*after step 4: NaN or infinity in model.*step-00000002 is the newest"),
-        ("codebook", 1, 6, "stop", r"NonFinite.*after step 6: .* model.*codebook\. .*step-00000004 is the newest"),
         ("codebook", 1, 2, "skip", r"NonFinite.*after step 2: .*There is no checkpoint of this run yet"),
-        ("bit", 2, 6, "stop", r"Distributed.*after step 6: rank 1 differs from rank 0 in model.image.pool.head.weight"),
         ("bit", 3, 4, "stop", r"Distributed.*after step 4: rank 2 differs from rank 0 in model.image.pool.head.weight"),
         ("counter", 2, 4, "stop", r"Distributed.*after step 4: rank 1 differs .* optimizer.*weight/step,"),
     ],

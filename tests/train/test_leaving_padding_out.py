@@ -10,22 +10,22 @@ import pytest
 import torch
 
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, PRODUCT, tiny_model
+from tests.ranks import for_each
 from tests.test_world_size import ENTROPY_LFQ
-from tests.training import largest_difference
+from tests.training import contrastive_step, largest_difference
 from vqclip import dist
 from vqclip.data import Batch
 from vqclip.losses import ContrastiveConfig
 from vqclip.model import ModelConfig
 from vqclip.tokenizer import TextTokenizer
 from vqclip.towers.text import TransformerTowerConfig
-from vqclip.train.optim import OptimConfig
-from vqclip.train.step import ComputeConfig, TrainStep
-from vqclip.train.tasks.contrastive import ContrastiveTask
 
 LENGTH = 24
 SHORT = ["a red star", "x", "a red star", "a b c"]
 LONG = ["one two three four five six seven eight", "a", "a red star", "a b c d e f g h i j k l m n o p q r s t u v"]
-QUANTIZERS = {"fsq": FSQ, "lfq with entropy loss": ENTROPY_LFQ, "vq": BUSY_VQ, "residual with dropout": BUSY_RESIDUAL}
+
+
+CASES = [(FSQ, True), (FSQ, False), (ENTROPY_LFQ, True), (BUSY_VQ, True), (BUSY_RESIDUAL, False)]
 
 
 def built(quantizer=FSQ, causal=True, dtype=torch.float64, length=LENGTH):
@@ -38,10 +38,8 @@ def built(quantizer=FSQ, causal=True, dtype=torch.float64, length=LENGTH):
 def after_steps(sizes, quantizer, causal, all_columns=False, micro_batches=1):
     """Losses, the model's state, and how many columns the text tower of this rank saw in each step."""
     model = built(quantizer, causal)
-    optim = OptimConfig(lr=1e-3, warmup_steps=0)
     loss = ContrastiveConfig(positives="caption").build()
-    compute = ComputeConfig(precision="fp64", micro_batches=micro_batches)
-    step = TrainStep(ContrastiveTask(model, loss), optim.build(model), optim.schedule(10), compute, None, seed=3)
+    step = contrastive_step(model, loss, precision="fp64", micro_batches=micro_batches)
     seen, losses = [], []
     model.text.tower.register_forward_pre_hook(lambda tower, inputs: seen.append(inputs[0].shape[1]))
     own = torch.arange(8).split(list(sizes))[dist.rank()]
@@ -56,26 +54,19 @@ def after_steps(sizes, quantizer, causal, all_columns=False, micro_batches=1):
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}, seen
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
-def test_steps_are_those_with_all_columns(ranks, quantizer, causal):
-    """Also where one rank has short captions and the other long ones: gradients, updates of codes, keys of captions."""
-    whole = ranks(1, after_steps, (8,), quantizer, causal, True)[0]
-    for sizes, columns in (((8,), [24]), ((4, 4), [8, 24])):
-        results = ranks(len(sizes), after_steps, sizes, quantizer, causal)
-        for (losses, state, seen), expected in zip(results, columns, strict=True):
-            assert seen == [expected] * 3
-            assert losses == pytest.approx(whole[0], rel=1e-11)
-            assert largest_difference(state, whole[1]) < 1e-8  # Adam divides gradients near 0 by their size
+def test_steps_are_those_with_all_columns(ranks):
+    """Also where one rank has short captions and the other long ones: gradients, updates of codes, keys of captions.
 
-
-def test_micro_batches_leave_out_what_all_of_them_can(ranks):
-    whole = ranks(1, after_steps, (8,), BUSY_VQ, True, True)[0]
-    parts = functools.partial(after_steps, micro_batches=2)
-    losses, state, seen = ranks(1, parts, (8,), BUSY_VQ, True)[0]
-    assert set(seen) == {24}  # one length, though the first half is short: tokens are drawn by sample
-    assert losses == pytest.approx(whole[0], rel=1e-11)
-    assert largest_difference(state, whole[1]) < 1e-8
+    Micro-batches share one length, though the first half is short: tokens are drawn by sample.
+    """
+    whole = [after_steps((8,), *case, True) for case in CASES]
+    for sizes, micro_batches, columns in (((8,), 1, [24]), ((8,), 2, [24]), ((4, 4), 1, [8, 24])):
+        jobs = [(sizes, *case, False, micro_batches) for case in CASES]
+        for found, expected in zip(ranks(len(sizes), for_each, after_steps, jobs), columns, strict=True):
+            for (losses, state, seen), (all_losses, all_state, _) in zip(found, whole, strict=True):
+                assert set(seen) == {expected}
+                assert losses == pytest.approx(all_losses, rel=1e-11)
+                assert largest_difference(state, all_state) < 1e-8  # Adam divides gradients near 0 by their size
 
 
 def test_columns_needed():
@@ -146,10 +137,7 @@ def test_steps_of_any_length_compile_to_few_graphs(monkeypatch, micro_batches):
     counters = torch._dynamo.utils.counters
     counters.clear()
     model = built(dtype=torch.float32)
-    optim = OptimConfig(lr=1e-3, warmup_steps=0)
-    compute = ComputeConfig(compile=True, micro_batches=micro_batches)
-    task = ContrastiveTask(model, ContrastiveConfig().build())
-    step = TrainStep(task, optim.build(model), optim.schedule(10), compute, None, seed=3)
+    step = contrastive_step(model, compile=True, micro_batches=micro_batches)
     own, graphs = torch.arange(4), []
     for number, captions in enumerate(([SHORT[1]] * 4, LONG[:1] * 4, LONG, SHORT, LONG[:1] * 4)):
         texts = model.text.preprocess(captions)

@@ -24,7 +24,6 @@ from tests.data.making import NOT_UTF8, caption_shards, encode, pixels, write_ta
 from tests.models import FSQ, LFQ
 from tests.ranks import RankError
 from tests.training import (
-    TIMES,
     all_equal,
     largest_difference,
     metrics,
@@ -32,6 +31,7 @@ from tests.training import (
     run,
     run_compiled,
     run_tree,
+    timeless,
     weights,
 )
 from vqclip import dist
@@ -211,10 +211,9 @@ def test_data_that_cannot_be_used_is_named(tmp_path, make, capsys):
 NO_PICTURE = {"000000099.jpg": b"\xff\xd8\xff no picture", "000000099.txt": b"x"}
 
 
-@pytest.mark.parametrize("members", [NO_PICTURE, {"000000099.jpg": b""}], ids=["no picture", "empty, no caption"])
-def test_a_bad_sample_is_named_replaced_and_counted(tmp_path, caplog, members):
+def test_a_bad_sample_is_named_replaced_and_counted(tmp_path, caplog):
     folder = caption_shards(tmp_path / "data", counts=(29,))
-    write_tar(folder / "00001.tar", members)
+    write_tar(folder / "00001.tar", NO_PICTURE)
     with caplog.at_level("WARNING"):
         summary = train(run_tree(tmp_path, folder, train__steps=5)).summary  # two epochs
     found = re.findall(r"step (\d): sample 29 replaced by (\d+): .*00001\.tar.*000000099", caplog.text)
@@ -670,14 +669,6 @@ def test_a_run_folder_in_use_is_refused(tmp_path, shards, ranks):
     assert ranks(1, run, tree, str(tmp_path / "cache"), init=False)[0]["finished"]
 
 
-@pytest.fixture
-def interruptible():
-    """A shell's background job ignores SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_an_interrupt_pressed_twice_is_one_line(tmp_path, shards, capsys, monkeypatch, interruptible):
     def interrupt(*args, **options):
         for _ in range(2):
@@ -764,11 +755,7 @@ def test_a_signal_during_an_evaluation_costs_nothing(tmp_path, shards, monkeypat
         assert not (marker.parent / "summary.json").exists()
     assert train(config).finished
     assert not marker.exists()
-    one, other = (
-        [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(tmp_path / name)]
-        for name in ("whole", "stopped")
-    )
-    assert one == other
+    assert timeless(tmp_path / "whole") == timeless(tmp_path / "stopped")
 
 
 def train_on_own_data(trees, cache):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.data.making import caption_shards
 from tests.models import BUSY_RESIDUAL, FSQ, IDENTITY, PRODUCT, tiny_model
+from tests.ranks import for_each
 from tests.test_world_size import ENTROPY_LFQ
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
 from vqclip import dist, load_tokenizer
@@ -38,11 +38,6 @@ DETAIL = {
     "channels": 8,
     "max_channels": 8,
 }
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +142,6 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, whole, shards, tokenizer):
         (BUSY_RESIDUAL, 2, 2),
         pytest.param(BUSY_RESIDUAL, 3, 1, marks=pytest.mark.slow),
         pytest.param(ENTROPY_LFQ, 1, 3, marks=pytest.mark.slow),
-        pytest.param(ENTROPY_LFQ, 3, 2, marks=pytest.mark.slow),
-        pytest.param(FSQ, 2, 1, marks=pytest.mark.slow),
     ],
 )
 def test_processes_give_the_same_trajectory(tmp_path, shards, tokenizer, ranks, quantizer, processes, micro_batches):
@@ -231,20 +224,22 @@ def error_of_tokenizers(tree, folders):
         return str(error)
 
 
-@pytest.mark.parametrize("modality", ["image", "text"])
-def test_ranks_with_other_tokenizers_are_refused(tmp_path, shards, tokenizer, ranks, modality):
-    model = CLIP.from_pretrained(tokenizer)
-    next(getattr(model, modality).project_in.parameters()).data += 1
-    model.save_pretrained(tmp_path / "other")
-    tree, good, other = pixel_tree(tmp_path, shards, tokenizer), str(tokenizer), str(tmp_path / "other")
-    assert ranks(2, error_of_tokenizers, tree, [good, good]) == [None, None]
-    for message in ranks(2, error_of_tokenizers, tree, [good, other]):
-        assert message.endswith(
-            ": rank 1 loaded another tokenizer than rank 0; expected the same files, byte for byte, on every machine"
-        )
-        assert message.startswith("tokenizer: ")
-    for message in ranks(2, error_of_tokenizers, tree, [good, "no/such/folder"]):
-        assert message.startswith("tokenizer: no/such/folder: no such folder; expected")
+def test_ranks_with_other_tokenizers_are_refused(tmp_path, shards, tokenizer, ranks):
+    found = [str(tokenizer), *(str(tmp_path / modality) for modality in ("image", "text")), "no/such/folder"]
+    for modality in ("image", "text"):
+        model = CLIP.from_pretrained(tokenizer)
+        next(getattr(model, modality).project_in.parameters()).data += 1
+        model.save_pretrained(tmp_path / modality)
+    tree = pixel_tree(tmp_path, shards, tokenizer)
+    jobs = [(tree, [str(tokenizer), other]) for other in found]
+    for good, *others, missing in ranks(2, for_each, error_of_tokenizers, jobs):
+        assert good is None
+        for message in others:
+            assert message.startswith("tokenizer: ")
+            assert message.endswith(
+                "rank 1 loaded another tokenizer than rank 0; expected the same files, byte for byte, on every machine"
+            )
+        assert missing.startswith("tokenizer: no/such/folder: no such folder; expected")
 
 
 REFUSED = {

@@ -9,8 +9,6 @@ import shutil
 import pytest
 import torch
 
-from tests.data.making import caption_shards
-from tests.faults.jobs import job
 from tests.models import BUSY_RESIDUAL, FSQ, tiny_model
 from tests.train.test_grad_cache import G, assert_alike, batch_number
 from tests.training import all_equal, run, run_tree, weights
@@ -172,11 +170,6 @@ def test_a_compiled_step_computes_the_same_and_is_compiled_once(monkeypatch):
     assert found[-1].isclose(train(7, **settings)[2]["total"], rtol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
-
-
 def tree_of(folder, shards, **changes):
     changes = {"train__steps": 4, "train__batch_size": 11, "model": model_tree(losses=LOSSES)} | changes
     return run_tree(folder, shards, FSQ, **changes)
@@ -212,53 +205,6 @@ def test_a_run_resumes_bit_for_bit_and_exports_the_decoder(tmp_path, shards):
     assert tokenizer.decode_pixels(ids).shape == images.shape
     tokenizer.pixels = None
     assert fingerprint(tokenizer) == found
-
-
-@pytest.mark.faults
-def test_a_killed_job_of_two_processes_goes_on_bit_for_bit(tmp_path, shards):
-    """With discriminators and moving averages; the whole checkpoints are compared."""
-    changes = {
-        "train__steps": 9,
-        "train__checkpoint_every": 3,
-        "train__precision": "fp32",
-        "train__ema": {"decay": 0.9},
-    }
-    saved = []
-    for name, fault in (("whole", {}), ("killed", {"do": "kill_myself", "rank": 1, "step": 7})):
-        tree = tree_of(tmp_path / name, shards, run__timeout_s=300.0, **changes)
-        with job(tmp_path / name / "job", tree, fault) as running:
-            status, _ = running.end(300)
-        assert status == bool(fault), running.output[-2000:]
-        if fault:
-            with job(tmp_path / name / "job", tree, {}) as running:
-                assert running.end(300)[0] == 0, running.output[-2000:]
-            assert "resumed from step 6" in running.output
-        checkpoint = load_checkpoint(tmp_path / name / "tiny" / "checkpoints" / "step-00000009")
-        files = [path for path in checkpoint.path.rglob("*.safetensors") if path.name != "index.safetensors"]
-        saved.append({path.relative_to(checkpoint.path): path.read_bytes() for path in files})
-    assert saved[0] == saved[1]
-    assert len(saved[0]) >= 4  # the model, its pixel decoder, the optimizer, and what is beside the model
-
-
-@pytest.mark.slow
-def test_beside_terms_that_follow_teachers(tmp_path):
-    """Both modules around the model; the gradient of three microbatches is that of the whole batch."""
-    tiny_model().build().save_pretrained(tmp_path)
-    term = {"kind": "image_features", "teacher": {"kind": "vqclip", "folder": str(tmp_path)}}
-    found = []
-    for micro_batches in (1, 3):
-        torch.manual_seed(0)
-        tree = run_tree("x", "x", FSQ, model=model_tree(losses=LOSSES)) | {"distillation": [term]}
-        tree["train"]["micro_batches"] = micro_batches
-        config = TrainConfig.model_validate(tree)
-        task = config.build_task(torch.device("cpu"), torch.float64)
-        optimizer = config.optim.build(task.model, task.discriminators)
-        step = TrainStep(task, optimizer, config.optim.schedule(20), config.train, 0.1, seed=3)
-        for number in range(3):
-            result = step(batch_number(number, task.model), number)
-        assert {"pixels/adversarial", "distillation/image_features"} <= result.terms.keys()
-        found.append(({name: weight.grad for name, weight in task.model.named_parameters()}, result.terms))
-    assert_alike(*found, 1e-9)
 
 
 def refused(**changes):

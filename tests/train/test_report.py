@@ -4,23 +4,18 @@ import logging
 
 import pytest
 
-from tests.data.making import caption_shards
-from tests.training import run_tree
+from tests.training import retrieval, run_tree
 from vqclip.evaluation import read_evaluation, stored_files
 from vqclip.tokenizer.folder import WEIGHTS_FILE
 from vqclip.train import Callback, run
 from vqclip.train.callbacks import builtin
-
-PAIRS = [{"kind": "retrieval", "name": "pairs"}]
+from vqclip.train.speed import SpeedMeter
 
 
 @pytest.fixture
-def tree(tmp_path, monkeypatch):
-    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
-    shards = caption_shards(tmp_path / "shards", counts=(17, 13))
-    tasks = [{**each, "data": {"kind": "shards", "path": str(shards)}} for each in PAIRS]
+def tree(tmp_path, shards):
     changes = {"train__steps": 4, "train__evaluate_every": 2, "optim__warmup_steps": 0}
-    return run_tree(tmp_path, shards, evaluation=tasks, **changes)
+    return run_tree(tmp_path, shards, evaluation=retrieval(shards), **changes)
 
 
 class ReadReport(Callback):
@@ -58,10 +53,14 @@ def test_details_that_cannot_be_written_end_no_run(tree, tmp_path, caplog):
     assert str(tmp_path / "tiny" / "report") in second
 
 
-def test_report_and_trackers_change_no_bit(tree, tmp_path):
+def test_what_watches_a_run_changes_no_bit(tree, tmp_path, monkeypatch):
+    """A report, a tracker, a callback, and the count of FLOPs."""
     weights = []
-    for name, report_, trackers in (("with", {}, ["tensorboard"]), ("without", None, [])):
-        run({**tree, "run": tree["run"] | {"name": name, "trackers": trackers}, "report": report_})
+    cases = (("with", {}, ["tensorboard"], [ReadReport()]), ("without", None, [], []))
+    for name, report_, trackers, callbacks in cases:
+        if name == "without":
+            monkeypatch.setattr(SpeedMeter, "count", lambda self, step, batch: setattr(self, "_flops", 1.0))
+        run({**tree, "run": tree["run"] | {"name": name, "trackers": trackers}, "report": report_}, callbacks)
         weights.append((tmp_path / name / "tokenizer" / WEIGHTS_FILE).read_bytes())
     assert weights[0] == weights[1]
     assert (tmp_path / "with" / "tensorboard").is_dir()

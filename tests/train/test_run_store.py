@@ -14,8 +14,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.data.making import caption_shards
-from tests.training import all_equal, metrics, run_tree, weights
+from tests.training import all_equal, metrics, retrieval, run_tree, weights
 from vqclip import checkpoint
 from vqclip.cli.main import main
 from vqclip.data.remote import files as remote_files
@@ -259,9 +258,9 @@ def test_folders_that_cannot_be_written_to(tmp_path, folder):
         train(run_tree(folder, tmp_path))
 
 
-def test_a_run_continues_on_another_machine(tmp_path, store, monkeypatch):
+def test_a_run_continues_on_another_machine(tmp_path, shards, store, monkeypatch):
     """From a damaged checkpoint to the one before it, and again to the same bits."""
-    tree = run_tree("s3://bucket/runs", caption_shards(tmp_path / "shards", counts=(17, 13)), train__steps=4)
+    tree = run_tree("s3://bucket/runs", shards, train__steps=4)
     tree["train"]["checkpoint_every"] = 2
     monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "a"))
     first = TrainConfig.model_validate(tree).run.path
@@ -307,10 +306,12 @@ class StopAt(Callback):
 
 
 @pytest.fixture
-def tree_at(tmp_path):
-    shards = caption_shards(tmp_path / "shards", counts=(17, 13))
-    pairs = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
-    best = {"train__keep_best": "eval/pairs/codes_only/i2t_r1", "train__evaluate_every": 2, "evaluation": pairs}
+def tree_at(shards):
+    best = {
+        "train__keep_best": "eval/pairs/codes_only/i2t_r1",
+        "train__evaluate_every": 2,
+        "evaluation": retrieval(shards),
+    }
 
     def make(place, **changes):
         return run_tree(place, shards, **best | {"train__steps": 8, "train__checkpoint_every": 2} | changes)

@@ -11,10 +11,20 @@ from safetensors.torch import load_file
 
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, tiny_model
 from tests.ranks import for_each
-from tests.training import all_equal, largest_difference, metrics, retrieval, run, run_compiled, run_tree, weights
+from tests.training import (
+    StopAfter,
+    all_equal,
+    averages,
+    largest_difference,
+    metrics,
+    retrieval,
+    run,
+    run_tree,
+    weights,
+)
 from vqclip import dist
 from vqclip.errors import ConfigError
-from vqclip.train import Callback, main
+from vqclip.train import main
 from vqclip.train import run as train
 from vqclip.train.tasks.kinds import load_task_config
 
@@ -33,11 +43,6 @@ def require_same(folder, other, steps, tolerance=1e-9):
             assert line[name] == pytest.approx(expected[name], rel=tolerance), (line["step"], name)
     assert largest_difference(weights(folder, steps), weights(other, steps)) < tolerance
     assert largest_difference(averages(folder, steps), averages(other, steps)) < tolerance
-
-
-def averages(folder, steps):
-    every = load_file(folder / "tiny" / "checkpoints" / f"step-{steps:08d}" / "state.safetensors")
-    return {name: each for name, each in every.items() if name.startswith("ema/")}
 
 
 @pytest.mark.slow
@@ -73,15 +78,9 @@ def test_checkpoints_of_shards_resume_anywhere(ranks, tmp_path, shards):
 
 
 def run_until(settings, cache, stop):
-    """Train until ``stop`` steps are done; several processes stop a step after the request."""
-
-    class Stop(Callback):
-        def on_step_end(self, training):
-            if training.done == stop - dist.is_distributed():
-                training.request_stop("enough")
-
+    """Train until ``stop`` steps are done."""
     os.environ["VQCLIP_CACHE"] = cache
-    train(load_task_config(settings), [Stop()])
+    train(load_task_config(settings), [StopAfter(stop)])
 
 
 def with_tower(modality, **changes):
@@ -114,21 +113,6 @@ def test_variants_train_the_same_model(ranks, tmp_path, shards, variant):
     both = [(tree(tmp_path / kind, shards, parallel=kind, **settings), cache) for kind in ("ddp", "fsdp")]
     ranks(2, for_each, run, both, init=False)
     require_same(tmp_path / "fsdp", tmp_path / "ddp", 4, 1e-2 if variant == "bf16" else 1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_compiled_blocks_with_other_rates_of_dropout_train_the_same_model(ranks, tmp_path, shards):
-    """Blocks of one class: without dropout, and with each rate."""
-    model = with_tower("image")["model"]
-    model["image"]["tower"]["args"] |= {"depth": 3, "drop_path_rate": 0.5}
-    settings = {"train__steps": 4, "optim__warmup_steps": 1, "model": model, "train__activation_checkpointing": 2}
-    cache = str(tmp_path / "cache")
-    ranks(2, run, tree(tmp_path / "ddp", shards, parallel="ddp", **settings), cache, init=False)
-    compiled = tree(tmp_path / "fsdp", shards, train__compile="regional", **settings)
-    for graphs, breaks in ranks(2, run_compiled, compiled, cache, "aot_eager", init=False, timeout=300.0):
-        assert (graphs, breaks) == (6, 0)
-    require_same(tmp_path / "fsdp", tmp_path / "ddp", 4)
 
 
 @pytest.mark.slow

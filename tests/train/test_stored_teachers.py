@@ -12,9 +12,8 @@ import torch
 
 from tests.models import tiny_model
 from tests.train.test_distillation import folders, pretrained, term  # noqa: F401 (fixtures)
-from tests.train.test_feature_cache import cache_of, shards, timeless, tree_of  # noqa: F401 (fixture)
-from tests.training import all_equal, identity_of, run, weights
-from vqclip.errors import NonFiniteError
+from tests.train.test_feature_cache import cache_of, shards, tree_of  # noqa: F401 (fixture)
+from tests.training import all_equal, identity_of, run, timeless, weights
 from vqclip.train import TrainConfig
 from vqclip.train.distillation import FeatureTerm
 from vqclip.train.step import TrainStep
@@ -131,13 +130,3 @@ def test_rounded_outputs_of_teachers_belong_to_the_identity(tmp_path, shards, fo
 
     assert "feature_cache" not in data()
     assert data(dtype="bf16")["feature_cache"]["teachers"] == ["embeddings"]
-
-
-@pytest.mark.slow
-def test_a_teacher_with_nan_in_its_embeddings_is_named(tmp_path, shards, folders):  # noqa: F811
-    compute = EmbeddingTeacher.of_tokens
-    with (
-        mock.patch.object(EmbeddingTeacher, "of_tokens", lambda self, tokens: compute(self, tokens) * float("nan")),
-        pytest.raises(NonFiniteError, match=r"the teacher of embeddings \(texts\)'s features contain NaN"),
-    ):
-        run(tree(tmp_path, shards, [term("embeddings", folders["same"])], cache_of(tmp_path)), str(tmp_path))

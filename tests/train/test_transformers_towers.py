@@ -8,7 +8,6 @@ import shutil
 import pytest
 import torch
 
-from tests.data.making import caption_shards
 from tests.towers.transformers_models import make_image, make_text
 from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
 from vqclip import checkpoint, load_tokenizer
@@ -19,11 +18,6 @@ from vqclip.tokenize_dataset.job import Encoders
 
 HALF = 6
 ALL = 12
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
 
 
 @pytest.fixture(scope="module")

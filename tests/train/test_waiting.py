@@ -83,7 +83,7 @@ def stated_exchanges(parallel):
     return {name: int(fsdp if parallel == "fsdp" else ddp) for name, ddp, fsdp in rows}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_waits_for_nothing_and_a_report_reads_the_device_once(tmp_path, shards, ranks, world_size):
     common = {"train__steps": LATER + 4, "train__precision": "fp32", "train__report_every": LATER + 2}
     trees = [

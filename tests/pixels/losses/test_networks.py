@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import vqclip
 from tests.models import tiny_model
 from tests.pixels.losses.test_contract import L1, PATCH, TIMM, TOKENIZER, build, images
+from tests.ranks import for_each
 from vqclip import dist
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import save_tensors
@@ -121,8 +122,8 @@ def test_every_rank_hears_of_another_ranks_weights(ranks, networks):
     tokenizer = vqclip.load_tokenizer(good, "image")
     next(tokenizer.tower.parameters()).data *= 2
     tokenizer.save_pretrained(other)
-    assert ranks(2, error_of_folders, [good, good]) == [None, None]
-    for message in ranks(2, error_of_folders, [good, other]):
-        assert message == "losses: rank 1 loaded other weights than rank 0; expected equal files"
-    for message in ranks(2, error_of_folders, [good, "nowhere"]):
-        assert "nowhere" in message
+    jobs = [([good, folder],) for folder in (good, other, "nowhere")]
+    for equal, different, missing in ranks(2, for_each, error_of_folders, jobs):
+        assert equal is None
+        assert different == "losses: rank 1 loaded other weights than rank 0; expected equal files"
+        assert "nowhere" in missing
