@@ -144,9 +144,9 @@ def test_hostile_captions_stay_texts(tmp_path, page):
 def test_unusable_images_are_left_out_and_counted(page, capsys):
     (page.source / "03a.png").write_bytes(b"no image")
     with pytest.raises(AssertionError):
-        page()
-    assert "1 of 13 evaluation samples cannot be used" in capsys.readouterr().err
-    text = require_harmless(page("--bad-fraction", "0.1")).text
+        page("--bad-fraction", "0")
+    assert "1 of 13 samples cannot be used; at most 0 may" in capsys.readouterr().err
+    text = require_harmless(page()).text
     assert "12 images of" in text
     assert "1 images cannot be used and are left out" in text
 
@@ -298,7 +298,7 @@ def test_folders_that_would_lose_something_are_refused(folders, capsys):
 
 def test_images_that_cannot_be_read_are_named(folders, capsys):
     (folders / "images" / "below" / "torn.jpg").write_bytes(b"\xff\xd8\xff torn")
-    assert write(folders) == 2
+    assert write(folders, "--bad-fraction", "0") == 2
     assert "below/torn.jpg: " in capsys.readouterr().err
-    assert write(folders, "--bad-fraction", "0.1") == 0
+    assert write(folders) == 0
     assert "0 images written, 13 were there before; 1 cannot be used and are left out" in capsys.readouterr().out

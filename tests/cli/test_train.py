@@ -48,7 +48,11 @@ def resolved(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 def test_images_with_a_table_of_captions(capsys: pytest.CaptureFixture[str]) -> None:
     photos(40)
     assert main(["train", "table.csv", "image=file", "captions=words", *SMALL]) == 0
-    assert "stored" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "stored" not in printed
+    command = "vqclip tokenize --tokenizer runs/table --data table.csv image=file captions=words --out tokens/table"
+    assert printed.endswith(f"  ids of all  {command}\n")
+    assert main(command.split()[1:]) == 0
     tree = yaml.safe_load(Path("runs/table/config.yaml").read_text())
     assert (tree["data"]["held_out"], tree["evaluation"][0]["held_out"]) == (0.1, 0.1)
     assert tree["evaluation"][0]["data"]["captions"] == "words"
@@ -75,6 +79,10 @@ def test_other_data_to_evaluate_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert (task["kind"], task["data"]["split"], task["held_out"]) == ("zero_shot", "test", None)
     assert (tree["data"]["sources"][0]["split"], tree["data"]["held_out"]) == ("train", None)
     assert tree["train"]["batch_size"] == 12
+    assert tree["data"]["sources"][0]["path"] == str(Path("classes").absolute())  # found from any folder
+    photos(12)
+    assert main(["train", "table.csv", "image=file", "captions=words", "--val", "./table.csv", *SMALL]) == 2
+    assert "--val: got ./table.csv, the data to train on; expected others" in capsys.readouterr().err
 
 
 def test_few_prompts_are_no_sign_of_collapse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,13 +90,15 @@ def test_bad_samples_stop_or_are_left_out(tmp_path: Path, caplog: pytest.LogCapt
     members = caption_members(0, 6)
     members["000000002.jpg"] = b"GIF89a"
     source = CaptionShardsConfig(path=str(write_tar(tmp_path / "a.tar", members))).build()
-    with pytest.raises(DataError, match=r"1 of 6 evaluation samples cannot be used:\n.*sample 000000002: image ends"):
+    with pytest.raises(
+        DataError, match=r"1 of 6 samples cannot be used; at most 0 may.*\n.*sample 000000002: image ends"
+    ):
         list(EvalSet(source, TRANSFORM, batch_size=2))
     with caplog.at_level(logging.WARNING, "vqclip.data"):
         batches = list(EvalSet(source, TRANSFORM, batch_size=2, max_bad_fraction=0.2))
     assert [len(batch) for batch in batches] == [2, 1, 2]
     assert [bad.sample_id for batch in batches for bad in batch.bad] == [2]
-    assert "sample 2 skipped" in caplog.text
+    assert "sample 2 left out" in caplog.text
 
 
 def test_all_samples_count_not_those_of_a_rank(tmp_path: Path) -> None:
@@ -106,7 +108,7 @@ def test_all_samples_count_not_those_of_a_rank(tmp_path: Path) -> None:
     parts = [EvalSet(source, TRANSFORM, 2, rank, 2, max_bad_fraction=0.2) for rank in range(2)]
     assert [part.allowed for part in parts] == [2, 2]
     assert [[len(batch) for batch in part] for part in parts] == [[0, 2, 1], [2, 2, 1]]
-    with pytest.raises(DataError, match="2 of 10 evaluation samples cannot be used"):
+    with pytest.raises(DataError, match="2 of 10 samples cannot be used"):
         list(EvalSet(source, TRANSFORM, 2, 0, 2, max_bad_fraction=0.1))
 
 

@@ -18,6 +18,7 @@ import torch
 from tests.data.loading import SIZE, global_batches, open_data, same
 from tests.data.making import caption_members, caption_shards, write_tar
 from vqclip.data import CaptionShardsConfig, DataConfig, TrainData
+from vqclip.data.batch import allowed_bad
 from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import ConfigError, DataError, DistributedError
 
@@ -68,6 +69,20 @@ def test_too_many_bad_samples_stop_the_run(spoilt: Path) -> None:
     assert "sample 000000004: has no .txt" in str(error.value)
     with pytest.raises(DataError, match="1 bad samples"):
         list(spoilt_data(spoilt, max_bad_fraction=0.0, batch_size=1).batches(0, 100))
+
+
+def test_a_few_bad_samples_of_small_data_stop_nothing(tmp_path: Path) -> None:
+    """A tenth at most, in each epoch."""
+    for count in (2, 3):
+        members = caption_members(0, 20) | {f"{number:09d}.jpg": b"" for number in range(count)}
+        write_tar(tmp_path / str(count) / "0.tar", members)
+    data = spoilt_data(tmp_path / "2", max_bad_fraction=0.01)
+    list(data.batches(0, 50))
+    assert data.replaced >= 2 * 25
+    with pytest.raises(DataError, match=r"\d+ bad samples among \d+: more than .* allows. Repair or remove them"):
+        list(spoilt_data(tmp_path / "3", max_bad_fraction=0.01).batches(0, 50))
+    sizes = {(0.01, 35): 3, (0.01, 303): 10, (0.01, 5000): 50, (0.2, 9): 1, (0.0, 300): 0}
+    assert {given: allowed_bad(*given) for given in sizes} == sizes
 
 
 def test_nothing_but_bad_samples(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_unusable_images_are_left_out_named_and_counted(ranks, spoilt, caplog):
         for mode in MODES:
             assert result["figures"][mode] == pytest.approx(expected["figures"][mode])
         assert result["usage"] == expected["usage"]
-    assert "evaluation: sample 4 skipped" in caplog.text
+    assert "sample 4 left out" in caplog.text
     assert "00000.tar: sample 000000004: not a JPEG" in caplog.text
 
 

@@ -124,11 +124,11 @@ def test_mistakes_end_in_one_line(tmp_path: Path, tokenizer: str, ray: None, cap
         assert "Traceback" not in shown
         return shown[shown.index("vqclip tokenize:") :]
 
-    shown = problem("--tolerance", "0.03")
+    shown = problem("--tolerance", "0.002")
     assert "3 samples cannot be used; --tolerance allows 2 of these data" in shown
     assert "00000.tar: sample 000000002" in shown
     assert not (out / "manifest.json").exists()
-    assert "samples cannot be used; --tolerance allows 0" in problem("--tolerance", "0.001", into=tmp_path / "zero")
+    assert "samples cannot be used; --tolerance allows 0" in problem("--tolerance", "0", into=tmp_path / "zero")
     assert main(arguments(tokenizer, data, out, "--tolerance", "0.1")) == 0
     assert "batch_size: 4 there, 5 now" in problem("--batch-size", "5", status=2)
     (data / "00004.tar").write_bytes((data / "00004.tar").read_bytes()[:3000])

@@ -149,6 +149,7 @@ class Check(_DataCommand):
     def run(self) -> int:
         """Check the source and print the report; return 1 if too many samples are bad."""
         from vqclip.data import open_source, parse_source
+        from vqclip.data.batch import allowed_bad
         from vqclip.data.decode import MAX_PIXELS
         from vqclip.data_tools.check import CheckOptions, check_source, format_report
         from vqclip.data_tools.show import ModelInputs
@@ -179,11 +180,11 @@ class Check(_DataCommand):
         print_output(format_report(report, self.examples))
         if self.json_ is not None:
             write_text(self.json_, json.dumps(report.to_json(), indent=1, ensure_ascii=True) + "\n")
-        share = report.bad_samples / max(1, report.samples)
-        if not damaged and share <= self.bad_fraction:
+        bad, allowed = report.bad_samples, allowed_bad(self.bad_fraction, report.samples)
+        if not damaged and bad <= allowed:
             return 0
-        what = f"{len(damaged)} damaged shards" if damaged else f"{100 * share:.2f} % of the samples are bad"
-        print_output(f"\nnot usable as it is: {what}; --bad-fraction allows {100 * self.bad_fraction:g} % bad samples")
+        what = f"{len(damaged)} damaged shards" if damaged else f"{bad:,} of {report.samples:,} samples are bad"
+        print_output(f"\nnot usable as it is: {what}; --bad-fraction allows {allowed:,} bad samples")
         return 1
 
 

@@ -34,7 +34,7 @@ from vqclip.data.on_ray import Actors, Cpus, Gpus, RayOptions
 from vqclip.errors import ConfigError
 from vqclip.runlog.console import columns, fit_lines
 
-__all__ = ["Command", "OnRay", "make_parser", "paths_and_overrides", "read_options", "require_page"]
+__all__ = ["Command", "OnRay", "local_path", "make_parser", "paths_and_overrides", "read_options", "require_page"]
 
 
 def _not_empty(given: str) -> str:
@@ -182,7 +182,7 @@ def make_parser(name: str, command: type[Command], listing: str = "") -> Parser:
         if key in command.words or key in Command.model_fields:
             continue
         flag = key.rstrip("_").replace("_", "-")
-        flags = [f"-{flag}"] if len(flag) == 1 else [f"--{flag}"] + ["-o"] * (flag in ("out", "output"))
+        flags = [f"-{flag}", f"--{flag}"] if len(flag) == 1 else [f"--{flag}"] + ["-o"] * (flag in ("out", "output"))
         kind, settings = field.annotation, dict[str, Any](dest=key, help=_describe(field))
         if kind is bool:
             parser.add_argument(*flags, action="store_true", **settings)
@@ -240,7 +240,10 @@ def read_options(name: str, command: type[Command], arguments: Sequence[str], li
             values[key] = words[:] if takes_rest else words[0]
         del words[:taken]
     if words and not others:  # what follows an unknown option may be its value
-        raise ConfigError(f"got {words[0]!r}; expected {'section.key=value' if command.reads else 'no further word'}")
+        needed = [f"--{key.replace('_', '-')}" for key, field in fields.items() if field.is_required()]
+        others_ = f"; {', '.join(needed)} {'is an option' if len(needed) == 1 else 'are options'}" if needed else ""
+        expected = "section.key=value" if command.reads else f"no further word{others_}"
+        raise ConfigError(f"got {words[0]!r}; expected {expected}")
     values |= options
     if not command.reads:
         pairs = (each.partition("=")[::2] for each in keys)
@@ -256,6 +259,12 @@ def paths_and_overrides(given: Sequence[str]) -> tuple[list[str], list[str]]:
     """Divide models, or the values of ``--data``, into paths and ``key=value`` of their configuration."""
     overrides = [each for each in given if _OVERRIDE.match(each)]
     return [each for each in given if each not in overrides], overrides
+
+
+def local_path(path: str) -> str | None:
+    """Return an absolute path for local files or patterns; None for a URL or a hub name."""
+    found = Path(path).expanduser().absolute()
+    return str(found) if found.exists() or (any(mark in path for mark in "{*") and "://" not in path) else None
 
 
 def require_page(option: str, output: Path) -> None:

@@ -17,6 +17,7 @@ from vqclip.cli.options import (
     Command,
     LocalPath,
     Text,
+    local_path,
     paths_and_overrides,
     require_page,
 )
@@ -62,8 +63,8 @@ class Build(Command):
         tokenizer = loaded.to(dist.choose_device(self.device, "--device"))
         paths, keys = paths_and_overrides(self.data)
         source = open_images(paths, keys)
-        pictures = _local(paths[0]) if len(paths) == 1 else None
-        home = _local(self.tokenizer)
+        pictures = local_path(paths[0]) if len(paths) == 1 else None
+        home = local_path(self.tokenizer)
         if home is None and self.tokenizer in PACKAGED:
             home = str(find_folder(self.tokenizer))
         origin = Origin(tokenizer=home, pictures=pictures, fingerprint=source.fingerprint)
@@ -75,12 +76,6 @@ class Build(Command):
             f"{format_bytes(index.nbytes)}, {index.nbytes / max(1, len(index)):.1f} bytes an item; float32 embeddings: "
             f"{floats} an item ({floats * len(index) / max(1, index.nbytes):.2f} times as many)"
         )
-
-
-def _local(path: str) -> str | None:
-    """Return an absolute path for local files or patterns; None for a URL or a hub name."""
-    found = Path(path).expanduser().absolute()
-    return str(found) if found.exists() or (any(mark in path for mark in "{*") and "://" not in path) else None
 
 
 class Query(Command, words=("text",)):

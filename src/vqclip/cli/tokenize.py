@@ -43,7 +43,7 @@ class Tokenize(OnRay, failure=1, after_interrupt="run the same command to contin
     out: LocalPath
     """Folder of the token shards and manifest.json."""
     modality: Literal["image", "text", "both"] = "both"
-    """Data to tokenize."""
+    """Data to tokenize; image: the images of a folder need no captions."""
     batch_size: BatchSize = 64
     """Samples in a batch; the last batch of a shard is padded."""
     workers: Workers = 0
@@ -61,12 +61,15 @@ class Tokenize(OnRay, failure=1, after_interrupt="run the same command to contin
         """Write the token shards; it returns when this process has done its part of the work."""
         from vqclip import dist
         from vqclip.data import parse_source
+        from vqclip.data.sources.folder import FolderConfig
         from vqclip.tokenize_dataset.job import Options, tokenize, tokenize_on_ray
 
         dist.stop_with_launcher()
         ray = self.cluster
         data = parse_source(*paths_and_overrides(self.data))
         data.require_no_weight("vqclip tokenize")
+        if self.modality == "image" and isinstance(data, FolderConfig):
+            data = data.with_all_images()
         fields = {name: getattr(self, name) for name in _FIELDS}
         job = Options(data=data, out=self.out.expanduser().absolute(), **fields)
         done = tokenize(job) if ray is None else tokenize_on_ray(job, ray)

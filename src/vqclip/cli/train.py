@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from vqclip.cli.options import SOURCE, Command, LocalPath, Text
+from vqclip.cli.options import SOURCE, Command, LocalPath, Text, local_path
 from vqclip.config import did_you_mean, json_schema
 from vqclip.config.explain import commented_yaml, explain, key_paths, require_known_keys
 from vqclip.config.loading import packaged_file, read_file
@@ -106,12 +106,17 @@ class Train(
             print_output(commented_yaml(config).removesuffix("\n"), for_programs=True)
             return 0
         from vqclip import train
+        from vqclip.data.sources.kinds import is_source_key
 
         result = train.run(config, owns_process=True)  # the first Ctrl-C is handled inside: it saves, and stops
         if int(os.environ.get("RANK", "0")) == 0:
             print(fit_lines(str(result)))
             if not result.finished and "RANK" not in os.environ:
                 print(f"\n  {shlex.join(['vqclip', 'train', *self.given])}")
+            elif result.finished and self.source is not None:
+                data = [self.source, *(key for key in self.keys if is_source_key(key))]
+                words = ["--tokenizer", str(result.folder), "--data", *data, "--out", f"tokens/{result.folder.name}"]
+                print(f"  ids of all  {shlex.join(['vqclip', 'tokenize', *words])}")
         return 130 if result.stopped == "SIGINT" else 0
 
     def _load(self) -> TaskConfig:
@@ -155,6 +160,10 @@ class Train(
             evaluation |= {"data": source, "held_out": _HELD_OUT, "limit": 2000}
         else:
             others = self._parse(self.val, without=("split", "where", "weight"))[0]
+            if others.model_dump() == data.sources[0].model_dump():
+                raise ConfigError(
+                    f"--val: got {self.val}, the data to train on; expected others. Without --val a tenth is held out"
+                )
             evaluation["data"] = others.model_dump(mode="json", exclude_unset=True)
         is_pretrained = has_small_towers()
         file = f"configs/{'pretrained' if is_pretrained else 'captions'}.yaml"
@@ -182,7 +191,8 @@ class Train(
         from vqclip.data.sources.kinds import is_source_key
 
         mine = [key for key in self.keys if is_source_key(key)]
-        source = parse_source(path, [key for key in mine if not key.startswith(tuple(without))])
+        # With its whole path, so that other commands find the data of the run from any folder.
+        source = parse_source(local_path(path) or path, [key for key in mine if not key.startswith(tuple(without))])
         return source, [key for key in self.keys if key not in mine]
 
     def _print_schema(self) -> int:

@@ -30,13 +30,25 @@ class BadSample(NamedTuple):
     """Sample that replaces it; -1 without one (evaluation)."""
 
 
+SMALL = 1000
+"""Data of fewer samples may have as many bad ones as data of so many."""
+
+
+def allowed_bad(fraction: float, size: int) -> int:
+    """Return the largest number of bad samples in data of ``size``, of which ``fraction`` may be bad.
+
+    In small data a few damaged files are a larger share: `SMALL` counts instead, but a tenth of the data at most.
+    """
+    return max(int(fraction * size), min(int(fraction * SMALL), size // 10))
+
+
 def require_few_bad(reasons: Iterable[str], count: int, allowed: int, option: str) -> None:
     """Check the number of samples left out; raise DataError if it is larger than allowed."""
     if count > allowed:
         shown = "\n".join(f"  {reason}" for reason in itertools.islice(reasons, 5))
         raise DataError(
-            f"{count} samples cannot be used; {option} allows {allowed} of these data. Repair them, or raise it and "
-            f"run the command again. Some of them:\n{shown}"
+            f"{count} samples cannot be used; {option} allows {allowed} of these data. Repair or remove them, or raise "
+            f"it, and run the command again. Some of them:\n{shown}"
         )
 
 

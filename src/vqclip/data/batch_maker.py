@@ -66,8 +66,9 @@ class LoaderOptions(Config):
     """Longest wait for a worker, in seconds, at most a week; 0 waits forever."""
     max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Bad samples are replaced; a larger fraction of them stops the run. It refers to the samples seen, but to at least
-    1,000, and is checked twice: in each process after every batch, since the start of the process; and over the whole
-    run and all its processes at every report and checkpoint."""
+    1,000, and to 1,000 in each epoch of fewer (but no more than a tenth of them may be bad). It is checked twice: in
+    each process after every batch, since the start of the process; and over the whole run and all its processes at
+    every report and checkpoint."""
 
 
 class Slice(NamedTuple):

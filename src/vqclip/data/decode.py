@@ -118,7 +118,7 @@ def image_format(data: bytes) -> str:
     """
     if (match := _FIRST_BYTES.match(data[:96])) is not None:
         return str(match.lastgroup).lower()
-    got = f"begins with {bytes(data[:12])!r} ({len(data)} bytes); convert it to one of these"
+    got = f"begins with {bytes(data[:12])!r} ({len(data)} bytes); convert it to one of these" if data else "is empty"
     raise DataError(f"not a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF image: {got}", "image format")
 
 

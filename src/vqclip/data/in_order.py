@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from vqclip.data.batch import BadSample, EvalBatch
+from vqclip.data.batch import BadSample, EvalBatch, allowed_bad
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.samples import read_decoded
 from vqclip.data.sources.base import RawSample, Source
@@ -82,7 +82,7 @@ class EvalSet:
         world_size: W.
         workers: processes that decode; 0 decodes in this one.
         limit: number of samples to use, evenly spread over the source; None uses all.
-        max_bad_fraction: bad samples are skipped and logged; a larger fraction of all samples is an error. The default
+        max_bad_fraction: bad samples are left out and logged; more than `allowed_bad` are an error. The default
             tolerates none, since skipping samples changes what is measured. A rank knows only its own bad samples: the
             caller compares the sum over all ranks with `allowed`.
         max_pixels: larger images are bad samples.
@@ -105,7 +105,7 @@ class EvalSet:
         self.source = source
         self.size = len(source) if limit is None else min(limit, len(source))
         """Samples over all ranks."""
-        self.allowed = int(max_bad_fraction * self.size)
+        self.allowed = allowed_bad(max_bad_fraction, self.size)
         """Largest number of bad samples over all ranks."""
         self._transform = transform
         self._batch_size = batch_size
@@ -128,12 +128,20 @@ class EvalSet:
         places = slices_of(self._mine, self._batch_size)
         for batch in ordered_map(self._make, places, self._workers, timeout_s=self._timeout_s, section="evaluation"):
             bad += batch.bad
-            if len(bad) > self.allowed:
-                shown = "\n".join(f"  {sample.reason}" for sample in bad[-5:])
-                raise DataError(f"{len(bad)} of {self.size} evaluation samples cannot be used:\n{shown}")
+            self.require_few_bad([sample.reason for sample in bad])
             for sample in batch.bad:
-                logger.warning("evaluation: sample %d skipped: %s", sample.sample_id, sample.reason)
+                logger.warning("sample %d left out: %s", sample.sample_id, sample.reason)
             yield batch
+
+    def require_few_bad(self, reasons: Sequence[str]) -> None:
+        """Raise DataError if more samples are bad, for these reasons, than are allowed over all ranks."""
+        if len(reasons) > self.allowed:
+            shown = "\n".join(f"  {reason}" for reason in reasons[:5])
+            raise DataError(
+                f"{len(reasons)} of {self.size} samples cannot be used; at most {self.allowed} may. Repair or remove "
+                "them, or allow more (max_bad_fraction of an evaluation, --bad-fraction of a command). Some of them:\n"
+                f"{shown}"
+            )
 
     def _make(self, places: Sequence[int]) -> EvalBatch:
         read = read_in_order(self._read, [place * len(self.source) // self.size for place in places])

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import sys
 from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from vqclip import dist
-from vqclip.data.batch import BadSample, Batch
+from vqclip.data.batch import SMALL, BadSample, Batch, allowed_bad
 from vqclip.data.batch_maker import BatchMaker, LoaderOptions, Tokenize, make_batches
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.features import FeatureCacheConfig, FeatureReader
@@ -42,7 +43,7 @@ logger = logging.getLogger("vqclip.data")
 
 _MOST_NAMED = 100
 """Bad samples that a process names in its log."""
-_MIN_SEEN = 1000
+_MIN_SEEN = SMALL
 """Smallest number of samples that the fraction of bad ones refers to."""
 
 
@@ -270,10 +271,12 @@ class TrainData:
         return self.replaced > self._limit(self.seen)
 
     def _limit(self, seen: int) -> float:
-        return self.options.max_bad_fraction * max(seen, _MIN_SEEN)
+        fraction, size = self.options.max_bad_fraction, len(self)
+        few = allowed_bad(fraction, size) * math.ceil(seen / size) if size < _MIN_SEEN else 0  # they come in each epoch
+        return max(fraction * max(seen, _MIN_SEEN), few)
 
     def require_few_bad(self, replaced: int, seen: int, last: Sequence[str] | None = None, where: str = "") -> None:
-        """Raise if more than `max_bad_fraction` of the samples, or of a thousand if they are fewer, were bad.
+        """Raise if more samples were bad than `max_bad_fraction` allows; see there.
 
         Args:
             replaced: bad samples of this process or of the whole run.
@@ -287,8 +290,9 @@ class TrainData:
         if replaced > self._limit(seen):
             whose = "in this process" if last is None else "in the run"
             last = [bad.reason for bad in list(self.last_replaced)[-5:]] if last is None else last
-            shown = "\n".join(f"  {reason}" for reason in last)
+            shown = "\n".join(f"  {reason}" for reason in dict.fromkeys(last))
             raise DataError(
                 f"{replaced} bad samples among {seen}{where}: more than data.max_bad_fraction="
-                f"{self.options.max_bad_fraction:g} allows. The last of them {whose}:\n{shown or '  none'}"
+                f"{self.options.max_bad_fraction:g} allows. Repair or remove them (`vqclip data check` names all), or "
+                f"raise it. The last of them {whose}:\n{shown or '  none'}"
             )

@@ -42,7 +42,7 @@ from pydantic import Field
 from typing_extensions import Self
 
 from vqclip.config import Config
-from vqclip.data.batch import require_few_bad
+from vqclip.data.batch import allowed_bad, require_few_bad
 from vqclip.errors import CheckpointError, ConfigError, DataError, count_noun
 from vqclip.io.atomic import FileDigest, ProcessLock, remove_leftovers, verify_file, write_file, write_file_once
 from vqclip.io.files import Stamp, format_bytes
@@ -384,7 +384,7 @@ class WorkFolder:
         """
         bad = [each for record in records for each in record.bad]
         samples = sum(record.samples for record in records)
-        require_few_bad((each.reason for each in bad), len(bad), int(bad_fraction * (samples + len(bad))), option)
+        require_few_bad((each.reason for each in bad), len(bad), allowed_bad(bad_fraction, samples + len(bad)), option)
         manifest = FolderManifest(
             settings=self.settings,
             samples=samples,

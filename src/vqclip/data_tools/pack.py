@@ -25,7 +25,7 @@ from pydantic import Field
 
 from vqclip.config import Config
 from vqclip.data import Source
-from vqclip.data.batch import require_few_bad
+from vqclip.data.batch import allowed_bad, require_few_bad
 from vqclip.data.decode import MAX_PIXELS, decode_image
 from vqclip.data.sources.base import RawSample
 from vqclip.data.sources.class_names import CLASSNAMES, DEFAULT_TEMPLATE, MAX_LINE, TEMPLATES
@@ -156,7 +156,7 @@ def pack(data: Source | PackedConfig, options: Options) -> WorkResult:
     wanted = [piece for piece, record in enumerate(records) if record is None]
     found = folder.items - len(wanted)
     require_room(folder.path, sum(stream.pieces[piece].size for piece in wanted), "OUT: name a folder on a larger disk")
-    allowed = None if isinstance(data, PackedConfig) else int(options.bad_fraction * len(data))
+    allowed = None if isinstance(data, PackedConfig) else allowed_bad(options.bad_fraction, len(data))
     bad = [each.reason for record in records if record is not None for each in record.bad]
     writer = _PieceWriter(data, folder, options)
     with explain_worker_deaths("pack"), ProgressBar(folder.items, found, True, "pack", "shard") as bar:

@@ -123,7 +123,7 @@ class ImagesConfig(Config):
     the others); null uses all."""
     max_bad_fraction: float = Field(0.01, ge=0, lt=1)
     """Largest share of unusable images; they are left out, named in the log and counted in the results' notes. A larger
-    share is an error."""
+    share is an error. Of fewer than 1,000 images as many as of 1,000 may be unusable, but at most a tenth."""
 
     def open(self, partition: RankPartition) -> Source:
         """Open the data on every rank; raise DataError if they cannot be used."""
@@ -229,9 +229,7 @@ def encode_images(
 
     encoded = encoder(tokenizer, pixels(), name)
     found, reasons = partition.gather_items(mine), partition.gather_items(reasons)
-    if len(reasons) > images.allowed:  # no single rank has too many
-        shown = "\n".join(f"  {reason}" for reason in reasons[:5])
-        raise DataError(f"{len(reasons)} of {images.size} evaluation samples cannot be used:\n{shown}")
+    images.require_few_bad(reasons)  # no single rank has too many
     notes = [*getattr(source, "notes", ())]
     notes += [f"{len(reasons)} of {images.size} images cannot be used and are left out"] if reasons else []
     # Where images are left out, the ranks' rows are not in the order of the set.

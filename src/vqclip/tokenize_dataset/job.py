@@ -30,7 +30,7 @@ from torch import Tensor
 from vqclip import dist
 from vqclip.config import Config
 from vqclip.data import ShardedSource, SourceConfigBase, open_sources
-from vqclip.data.batch import require_few_bad
+from vqclip.data.batch import allowed_bad, require_few_bad
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.in_order import SamplesRead, read_in_order, slices_of
 from vqclip.data.lookup import require_pyarrow
@@ -161,7 +161,7 @@ def tokenize_on_ray(options: Options, ray: RayOptions) -> WorkResult:
                 made, seen = made + is_new, seen + is_new * sizes[shard]
                 folder, record = _wait_for(options.out, shard, folder)
                 bad += [each.reason for each in record.bad]
-                require_few_bad(bad, len(bad), int(options.tolerance * sum(sizes)), "--tolerance")
+                require_few_bad(bad, len(bad), allowed_bad(options.tolerance, sum(sizes)), "--tolerance")
                 bar.advance(sizes[shard])
                 bar.show()
     assert folder is not None  # there is a shard
@@ -260,7 +260,7 @@ class ShardMaker:
         self.folder = WorkFolder(options.out, self._settings.model_dump(mode="json"), len(facts), LAYOUT)
         ends = itertools.accumulate((shard["samples"] for shard in facts), initial=0)
         self.ids = [range(start, stop) for start, stop in itertools.pairwise(ends)]
-        self.most_bad = int(options.tolerance * self.ids[-1].stop)
+        self.most_bad = allowed_bad(options.tolerance, self.ids[-1].stop)
 
     def make(self, source: ShardedSource, shard: int, first: int, bad: int = 0) -> Iterator[int]:
         """Make a token shard that this process has claimed; yield the number of samples read since the last time.

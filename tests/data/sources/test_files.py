@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -384,6 +385,15 @@ def test_layouts_of_folders_that_are_not_plain(folder: Path) -> None:
     with pytest.raises(DataError, match=f"named as the path: {folder.parent}/beside.csv$"):
         parse_source(folder).build()
     (folder.parent / "beside.csv").unlink()  # the folder of all tests of this process
+    tables = folder.parent / "annotations"
+    tables.mkdir()
+    for name in (f"captions_{folder.name}.json", "captions_train.json", "instances.json"):
+        (tables / name).touch()
+    with pytest.raises(DataError, match=f"captions: names, .* named as the path: {tables}/captions_{folder.name}.json"):
+        parse_source(folder).build()
+    with pytest.raises(DataError, match=f"annotations: tables; one of them is the path: {tables}/captions_train.json"):
+        parse_source(tables)
+    shutil.rmtree(tables)
     (folder / "a.txt").write_text("x")
     with pytest.raises(DataError, match="3 images, of which 1 have a .txt and 0 a .json of the same name"):
         parse_source(folder).build()

@@ -120,11 +120,11 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("train/0.jpg train/metadata.csv test/0.jpg test/metadata.csv", [], PARTS),
         ("a/0.jpg a/metadata.jsonl b/0.jpg", [], PARTS),
         (
-            "train2017/0.jpg val2017/0.jpg annotations/captions_train2017.json",
+            "train2017/0.jpg val2017/0.jpg annotations/captions_train2017.json annotations/captions_val2017.json",
             [],
-            PARTS + ".*as the path: .*captions_tr",
+            "are parts of a data set, not classes; a table with their captions is named as the path: .*captions_tr",
         ),
-        ("train/cat/0.jpg test/cat/0.jpg", [], PARTS),
+        ("train/cat/0.jpg test/cat/0.jpg", [], PARTS + ".*/train, .*/test$"),
         (
             "Images/0.jpg captions.txt",
             [],

@@ -179,26 +179,33 @@ class FolderConfig(FileSourceConfig):
                     "captions, or put them beside the images (boxes, such as YOLO's labels, are not read)"
                 )
         tables = [path for path in paths if path.endswith(_TABLES) and os.path.basename(path) not in _NO_TABLES]
-        with contextlib.suppress(OSError):  # a table may be beside the folder
-            others = [] if tables else [os.path.join(os.pardir, name) for name in os.listdir(folder.parent)]
-            tables += [path for path in others if path.endswith(_TABLES) and os.path.basename(path) not in _NO_TABLES]
-        table = min(tables, key=lambda path: ("caption" not in path.lower(), path), default="")
+        with contextlib.suppress(OSError):  # a table may be beside the folder, or in COCO's folder of tables
+            others = [] if tables else [*folder.parent.iterdir(), *folder.parent.glob("annotations/*")]
+            names = (os.path.relpath(path, folder) for path in others)
+            tables += [path for path in names if path.endswith(_TABLES) and os.path.basename(path) not in _NO_TABLES]
+
+        def likely(path: str) -> tuple[bool, bool, bool, str]:
+            name = path.lower()
+            return "caption" not in name, folder.name.lower() not in name, "train" not in name, path
+
+        table = min(tables, key=likely, default="")
         named = os.path.normpath(folder / table)
         hint = f"; a table with their captions is named as the path: {named}" if tables else ""
         if images and all("/" not in path for path in images):
             raise DataError(
                 f"{folder}: {len(images)} images without captions; expected a .txt of the same name beside each, one "
-                f"of {', '.join(METADATA)}, or a subfolder for each class{hint}"
+                f"of {', '.join(METADATA)}, a subfolder for each class, or captions: names, which are those of the "
+                f"files{hint}"
             )
         inside = sorted({path.partition("/")[0] for path in paths if "/" in path})
         own = sorted({path.partition("/")[0] for path in images if "/" in path})
         described = [name for name in inside if any(f"{name}/{file}" in paths for file in METADATA)]
         parts = own or inside
         if described or (parts and all(map(is_split, parts))):
-            raise DataError(
-                f"{folder}: its subfolders are parts of a data set, not classes; name one of them as the path: "
-                f"{', '.join(str(folder / name) for name in described or parts)}{hint}"
-            )
+            shown = ", ".join(str(folder / name) for name in sorted(described or parts, key=likely))
+            if described or not hint:  # otherwise the captions of the parts are in a table
+                hint = f"; name one of them as the path: {shown}"
+            raise DataError(f"{folder}: its subfolders are parts of a data set, not classes{hint}")
         if len(own) == 1 and all(path.count("/") > 1 for path in images):
             raise DataError(
                 f"{folder}: a single subfolder with images, {own[0]}, which are in folders of their own; if these are "

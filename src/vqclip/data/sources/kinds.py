@@ -58,6 +58,7 @@ _ENDINGS = {
     "parquet": (".parquet",),
 }
 """Endings of names of files that are plainly of a kind."""
+_TABLES = (*_ENDINGS["csv"][:1], *_ENDINGS["tsv"], *_ENDINGS["json"])
 _ARCHIVES = (".zip", ".rar", ".7z", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 
 
@@ -246,6 +247,10 @@ def _kinds_in(folder: Path) -> list[str]:
             raise DataError(
                 f"{folder.absolute()}: contains {archive}, an archive of a kind that is not read; unpack it"
             )
+        tables = [name for name in names if name in files and name.lower().endswith(_TABLES)]
+        if tables:
+            tables.sort(key=lambda name: ("caption" not in name.lower(), "train" not in name.lower(), name))
+            raise DataError(f"{folder.absolute()}: tables; one of them is the path: {folder.absolute() / tables[0]}")
         raise DataError(
             f"{folder.absolute()}: its kind is not plain from its contents ({shown}); name it, kind: one of "
             f"{', '.join(KINDS)}"
