@@ -272,8 +272,10 @@ class TrainData:
 
     def _limit(self, seen: int) -> float:
         fraction, size = self.options.max_bad_fraction, len(self)
-        few = allowed_bad(fraction, size) * math.ceil(seen / size) if size < _MIN_SEEN else 0  # they come in each epoch
-        return max(fraction * max(seen, _MIN_SEEN), few)
+        most = fraction * max(seen, _MIN_SEEN)
+        if size < _MIN_SEEN:  # the same come in each epoch, and again as substitutes for others
+            most = max(most, 1.25 * allowed_bad(fraction, size) * math.ceil(seen / size))
+        return most
 
     def require_few_bad(self, replaced: int, seen: int, last: Sequence[str] | None = None, where: str = "") -> None:
         """Raise if more samples were bad than `max_bad_fraction` allows; see there.
