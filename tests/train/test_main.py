@@ -560,7 +560,8 @@ def test_a_full_disk_is_one_line_and_status_1(tmp_path, shards, capsys, monkeypa
     assert line == "vqclip train: some file: No space left on device"
 
 
-def test_a_finished_run_that_is_run_again_keeps_its_record(tmp_path, shards):
+def test_a_finished_run_that_is_run_again_keeps_its_record(tmp_path, shards, caplog):
+    caplog.set_level("INFO")
     tree = run_tree(tmp_path, shards, train__steps=4, evaluation=retrieval(shards))
     folder = tmp_path / "tiny"
     train(tree)
@@ -568,7 +569,9 @@ def test_a_finished_run_that_is_run_again_keeps_its_record(tmp_path, shards):
     assert evaluated["step"] == 4
     before = {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "summary.json", "tokenizer/README.md")}
     assert json.loads(before["summary.json"])["speed"]["images_per_second"] > 0
+    assert "steps are done" not in caplog.text
     train(tree)
+    assert "all 4 steps are done; evaluated again. run.name=... begins another run" in caplog.text
     assert before == {name: (folder / name).read_bytes() for name in before}
     assert [path.name for path in folder.glob(".*")] == [".run.lock"]
 

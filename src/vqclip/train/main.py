@@ -195,6 +195,8 @@ def _run(
     if resumed.step < config.train.steps:
         store_features(config.feature_makers(task), data, config.data, config.train.precision, config.run.seed)
         config.release_stored(task)
+    else:
+        logger.info("all %d steps are done; evaluated again. run.name=... begins another run", config.train.steps)
 
     limits, ends_process = (config.run.step_timeout_s, config.run.timeout_s), owns_process or dist.is_distributed()
     with (
