@@ -65,7 +65,7 @@ def training_step(options: argparse.Namespace, row: str) -> TrainStep:
     config = TrainConfig.model_validate(tree)
     torch.manual_seed(0)
     model = config.model.build().train()
-    optimizer, schedule = config.optim.build(model), config.optim.schedule(config.train.steps)
+    optimizer, schedule = config.optim.build(model), config.optim.build_schedule(config.train.steps)
     clip_norm = config.optim.clip_grad_norm
     return TrainStep(
         ContrastiveTask(model, config.loss.build()), optimizer, schedule, config.train, clip_norm, config.run.seed

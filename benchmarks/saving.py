@@ -38,7 +38,7 @@ def training_step(config: TrainConfig) -> TrainStep:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    schedule = config.optim.schedule(config.train.steps)
+    schedule = config.optim.build_schedule(config.train.steps)
     return TrainStep(
         ContrastiveTask(model, config.loss.build()), optimizer, schedule, config.train, None, config.run.seed
     )

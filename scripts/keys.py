@@ -66,8 +66,8 @@ def _sections_of(annotation: Any) -> dict[str, type[BaseModel]]:
         inner = [each for each in typing.get_args(member) if each is not Ellipsis]
         if is_model(member):
             kind = member.model_fields.get("kind")
-            names = (member.__name__,) if kind is None else typing.get_args(kind.annotation)
-            found |= dict.fromkeys(names, member)
+            names = () if kind is None else typing.get_args(kind.annotation)
+            found |= dict.fromkeys(names or (member.__name__,), member)
         elif typing.get_origin(member) in (tuple, list) and inner:
             found |= _sections_of(inner[-1])
     return found

@@ -38,7 +38,7 @@ def training_step() -> TrainStep:
     model, optim = tiny_model(BUSY_VQ, FSQ).build(), OptimConfig(warmup_steps=1)
     optimizer = optim.build(model)
     task = ContrastiveTask(model, ContrastiveLoss())
-    return TrainStep(task, optimizer, optim.schedule(9), ComputeConfig(), None, 0, GuardConfig().build())
+    return TrainStep(task, optimizer, optim.build_schedule(9), ComputeConfig(), None, 0, GuardConfig().build())
 
 
 def update(step: TrainStep) -> None:

@@ -104,7 +104,7 @@ def contrastive_step(
     """The training step of a model, with a learning rate of 0.001 from the first of ten steps on."""
     optim = OptimConfig(lr=1e-3, warmup_steps=0)
     task = ContrastiveTask(model, loss or ContrastiveConfig().build(), distillation=distillation)
-    return TrainStep(task, optim.build(model), optim.schedule(10), ComputeConfig(**compute), None, seed=3)
+    return TrainStep(task, optim.build(model), optim.build_schedule(10), ComputeConfig(**compute), None, seed=3)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

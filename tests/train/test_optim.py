@@ -9,10 +9,23 @@ import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
+from tests.checkpoint.making import restore, save_checkpoint
+from tests.models import BUSY_VQ, FSQ, tiny_model
+from vqclip.checkpoint import state_bytes
 from vqclip.config import load_config
 from vqclip.dist import Replicas
 from vqclip.errors import ConfigError
-from vqclip.train.optim import OptimConfig, Schedule, clip_gradients, parameter_groups, set_lr
+from vqclip.train.muon import Muon
+from vqclip.train.optim import (
+    OptimConfig,
+    Schedule,
+    _kinds_of_timm,
+    clip_gradients,
+    matrix_names,
+    parameter_groups,
+    require_elementwise,
+    set_lr,
+)
 
 
 class Model(nn.Module):
@@ -235,7 +248,7 @@ def test_bad_values_are_refused():
 
 
 def test_schedule():
-    schedule = OptimConfig(lr=2.0, warmup_steps=4, final_lr_ratio=0.1).schedule(14)
+    schedule = OptimConfig(lr=2.0, warmup_steps=4, final_lr_ratio=0.1).build_schedule(14)
     assert [schedule(step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
     assert schedule(4) == 2.0
     assert schedule(9) == pytest.approx(1.1)
@@ -245,7 +258,135 @@ def test_schedule():
     assert tail == sorted(tail, reverse=True)
     assert Schedule(1.0, 0, 10)(0) == 1.0
     with pytest.raises(ConfigError, match=r"optim\.warmup_steps: got 5; expected fewer than the 5 steps of the run"):
-        OptimConfig(warmup_steps=5).schedule(5)
+        OptimConfig(warmup_steps=5).build_schedule(5)
+
+
+def test_schedules_without_a_cosine():
+    wsd = OptimConfig(lr=2.0, schedule="wsd", warmup_steps=2, decay_share=0.4, final_lr_ratio=0.5).build_schedule(10)
+    assert [wsd(step) for step in range(12)] == [1.0, *[2.0] * 6, 1.75, 1.5, 1.25, 1.0, 1.0]
+    longer = OptimConfig(lr=2.0, schedule="wsd", warmup_steps=2).build_schedule(1000)
+    assert [longer(step) for step in range(7)] == [wsd(step) for step in range(7)]  # so a run can be made longer
+    constant = OptimConfig(lr=2.0, schedule="constant", warmup_steps=2).build_schedule(10)
+    assert [constant(step) for step in range(11)] == [1.0, *[2.0] * 10]
+    with pytest.raises(ConfigError, match=r"optim\.decay_share: got 0\.5, 5 steps, after 6 of optim\.warmup_steps"):
+        OptimConfig(schedule="wsd", warmup_steps=6, decay_share=0.5).build_schedule(10)
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    image = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 16))
+    return nn.ModuleDict({"image": image, "text": nn.Linear(16, 4)}).to(memory_format=torch.channels_last)
+
+
+def train_on(model, optimizer, steps):
+    for step in steps:
+        set_lr(optimizer, 0.01 / (step + 1))
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["adamw", *_kinds_of_timm()])
+def test_every_kind_resumes_bit_for_bit(tmp_path, kind):
+    """Or is refused. Some keep numbers instead of tensors, or the count of steps of a group."""
+    model, other = small(), small()
+    if kind.startswith("kron"):
+        with pytest.raises(ConfigError, match=r"optim\.kind: kron\w* (keeps \w+ of each weight|cannot be used)"):
+            OptimConfig(kind=kind).build(model)
+        return
+    optimizer = OptimConfig(kind=kind).build(model)
+    train_on(model, optimizer, range(3))
+    path = save_checkpoint(tmp_path, 3, optimizer)
+    other.load_state_dict(model.state_dict())
+    resumed = OptimConfig(kind=kind).build(other)
+    train_on(nn.ModuleDict(), resumed, [99])  # a stale count that must go
+    restore(path, resumed)
+    for each, its in ((model, optimizer), (other, resumed)):
+        train_on(each, its, range(3, 6))
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_which_kinds_can_be_in_shards():
+    for kind, works in {"adamw": True, "lion": True, "sgdw": True, "lamb": False, "adafactor": False}.items():
+        optimizer = OptimConfig(kind=kind).build(small())
+        if works:
+            require_elementwise("train.parallel: got 'fsdp'", optimizer)
+        else:
+            with pytest.raises(ConfigError, match=r"'fsdp' with an optimizer \(\w+\) that steps a weight by numbers"):
+                require_elementwise("train.parallel: got 'fsdp'", optimizer)
+
+
+def test_unknown_kinds_and_moments_that_a_kind_lacks_are_refused():
+    message = r"kind: got 'lionn'.*expected adamw, muon, .* did you mean \"lion\""
+    for kind in ("lionn", "bnbadamw8bit", "adahessian"):
+        with pytest.raises(ConfigError, match=message if kind == "lionn" else f"kind: got '{kind}'"):
+            load_config(OptimConfig, overrides=[f"kind={kind}"])
+    for changes in ({"kind": "lars", "betas": (0.9, 0.99)}, {"kind": "adan", "betas": (0.9, 0.99)}):
+        with pytest.raises(ConfigError, match=r"optim\.betas: got \[0\.9, 0\.99\], but \w+ has no two; expected null"):
+            OptimConfig(**changes).build(small())
+    with pytest.raises(ConfigError, match=r"optim\.eps: got 1e-05, but lion has none; expected null"):
+        OptimConfig(kind="lion", eps=1e-5).build(small())
+    assert OptimConfig(kind="lion", betas=(0.8, 0.9)).build(small()).param_groups[0]["betas"] == (0.8, 0.9)
+    assert OptimConfig(kind="lion").build(small()).param_groups[0]["betas"] == (0.9, 0.99)
+
+
+def test_muon_is_for_matrices_in_blocks():
+    model = tiny_model(BUSY_VQ, FSQ).build()
+    chosen = matrix_names(model)
+    assert {f"image.tower.backbone.model.blocks.1.{each}.weight" for each in ("attn.qkv", "mlp.fc1")} <= chosen
+    assert any(name.startswith("text.tower.") for name in chosen)
+    assert not any(word in name for name in chosen for word in ("norm", "bias", "embed", "quantizer", "pool", "scale"))
+    groups = OptimConfig(kind="muon", layer_decay=0.5).build(model).param_groups
+    assert {name for group in groups for name in group["param_names"] if group["muon"]} == chosen
+    assert len({group["lr_ratio"] for group in groups if group["muon"]}) > 1
+    with pytest.raises(ConfigError, match=r"optim\.kind: got muon, but no matrix in a block of a tower trains"):
+        OptimConfig(kind="muon").build(small())
+
+
+def matrices(optimizer_of, dtype):
+    """Matrices and a convolution after steps of an optimizer."""
+    draw = torch.Generator().manual_seed(1)
+    weights = [
+        nn.Parameter(torch.randn(shape, dtype=dtype, generator=draw)) for shape in ((6, 9), (12, 4), (5, 3, 2, 2))
+    ]
+    optimizer = optimizer_of(weights)
+    for _ in range(4):
+        for each in weights:
+            each.grad = torch.randn(each.shape, dtype=dtype, generator=draw)
+        optimizer.step()
+    return weights
+
+
+def muon(weights):
+    return Muon(
+        [{"params": [(str(n), each) for n, each in enumerate(weights)], "muon": True}], lr=0.1, weight_decay=0.2
+    )
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 and later")
+def test_muon_is_that_of_torch():
+    """Theirs computes in bfloat16."""
+    settings = {"lr": 0.1, "weight_decay": 0.2, "adjust_lr_fn": "match_rms_adamw"}
+    ours = matrices(muon, torch.float64)
+    theirs = matrices(lambda weights: torch.optim.Muon(weights[:2], **settings), torch.float64)
+    for one, other in zip(ours[:2], theirs, strict=False):
+        assert float((one - other).detach().norm() / other.detach().norm()) < 5e-3
+
+
+def test_muon_orthogonalizes_a_flattened_convolution():
+    weight = nn.Parameter(torch.zeros(5, 3, 2, 2, dtype=torch.float64))
+    weight.grad = torch.randn(weight.shape, dtype=torch.float64)
+    muon([weight]).step()
+    singular = torch.linalg.svdvals(weight.flatten(1)) / (0.1 * 0.2 * math.sqrt(12))
+    assert ((singular > 0.6) & (singular < 1.3)).all()
+
+
+def test_memory_of_the_state():
+    model = tiny_model(FSQ, FSQ).build()
+    size = sum(each.nbytes for each in model.parameters())
+    assert state_bytes(OptimConfig().build(model)) == 2 * size
+    assert state_bytes(OptimConfig(kind="lion").build(model)) == size
+    assert size < state_bytes(OptimConfig(kind="muon").build(model)) < 2 * size
 
 
 @pytest.mark.parametrize("limit", [None, 0.5, 1e9])

@@ -62,14 +62,16 @@ def test_shards_train_the_same_model(ranks, tmp_path, shards, quantizer, world_s
             require_same(ways["fsdp"], ways[name], 30, tolerance)
 
 
-def test_checkpoints_of_shards_resume_anywhere(ranks, tmp_path, shards):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_checkpoints_of_shards_resume_anywhere(ranks, tmp_path, shards, optimizer):
     """DDP, shards on 4 ranks, one process, shards on 2 ranks: the trajectory of one run, in the middle of an epoch.
 
     With weights in channels-last order, as in the configurations that ship.
     """
     model = tiny_model(BUSY_RESIDUAL, BUSY_RESIDUAL).model_dump(mode="json")
     model["image"]["tower"] = CONVOLUTIONAL | {"image_size": 32}  # four tokens
-    cache, settings = str(tmp_path / "cache"), {"model": model, "train__micro_batches": 2}
+    cache = str(tmp_path / "cache")
+    settings = {"model": model, "train__micro_batches": 2, "optim__kind": optimizer}
     ranks(1, run, tree(tmp_path / "whole", shards, **settings), cache, init=False)
     for world_size, parallel, stop in ((2, "ddp", 2), (4, "fsdp", 4), (1, "fsdp", 5), (2, "fsdp", STEPS)):
         part = tree(tmp_path / "parts", shards, parallel=parallel, **settings)
@@ -103,6 +105,7 @@ VARIANTS = {
         | {"image": with_tower("image")["model"]["image"] | {"tower": CONVOLUTIONAL}}
     },
     "bf16": {"train__precision": "bf16"},
+    "lion": {"optim__kind": "lion"},
 }
 
 
@@ -210,6 +213,8 @@ def build_refused(settings):
 def test_what_cannot_be_in_shards_is_refused(ranks, tmp_path, shards):
     frozen = with_tower("image", train="none")["model"] | {"text": with_tower("text", train="none")["model"]["text"]}
     cases = [(tree(tmp_path, shards, model=frozen),), (tree(tmp_path, shards, parallel="hsdp"),)]
+    cases += [(tree(tmp_path, shards, optim__kind="lamb"),)]
     for found in ranks(2, for_each, build_refused, cases):
         assert "no weights of a tower train" in found[0]
         assert "expected several machines" in found[1]
+        assert "train.parallel: got 'fsdp' with an optimizer (Lamb) that steps a weight by numbers of all" in found[2]

@@ -107,11 +107,13 @@ PIXELS = {
 CASES = {
     "residual, 3 microbatches": (BUSY_RESIDUAL | {"least": 3}, {"train__micro_batches": 3}),
     "vq": (BUSY_VQ, {}),
+    "muon": (FSQ, {"optim__kind": "muon"}),
+    "lamb": (FSQ, {"optim__kind": "lamb"}),
     "codebooks of each rank": (BUSY_VQ | {"sync_codebook": False}, {"train__precision": "bf16"}),
     "fsdp": (BUSY_VQ, {"train__parallel": "fsdp"}),
     "decoder and discriminators": (FSQ, {"model__image__pixels": PIXELS}),
 }
-FEW = {1: ("residual, 3 microbatches",), 2: ("fsdp",)}
+FEW = {1: ("residual, 3 microbatches", "muon", "lamb"), 2: ("fsdp",)}
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,12 @@ from vqclip.checkpoint.folders import (
 )
 from vqclip.checkpoint.optimizer import (
     OPTIMIZER_FILE,
+    first_state,
     optimizer_tensors,
+    probe_of,
     read_optimizer,
     restore_optimizer,
+    state_bytes,
     write_layout,
 )
 
@@ -45,14 +48,17 @@ __all__ = [
     "Checkpoint",
     "checkpoint_name",
     "checkpoints",
+    "first_state",
     "latest",
     "load",
     "optimizer_tensors",
+    "probe_of",
     "read_optimizer",
     "restore_optimizer",
     "save",
     "set_aside_newer",
     "sort_checkpoints",
+    "state_bytes",
     "step_of",
     "unfinished_path",
     "use_latest",

@@ -1,19 +1,24 @@
-"""The state of AdamW as named tensors, and back, bit for bit.
+"""The state of an optimizer as named tensors, and back, bit for bit.
 
 A parameter has the name it was given to the optimizer with (``AdamW(model.named_parameters())``), or without names its
 number, counted over all groups. The learning rate is a function of the step, and is not stored.
+
+Kinds differ in what they keep: tensors and numbers of each parameter, and some, such as LAMB, a count of steps in each
+group. One step on zeros shows it (`first_state`), and a checkpoint must contain just that.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import JsonValue
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vqclip.errors import CheckpointError
@@ -23,10 +28,10 @@ from vqclip.io.tensors import first_names, map_tensors, nonfinite_names, tensor_
 OPTIMIZER_FILE = "optimizer.safetensors"
 """File of the optimizer's tensors in a checkpoint."""
 _LAYOUT_FILE = "optimizer.json"
-_OPTIONS = ("betas", "eps", "weight_decay", "lr_ratio")
+_OPTIONS = ("betas", "eps", "momentum", "weight_decay", "lr_ratio", "muon")
 """Options of a group that must be equal; the others say how a step is computed."""
-_SLOTS = ("step", "exp_avg", "exp_avg_sq")
-"""AdamW's state of a parameter: a number of steps, and two tensors like the parameter."""
+_COUNT = "step of the group"
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _SHOWN = 20
 
 Shapes = Mapping[str, Sequence[int]]
@@ -44,29 +49,70 @@ class _Layout(Strict):
     groups: list[_Group]
 
 
+def first_state(
+    optimizer: Optimizer, group: Mapping[str, Any], like: Tensor, device: torch.device | str = "cpu"
+) -> dict[str, Any]:
+    """Return what an optimizer keeps of a parameter after a first step, with the ``step`` of its group if it has one.
+
+    Args:
+        optimizer: of any kind; it stays as it is.
+        group: one of its parameter groups.
+        like: tensor with the shape, the strides and the dtype of the parameter.
+        device: of the parameter.
+    """
+    parameter = nn.Parameter(torch.zeros_like(like, device=device))
+    probe = probe_of(optimizer, group, parameter)
+    parameter.grad = torch.zeros_like(parameter)
+    probe.step()
+    (own,) = probe.param_groups
+    return dict(probe.state[parameter]) | ({_COUNT: own["step"]} if "step" in own else {})
+
+
+def probe_of(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> Optimizer:
+    """Return an optimizer like another one, over one parameter with the options of a group, before its first step."""
+    probe: Optimizer = object.__new__(type(optimizer))
+    own = {name: value for name, value in group.items() if name != "step"}
+    alone = [own | {"params": [parameter], "param_names": [""]}]
+    vars(probe).update(vars(optimizer) | {"state": defaultdict(dict), "param_groups": alone})
+    return probe
+
+
+def state_bytes(optimizer: Optimizer, shapes: Shapes = NO_SHAPES) -> int:
+    """Estimate the bytes of the whole state from that of a small matrix in each group; ``shapes`` as in `_slots`."""
+    total, probe = 0, torch.zeros(64, 64)
+    for group, named in _named_groups(optimizer):
+        state = first_state(optimizer, group, probe)
+        held = sum(each.nbytes for each in state.values() if isinstance(each, Tensor) and each.ndim)
+        sizes = (math.prod(shapes.get(name, each.shape)) * each.element_size() for name, each in named.items())
+        total += sum(sizes) * held // probe.nbytes
+    return total
+
+
 def write_layout(folder: Path, optimizer: Optimizer, shapes: Shapes = NO_SHAPES) -> None:
     """Write the class of an optimizer and its parameter groups, which `read_optimizer` compares.
 
     Args:
         folder: of the checkpoint.
-        optimizer: an AdamW.
+        optimizer: of any kind whose state consists of tensors and numbers.
         shapes: of parameters in shards.
     """
     write_plain(folder / _LAYOUT_FILE, _describe(optimizer, shapes))
 
 
 def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return every tensor in the state of ``optimizer`` itself, by ``<parameter>/<key>``."""
-    return {
-        f"{name}/{key}": value
-        for _, named in _named_groups(optimizer)
-        for name, parameter in named.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+    """Return the state of ``optimizer``, by ``<parameter>/<key>`` and ``groups/<number>/step``; numbers as tensors."""
+    found = dict[str, Tensor]()
+    for number, (group, named) in enumerate(_named_groups(optimizer)):
+        if "step" in group:
+            found[_count_name(number)] = _as_tensor(group["step"])
+        for name, parameter in named.items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"{name}/{key}"] = _as_tensor(value)
+    return found
 
 
 def read_optimizer(folder: Path, optimizer: Optimizer, shapes: Shapes = NO_SHAPES) -> dict[str, Tensor]:
-    """Return the tensors of an optimizer by ``<parameter>/<key>``, mapped from the file.
+    """Return the tensors of an optimizer, named as by `optimizer_tensors`, mapped from the file.
 
     Args:
         folder: of the checkpoint.
@@ -81,12 +127,13 @@ def read_optimizer(folder: Path, optimizer: Optimizer, shapes: Shapes = NO_SHAPE
     differences = describe_differences(saved, _describe(optimizer, shapes), "in the checkpoint")
     _require_none(folder, [line.strip() for line in differences.values()])
     tensors = map_tensors(path)
-    stored, expected = {name.rpartition("/")[0] for name in tensors}, dict[str, Tensor]()
-    for _, named in _named_groups(optimizer):
-        for name in named.keys() & stored:  # a parameter that no step has changed has no state
-            like = torch.empty(shapes.get(name, named[name].shape), dtype=named[name].dtype, device="meta")
-            outlines = (torch.empty((), dtype=torch.float32, device="meta"), like, like)
-            expected |= {f"{name}/{key}": outline for key, outline in zip(_SLOTS, outlines, strict=True)}
+    # A parameter that no step has changed has no state.
+    stored = {name.rpartition("/")[0] for name in tensors}
+    for number, (_, named) in enumerate(_named_groups(optimizer)):
+        if stored & named.keys():
+            stored.add(_count_name(number).rpartition("/")[0])
+    slots = {name: slot.outline for name, slot in _slots(optimizer, shapes).items()}
+    expected = {name: each for name, each in slots.items() if name.rpartition("/")[0] in stored}
     _require_none(path, tensor_differences(expected, tensors))
     if bad := nonfinite_names(tensors):
         raise CheckpointError(f"{path}: these tensors contain NaN or infinity: {first_names(bad)}")
@@ -97,29 +144,72 @@ def restore_optimizer(optimizer: Optimizer, tensors: Iterable[tuple[str, Tensor]
     """Load the result of `read_optimizer` into the optimizer that it was compared with, bit for bit.
 
     Tensors keep their dtype (``Optimizer.load_state_dict`` casts them to the parameter's) and go to the device that
-    the running optimizer needs them on, in the memory layout of the parameter.
+    the running optimizer needs them on, in the memory layout that it gives them.
 
     Args:
         optimizer: over the same named parameters, in the same groups.
         tensors: by name; of parameters in shards this rank's rows.
     """
-    groups, found = _named_groups(optimizer), dict[str, Tensor]()
-    places = {name: (parameter, group["fused"]) for group, named in groups for name, parameter in named.items()}
-    for name, tensor in tensors:
-        of, _, key = name.rpartition("/")
-        parameter, fused = places[of]
-        # torch keeps the number of steps on the CPU, but for a fused kernel. These iterate over memory: a moment needs
-        # the strides of its parameter, as torch made it.
-        device = "cpu" if key == "step" and not fused else parameter.device
-        if tensor.shape == parameter.shape:
-            like = torch.empty_like(parameter, dtype=tensor.dtype, device=device, requires_grad=False)
-            found[name] = like.copy_(tensor)
-        else:
-            found[name] = tensor.to(device, copy=True)
+    slots = _slots(optimizer)
     optimizer.state.clear()
-    for name, (parameter, _) in places.items():
-        if f"{name}/step" in found:
-            optimizer.state[parameter] = {key: found[f"{name}/{key}"] for key in _SLOTS}
+    for group in optimizer.param_groups:
+        group.pop("step", None)
+    for name, tensor in tensors:
+        slot = slots[name]
+        # Kernels iterate over memory: a moment needs the strides that the optimizer gives it.
+        held = torch.empty_like(slot.outline, device=slot.device).copy_(tensor)
+        value = held if slot.number is None else slot.number(held.item())
+        if isinstance(slot.of, Tensor):
+            optimizer.state[slot.of][slot.key] = value
+        else:
+            slot.of[slot.key] = value
+
+
+class _Slot(NamedTuple):
+    """Place of a value in the state."""
+
+    of: Tensor | dict[str, Any]
+    """Parameter or group that it belongs to."""
+    key: str
+    outline: Tensor
+    """Tensor of the same shape, strides and dtype on `meta`."""
+    device: torch.device
+    number: type | None
+    """Type of a number; None: it is a tensor."""
+
+
+def _slots(optimizer: Optimizer, shapes: Shapes = NO_SHAPES) -> dict[str, _Slot]:
+    """Return the places of all values that the state can contain, by their names in a checkpoint."""
+    found, known = dict[str, _Slot](), dict[Any, dict[str, Any]]()
+    for number, (group, named) in enumerate(_named_groups(optimizer)):
+        for name, parameter in named.items():
+            whole = torch.empty(shapes[name], dtype=parameter.dtype, device="meta") if name in shapes else parameter
+            kind = number, whole.shape, whole.stride(), parameter.dtype, parameter.device
+            if kind not in known:
+                state = first_state(optimizer, group, whole, parameter.device)
+                known[kind] = {
+                    key: (
+                        _as_tensor(value).to("meta"),
+                        value.device if isinstance(value, Tensor) else torch.device("cpu"),
+                        None if isinstance(value, Tensor) else type(value),
+                    )
+                    for key, value in state.items()
+                }
+            for key, outline in known[kind].items():
+                if key == _COUNT:
+                    found[_count_name(number)] = _Slot(group, "step", *outline)
+                else:
+                    found[f"{name}/{key}"] = _Slot(parameter, key, *outline)
+    return found
+
+
+def _as_tensor(value: Tensor | float) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=_DTYPES[type(value)])
+
+
+def _count_name(number: int) -> str:
+    """Return the name of the count of steps of a group, which no parameter has."""
+    return f"groups/{number}/step"
 
 
 def _describe(optimizer: Optimizer, shapes: Shapes) -> dict[str, Any]:

@@ -122,7 +122,8 @@ def _find_unknown_keys(file: Node, overrides: Sequence[str]) -> list[Problem]:
                 check(child, sections, (*path, number))
         elif isinstance(node.value, dict):
             kind = node.child("kind")
-            names = [name for each, name in sections.items() if kind is not None and kind.value == each]
+            known_kind = None if kind is None else kind.value
+            names = [name for each, name in sections.items() if each in (name, known_kind)]
             names = [*sections.values()] if kind is None and len(sections) == 1 else names
             for key, child in node.value.items() if names else ():
                 if key in known["sections"][names[0]]["keys"]:

@@ -31,6 +31,7 @@ _SYNONYMS = {
     "batch_size": "bs batch batchsize per_device_train_batch_size global_batch_size train_batch_size",
     "micro_batches": "accum_freq accum_steps gradient_accumulation_steps grad_accum accumulate_grad_batches",
     "weight_decay": "wd",
+    "schedule": "scheduler lr_scheduler lr_schedule lr_scheduler_type",
     "warmup_steps": "warmup num_warmup_steps lr_warmup_steps",
     "final_lr_ratio": "min_lr lr_min eta_min",
     "clip_grad_norm": "max_grad_norm grad_clip grad_clip_norm gradient_clip_val gradient_clipping clip_grad",

@@ -273,7 +273,7 @@ class TaskConfig(Config):
 
     @model_validator(mode="after")
     def _warmup_ends_and_best_is_a_figure(self) -> Self:
-        self.optim.schedule(self.train.steps)
+        self.optim.build_schedule(self.train.steps)
         names = [f"{EVALUATION}{name}" for name in scalar_names(self.evaluation, codes=self.has_codes())]
         if self.train.keep_best not in (None, *names):
             expected = f"one of {', '.join(names)}" if names else "null, as evaluation is empty"

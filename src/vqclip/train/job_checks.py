@@ -97,10 +97,10 @@ def require_space(folder: Path, step: TrainStep) -> None:
     Raises:
         CheckpointError: it has not, by an estimate from the sizes of the tensors.
     """
-    trained = [each for each in step.model.parameters() if each.requires_grad]
     averages = {} if step.ema is None else step.ema.tensors()
-    tensors = [*step.model.state_dict().values(), *trained, *trained, *averages.values()]  # two moments of AdamW
-    needed = sum(each.numel() * each.element_size() for each in tensors)
+    state = checkpoint.state_bytes(step.optimizer, step.parallel.weights.shapes)
+    tensors = [*step.model.state_dict().values(), *averages.values()]
+    needed = sum(each.numel() * each.element_size() for each in tensors) + state
     disk = shutil.disk_usage(folder)
     if disk.total and disk.free < needed:
         raise CheckpointError(

@@ -96,8 +96,8 @@ class RunResult:
             return f"{render(self.summary)}{place}"
         steps, optim = self.config.train.steps, self.config.optim
         how = "run it again to resume from its newest checkpoint"
-        share = optim.schedule(steps)(max(0, self.step - 1)) / optim.lr
-        never_fell = self.step > optim.warmup_steps and share > 0.5
+        share = optim.build_schedule(steps)(max(0, self.step - 1)) / optim.lr
+        never_fell = self.step > optim.warmup_steps and share > 0.5 and optim.schedule != "constant"
         rate = f"; the learning rate is still {share:.0%} of its highest" if never_fell else ""
         return f"stopped after step {self.step} of {steps} ({self.stopped}){rate}; {how}"
 
@@ -268,7 +268,7 @@ def build_step(config: TaskConfig, task: Task) -> TrainStep:
     return TrainStep(
         task,
         config.optim.build(task.model, task.discriminators),
-        config.optim.schedule(config.train.steps),
+        config.optim.build_schedule(config.train.steps),
         config.train,
         config.optim.clip_grad_norm,
         config.run.seed,

@@ -1,4 +1,4 @@
-"""AdamW, its parameter groups, the learning-rate schedule and gradient clipping.
+"""The optimizer, its parameter groups, the learning-rate schedule and gradient clipping.
 
     learning rate = schedule · image_lr_ratio or text_lr_ratio · layer_decay^(L - l) · lr_ratio of the override
 
@@ -18,18 +18,22 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+import torch
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from vqclip import dist
+from vqclip import checkpoint, dist
 from vqclip.config import Config
 from vqclip.config.messages import did_you_mean
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import first_names
-from vqclip.towers.blocks import layers
+from vqclip.pixels.decoder import PixelDecoder
+from vqclip.towers.base import Tower
+from vqclip.towers.blocks import block_names, layers
+from vqclip.train.muon import Muon
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +47,12 @@ _UNDECAYED_NAME = re.compile(
 _UNDECAYED_MODULES = (nn.Embedding, nn.EmbeddingBag)
 _SHOWN = 3
 
+_OWN_KINDS: Mapping[str, type[AdamW]] = {"adamw": AdamW, "muon": Muon}
+_OWN_BETAS, _OWN_EPS = (0.9, 0.98), 1e-6
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Decay = Annotated[float, Field(gt=0, le=1)]
+ScheduleKind = Literal["cosine", "constant", "wsd"]
 
 
 class LayerDecayConfig(Config):
@@ -78,18 +86,27 @@ class OverrideConfig(Config):
 class OptimConfig(Config):
     """Optimizer, learning-rate schedule and gradient clipping."""
 
+    kind: str = "adamw"
+    """`adamw`; `muon`: Muon for the matrices and convolutions in the blocks of towers and pixel decoders, AdamW for the
+    rest; or one of timm's optimizers, such as `lion`, `lamb` or `adafactor`, with timm's settings."""
     lr: float = Field(default=1e-3, gt=0, le=1000)
     """Highest learning rate, reached after the warm-up."""
+    schedule: ScheduleKind = "cosine"
+    """Learning rate after the warm-up. `cosine`: it falls to the end of the run. `constant`: it stays. `wsd`: it stays,
+    and falls linearly in the last part of the run (warm-up, stable, decay)."""
     warmup_steps: int = Field(default=100, ge=0)
     """Steps of linear warm-up; fewer than the steps of the run."""
+    decay_share: float = Field(default=0.2, gt=0, le=1)
+    """Share of the steps of the run in which `wsd` falls."""
     final_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the end of the cosine, as a fraction of `lr`."""
-    betas: tuple[Beta, Beta] = (0.9, 0.98)
-    """Decay rates of AdamW's two moments."""
-    eps: float = Field(default=1e-6, gt=0)
-    """Added to the root of the second moment."""
+    """Learning rate at the end of `cosine` and `wsd`, as a fraction of `lr`."""
+    betas: tuple[Beta, Beta] | None = None
+    """Decay rates of the two moments; null: [0.9, 0.98] for `adamw` and `muon`, timm's defaults for other kinds."""
+    eps: float | None = Field(default=None, gt=0)
+    """Added to the root of the second moment; null: 1e-6 for `adamw` and `muon`, timm's defaults for other kinds."""
     weight_decay: float = Field(default=0.1, ge=0, le=1000)
-    """Decoupled weight decay of matrices and convolutions; biases, norms, embeddings and scalars have none."""
+    """Weight decay of matrices and convolutions, decoupled in `adamw`, `muon` and `lion`; biases, norms, embeddings and
+    scalars have none."""
     image_lr_ratio: float = Field(default=1.0, gt=0, le=1000)
     """Factor on the learning rate of the whole image tokenizer, from the tower to the embedding (names `image.*`)."""
     text_lr_ratio: float = Field(default=1.0, gt=0, le=1000)
@@ -103,7 +120,18 @@ class OptimConfig(Config):
     clip_grad_norm: float | None = Field(default=1.0, gt=0)
     """Largest norm of the whole gradient; null clips nothing."""
 
-    def build(self, model: nn.Module, discriminators: nn.Module | None = None) -> AdamW:
+    @field_validator("kind")
+    @classmethod
+    def _kind_is_known(cls, kind: str) -> str:
+        if kind not in _OWN_KINDS and kind not in (known := _kinds_of_timm()):
+            close = difflib.get_close_matches(kind, [*_OWN_KINDS, *known], n=_SHOWN)
+            raise ValueError(
+                f"got {kind!r}; expected adamw, muon, or one of timm.optim.list_optimizers(), such as lion, but for "
+                f"those of apex and bitsandbytes and of second order{did_you_mean(close)}"
+            )
+        return kind
+
+    def build(self, model: nn.Module, discriminators: nn.Module | None = None) -> Optimizer:
         """Make an optimizer over the parameters that require a gradient, under their names.
 
         Args:
@@ -112,20 +140,52 @@ class OptimConfig(Config):
                 attribute `lr_ratio` of a module in it is a factor on the learning rate.
 
         Raises:
-            ConfigError: no parameter requires a gradient, or a rate or an override changes none.
+            ConfigError: no parameter requires a gradient, or a rate or an override changes none; or the kind of
+                optimizer cannot be used.
         """
-        groups = parameter_groups(model, self.weight_decay, self._lr_ratios(model), self.overrides)
+        matrices = matrix_names(model) if self.kind == "muon" else ()
+        groups = parameter_groups(model, self.weight_decay, self._lr_ratios(model), self.overrides, matrices)
         if not groups:
             raise ConfigError("no parameter of the model requires a gradient: nothing to train")
+        if self.kind == "muon" and not any(group.get("muon") for group in groups):
+            raise ConfigError("optim.kind: got muon, but no matrix in a block of a tower trains; expected adamw")
         if discriminators is not None:
             named = nn.ModuleDict({"discriminators": discriminators})
             groups += parameter_groups(named, self.weight_decay, _ratios_of_modules(named))
-        fused = all(each.device.type in _FUSED_DEVICES for group in groups for _, each in group["params"])
-        several = "\n  " if len(groups) > 4 else " "
-        logger.info("AdamW:%s", several + f";{several}".join(_describe(group) for group in groups))
-        optimizer = AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=fused, foreach=False)
+        described, several = [_describe(group) for group in groups], "\n  " if len(groups) > 4 else " "
+        optimizer = self._create(groups)
+        logger.info("%s:%s", type(optimizer).__name__, several + f";{several}".join(described))
         set_lr(optimizer, self.lr)
         return optimizer
+
+    def _create(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Create an optimizer of the kind over groups of named parameters."""
+        if self.kind in _OWN_KINDS:
+            fused = all(each.device.type in _FUSED_DEVICES for group in groups for _, each in group["params"])
+            betas, eps = self.betas or _OWN_BETAS, self.eps or _OWN_EPS
+            return _OWN_KINDS[self.kind](groups, lr=self.lr, betas=betas, eps=eps, fused=fused, foreach=False)
+        from timm.optim import create_optimizer_v2, get_optimizer_info
+
+        info, given = get_optimizer_info(self.kind), dict[str, Any]()
+        if self.betas is not None:
+            if not info.has_betas or info.num_betas != len(self.betas):
+                raise ConfigError(f"optim.betas: got {list(self.betas)}, but {self.kind} has no two; expected null")
+            given["betas"] = self.betas
+        if self.eps is not None:
+            if not info.has_eps:
+                raise ConfigError(f"optim.eps: got {self.eps:g}, but {self.kind} has none; expected null")
+            given["eps"] = self.eps
+        try:
+            found = create_optimizer_v2(groups, self.kind, self.lr, self.weight_decay, **given)
+            state = checkpoint.first_state(found, found.param_groups[0], torch.zeros(8, 8))
+        except Exception as error:
+            raise ConfigError(f"optim.kind: {self.kind} cannot be used: {type(error).__name__}: {error}") from error
+        if odd := [name for name, each in state.items() if not isinstance(each, Tensor | bool | int | float)]:
+            raise ConfigError(
+                f"optim.kind: {self.kind} keeps {', '.join(odd)} of each weight, which is neither a tensor nor a "
+                "number, and a checkpoint cannot store it; expected another kind"
+            )
+        return found
 
     def _lr_ratios(self, model: nn.Module) -> dict[str, float]:
         """Return the factor on the learning rate of each parameter: by modality, depth in its tower, and module."""
@@ -159,21 +219,29 @@ class OptimConfig(Config):
             raise ConfigError("optim.layer_decay: got a decay, but no parameter of a tower trains; expected null")
         return ratios
 
-    def schedule(self, total_steps: int) -> Schedule:
+    def build_schedule(self, total_steps: int) -> Schedule:
         """Make the learning-rate schedule of `total_steps` steps.
 
         Raises:
-            ConfigError: the warm-up is not shorter than the run.
+            ConfigError: the warm-up is not shorter than the run, or than the part of it before the decay of `wsd`.
         """
-        return Schedule(self.lr, self.warmup_steps, total_steps, self.final_lr_ratio)
+        return Schedule(self.lr, self.warmup_steps, total_steps, self.final_lr_ratio, self.schedule, self.decay_share)
+
+
+def _kinds_of_timm() -> list[str]:
+    """Return timm's names of optimizers that need one gradient a step and no further package."""
+    from timm.optim import get_optimizer_info, list_optimizers
+
+    names = map(str, list_optimizers(exclude_filters=["bnb*", "fused*"]))
+    return [name for name in names if not get_optimizer_info(name).second_order and name not in _OWN_KINDS]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, then a cosine down to a floor: a function of the step alone, so it has no state to save.
+    """Linear warm-up, then the highest rate, which falls to a floor: a function of the step alone, without a state.
 
     `schedule(step)` is the learning rate of the step after `step` done ones: `lr / warmup_steps` for the first one,
-    `lr` for number `warmup_steps`, and `lr * final_lr_ratio` from the end of the run on.
+    `lr` for number `warmup_steps`, and `lr * final_lr_ratio` from the end of the run on, unless it is constant.
     """
 
     lr: float
@@ -184,6 +252,16 @@ class Schedule:
     """Steps of the run."""
     final_lr_ratio: float = 0.0
     """Floor, as a fraction of `lr`."""
+    kind: ScheduleKind = "cosine"
+    """See `OptimConfig.schedule`."""
+    decay_share: float = 0.2
+    """Share of the steps in which `wsd` falls."""
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps in which the rate falls."""
+        falling = {"cosine": self.total_steps - self.warmup_steps, "constant": 0}
+        return falling.get(self.kind, max(1, round(self.decay_share * self.total_steps)))
 
     def __post_init__(self) -> None:
         if self.warmup_steps >= self.total_steps:
@@ -191,14 +269,21 @@ class Schedule:
                 f"optim.warmup_steps: got {self.warmup_steps}; "
                 f"expected fewer than the {self.total_steps} steps of the run"
             )
+        if self.warmup_steps + self.decay_steps > self.total_steps:
+            raise ConfigError(
+                f"optim.decay_share: got {self.decay_share:g}, {self.decay_steps} steps, after {self.warmup_steps} of "
+                f"optim.warmup_steps; expected at most the {self.total_steps} steps of the run together"
+            )
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of the step after `step` done ones."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
-        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
-        cosine = 0.5 * (1 + math.cos(math.pi * progress))
-        return self.lr * (self.final_lr_ratio + (1 - self.final_lr_ratio) * cosine)
+        if self.kind == "constant":
+            return self.lr
+        progress = min(1.0, max(0.0, (step - self.total_steps + self.decay_steps) / self.decay_steps))
+        share = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress
+        return self.lr * (self.final_lr_ratio + (1 - self.final_lr_ratio) * share)
 
 
 def parameter_groups(
@@ -206,8 +291,9 @@ def parameter_groups(
     weight_decay: float,
     lr_ratios: Mapping[str, float] | None = None,
     overrides: Sequence[OverrideConfig] = (),
+    matrices: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """Group the parameters that require a gradient by weight decay and learning rate.
+    """Group the parameters that require a gradient by weight decay and learning rate, and those of Muon apart.
 
     No weight decay goes to parameters with fewer than two axes (biases, norms, temperatures), to embeddings, class
     tokens and learned queries, and to the names in a submodule's ``no_weight_decay()`` (timm).
@@ -217,6 +303,7 @@ def parameter_groups(
         weight_decay: of all other parameters.
         lr_ratios: name of a parameter → factor on its learning rate, 1 by default; stored as ``lr_ratio`` in the group.
         overrides: change both by name.
+        matrices: names of those for Muon; the groups then say so under ``muon``.
 
     Returns:
         Groups for a torch optimizer, each with ``params`` as (name, parameter) pairs, ``weight_decay``, ``lr_ratio``.
@@ -227,7 +314,7 @@ def parameter_groups(
     undecayed = _without_decay(model)
     decayed = {name for name, parameter in model.named_parameters() if id(parameter) not in undecayed}
     chosen = _match_overrides(model, overrides, decayed)
-    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -236,9 +323,26 @@ def parameter_groups(
             ratio *= 1.0 if override.lr_ratio is None else override.lr_ratio
             decay = weight_decay if override.weight_decay is None else override.weight_decay
         decay = decay if name in decayed else 0.0
-        group = groups.setdefault((decay, ratio), {"params": [], "weight_decay": decay, "lr_ratio": ratio})
+        group = groups.setdefault(
+            (decay, ratio, name in matrices), {"params": [], "weight_decay": decay, "lr_ratio": ratio}
+        )
+        if matrices:
+            group["muon"] = name in matrices
         group["params"].append((name, parameter))
     return list(groups.values())
+
+
+def matrix_names(model: nn.Module) -> set[str]:
+    """Return the names of the weights for Muon: matrices and convolutions without groups in blocks, not in tables."""
+    undecayed, found = _without_decay(model), set[str]()
+    for root, network in model.named_modules():
+        if isinstance(network, Tower | PixelDecoder):
+            for block in block_names(network):
+                for place, module in network.get_submodule(block).named_modules(prefix=f"{root}.{block}".strip(".")):
+                    if getattr(module, "groups", 1) == 1:
+                        named = module.named_parameters(place, recurse=False)
+                        found |= {name for name, each in named if id(each) not in undecayed}
+    return found
 
 
 def _match_overrides(
@@ -275,6 +379,34 @@ def _match_overrides(
             problem = f"no parameter; expected names such as {first_names(names, _SHOWN)}{did_you_mean(close)}"
         raise ConfigError(f"optim.overrides[{number}].pattern: got {override.pattern!r}, which matches {problem}")
     return found
+
+
+def require_elementwise(what: str, optimizer: Optimizer) -> None:
+    """Check that an optimizer can step the rows of a weight apart, as those of a shard; `Muon` gathers them itself.
+
+    Two steps of a matrix are compared with those of its halves.
+
+    Raises:
+        ConfigError: it steps a row by numbers of the others, such as their norm; begins with ``what``.
+    """
+    draw = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(3, 512, 256, dtype=torch.float64, generator=draw) * torch.arange(512)[:, None]
+
+    def step_rows(group: dict[str, Any], rows: slice) -> Tensor:
+        parameter = nn.Parameter(start[rows].clone())
+        probe = checkpoint.probe_of(optimizer, group, parameter)
+        for gradient in gradients:
+            parameter.grad = gradient[rows].clone()
+            probe.step()
+        return parameter.detach() - start[rows]
+
+    for group in () if isinstance(optimizer, Muon) else optimizer.param_groups:
+        apart = torch.cat([step_rows(group, slice(256)), step_rows(group, slice(256, None))])
+        if not torch.allclose(step_rows(group, slice(None)), apart, rtol=1e-6, atol=0.0):
+            raise ConfigError(
+                f"{what} with an optimizer ({type(optimizer).__name__}) that steps a weight by numbers of all its "
+                "rows, such as their norm; expected ddp, or optim.kind: adamw, muon or lion"
+            )
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
@@ -336,6 +468,8 @@ def _describe(group: dict[str, Any]) -> str:
     common = os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".")
     place = f", {common}{'.*' if len(names) > 1 else ''}" if common else ""
     ratio = "" if group["lr_ratio"] == 1 else f", learning rate × {group['lr_ratio']:g}"
+    way = "" if group.get("muon", True) else " by AdamW"
     return (
-        f"{len(group['params'])} tensors ({size:,} numbers) with weight decay {group['weight_decay']:g}{ratio}{place}"
+        f"{len(group['params'])} tensors ({size:,} numbers){way} with weight decay {group['weight_decay']:g}"
+        f"{ratio}{place}"
     )

@@ -31,7 +31,8 @@ from vqclip.errors import ConfigError
 from vqclip.quantizers import Quantizer
 from vqclip.towers.blocks import block_names, compiled_forward
 from vqclip.train.ema import replace_weights
-from vqclip.train.optim import clip_gradients
+from vqclip.train.muon import Muon
+from vqclip.train.optim import clip_gradients, require_elementwise
 from vqclip.train.tasks.base import Task
 
 __all__ = ["CompiledRegions", "Parallel"]
@@ -57,7 +58,7 @@ class Parallel:
         weights: what this rank stores of the weights.
 
     Raises:
-        ConfigError: the task cannot be in shards, or it has no weights to shard.
+        ConfigError: the task or the optimizer cannot be in shards, or there are no weights to shard.
     """
 
     def __init__(
@@ -73,8 +74,11 @@ class Parallel:
         self._slots: dict[str, _Slots] = {}
         if kind != "ddp":
             task.require_shardable(f"train.parallel: got {kind!r}")
+            require_elementwise(f"train.parallel: got {kind!r}", optimizer)
         in_shards = kind != "ddp" and dist.is_distributed()
         self.weights = self._shard(optimizer, kind == "hsdp") if in_shards else dist.Replicas(task.model)
+        if isinstance(optimizer, Muon):
+            optimizer.weights = self.weights
         self.network = self._wrap()
 
     def _shard(self, optimizer: Optimizer, hybrid: bool) -> dist.Shards:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vqclip import checkpoint
 from vqclip.data.batch import share_sizes
 from vqclip.errors import ConfigError
 from vqclip.model import CLIP, ModelConfig
@@ -85,7 +86,7 @@ def plan_step(config: TaskConfig, processes: int, of_machine: int = 8, gpu: int 
     own = trained - cut + math.ceil(cut / shards)
     always = {
         "weights": _size(model.parameters()) + _size(model.buffers()) - trained + own + whole,
-        "optimizer": 2 * own,
+        "optimizer": checkpoint.state_bytes(config.optim.build(model)) * own // trained,
         "moving averages": own if train.ema else 0,
         "statistics": 2 * statistics,
         "batch": batch + (2 * samples * width if several else 0),

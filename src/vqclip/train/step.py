@@ -307,10 +307,11 @@ def step_optimizer(optimizer: Optimizer, skip: Tensor) -> None:
     """Run a step of the optimizer that changes neither weights nor moments nor counters where ``skip`` is True.
 
     Args:
-        optimizer: AdamW. The fused kernel takes ``skip`` as a tensor; for another one the host waits for it.
+        optimizer: of any kind. `Muon` and the fused kernel of AdamW take ``skip`` as a tensor; for others the host
+            waits for it.
         skip: () bool on the device.
     """
-    if not all(group["fused"] for group in optimizer.param_groups):
+    if not all(group.get("fused") for group in optimizer.param_groups):
         if not skip:
             optimizer.step()
         return
