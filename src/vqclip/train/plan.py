@@ -72,6 +72,7 @@ def plan_step(config: TaskConfig, processes: int, of_machine: int = 8, gpu: int 
         )
     samples, several = share_sizes(train.batch_size, processes)[0], train.micro_batches > 1
     model = _outline(config)
+    optimizer = config.optim.build(model)
     batch, saved, statistics = _forward(config, model, samples, math.ceil(samples / train.micro_batches))
 
     # FSDP cuts the weights of the towers that train. Two blocks are whole at a time, and what is outside of the blocks;
@@ -86,7 +87,7 @@ def plan_step(config: TaskConfig, processes: int, of_machine: int = 8, gpu: int 
     own = trained - cut + math.ceil(cut / shards)
     always = {
         "weights": _size(model.parameters()) + _size(model.buffers()) - trained + own + whole,
-        "optimizer": checkpoint.state_bytes(config.optim.build(model)) * own // trained,
+        "optimizer": checkpoint.state_bytes(optimizer) * own // trained,
         "moving averages": own if train.ema else 0,
         "statistics": 2 * statistics,
         "batch": batch + (2 * samples * width if several else 0),
@@ -107,7 +108,8 @@ def plan_step(config: TaskConfig, processes: int, of_machine: int = 8, gpu: int 
     exchanges["gradients"] = _ring_bytes(2 * (trained - cut), processes)
     if cut:
         passes = 3 * train.micro_batches if several else 2  # each gathers all weights
-        exchanges["weights in shards"] = _ring_bytes(passes * cut, shards)
+        muon = _size(each for group in optimizer.param_groups if group.get("muon") for each in group["params"])
+        exchanges["weights in shards"] = _ring_bytes(passes * cut + muon, shards)
         exchanges["gradients in shards"] = _ring_bytes(cut, shards) + _ring_bytes(
             2 * cut // shards, processes // shards
         )
