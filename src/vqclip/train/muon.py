@@ -42,13 +42,10 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
-        groups = self.param_groups
-        self.param_groups = [group for group in groups if not group.get("muon")]
-        try:
-            super().step(closure)
-        finally:
-            self.param_groups = groups
-        for group in groups:
+        rest: AdamW = object.__new__(AdamW)  # a checkpoint may be written meanwhile, and reads the groups of this one
+        vars(rest).update(vars(self) | {"param_groups": [each for each in self.param_groups if not each.get("muon")]})
+        rest.step(closure)
+        for group in self.param_groups:
             if group.get("muon"):
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
                     if parameter.grad is not None:
