@@ -67,7 +67,7 @@ def test_machines_that_differ_are_told_apart(tmp_path, ranks):
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path, monkeypatch):
-    step = mock.Mock(ema=None)
+    step = mock.Mock(ema=None, optimizer=mock.Mock(param_groups=[]))
     step.model.parameters = lambda: []
     step.model.state_dict = lambda: {"weight": torch.zeros(1000, 1000)}
     require_space(tmp_path, step)

@@ -150,19 +150,19 @@ def restore_optimizer(optimizer: Optimizer, tensors: Iterable[tuple[str, Tensor]
         optimizer: over the same named parameters, in the same groups.
         tensors: by name; of parameters in shards this rank's rows.
     """
-    slots = _slots(optimizer)
-    optimizer.state.clear()
-    for group in optimizer.param_groups:
-        group.pop("step", None)
+    slots, found = _slots(optimizer), dict[str, Any]()
     for name, tensor in tensors:
         slot = slots[name]
         # Kernels iterate over memory: a moment needs the strides that the optimizer gives it.
         held = torch.empty_like(slot.outline, device=slot.device).copy_(tensor)
-        value = held if slot.number is None else slot.number(held.item())
-        if isinstance(slot.of, Tensor):
-            optimizer.state[slot.of][slot.key] = value
-        else:
-            slot.of[slot.key] = value
+        found[name] = held if slot.number is None else slot.number(held.item())
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group.pop("step", None)
+    for name, slot in slots.items():
+        if name in found:
+            holder = optimizer.state[slot.of] if isinstance(slot.of, Tensor) else slot.of
+            holder[slot.key] = found[name]
 
 
 class _Slot(NamedTuple):
