@@ -39,7 +39,7 @@ from vqclip.config import load_config
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.evaluation import try_all
 from vqclip.report.run_files import read_run
-from vqclip.train import TrainConfig
+from vqclip.train import Callback, TrainConfig
 from vqclip.train import run as train
 from vqclip.train.loop import train as train_loop
 from vqclip.train.step import TrainStep
