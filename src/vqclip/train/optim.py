@@ -303,7 +303,7 @@ def parameter_groups(
         weight_decay: of all other parameters.
         lr_ratios: name of a parameter → factor on its learning rate, 1 by default; stored as ``lr_ratio`` in the group.
         overrides: change both by name.
-        matrices: names of those for Muon; the groups then say so under ``muon``.
+        matrices: names of those for Muon; if there are any, each group has ``muon``, whether it is for them.
 
     Returns:
         Groups for a torch optimizer, each with ``params`` as (name, parameter) pairs, ``weight_decay``, ``lr_ratio``.
