@@ -51,9 +51,9 @@ STEPS = 24
 
 
 def busy_tree(folder, shards, **changes):
-    """A run in fp32 with workers and much state that ends in the middle of an epoch and saves every five steps."""
+    """A run in fp32 with much state that ends in the middle of an epoch and saves every five steps."""
     every = {"train__steps": STEPS, "train__checkpoint_every": 5, "train__keep_checkpoints": 9}
-    return run_tree(folder, shards, BUSY_RESIDUAL, train__precision="fp32", **({"data__workers": 1} | every | changes))
+    return run_tree(folder, shards, BUSY_RESIDUAL, train__precision="fp32", **(every | changes))
 
 
 @pytest.fixture(scope="module")
@@ -94,16 +94,17 @@ def assert_same_run(one, other, steps=STEPS):
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, shards, whole):
+    """Also with another number of data workers."""
     folder, _, sample_ids = whole
     assert len(sample_ids) == STEPS
-    cache, tree = str(tmp_path / "cache"), busy_tree(tmp_path, shards)
-    process = start(tree, cache)
+    cache = str(tmp_path / "cache")
+    process = start(busy_tree(tmp_path, shards, data__workers=1), cache)
     wait_for((tmp_path / "tiny" / "checkpoints" / "step-00000010").exists, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.join(30)
     assert not (tmp_path / "tiny" / "summary.json").exists()
 
-    rest = run(tree, cache)
+    rest = run(busy_tree(tmp_path, shards), cache)
     done = STEPS - len(rest["sample_ids"])
     assert 10 <= done < STEPS
     assert rest["sample_ids"] == sample_ids[done:]
@@ -180,7 +181,7 @@ def test_a_resumed_run_equals_the_one_that_saved_in_every_attribute(
 ):
     """Nothing that later steps depend on lives outside of the checkpoint, on any rank; also with a tower that ships."""
     changes = {"train__parallel": parallel, "guards": {"spikes": {"window": 10}}}
-    tree = busy_tree(tmp_path, shards, train__steps=9, data__workers=0, **changes)
+    tree = busy_tree(tmp_path, shards, train__steps=9, **changes)
     if tower != "tiny":
         shipped = load_config(TrainConfig, CONFIGS / f"{tower}.yaml").model.image.tower
         tree["model"]["image"]["tower"] = shipped.model_dump(mode="json")
@@ -230,7 +231,7 @@ def run_with_one_signal(tree, cache):
 def test_four_ranks_go_on_bit_for_bit(tmp_path, shards, ranks):
     """On three ranks or more the order of summing gradients matters, and DDP must not change it on the way."""
     cache = str(tmp_path / "cache")
-    whole, stopped = (busy_tree(tmp_path / name, shards, data__workers=0) for name in ("whole", "stopped"))
+    whole, stopped = (busy_tree(tmp_path / name, shards) for name in ("whole", "stopped"))
     ranks(4, run, whole, cache, init=False)
     parts = ranks(4, run_with_one_signal, stopped, cache, init=False)
     done = len(parts[0]["sample_ids"])
