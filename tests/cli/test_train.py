@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -118,6 +119,15 @@ def test_what_cannot_be_trained(given: list[str], said: str, capsys: pytest.Capt
     Path("runs/a/config.yaml").touch()
     assert main(["train", *given]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_paths_that_are_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    photos(2)
+    monkeypatch.setitem(sys.modules, "vqclip.train.tasks.kinds", None)  # they are refused before torch is imported
+    for given in (["photo", "captions=names"], ["photos", "--val", "photo/"]):
+        assert main(["train", *given]) == 1
+        said = f'{Path("photo").absolute()}: no such file or folder; expected a data set; did you mean "photos"?'
+        assert " ".join(capsys.readouterr().err.split()).endswith(said)
 
 
 def test_configurations_come_with_the_package(capsys: pytest.CaptureFixture[str]) -> None:

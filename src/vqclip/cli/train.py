@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import os
@@ -133,6 +134,13 @@ class Train(
             if self.val is not None:
                 raise ConfigError("--val: got it with a configuration, which has its own `evaluation`; expected data")
             require_known_keys(self.config, self.keys)  # before torch is imported
+        is_kind_given = any(key.startswith("kind=") for key in self.keys)  # the path may be a name on a hub
+        for given in filter(None, (self.source, self.val)):
+            path = Path(given).expanduser()
+            if not (is_kind_given or path.exists() or re.search(r"[{*?\[]|://|^kind=", given)):
+                there = [each.name for each in path.parent.glob("*")]
+                close = did_you_mean(difflib.get_close_matches(path.name, there, n=1))
+                raise DataError(f"{path.absolute()}: no such file or folder; expected a data set{close}")
         logger.info("vqclip train: loading PyTorch")
         from vqclip.train.tasks.kinds import load_task_config
 
