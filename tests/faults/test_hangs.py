@@ -138,7 +138,7 @@ def test_a_killed_rank_ends_the_job_within_the_timeout_without_restarts(tmp_path
         status, took = running.end()
     assert status == 1
     assert took < 30
-    assert "failed on rank 0: " in running.output
+    assert "failed on rank 0:" in running.output
     assert "Another rank has most likely died" in running.output
     assert "another rank is lost" in (running.run / "stacks" / "rank-0.txt").read_text()
 
