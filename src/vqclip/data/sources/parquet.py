@@ -169,8 +169,8 @@ class ParquetStream(TableStream):
         if len(splits) > 1 and all(map(is_split, splits)):
             found = ", ".join(f"{split} ({count})" for split, count in sorted(splits.items()))
             one = next((name for name in ("train", "training") if name in splits), min(splits))
-            reads = f"{str(first).rpartition('/')[0]}/{one}*"
-            self.notes += (f"files of splits {found} are read together; path={reads} reads one",)
+            reads = f"{str(first).rpartition('/')[0]}/{one}*.parquet"
+            self.notes += (f"files of splits {found} are read together; the path {reads} reads one",)
 
     def __str__(self) -> str:
         return self._name + (f" and {len(self._files) - 1} more" if self._files[1:] else "")
