@@ -96,7 +96,7 @@ def test_all_planted_faults_are_found_and_named(
     assert report["bad_samples"] == 21
     shown = capsys.readouterr().out
     assert all(name in shown for names in planted.values() for name in names)
-    assert "7.00 % of the samples are bad" in shown
+    assert "21 of 300 samples are bad; --bad-fraction allows 10 bad samples" in shown
     assert main(["check", str(tmp_path / "in"), *options, "--bad-fraction", "0.07"]) == 0
 
 

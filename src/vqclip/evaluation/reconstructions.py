@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from vqclip import dist
 from vqclip.data import EvalBatch, EvalSet, Source
-from vqclip.data.batch import require_few_bad
+from vqclip.data.batch import allowed_bad, require_few_bad
 from vqclip.data.decode import IMAGE_ENDINGS, decode_image
 from vqclip.data.sources.base import read_image
 from vqclip.data.transforms import EvalTransform
@@ -276,7 +276,7 @@ def write_reconstructions(
                     (out / name).parent.mkdir(parents=True, exist_ok=True)
                     write_file(out / name, partial(made.resize(size, Resampling.BICUBIC, box).save, format="PNG"))
     reasons, there = partition.gather_items(bad), sum(partition.gather_items([len(found)]))
-    require_few_bad(reasons, len(reasons), int(bad_fraction * len(names)), "--bad-fraction")
+    require_few_bad(reasons, len(reasons), allowed_bad(bad_fraction, len(names)), "--bad-fraction")
     return len(names) - there - len(reasons), there, len(reasons)
 
 
