@@ -290,8 +290,9 @@ def train_on(model, optimizer, steps):
 def test_every_kind_resumes_bit_for_bit(tmp_path, kind):
     """Or is refused. Some keep numbers instead of tensors, or the count of steps of a group."""
     model, other = small(), small()
-    if kind.startswith("kron"):
-        with pytest.raises(ConfigError, match=r"optim\.kind: kron\w* (keeps \w+ of each weight|cannot be used)"):
+    # Adagrad of torch 2.8 has its state before a step.
+    if kind.startswith("kron") or (kind == "adagrad" and not hasattr(torch.optim, "Muon")):
+        with pytest.raises(ConfigError, match=rf"optim\.kind: {kind} (keeps \w+ of each weight|cannot be used)"):
             OptimConfig(kind=kind).build(model)
         return
     optimizer = OptimConfig(kind=kind).build(model)
