@@ -1,6 +1,6 @@
 """Captions from ids: the same small language model captions drawn scenes from the ids of several tokenizers.
 
-Prints a table, after about 30 minutes on one CPU core.
+Prints a table, after about 30 minutes on two CPU cores.
 
     python benchmarks/captioning.py
     python benchmarks/captioning.py --families fsq vq --steps 100 --updates 100 --seeds 0

@@ -84,7 +84,7 @@ CASES = {
     "half a character": facts(
         rb'{"caption": "a \ud800"}', "not UTF-8", r"\.json: caption with a lone surrogate at character 2: 'a \\ud800'"
     ),
-    "empty image": image(b"", "image format", NOT_AN_IMAGE.format("")),
+    "empty image": image(b"", "image format", "not a JPEG, .* PPM or AVIF image: is empty"),
     "EPS": image(foreign("EPS"), "image format", NOT_AN_IMAGE.format("%!PS")),
     "truncated JPEG": image(
         JPEG[:300], "damaged image", "(image ends inside its header|jpeg image cannot be decoded: .*)"

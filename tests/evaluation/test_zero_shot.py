@@ -108,7 +108,10 @@ def test_errors_name_file_and_sample(tmp_path):
     (folder / "zeroshot_classification_templates.txt").write_text("a picture\n")
     with pytest.raises(DataError, match="no {c} for the class name in 'a picture'"):
         evaluate(tiny_clip(), [ZeroShotConfig(data=ClassShardsConfig(path=folder))])
-    write_tar(folder / "test" / "0.tar", {"x.png": b"\x89PNG\r\n\x1a\n", "x.cls": b"0"})
+    write_tar(
+        folder / "test" / "0.tar",
+        {f"{key}.{end}": each for key in "xyz" for end, each in (("png", b"\x89PNG\r\n\x1a\n"), ("cls", b"0"))},
+    )
     (folder / "zeroshot_classification_templates.txt").write_text("{c}\n")
     with pytest.raises(DataError, match=r"(?s)cannot be used.*0\.tar: sample x: "):
         evaluate(tiny_clip(), [ZeroShotConfig(data=ClassShardsConfig(path=folder))])

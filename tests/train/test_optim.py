@@ -268,6 +268,12 @@ def test_schedules_without_a_cosine():
     assert [longer(step) for step in range(7)] == [wsd(step) for step in range(7)]  # so a run can be made longer
     constant = OptimConfig(lr=2.0, schedule="constant", warmup_steps=2).build_schedule(10)
     assert [constant(step) for step in range(11)] == [1.0, *[2.0] * 10]
+    for changes, message in (
+        ({"decay_share": 0.5}, "decay_share with schedule: cosine"),
+        ({"schedule": "constant", "final_lr_ratio": 0.1}, "final_lr_ratio with schedule: constant"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            OptimConfig(**changes)
     with pytest.raises(ConfigError, match=r"optim\.decay_share: got 0\.5, 5 steps, after 6 of optim\.warmup_steps"):
         OptimConfig(schedule="wsd", warmup_steps=6, decay_share=0.5).build_schedule(10)
 
@@ -308,7 +314,8 @@ def test_every_kind_resumes_bit_for_bit(tmp_path, kind):
 
 
 def test_which_kinds_can_be_in_shards():
-    for kind, works in {"adamw": True, "lion": True, "sgdw": True, "lamb": False, "adafactor": False}.items():
+    works_by_kind = {"adamw": True, "lion": True, "sgdw": True, "lamb": False, "adamp": False, "sgdp": False}
+    for kind, works in works_by_kind.items():
         optimizer = OptimConfig(kind=kind).build(small())
         if works:
             require_elementwise("train.parallel: got 'fsdp'", optimizer)

@@ -9,6 +9,7 @@ group. One step on zeros shows it (`first_state`), and a checkpoint must contain
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -71,7 +72,7 @@ def first_state(
 def probe_of(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> Optimizer:
     """Return an optimizer like another one, over one parameter with the options of a group, before its first step."""
     probe: Optimizer = object.__new__(type(optimizer))
-    own = {name: value for name, value in group.items() if name != "step"}
+    own = {name: copy.deepcopy(value) for name, value in group.items() if name not in ("step", "params")}
     alone = [own | {"params": [parameter], "param_names": [""]}]
     vars(probe).update(vars(optimizer) | {"state": defaultdict(dict), "param_groups": alone})
     return probe

@@ -93,15 +93,14 @@ def find_folder(name: str | Path, revision: str | None, fetched: Sequence[str], 
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         at = "" if revision is None else f" (revision {revision!r})"
-        if path.parent.is_dir() and (others := sorted(each.name for each in path.parent.iterdir() if each.is_dir())):
-            raise CheckpointError(
-                f"{name}: no such folder, and no model on the hub that can be reached; {path.parent} has "
-                f"{', '.join(others[:10])}"
-            ) from error
+        beside = ""
+        with contextlib.suppress(OSError):
+            others = sorted(each.name for each in path.parent.iterdir() if each.is_dir())
+            beside = f"; {path.parent} has {', '.join(others[:10])}" if others else ""
         raise CheckpointError(
             f"{name}{at}: neither a local folder nor a model on the hub that can be reached or is in its cache: "
             f"{type(error).__name__}: {error}; without a network, load it once on a machine with one, or copy the "
-            "folder"
+            f"folder{beside}"
         ) from error
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -119,6 +120,14 @@ class OptimConfig(Config):
     """Learning rate and weight decay by parameter name; of several patterns that match, the first one counts."""
     clip_grad_norm: float | None = Field(default=1.0, gt=0)
     """Largest norm of the whole gradient; null clips nothing."""
+
+    @model_validator(mode="after")
+    def _schedule_has_its_settings(self) -> OptimConfig:
+        if "decay_share" in self.model_fields_set and self.schedule != "wsd" and self.decay_share != 0.2:
+            raise ValueError(f"got decay_share with schedule: {self.schedule}; expected schedule: wsd")
+        if self.final_lr_ratio and self.schedule == "constant":
+            raise ValueError("got final_lr_ratio with schedule: constant; expected schedule: cosine or wsd")
+        return self
 
     @field_validator("kind")
     @classmethod
@@ -384,13 +393,16 @@ def _match_overrides(
 def require_elementwise(what: str, optimizer: Optimizer) -> None:
     """Check that an optimizer can step the rows of a weight apart, as those of a shard; `Muon` gathers them itself.
 
-    Two steps of a matrix are compared with those of its halves.
+    Three steps of a matrix are compared with those of its halves. The first gradient of the upper half is at right
+    angles to its rows, which AdamP and SGDP treat apart.
 
     Raises:
         ConfigError: it steps a row by numbers of the others, such as their norm; begins with ``what``.
     """
     draw = torch.Generator().manual_seed(0)
-    start, *gradients = torch.randn(3, 512, 256, dtype=torch.float64, generator=draw) * torch.arange(512)[:, None]
+    start, *gradients = torch.randn(4, 512, 256, dtype=torch.float64, generator=draw) * torch.arange(512)[:, None]
+    upper = F.normalize(start[:256], dim=1)
+    gradients[0][:256] -= (gradients[0][:256] * upper).sum(dim=1, keepdim=True) * upper
 
     def step_rows(group: dict[str, Any], rows: slice) -> Tensor:
         parameter = nn.Parameter(start[rows].clone())

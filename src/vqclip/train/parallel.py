@@ -99,6 +99,7 @@ class Parallel:
         del sharded
         for group in optimizer.param_groups:
             group["params"] = []  # so that no whole weight stays in memory
+        optimizer.state.clear()  # of kinds that make it before the first step; they make it again for shards
         shards = dist.Shards(model, roots, hybrid)
         for group in optimizer.param_groups:
             group["params"] = [shards.parameters[name] for name in group["param_names"]]

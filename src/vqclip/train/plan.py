@@ -26,6 +26,7 @@ from vqclip.nn.precision import AUTOCAST_DTYPES
 from vqclip.towers.blocks import block_names
 from vqclip.train.config import TaskConfig
 from vqclip.train.main import build_task, require_samples
+from vqclip.train.optim import require_elementwise
 from vqclip.train.tasks.contrastive import TrainConfig
 
 __all__ = ["StepPlan", "plan_step"]
@@ -73,6 +74,8 @@ def plan_step(config: TaskConfig, processes: int, of_machine: int = 8, gpu: int 
     samples, several = share_sizes(train.batch_size, processes)[0], train.micro_batches > 1
     model = _outline(config)
     optimizer = config.optim.build(model)
+    if train.parallel != "ddp":
+        require_elementwise(f"train.parallel: got {train.parallel!r}", optimizer)
     batch, saved, statistics = _forward(config, model, samples, math.ceil(samples / train.micro_batches))
 
     # FSDP cuts the weights of the towers that train. Two blocks are whole at a time, and what is outside of the blocks;

@@ -116,7 +116,7 @@ class BoundedCache:
             return file
 
     def _find(self, path: Path) -> int | None:
-        """Open a complete file; None if it is missing."""
+        """Open a file, which a power cut may have damaged; None if it is missing."""
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:

@@ -144,7 +144,8 @@ class FileSourceConfig(SourceConfigBase):
             except DataError:  # `FileSource.read` says what is wrong with it
                 files = [""] * len(known)
             for column, path in enumerate(files):
-                if state_of(path) != known[column]:
+                was_missing = known[column] == [MISSING, MISSING]
+                if state_of(path) != known[column] and (not was_missing or os.path.isfile(path)):
                     changed.add(row)
                     size, modified, digest = _hash(path)
                     states[row, column] = size, modified

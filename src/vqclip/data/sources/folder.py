@@ -203,7 +203,7 @@ class FolderConfig(FileSourceConfig):
         parts = own or inside
         if described or (parts and all(map(is_split, parts))):
             shown = ", ".join(str(folder / name) for name in sorted(described or parts, key=likely))
-            if described or not hint:  # otherwise the captions of the parts are in a table
+            if described or "caption" not in table.lower():  # otherwise the captions of the parts are in a table
                 hint = f"; name one of them as the path: {shown}"
             raise DataError(f"{folder}: its subfolders are parts of a data set, not classes{hint}")
         if len(own) == 1 and all(path.count("/") > 1 for path in images):
