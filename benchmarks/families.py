@@ -8,10 +8,11 @@ Prints a table, after 36 trainings: about 1 hour on two CPU cores.
         --set model.image.project_in.dropout=0.5
 
 Both modalities get the same quantizer; all else is the configuration's, changed by `--set`, with the same number of
-steps for all. Runs have one thread each, and are those of `--folder`/CONFIG: of each stays a file of results and its
-log. A run whose file is there is not run again (delete it after a change of code), so that the command can be stopped
-and repeated. Prints a Markdown table of the first evaluation: means over the seeds, and the range of the codes-only
-figure. Usage and perplexity are those of the images' codes over the evaluation set, means over codebooks.
+steps for all. Each run is a process of its own with one thread, of which a file of results and the log stay in
+`--folder`/CONFIG. A run whose file is there is not run again, so that the command can be stopped and repeated: delete
+it after a change of code, of the configuration or of the data. Prints a Markdown table of the first evaluation: means
+over the seeds, and the range of the codes-only figure. Usage and perplexity are those of the images' codes over the
+evaluation set, means over codebooks.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,29 +67,27 @@ def rows(families: Sequence[str], bits: Sequence[int]) -> dict[str, str]:
             if family in families and each % part_bits:
                 print(f"{family}: left out at {each} bits, which {part_bits} does not divide", file=sys.stderr)
             elif family in families:
-                name = family if len(bits) == 1 else f"{family}-{each}"
+                name = family if [*bits] == [128] else f"{family}-{each}"
                 found[name] = f"{{kind: product, codebooks: {each // part_bits}, layer: {part}}}"
     return found
 
 
-def run(config: Path, quantizer: str, name: str, overrides: Sequence[str], folder: Path) -> dict[str, Any] | None:
+def run(config: Path, name: str, settings: Sequence[str], folder: Path) -> dict[str, Any] | None:
     """Return the results of one training run; None, with a message, if it failed."""
-    done = folder / f"{name}.json"
+    done, log = folder / f"{name}.json", folder / f"{name}.log"
     if not done.exists():
-        with (folder / f"{name}.log").open("w") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-            import torch
-
-            from vqclip.train import run as train
-
-            torch.set_num_threads(1)
-            settings = [f"run.folder={folder}", f"run.name={name}", *overrides]
-            settings += [f"model.image.quantizer={quantizer}", f"model.text.quantizer={quantizer}"]
-            if not train(config, overrides=settings).finished:
-                return None
-        os.replace(folder / name / "summary.json", done)
+        command = [sys.executable, "-m", "vqclip.train", "--config", str(config), f"run.folder={folder}"]
+        command += [f"run.name={name}", *settings]
+        with log.open("w") as file:
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False)
+        summary = folder / name / "summary.json"
+        if status.returncode or not summary.exists():  # a run that was interrupted ends with 130
+            print(f"{name}: status {status.returncode}, see {log}", file=sys.stderr)
+            return None
+        os.replace(summary, done)
         shutil.rmtree(folder / name)
+        print(f"{name}: done", file=sys.stderr)
     return json.loads(done.read_text())
 
 
@@ -139,27 +139,18 @@ def main() -> None:
     folder = options.folder / options.config.stem
     folder.mkdir(parents=True, exist_ok=True)
     settings = options.set + ([] if options.steps is None else [f"train.steps={options.steps}"])
+    kept = f"-{zlib.crc32(repr(sorted(options.set)).encode()):08x}" if options.set else ""  # of other settings
     steps, quantizers = options.steps or "all", rows(options.families, options.bits)
-    found: dict[tuple[str, int], dict[str, Any]] = {}
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        jobs: dict[tuple[str, int], Future[dict[str, Any] | None]] = {}
-        for seed in options.seeds:  # seed by seed, so that a part of it can be looked at
-            for row, quantizer in quantizers.items():
-                name, overrides = f"{row}-{steps}-{seed}", [*settings, f"run.seed={seed}"]
-                jobs[row, seed] = pool.submit(run, options.config, quantizer, name, overrides, folder)
-        try:
-            for (row, seed), job in jobs.items():
-                try:
-                    summary = job.result()
-                except Exception as error:  # of the run
-                    summary = None
-                    print(f"{row}, seed {seed}: {type(error).__name__}: {error}", file=sys.stderr)
-                if summary is not None:
-                    found[row, seed] = summary
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    pool = ThreadPoolExecutor(options.jobs)
+    jobs = {}
+    for seed in options.seeds:  # seed by seed, so that a part of it can be looked at
+        for row, quantizer in quantizers.items():
+            name, both = f"{row}-{steps}{kept}-{seed}", [f"model.{m}.quantizer={quantizer}" for m in ("image", "text")]
+            jobs[row, seed] = pool.submit(run, options.config, name, [*settings, f"run.seed={seed}", *both], folder)
+    try:
+        found = {key: summary for key, job in jobs.items() if (summary := job.result()) is not None}
+    finally:
+        pool.shutdown(cancel_futures=True)
     if not found:
         sys.exit("no run succeeded")
     by_row = {row: [found[row, seed] for seed in options.seeds if (row, seed) in found] for row in quantizers}

@@ -116,6 +116,9 @@ class Train(
                 print(f"\n  {shlex.join(['vqclip', 'train', *self.given])}")
             elif result.finished and self.source is not None:
                 data = [self.source, *(key for key in self.keys if is_source_key(key))]
+                split = getattr(result.config.data.sources[0], "split", None)
+                if split and not any(key.startswith("split=") for key in data):
+                    data.append(f"split={split}")
                 words = ["--tokenizer", str(result.folder), "--data", *data, "--out", f"tokens/{result.folder.name}"]
                 print(f"  ids of all  {shlex.join(['vqclip', 'tokenize', *words])}")
         return 130 if result.stopped == "SIGINT" else 0

@@ -65,9 +65,9 @@ class LoaderOptions(Config):
     timeout_s: Annotated[float, Field(ge=0, le=604_800)] = 240.0
     """Longest wait for a worker, in seconds, at most a week; 0 waits forever."""
     max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Bad samples are replaced; a larger fraction of them stops the run. It refers to the samples seen, but to at least
-    1,000, and to 1,000 in each epoch of fewer (but no more than a tenth of them may be bad). It is checked twice: in
-    each process after every batch, since the start of the process; and over the whole run and all its processes at
+    """Bad samples are replaced; a larger fraction of those seen so far stops the run. Data of fewer than 1,000 samples
+    may have as many bad ones as 1,000 in each epoch, but no more than a tenth of them. It is checked twice: in each
+    process after every batch, since the start of the process; and over the whole run and all its processes at
     every report and checkpoint."""
 
 

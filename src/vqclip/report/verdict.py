@@ -198,7 +198,8 @@ def _check_rest(run: RunFiles, tasks: list[Task]) -> Iterator[Finding]:
         advice = "More data.workers; smaller stored images; shards on a local disk."
         yield Finding("note", "Much of the time is spent waiting for data", text, advice)
     rates = [rate for rate in run.curves.get("lr")[1] if math.isfinite(rate)]
-    if (run.stopped or run.is_finished) and rates and rates[-1] > max(rates) / 2:
+    falls = text_at(run.config, "optim.schedule") != "constant"
+    if falls and (run.stopped or run.is_finished) and rates and rates[-1] > max(rates) / 2:
         text = f"It was {rates[-1]:.2g} at step {run.curves.last_step:,}, of at most {max(rates):.2g}."
         advice = "The last steps, in which it falls, give much of the quality: resume the run to its end."
         yield Finding("warn", "The learning rate never came down", text, advice)
