@@ -133,6 +133,9 @@ def test_a_learning_rate_that_never_came_down(tmp_path):
     found = verdict_on(folder)
     assert (found.level, found.headline) == ("warn", "The learning rate never came down")
     assert found.findings[0].text == "It was 0.001 at step 200, of at most 0.001."
+    (folder / "config.yaml").write_text(CONFIG.replace("optim: {", "optim: {schedule: constant, "))
+    assert verdict_on(folder).headline == "Healthy"
+    (folder / "config.yaml").write_text(CONFIG)
     lines = [line(step, lr=1e-3 if step < 100 else 1e-4) for step in range(20, 201, 20)]
     write_lines(folder / "metrics.jsonl", lines)
     assert verdict_on(folder).headline == "Healthy"

@@ -285,7 +285,7 @@ def test_data_and_vocabulary_are_part_of_the_settings(tmp_path, shards, features
     shutil.copytree(shards, other)
     run(tree_of(tmp_path / "b", other, cache_of(tmp_path), **SHORT), cache)
     assert len(list(features.iterdir())) == 2  # the same bytes under other names
-    write_tar(other / "00001.tar", caption_members(100, 9))
+    write_tar(other / "00001.tar", caption_members(100, COUNTS[1]))
     source = {"kind": "shards", "path": str(other), "captions": "txt"}
     run(tree_of(tmp_path / "c", other, cache_of(tmp_path), **SHORT, data__sources=[source]), cache)
     assert len(list(features.iterdir())) == 4
