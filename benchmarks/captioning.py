@@ -10,10 +10,10 @@ trained once (seed 0) on scenes with free captions. Then a causal transformer re
 five words: number, colour and shape of the objects, and for a single one where it is (a third of the width, and one of
 the height). It trains on 4,000 scenes, and writes the likeliest words for 600 new ones of the same kinds.
 
-Ids are read as a language model would, by `CodesEmbedding`: a learned row for each code, rows of a token added up.
-*Continuous* rows read the vectors before rounding, of the same tokenizer, through a linear layer; `identity` is a
-tokenizer that was trained without codes. *From images* encodes the batch's images in every update, and reads ids or
-vectors as well. `--seeds` key the decoder's weights, order of training and dropout.
+*Ids* are read by `CodesEmbedding`: a learned row for each code, rows of a token added up. *Ids as vectors* are what the
+tokenizer decodes them to, read by a linear layer, and *continuous* the vectors before rounding; `identity` is a
+tokenizer that was trained without codes. *From images* encodes the batch's images in every update. `--seeds` key the
+decoder's weights, order of training and dropout.
 
 Shapes: B samples, N tokens, C codebooks, D width of the quantizer, W words of a caption, H width of the decoder.
 """
@@ -193,6 +193,9 @@ def main() -> None:
         kinds: dict[str, Callable[[Tensor], Tensor]] = {}
         if tokenizer.codebook_sizes:
             kinds[f"{family}, ids"] = tokenizer.encode
+            kinds[f"{family}, ids as vectors"] = lambda images, tokenizer=tokenizer: tokenizer.quantizer.decode(
+                tokenizer.encode(images)
+            )
         kinds[f"{family}, continuous"] = lambda images, tokenizer=tokenizer: vectors(tokenizer, images)
         for title, encode in kinds.items():
             stored, held = (torch.cat([encode(p) for p in s.images.split(200)]) for s in (known, new))
