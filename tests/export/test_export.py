@@ -107,7 +107,10 @@ def test_onnx_equals_the_tokenizer(onnx):
     model = built(LFQ)
     check(tokenizer, folder, batches(model, "text"))
     parts = {f"{part}.onnx" for part in ("decode", "embed", "encode")}
-    assert {path.name for path in folder.iterdir()} == {"export.json"} | parts | {f"{part}.data" for part in parts}
+    assert {path.name for path in folder.iterdir()} == {"export.json", "README.md"} | parts | {
+        f"{part}.data" for part in parts
+    }
+    assert "The text half of a tokenizer made with vqclip" in (folder / "README.md").read_text()
 
 
 def with_detail():

@@ -16,10 +16,10 @@ from torch.export import Dim, ExportedProgram
 from vqclip import __version__
 from vqclip.config import Modality
 from vqclip.errors import ConfigError, import_extra
-from vqclip.io.atomic import FileDigest, digest_file, replace_folder, require_replaceable
+from vqclip.io.atomic import FileDigest, digest_file, replace_folder, require_replaceable, write_text
 from vqclip.io.json_files import Strict, add_checksum
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
-from vqclip.tokenizer.folder import ID_LAYOUT_VERSION
+from vqclip.tokenizer.folder import CARD_FILE, ID_LAYOUT_VERSION
 from vqclip.tokenizer.stored import fingerprint, pixels_fingerprint
 
 AnyTokenizer = ImageTokenizer | TextTokenizer
@@ -158,8 +158,24 @@ class ExportInfo(Strict):
     """Graphs by the name of the method."""
 
 
+_CARD = """# {title}
+
+The {modality} half of a tokenizer made with vqclip {vqclip}, as ONNX graphs.
+
+- {num_tokens} tokens; sizes of the codebooks: {codebook_sizes}
+- embeddings of width {embed_dim}
+- shapes, preparation of the inputs, and digests: `export.json`
+
+```python
+from vqclip.export import OnnxTokenizer
+
+ids = OnnxTokenizer(folder).encode(inputs)  # numpy in, numpy out
+```
+"""
+
+
 def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
-    """Write ``encode.onnx``, ``decode.onnx``, ``embed.onnx`` and ``export.json``, for any batch size from 1.
+    """Write ``encode.onnx``, ``decode.onnx``, ``embed.onnx``, ``export.json`` and a card, for any batch size from 1.
 
     A tokenizer with a pixel decoder has ``decode_pixels.onnx`` as well. Weights of more than 1.5 GiB are in a file
     beside the graph, such as ``encode.onnx.data``. Inputs are those of `export_program`. An existing export is replaced
@@ -214,6 +230,7 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
             parts=parts,
         )
         (aside / INFO_FILE).write_bytes(add_checksum(VERSIONS | info.model_dump(mode="json")))
+        write_text(aside / CARD_FILE, _CARD.format(title=folder.resolve().name, **info.model_dump()))
 
     replace_folder(folder, fill)
     return folder
