@@ -167,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
     parser.add_argument("--steps", type=int, default=300, help="of a tokenizer")
-    parser.add_argument("--updates", type=int, default=800, help="of a decoder")
+    parser.add_argument("--updates", type=int, default=600, help="of a decoder")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=Path("runs/captioning"))
     options = parser.parse_args()
