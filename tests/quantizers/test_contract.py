@@ -61,12 +61,17 @@ CONFIGS = {
     "vq, learned": VQConfig(dim=4, codebook_size=16, learning="gradient"),
     "vq, cosine": VQConfig(dim=5, codebook_size=32, cosine=True),
     "vq, not synchronised": VQConfig(dim=6, codebook_size=32, sync_codebook=False),
+    "vq, ibq": VQConfig(dim=4, codebook_size=16, learning="ibq"),
+    "vq, diveq": VQConfig(dim=4, codebook_size=16, learning="diveq"),
     "simvq": SimVQConfig(dim=6, codebook_size=32),
     "identity": IdentityConfig(dim=6),
     "residual of fsq": ResidualConfig(layer=FSQConfig(levels=(8, 5, 3), layout="uniform"), depth=3),
     "residual of lfq": ResidualConfig(layer=LFQConfig(bits=5, **SOFT), depth=3),
     "residual of bsq": ResidualConfig(layer=BSQConfig(bits=5, **SOFT), depth=3),
     "residual of vq": ResidualConfig(layer=VQConfig(dim=5, codebook_size=16), depth=3),
+    "residual of vq, ibq": ResidualConfig(
+        layer=VQConfig(dim=5, codebook_size=16, learning="ibq"), depth=3, dropout=True
+    ),
     "residual of simvq": ResidualConfig(layer=SimVQConfig(dim=5, codebook_size=16), depth=2),
     "residual of product of vq": ResidualConfig(
         layer=ProductConfig(layer=VQConfig(dim=3, codebook_size=8), codebooks=2), depth=2
@@ -81,6 +86,9 @@ CONFIGS = {
     "product of residual of vq": ProductConfig(
         layer=ResidualConfig(layer=VQConfig(dim=3, codebook_size=8), depth=2), codebooks=2
     ),
+    "product of residual of vq, diveq": ProductConfig(
+        layer=ResidualConfig(layer=VQConfig(dim=3, codebook_size=8, learning="diveq"), depth=2), codebooks=2
+    ),
     "product of fsq": ProductConfig(layer=FSQConfig(levels=(5, 4, 3)), codebooks=3),
     "product of lfq": ProductConfig(layer=LFQConfig(bits=5, **SOFT), codebooks=2),
     "product of product": ProductConfig(layer=ProductConfig(layer=LFQConfig(bits=3, **SOFT), codebooks=2), codebooks=2),
@@ -89,7 +97,7 @@ CONFIGS = {
 
 DISCRETE = {name: config for name, config in CONFIGS.items() if "identity" not in name}
 
-DIFFERENT_GRAPHS = ("fsq", "bsq", "vq, learned", "simvq", "residual of vq with dropout")
+DIFFERENT_GRAPHS = ("fsq", "bsq", "vq, learned", "vq, ibq", "vq, diveq", "simvq", "residual of vq with dropout")
 """The graphs of the others have no operation that these lack, so they are traced in the slow tests only."""
 
 TRACED = [pytest.param(c, id=n, marks=() if n in DIFFERENT_GRAPHS else pytest.mark.slow) for n, c in CONFIGS.items()]

@@ -204,7 +204,18 @@ def ddp_gradients(config: QuantizerConfig, split: Sequence[int]) -> list[Tensor]
 
 
 def test_two_forwards_before_one_backward_under_ddp(ranks: RankPool) -> None:
-    names = ("fsq", "lfq", "product of lfq", "bsq", "vq", "simvq", "vq, learned", "residual of vq")
+    names = (
+        "fsq",
+        "lfq",
+        "product of lfq",
+        "bsq",
+        "vq",
+        "simvq",
+        "vq, learned",
+        "vq, ibq",
+        "vq, diveq",
+        "residual of vq",
+    )
     configs = [CONFIGS[name] for name in (*names, "product of residual of vq")]
     expected = all_ddp_gradients(configs, (16,))
     for found in ranks(2, all_ddp_gradients, configs, (12, 4)):

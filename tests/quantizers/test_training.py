@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.quantizers.test_distributed import collectives
 from tests.ranks import RankPool, for_each
 from vqclip import dist
+from vqclip.nn.dropout import set_dropout_keys
 from vqclip.quantizers import (
     BSQConfig,
     FSQConfig,
@@ -38,6 +39,15 @@ FAMILIES: dict[str, QuantizerConfig] = {
     "vq": VQConfig(dim=4, codebook_size=16, **BUSY),
     "vq, cosine": VQConfig(dim=4, codebook_size=16, cosine=True, gradient="straight_through", **BUSY),
     "vq, learned": VQConfig(dim=4, codebook_size=16, learning="gradient", **BUSY),
+    "vq, ibq": VQConfig(dim=4, codebook_size=16, cosine=True, learning="ibq", **BUSY),
+    "vq, diveq": VQConfig(dim=4, codebook_size=16, learning="diveq", **BUSY),
+    "residual of product of vq, ibq": ResidualConfig(
+        layer=ProductConfig(layer=VQConfig(dim=2, codebook_size=8, learning="ibq", **BUSY), codebooks=2), depth=2
+    ),
+    "product of residual of vq, diveq": ProductConfig(
+        layer=ResidualConfig(layer=VQConfig(dim=2, codebook_size=8, learning="diveq", **BUSY), depth=2, dropout=True),
+        codebooks=2,
+    ),
     "simvq": SimVQConfig(dim=4, codebook_size=16),
     "residual of fsq": ResidualConfig(layer=FSQConfig(levels=(5, 4), layout="uniform"), depth=3, dropout=True),
     "residual of vq": ResidualConfig(layer=VQConfig(dim=4, codebook_size=8, **BUSY), depth=3, dropout=True),
@@ -54,7 +64,16 @@ FAMILIES: dict[str, QuantizerConfig] = {
 }
 
 SPLITS = {"2, one of them empty": (16, 0), "4 unequal": (7, 1, 5, 3)}
-WITH_EMPTY_RANKS = ("fsq", "lfq", "vq", "vq, learned", "residual of vq", "product of residual of vq")
+WITH_EMPTY_RANKS = (
+    "fsq",
+    "lfq",
+    "vq",
+    "vq, learned",
+    "vq, ibq",
+    "vq, diveq",
+    "residual of vq",
+    "product of residual of vq",
+)
 """One of each way to gather statistics; the others run on the last split alone."""
 CASES = [(name, split) for name in FAMILIES for split in SPLITS if split == "4 unequal" or name in WITH_EMPTY_RANKS]
 
@@ -85,9 +104,10 @@ class Training:
 
     def step(self, number: int) -> Stats:
         x, mask, target = (part.split(self.split)[dist.rank()] for part in self._batch(number))
-        parts = [part.tensor_split(self.micro_batches) for part in (x, mask, target)]
+        parts = [part.tensor_split(self.micro_batches) for part in (x, mask, target, self._order().places)]
         stats, misfit = None, torch.zeros((), dtype=torch.float64)
-        for some, theirs, wanted in zip(*parts, strict=True):
+        for some, theirs, wanted, places in zip(*parts, strict=True):
+            set_dropout_keys(self.model, 3, number, places)
             out = self.parallel(some, theirs)
             stats = out.stats if stats is None else stats + out.stats
             misfit = misfit + (out.vectors * wanted).sum()

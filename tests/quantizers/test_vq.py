@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tests.quantizers.test_contract import CONFIGS
@@ -13,8 +14,10 @@ from tests.ranks import RankPool
 from vqclip import dist
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.io.tensors import module_digest
-from vqclip.quantizers import BSQ, VQ, ResidualConfig, SimVQ, SimVQConfig, VQConfig, VQLossWeights
-from vqclip.quantizers.nearest import _Rotation, nearest
+from vqclip.nn.dropout import KeyedNoise, set_dropout_keys
+from vqclip.quantizers import BSQ, VQ, Quantizer, Residual, ResidualConfig, SimVQ, SimVQConfig, VQConfig, VQLossWeights
+from vqclip.quantizers.gradients import rotation
+from vqclip.quantizers.nearest import nearest
 from vqclip.quantizers.new_codes import find_new, kmeans, replacements
 from vqclip.quantizers.stats import Draw, Order, Stats, stream
 from vqclip.quantizers.vq import _warn_skipped
@@ -32,17 +35,18 @@ def clusters(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return corners[which] + 0.1 * torch.randn(tokens, 3, generator=generator), corners
 
 
-@pytest.mark.parametrize("learning", ["ema", "gradient"])
+@pytest.mark.parametrize("learning", ["ema", "gradient", "ibq", "diveq"])
 def test_codes_go_where_the_tokens_are(learning: str) -> None:
     torch.manual_seed(0)
     quantizer = VQ(3, 32, learning=learning, dead_below=0.3, decay=0.8)
-    optimizer = torch.optim.Adam(quantizer.parameters(), 0.1) if learning == "gradient" else None
+    optimizer = torch.optim.Adam(quantizer.parameters(), 0.1) if learning != "ema" else None
     for step in range(60):
         x, corners = clusters(400, step)
         out = quantizer(x)
         if optimizer:
             optimizer.zero_grad()
-            sum(quantizer.loss_weights[k] * v for k, v in quantizer.losses(out.stats).items()).backward()
+            losses = sum(quantizer.loss_weights[k] * v for k, v in quantizer.losses(out.stats).items())
+            (losses + (out.vectors - x).square().mean()).backward()
             optimizer.step()
         quantizer.update(out.stats)
     assert torch.cdist(corners, quantizer.codebook[0]).min(dim=1).values.max() < 0.5
@@ -84,7 +88,7 @@ def test_without_tokens_nothing_moves_and_no_code_grows_old() -> None:
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 1e30])
 @pytest.mark.parametrize(
-    "name", ["vq", "vq, plain", "vq, learned", "vq, cosine", "vq, not synchronised", "residual of vq"]
+    "name", ["vq", "vq, plain", "vq, learned", "vq, cosine", "vq, ibq", "vq, not synchronised", "residual of vq"]
 )
 def test_a_token_that_is_not_finite_moves_no_code(name: str, bad: float, caplog: pytest.LogCaptureFixture) -> None:
     """One inf, such as that of a step that `GradScaler` skips, made a codebook NaN for good."""
@@ -217,6 +221,11 @@ def test_codes_do_not_decay() -> None:
         (lambda: VQ(3, 8, loss_weights={"codebook": 1.0}), "codebook, but with learning: ema"),
         (lambda: VQ(3, 8, loss_weights={"nonsense": 1.0}), "no loss is named"),
         (lambda: VQ(3, 8, learning="gradient", loss_weights={"codebook": 0.0}), "nothing would move the codes"),
+        (
+            lambda: VQ(3, 8, learning="diveq", loss_weights={"index": 1.0}),
+            "diveq there is no such loss; .*learning: ibq",
+        ),
+        (lambda: VQ(3, 8, learning="ibq", sync_codebook=False), "learning: ibq, but DDP averages"),
         (lambda: SimVQ(3, 8, loss_weights={"codebook": 0.0}), "only that loss moves the codes"),
         (lambda: VQ(3, 8, learning="gradient", sync_codebook=False), "DDP averages the gradients of codes"),
     ],
@@ -264,11 +273,87 @@ def test_the_rotation_turns_gradients_with_the_vector() -> None:
     x, q = torch.randn(2, 20, 1, 5, dtype=torch.float64)
     x.requires_grad_()
     upstream = torch.randn(20, 1, 5, dtype=torch.float64)
-    (gradient,) = torch.autograd.grad(_Rotation.apply(x, q), x, upstream)
+    (gradient,) = torch.autograd.grad(rotation(x, q), x, upstream)
     scale = (q.norm(dim=-1) / x.norm(dim=-1)).squeeze(-1)
     # Its angle to the vector is what the upstream gradient's to the code is, and so is its length, but for the scale.
     torch.testing.assert_close((gradient * x).sum(-1), (upstream * q).sum(-1))
     torch.testing.assert_close(gradient.norm(dim=-1).squeeze(-1), upstream.norm(dim=-1).squeeze(-1) * scale)
+
+
+def gradients_of(quantizer: Quantizer, x: Tensor, upstream: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(quantizer(x).vectors, [x, *quantizer.parameters()], upstream)
+
+
+@pytest.mark.parametrize("cosine", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_ibq_has_the_gradient_of_the_paper(cosine: bool, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the paper's inner products where codes have equal length; token by token, as large codebooks need it."""
+    monkeypatch.setattr("vqclip.quantizers.gradients.SCORES", 1)
+    if cosine and depth > 1:
+        return
+    stages = [VQ(5, 8, learning="ibq", cosine=cosine, kmeans=False).double() for _ in range(depth)]
+    quantizer = Residual(stages[0], depth).double()
+    x, upstream = torch.randn(2, 200, 5, dtype=torch.float64)
+    x.requires_grad_()
+    left, vectors, codebooks = F.normalize(x, dim=-1) if cosine else x, 0, []
+    for stage in quantizer.stages:
+        codebooks.append(stage.codebook[0].detach().clone().requires_grad_())
+        codes = F.normalize(codebooks[-1], dim=-1) if cosine else codebooks[-1]
+        soft = ((left @ codes.T) if cosine else -torch.cdist(left, codes).square() / 2).softmax(dim=-1)
+        hard = F.one_hot(soft.argmax(dim=-1), 8).to(soft)
+        vectors = vectors + (hard + soft - soft.detach()) @ codes
+        left = left - (hard @ codes).detach()
+    expected = torch.autograd.grad(vectors, [x, *codebooks], upstream)
+    found = gradients_of(quantizer, x, upstream)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.cat(found[1:]), torch.stack(expected[1:]), rtol=1e-10, atol=1e-12)
+    assert (found[1] != 0).all(), "every code has a gradient"
+
+
+def test_ibq_has_the_losses_of_the_paper() -> None:
+    quantizer = VQ(5, 8, learning="ibq", kmeans=False).double()
+    x = torch.randn(50, 5, dtype=torch.float64)
+    error = (quantizer(x).vectors - x).square().mean()
+    assert quantizer.loss_weights == {"commitment": 1.0, "codebook": 0.25, "index": 1.0}
+    for loss in quantizer.losses(quantizer(x).stats).values():
+        torch.testing.assert_close(loss, error)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("noisy", [True, False])
+def test_diveq_has_the_gradient_of_the_paper(depth: int, noisy: bool) -> None:
+    """And an error that the noise turns by a few degrees; without keys by none."""
+    quantizer = Residual(VQ(5, 8, learning="diveq", kmeans=False), depth).double()
+    x, upstream = torch.randn(2, 40, 5, 5, dtype=torch.float64)
+    x.requires_grad_()
+    noise = torch.zeros(())
+    if noisy:
+        set_dropout_keys(quantizer, 1, 2, torch.arange(40) + 7)
+        noise = quantizer.stages[0].noise(x)
+        assert abs(noise.std() ** 2 / 1e-3 - 1) < 0.2
+        assert abs(noise.mean()) < 0.003
+    codebooks = [stage.codebook[0].detach().clone().requires_grad_() for stage in quantizer.stages]
+    ids = quantizer(x).ids.unbind(-1)
+    error = sum(codes[each] for codes, each in zip(codebooks, ids, strict=True)) - x
+    vectors = x + error.norm(dim=-1, keepdim=True) * F.normalize(error + noise, dim=-1).detach()
+    assert (torch.equal(vectors, quantizer(x).vectors) or (vectors - quantizer(x).vectors).abs().max() < 1e-9) != noisy
+    expected = torch.autograd.grad(vectors, [x, *codebooks], upstream)
+    found = gradients_of(quantizer, x, upstream)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.cat(found[1:]), torch.stack(expected[1:]), rtol=1e-10, atol=1e-12)
+
+
+def test_noise_depends_on_the_place_of_the_sample_and_not_on_padding() -> None:
+    noise, x = KeyedNoise(1.0), torch.zeros(4 * 6, 2, 3, dtype=torch.float64)
+    holder = torch.nn.Sequential(noise)
+    set_dropout_keys(holder, 0, 5, torch.arange(4))
+    whole = noise(x).view(4, 6, 2, 3)
+    assert len(whole.unique()) == whole.numel()
+    set_dropout_keys(holder, 0, 5, torch.tensor([3, 1]))
+    assert torch.equal(noise(x[: 2 * 4]).view(2, 4, 2, 3), whole[[3, 1], :4])
+    set_dropout_keys(holder, 0, 6, torch.arange(4))
+    assert not torch.equal(noise(x).view(4, 6, 2, 3), whole)
+    assert noise.eval()(x) is None
 
 
 def test_a_compiled_search_computes_a_limited_number_of_scores(monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""Dropout with masks that do not depend on the number of processes and microbatches.
+"""Dropout and noise that do not depend on the number of processes and microbatches.
 
 `torch.nn.Dropout` draws from the generator of its process, so a run on two processes differs from one on a single
 process. Here a mask is a hash of (run seed, step, layer, place of the sample in the global batch, number of the
@@ -6,6 +6,8 @@ feature): the same wherever and however often the sample is computed.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +48,26 @@ class KeyedDropout(nn.Module):
     def extra_repr(self) -> str:
         """Return the probability."""
         return f"p={self.p}"
+
+
+class KeyedNoise(KeyedDropout):
+    """Normal random numbers for the features of each sample, in training and where `set_dropout_keys` has set keys.
+
+    Args:
+        p: standard deviation.
+    """
+
+    def forward(self, x: Tensor) -> Tensor | None:  # type: ignore[override]
+        """``(B N, ...)``, N tokens of each sample → noise of this shape, the same for any padding; None without keys.
+
+        By the method of Box and Muller from two hashed numbers for each feature.
+        """
+        if not self.training or self.keys is None or not len(self.keys):
+            return None
+        features = torch.arange(2 * x.numel() // len(self.keys), device=x.device)
+        drawn = (hash32(hash32(features) ^ self.keys[:, None]).to(x.dtype) + 0.5) / 2**32
+        length, turn = drawn.view(len(self.keys), -1, 2).unbind(-1)
+        return (self.p * (-2 * length.log()).sqrt() * (2 * math.pi * turn).cos()).view_as(x)
 
 
 class PatchDropout(KeyedDropout):

@@ -108,8 +108,8 @@ class Quantizer(nn.Module, ABC):
     - NaN in the input gives NaN vectors, never an id out of range.
 
     A new quantizer calls ``super().__init__`` and implements `_nearest` and `_decode`. It overrides `_bound`,
-    `_pass_gradient`, `_statistics`, `_losses`, `metrics`, `_update`, `spawn` and `refinement` if the defaults here do
-    not fit. The private methods of forward get ``(T, G, D)``.
+    `_attach_codes`, `_pass_gradient`, `_statistics`, `_losses`, `metrics`, `_update`, `spawn` and `refinement` if the
+    defaults here do not fit. The private methods of forward get ``(T, G, D)``.
 
     Args:
         dim: D, the width of the vectors.
@@ -381,6 +381,10 @@ class Quantizer(nn.Module, ABC):
         """Map ``(T, G, D)`` to the range of the codes, before rounding."""
         return x
 
+    def _attach_codes(self, values: Tensor, ids: Tensor, bounded: Tensor) -> Tensor:
+        """Return ``values`` of `_nearest`, bit for bit, with the gradient of codes that the training loss moves."""
+        return values
+
     def _pass_gradient(self, values: Tensor, bounded: Tensor) -> Tensor:
         """Return ``values``, bit for bit, with a gradient for ``bounded``; NaN where ``bounded`` is NaN."""
         return straight_through(values, bounded)
@@ -388,6 +392,7 @@ class Quantizer(nn.Module, ABC):
     def _quantize(self, bounded: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Stats]:
         """Return values and ids of `_nearest`, 0 and -1 where masked, and the statistics."""
         values, ids = self._nearest(bounded)
+        values = self._attach_codes(values, ids, bounded)
         if keep is not None:
             absent = ~keep[:, None, None]
             values, ids = values.masked_fill(absent, 0), ids.masked_fill(absent, -1)
@@ -401,7 +406,7 @@ class Quantizer(nn.Module, ABC):
 
         Args:
             bounded: ``(T, G, D)``, with gradient; any finite number where masked.
-            values: ``(T, G, D)``, 0 where masked.
+            values: ``(T, G, D)``, 0 where masked, with the gradient of `_attach_codes`.
             ids: ``(T, G, C)``, -1 where masked.
             keep: ``(T,)`` bool or None, True = real token.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -16,16 +16,17 @@ from vqclip.config import Config
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.dist import is_torch_compiling
 from vqclip.errors import ConfigError
-from vqclip.nn.precision import first_derivative_only, full_precision
+from vqclip.nn.precision import full_precision
 from vqclip.quantizers.base import Quantizer, resolve_weights
+from vqclip.quantizers.gradients import rotation
 from vqclip.quantizers.stats import Stats
-from vqclip.quantizers.vectors import MAX_COUNTED_CODES, SHORT, squared_error, straight_through, tokens_at_a_time, unit
+from vqclip.quantizers.vectors import MAX_COUNTED_CODES, squared_error, straight_through, tokens_at_a_time
 
 CHUNK = 2**20
 """Scores (tokens × codes) that a CPU computes at a time in the search for the nearest code: 4 MiB in float32."""
 
 GradientPath = Literal["straight_through", "rotation"]
-"""Gradient from a code to its vector: unchanged, or rotated (`_Rotation`)."""
+"""Gradient from a code to its vector: unchanged, or rotated (`rotation`)."""
 
 
 class TableQuantizer(Quantizer):
@@ -76,7 +77,7 @@ class TableQuantizer(Quantizer):
     def _losses(self, stats: Stats) -> dict[str, Tensor]:
         """Return the losses of the class."""
         count = stats["tokens"].clamp(min=1)
-        return {name: (stats[name].double() / count).mean() for name in ("commitment", "codebook") if name in stats}
+        return {name: (stats[name].double() / count).mean() for name in self.loss_weights}
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters without weight decay: codes must stay near the vectors."""
@@ -111,13 +112,13 @@ class TableQuantizer(Quantizer):
             return look_up(self.codes(), ids.squeeze(-1).clamp(min=0)).masked_fill(ids < 0, 0)
 
     def _pass_gradient(self, values: Tensor, bounded: Tensor) -> Tensor:
-        through = _Rotation.apply(bounded, values) if self.gradient == "rotation" else bounded
+        through = rotation(bounded, values) if self.gradient == "rotation" else bounded
         return straight_through(values, through)
 
     def _statistics(self, bounded: Tensor, values: Tensor, ids: Tensor, keep: Tensor | None) -> Stats:
         counts = super()._statistics(bounded, values, ids, keep)
         sums = counts.sums | counts.histograms  # `update` reads the histogram
-        sums["commitment"] = squared_error(bounded, values, keep)
+        sums["commitment"] = squared_error(bounded, values.detach(), keep)
         if "codebook" in self.loss_weights:
             learned = look_up(self.codes().to(bounded.dtype), ids.squeeze(-1).clamp(min=0))
             sums["codebook"] = squared_error(bounded.detach(), learned, keep)
@@ -174,31 +175,6 @@ def look_up(codes: Tensor, ids: Tensor) -> Tensor:
     groups, size, _ = codes.shape
     rows = ids + size * torch.arange(groups, device=ids.device)
     return F.embedding(rows, codes.flatten(0, 1)) + 0.0  # a sum of codes never gives -0.0
-
-
-class _Rotation(torch.autograd.Function):
-    """``x`` with the gradient of the constant linear map that rotates and scales ``x`` to ``q``.
-
-    The rotation trick (Fifty et al. 2024, https://arxiv.org/abs/2410.06424): gradients keep their angle to the code, so
-    vectors with the same code get different gradients. The rotation is two reflections, without a D × D matrix.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, q: Tensor) -> Tensor:
-        ctx.save_for_backward(x, q)
-        return x.view_as(x)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        x, q = ctx.saved_tensors
-        u, v = unit(x), unit(q)
-        w = unit(u + v)
-        # The transpose of 1 - 2 w wᵀ + 2 v uᵀ.
-        turned = grad - 2 * (grad * w).sum(-1, keepdim=True) * w + 2 * (grad * v).sum(-1, keepdim=True) * u
-        length = x.norm(dim=-1, keepdim=True)
-        turned = turned * q.norm(dim=-1, keepdim=True) / length.clamp(min=SHORT)
-        return torch.where(length < SHORT, grad, turned), None  # a vector without direction cannot be rotated
 
 
 class SimVQ(TableQuantizer):

@@ -278,7 +278,7 @@ class Residual(Quantizer):
             values, ids, stats[str(i)] = stage._quantize(left * self._fineness(i), theirs)
             sums.append(values / self._fineness(i))
             columns.append(ids)
-            left = left - sums[-1]
+            left = left - sums[-1].detach()
         return functools.reduce(torch.add, sums), torch.cat(columns, dim=-1), Stats.nest(stats)
 
     def _stage_masks(self, bounded: Tensor, keep: Tensor | None) -> list[Tensor | None]:

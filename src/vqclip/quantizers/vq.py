@@ -14,17 +14,28 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
+from vqclip.nn.dropout import KeyedNoise
 from vqclip.nn.precision import full_precision
 from vqclip.quantizers.base import resolve_weights
-from vqclip.quantizers.nearest import GradientPath, TableConfig, TableQuantizer, whole
+from vqclip.quantizers.gradients import drawn_direction, soft_assignment
+from vqclip.quantizers.nearest import GradientPath, TableConfig, TableQuantizer, look_up, whole
 from vqclip.quantizers.new_codes import kmeans, replacements
 from vqclip.quantizers.stats import OWN, Draw, Stats, stream
-from vqclip.quantizers.vectors import check_channels, sums_by_code, unit
+from vqclip.quantizers.vectors import check_channels, squared_error, sums_by_code, unit
 
 log = logging.getLogger(__name__)
 
-Learning = Literal["ema", "gradient"]
-"""Update rule of the codes: moving mean of their vectors, or gradient of the codebook loss."""
+Learning = Literal["ema", "gradient", "ibq", "diveq"]
+"""Update rule of the codes: moving mean of their vectors, gradient of the codebook loss, or of the training loss."""
+LOSSES: dict[Learning, dict[str, float]] = {
+    "ema": {"commitment": 0.25},
+    "gradient": {"commitment": 0.25, "codebook": 1.0},
+    "ibq": {"commitment": 1.0, "codebook": 0.25, "index": 1.0},
+    "diveq": {"commitment": 0.0},
+}
+"""Losses of each rule, with their weights by default."""
+NOISE = 1e-3**0.5
+"""Standard deviation of DiVeQ's noise; its variance is the paper's."""
 TRAINED = "tokens_to_follow"
 """Entry of statistics that were computed in training mode."""
 
@@ -36,8 +47,10 @@ class VQ(TableQuantizer):
     """Vector Quantization (VQ-VAE: van den Oord et al. 2017, https://arxiv.org/abs/1711.00937).
 
     A vector becomes the nearest of K codes. With ``learning="ema"`` each code is the moving mean of its vectors (the
-    paper's appendix), with ``"gradient"`` a loss moves it. Forward changes nothing; `update` uses the statistics of the
-    global batch:
+    paper's appendix), with ``"gradient"`` a loss moves it. With ``"ibq"`` and ``"diveq"`` the gradient of ``vectors``
+    itself moves codes, and ``gradient`` is not read: all codes (`soft_assignment`), or the nearest one, in a direction
+    with noise (`drawn_direction`) that `vqclip.nn.dropout.set_dropout_keys` keys; without keys there is none. Forward
+    changes nothing; `update` uses the statistics of the global batch:
 
         first step:  codes = k-means of up to 8 K random tokens
         later:       sizes  = decay · sizes  + (1 - decay) · counts of each code
@@ -51,12 +64,12 @@ class VQ(TableQuantizer):
     Dead codes follow SoundStream (Zeghidour et al. 2021): at most a quarter of the codes (or 64) in one step become
     tokens drawn by (seed, step, layer), no two of them equal to each other or to a code.
 
-    Losses, each a mean over the tokens of all ranks: ``commitment``; with ``gradient`` also ``codebook``
-    (`TableQuantizer`).
+    Losses, each a mean over the tokens of all ranks: ``commitment``; with ``gradient`` and ``ibq`` also ``codebook``
+    (`TableQuantizer`); with ``ibq`` also ``index``, the same number with a gradient for the vector and for all codes.
 
     Args:
         dim, codebook_size, learning, decay, cosine, kmeans, dead_below, gradient, sync_codebook: see `VQConfig`.
-        loss_weights: name → weight; 0 for a missing one. By default commitment 0.25, codebook 1.
+        loss_weights: name → weight, in place of those in `LOSSES`.
         groups: G, the number of codebooks; more than 1 in a `Product`.
 
     Raises:
@@ -96,12 +109,13 @@ class VQ(TableQuantizer):
         self.learning, self.decay, self.cosine, self.dead_below = learning, decay, cosine, dead_below
         self.sync_codebook = sync_codebook
         codebook = self._normalize(torch.randn(groups, codebook_size, dim, dtype=torch.float32) * dim**-0.5)
-        if learning == "gradient":
+        if learning != "ema":
             self.codebook = nn.Parameter(codebook)
         else:
             self.register_buffer("codebook", codebook)
             self.register_buffer("totals", torch.zeros_like(codebook))
         self.register_buffer("sizes", torch.zeros_like(codebook[..., 0]))
+        self.noise = KeyedNoise(NOISE if learning == "diveq" else 0.0)
         self.skipped = torch.zeros((), dtype=torch.int64, device="cpu")
         self._skipped_before: Tensor | None = self.skipped
         # The host's part of `has_started`, which forward reads without waiting for the device.
@@ -179,11 +193,27 @@ class VQ(TableQuantizer):
     def _bound(self, x: Tensor) -> Tensor:
         return self._normalize(x)
 
+    def _attach_codes(self, values: Tensor, ids: Tensor, bounded: Tensor) -> Tensor:
+        if self.training and self.learning == "diveq":
+            return look_up(self.codes(), ids.squeeze(-1))
+        if self.training and self.learning == "ibq":
+            return soft_assignment(values, bounded, self.codes(), ids.squeeze(-1))
+        return values
+
+    def _pass_gradient(self, values: Tensor, bounded: Tensor) -> Tensor:
+        if self.training and self.learning == "diveq":
+            return drawn_direction(values, bounded, self.noise(bounded))
+        if self.training and self.learning == "ibq":
+            return values + (bounded - bounded).detach()  # NaN where the vector is
+        return super()._pass_gradient(values, bounded)
+
     def _normalize(self, x: Tensor) -> Tensor:
         return unit(x) if self.cosine else x
 
     def _statistics(self, bounded: Tensor, values: Tensor, ids: Tensor, keep: Tensor | None) -> Stats:
         sums = dict(super()._statistics(bounded, values, ids, keep).sums)
+        if "index" in self.loss_weights:
+            sums["index"] = squared_error(bounded, values, keep)
         if not self.training:
             return Stats(sums)
         own = "" if self.sync_codebook else OWN
@@ -279,10 +309,15 @@ class VQ(TableQuantizer):
 class VQLossWeights(Config):
     """Weights of VQ's losses in the training loss."""
 
-    commitment: Annotated[float, Field(ge=0)] = 0.25
-    """Weight of the mean squared distance that moves vectors to their codes."""
+    commitment: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the mean squared distance that moves vectors to their codes: by default 0.25, with learning: ibq 1,
+    with diveq 0."""
     codebook: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the same distance, moving codes to their vectors: 1 with learning: gradient; not allowed with ema."""
+    """Weight of the same distance, moving codes to their vectors: 1 with learning: gradient, 0.25 with ibq; not allowed
+    with ema and diveq."""
+    index: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the same distance, moving vectors and, through the soft assignment, all codes: 1 with learning: ibq;
+    not allowed with the others."""
 
 
 class VQConfig(TableConfig):
@@ -290,7 +325,9 @@ class VQConfig(TableConfig):
 
     kind: Literal["vq"] = "vq"
     learning: Learning = "ema"
-    """Update rule of the codes: ema (moving mean of their vectors) or gradient (the codebook loss)."""
+    """Update rule of the codes: ema (moving mean of their vectors), gradient (the codebook loss), or by the training
+    loss itself: ibq (all codes, through a soft assignment) or diveq (the nearest code, in a direction with noise). With
+    these two `gradient` is not read."""
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.99
     """Decay of the moving counts and means; higher is slower."""
     cosine: bool = False
@@ -318,27 +355,26 @@ class VQConfig(TableConfig):
 
 
 def vq_weights(learning: Learning, weights: Mapping[str, float] | None, sync_codebook: bool) -> dict[str, float]:
-    """Return the weights of the losses to compute: commitment, and codebook if codes learn by it.
+    """Return the weights of the losses to compute: commitment, and those of the rule that are not 0.
 
     Raises:
         ConfigError: a weight that does not fit ``learning``, or codebooks that differ between ranks but learn by
             gradient.
     """
-    learned = learning == "gradient"
-    if learned and weights is not None:
-        weights = {"codebook": 1.0, **weights}
-    found = resolve_weights("VQ", VQLossWeights().model_dump() | {"codebook": float(learned)}, weights)
-    if not learned and found["codebook"] > 0:
+    weights, usual = weights or {}, LOSSES[learning]
+    resolve_weights("VQ", VQLossWeights().model_dump(), weights)
+    if wrong := [name for name, weight in weights.items() if weight > 0 and name not in usual]:
         raise ConfigError(
-            "VQ: loss_weights has codebook, but with learning: ema no gradient moves the codes; leave it out, or set "
-            "learning: gradient"
+            f"VQ: loss_weights has {wrong[0]}, but with learning: {learning} there is no such loss; leave it out, or "
+            f"set learning: {' or '.join(rule for rule, losses in LOSSES.items() if wrong[0] in losses)}"
         )
-    if learned and found["codebook"] == 0:
+    found = {name: weights.get(name, weight) for name, weight in usual.items()}
+    if learning == "gradient" and found["codebook"] == 0:
         raise ConfigError("VQ: loss_weights.codebook is 0, so nothing would move the codes; set learning: ema")
-    if learned and not sync_codebook:
+    if learning != "ema" and not sync_codebook:
         raise ConfigError(
-            "VQ: sync_codebook is false with learning: gradient, but DDP averages the gradients of codes, which must "
-            "then be equal on all ranks; expected learning: ema"
+            f"VQ: sync_codebook is false with learning: {learning}, but DDP averages the gradients of codes, which "
+            "must then be equal on all ranks; expected learning: ema"
         )
     return {name: weight for name, weight in found.items() if weight > 0 or name == "commitment"}
 
@@ -353,6 +389,6 @@ def _refresh_started(module: nn.Module, keys: object = None) -> None:
 def _warn_skipped() -> None:
     log.warning(
         "VQ: the tokens of an update contained NaN or infinity, so that it moved no code; VQ.skipped counts such "
-        "updates; mask these tokens, or find their cause, such as an overflow in fp16 (with learning: gradient, skip "
+        "updates; mask these tokens, or find their cause, such as an overflow in fp16 (unless learning is ema, skip "
         "the optimizer's step too, which moves the codes)"
     )
