@@ -113,7 +113,8 @@ def reference_page(known: Mapping[str, Any]) -> str:
                 for kind, found in each["sections"].items()
             ]
             see = dict.fromkeys(places[found] for found in each["sections"].values() if found in places)
-            cells = f"`{key}`", each["value"], each["text"] + (f" Keys: {'; '.join(see)}." if see else "")
+            value, keys = each["value"].replace("][", r"]\["), f" Keys: {'; '.join(see)}." if see else ""
+            cells = f"`{key}`", value, each["text"] + keys
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         lines.append("")
         waiting = inner + waiting

@@ -52,6 +52,11 @@ def test_a_page_of_the_reference_has_it(module):
     assert module in NAMED
 
 
+@pytest.mark.parametrize("name", NAMED)
+def test_named_things_exist(name, package):
+    assert found_in(package, name)
+
+
 @pytest.mark.parametrize(
     "module", sorted({*REQUIRED, *(name for name in NAMED if not name.split(".")[-1][0].isupper())})
 )

@@ -143,10 +143,9 @@ class LFQ(BinaryQuantizer):
     """Lookup-Free Quantization (MAGVIT-v2: Yu et al. 2023, https://arxiv.org/abs/2310.05737).
 
     Every channel becomes ``scale`` (if positive) or ``-scale``. Ids equal those of vector-quantize-pytorch. Losses: see
-    `BinaryQuantizer`.
+    `BinaryQuantizer`; other arguments: see `LFQConfig`.
 
     Args:
-        bits, entropy_temperature, scale, bound: see `LFQConfig`.
         loss_weights: see `BinaryQuantizer`.
 
     Raises:
@@ -192,10 +191,9 @@ class BSQ(BinaryQuantizer):
 
     The vector is scaled to unit length and every channel becomes ``±1 / √bits``. Codes have unit length too, so the
     commitment loss is bounded. Losses: see `BinaryQuantizer`. The paper approximates the codebook entropy with
-    independent bits; here it is exact.
+    independent bits; here it is exact. Other arguments: see `BSQConfig`.
 
     Args:
-        bits, entropy_temperature: see `BSQConfig`.
         loss_weights: see `BinaryQuantizer`.
 
     Raises:

@@ -181,9 +181,10 @@ class SimVQ(TableQuantizer):
     """Vector quantization with a learned linear layer over a frozen table (Zhu et al. 2024, arXiv 2411.02038).
 
     The layer moves all codes, also unused ones. Losses: ``commitment`` and ``codebook``, see `TableQuantizer`.
+    Other arguments: see `SimVQConfig`.
 
     Args:
-        dim, codebook_size, gradient, loss_weights: see `SimVQConfig`; of the weights only ``commitment`` may be 0.
+        loss_weights: as of `SimVQConfig`; only ``commitment`` may be 0.
         groups: G, the number of codebooks; more than 1 in a `Product`.
 
     Raises:

@@ -159,11 +159,11 @@ class Residual(Quantizer):
     (seed, layer, step) and so equal on all ranks without communication. An inactive stage has ids -1 and adds nothing
     to the vector or to statistics. `truncate` sets ids of late stages to -1 afterwards, to use fewer bits.
 
-    Losses are sums over stages; metrics are means, and ``0/usage``, ``1/usage``, ... for each stage.
+    Losses are sums over stages; metrics are means, and ``0/usage``, ``1/usage``, ... for each stage. Other
+    arguments: see `ResidualConfig`; with ``dropout``, `update` draws the next number of stages.
 
     Args:
         layer: the quantizer of a stage; only its settings are used, every stage is a new one.
-        depth, dropout, least: see `ResidualConfig`; with ``dropout``, `update` draws the next number of stages.
         groups: G, the number of such quantizers; more than 1 inside a `Product`.
 
     Raises:

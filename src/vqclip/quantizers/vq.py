@@ -66,9 +66,9 @@ class VQ(TableQuantizer):
 
     Losses, each a mean over the tokens of all ranks: ``commitment``; with ``gradient`` and ``ibq`` also ``codebook``
     (`TableQuantizer`); with ``ibq`` also ``index``, the same number with a gradient for the vector and for all codes.
+    Other arguments: see `VQConfig`.
 
     Args:
-        dim, codebook_size, learning, decay, cosine, kmeans, dead_below, gradient, sync_codebook: see `VQConfig`.
         loss_weights: name → weight, in place of those in `LOSSES`.
         groups: G, the number of codebooks; more than 1 in a `Product`.
 

@@ -130,7 +130,7 @@ def code_maps(codes: Codes) -> list[tuple[ShownImage, list[Markup]]]:
     for each in codes.maps[:MAX_MAPS]:
         tokens = each.ids[:MAX_MAP_TOKENS]
         rows, columns = codes.grid or find_grid(len(tokens))
-        if rows * columns != len(tokens) or any(len(ids) != len(codes.codebooks) for ids in tokens):
+        if len(tokens) == 1 or rows * columns != len(tokens) or any(len(ids) != len(codes.codebooks) for ids in tokens):
             continue
         maps = [draw_map([ids[c] for ids in tokens], columns) for c in range(len(codes.codebooks))]
         found.append((each.image, [png_uri(image) for image in maps]))
