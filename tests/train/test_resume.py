@@ -354,7 +354,7 @@ def test_what_may_differ_is_named_one_by_one(tmp_path, shards, caplog, monkeypat
     tree["run"]["resume_allow"][-1] = "train.batch_size"
     with caplog.at_level("WARNING"):
         assert train(tree).finished
-    assert "allowed to differ:  train.batch_size: 12 in the checkpoint, 10 now" in caplog.text
+    assert "allowed to differ: train.batch_size: 12 in the checkpoint, 10 now" in caplog.text
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 

@@ -286,7 +286,7 @@ def _announce(job: FeatureJob, missing: list[int]) -> None:
     """Log the size of the features, and require enough space for those that are missing."""
     folder, settings, samples = job.folder, job.folder.settings, job.samples
     rows = float(samples.views or 1) if settings.modality == "image" else _captions_per_sample(samples)
-    unit = "views" if settings.modality == "image" else "captions"
+    unit = ("view" if settings.modality == "image" else "caption") + "s" * (rows != 1)
     what = (
         f"feature cache ({job.maker.network}): {settings.samples:,} samples x {rows:.3g} {unit} x {settings.tokens:,} "
         f"{'token' if settings.tokens == 1 else 'tokens'} x {settings.width:,} features, {settings.dtype}: "
