@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vqclip.config.messages import show
 from vqclip.errors import ConfigError
 from vqclip.evaluation.tables import figure_title
 from vqclip.report.model_words import describe_state
@@ -72,7 +73,8 @@ def differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
     paths = [path for path in paths if not path.startswith(sections) or path.rpartition(".")[2] in TELLING]
     found = []
     for path in paths:
-        values = [str(each[path])[:200] if path in each else "–" for each in flat]
+        values = [each.get(path, "–") for each in flat]
+        values = [value[:200] if isinstance(value, str) else show(value) for value in values]
         if len(set(values)) > 1:
             found.append((path, values))
     return found

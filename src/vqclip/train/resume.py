@@ -251,7 +251,7 @@ def _require_same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], 
             "restore these, give this run another name (run.name=...), or list in run.resume_allow what may differ"
         )
     for line in differing.values():
-        logger.warning("%s: allowed to differ:%s", path, line.lstrip(" "))
+        logger.warning("%s: allowed to differ: %s", path, line.strip())
 
 
 def _begins(key: str, name: str) -> bool:
