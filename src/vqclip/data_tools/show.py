@@ -12,7 +12,6 @@ from torch import Tensor
 
 from vqclip.config import load_config
 from vqclip.data import Source, TrainData
-from vqclip.errors import count_noun
 from vqclip.report.images import png_uri
 from vqclip.report.page import render
 from vqclip.towers import Vocabulary
@@ -101,8 +100,8 @@ def training_tiles(data: TrainData, vocabulary: Vocabulary, count: int, epoch: i
         pieces = [vocabulary.pieces(text) for text in dict.fromkeys(each.caption for each, _ in made)]
         captions = tuple(Caption(tuple(words), read) for words, read in pieces)
         longest, read = max(len(each.pieces) for each in captions), captions[0].read
-        title = f"{sample.sample_id}: {_place(*data.samples.locate(sample.sample_id))}, {count_noun(longest, 'token')}"
-        title += f", {read} read" if longest > read else ""
+        title = f"{sample.sample_id}: {_place(*data.samples.locate(sample.sample_id))}, {longest} token"
+        title += "s" * (longest != 1) + (f", {read} read" if longest > read else "")
         warning = f"in place of {_place(data.samples.sources[source], index)}: {bad[0].kind}" if bad else ""
         images = tuple(each.image for each, _ in made if each.image is not None)
         tiles.append(Tile(images, title, captions, warning))
