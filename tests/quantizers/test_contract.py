@@ -80,6 +80,8 @@ CONFIGS = {
     "residual of fsq with dropout": ResidualConfig(
         layer=FSQConfig(levels=(8, 5, 3), layout="uniform"), depth=3, dropout=True
     ),
+    "residual of vq, shared": ResidualConfig(layer=VQConfig(dim=5, codebook_size=16), depth=3, shared=True),
+    "residual of vq, beam": ResidualConfig(layer=VQConfig(dim=5, codebook_size=16), depth=3, beam=4, dropout=True),
     "product of vq": ProductConfig(layer=VQConfig(dim=3, codebook_size=16), codebooks=3),
     "product of bsq": ProductConfig(layer=BSQConfig(bits=4, **SOFT), codebooks=2),
     "product of simvq": ProductConfig(layer=SimVQConfig(dim=3, codebook_size=8), codebooks=2),
@@ -97,7 +99,7 @@ CONFIGS = {
 
 DISCRETE = {name: config for name, config in CONFIGS.items() if "identity" not in name}
 
-DIFFERENT_GRAPHS = ("fsq", "bsq", "vq, learned", "vq, ibq", "vq, diveq", "simvq", "residual of vq with dropout")
+DIFFERENT_GRAPHS = ("fsq", "bsq", "vq, learned", "vq, ibq", "vq, diveq", "simvq", "residual of vq, beam")
 """The graphs of the others have no operation that these lack, so they are traced in the slow tests only."""
 
 TRACED = [pytest.param(c, id=n, marks=() if n in DIFFERENT_GRAPHS else pytest.mark.slow) for n, c in CONFIGS.items()]
@@ -189,6 +191,9 @@ class TestOutput:
         columns = [torch.randint(0, min(k, 2**62), (500,), generator=generator) for k in discrete.codebook_sizes]
         ids = torch.stack(columns, dim=-1)
         vectors = discrete.decode(ids)
+        if getattr(discrete, "shared", False):
+            ids = ids.sort(dim=-1).values  # a sum of codes in any order
+            vectors = discrete.decode(ids)
         assert len(vectors.unique(dim=0)) == len(ids.unique(dim=0))
 
     def test_a_vector_is_the_sum_of_its_codebooks_rows(self, discrete: Quantizer) -> None:

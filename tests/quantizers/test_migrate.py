@@ -20,6 +20,9 @@ MODULES: dict[str, Any] = {
     "vq, learned": lambda: peer.VectorQuantize(
         dim=8, codebook_size=64, learnable_codebook=True, ema_update=False, rotation_trick=False
     ),
+    "vq, diveq": lambda: peer.VectorQuantize(
+        dim=8, codebook_size=64, directional_reparam=True, threshold_ema_dead_code=2
+    ),
     "vq, heads": lambda: peer.VectorQuantize(
         dim=8, codebook_size=32, codebook_dim=4, heads=2, separate_codebook_per_head=True
     ),

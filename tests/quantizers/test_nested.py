@@ -124,6 +124,52 @@ def test_stages_start_one_after_another_on_what_is_left() -> None:
     assert errors[-1] < 0.15
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_wide_search_finds_the_nearest_sum(shared: bool) -> None:
+    x = torch.randn(300, 2, 3, generator=torch.Generator().manual_seed(0))
+    errors = []
+    for beam in (1, 3, 5):
+        torch.manual_seed(0)
+        quantizer = Residual(VQ(3, 5, kmeans=False), 3, shared=shared, beam=beam)
+        errors.append((x - quantizer.decode(quantizer.encode(x))).square().sum(dim=-1))
+    exhaustive = Residual(VQ(3, 5, kmeans=False), 3, shared=shared, beam=25)
+    exhaustive.load_state_dict(quantizer.state_dict())
+    every = torch.cartesian_prod(*[torch.arange(5)] * 3)
+    least = torch.cdist(x.flatten(0, 1), quantizer.decode(every)).min(dim=1).values.square().view(300, 2)
+    found = (x - exhaustive(x).vectors).square().sum(dim=-1)
+    torch.testing.assert_close(found, least, rtol=1e-4, atol=1e-5)
+    assert errors[0].mean() > errors[1].mean() > errors[2].mean() >= least.mean()
+
+
+def test_a_shared_codebook_learns_from_every_stage() -> None:
+    torch.manual_seed(0)
+    quantizer = Residual(VQ(2, 8, decay=0.9, kmeans=False, dead_below=0), 3, shared=True).double()
+    assert [name for name in quantizer.state_dict() if name.endswith("codebook")] == ["layers.0.codebook"]
+    before = quantizer.stages[0].codebook[0].clone()
+    x = torch.randn(40, 2, dtype=torch.float64)
+    out = quantizer(x)
+    quantizer.update(out.stats)
+    left, counts, sums = x, torch.zeros(8), torch.zeros(8, 2, dtype=torch.float64)
+    for ids in out.ids.unbind(-1):
+        counts += ids.bincount(minlength=8)
+        sums.index_add_(0, ids, left)
+        left = left - before[ids]
+    sizes = 0.9 * 15 + 0.1 * counts
+    expected = (0.9 * 15 * before + 0.1 * sums) / sizes[:, None]
+    torch.testing.assert_close(quantizer.stages[2].codebook[0], expected)
+
+
+def test_dead_codes_of_a_shared_codebook_become_what_any_stage_quantizes() -> None:
+    quantizer = Residual(VQ(2, 8, decay=0.5, kmeans=False, dead_below=0.9), 2, shared=True)
+    x = torch.randn(100, 2)
+    before = quantizer.stages[0].codebook[0].clone()
+    ids = quantizer(x).ids
+    left = x - before[ids[:, 0]]
+    quantizer.update(quantizer(x).stats)
+    places = [torch.cdist(quantizer.stages[0].codebook[0], tokens).min(dim=1).values == 0 for tokens in (x, left)]
+    assert all(place.any() for place in places)
+
+
 def test_dropout_draws_every_depth_and_leaves_the_rest_out() -> None:
     quantizer = Residual(LFQ(6, 1.0), 4, dropout=True, least=2)
     quantizer.set_seed(0)
@@ -230,6 +276,11 @@ def test_wrong_numbers() -> None:
     for depth, least in ((0, 1), (2, 3), (2, 0)):
         with pytest.raises(ConfigError, match=f"depth is {depth} and least {least}"):
             Residual(LFQ(3), depth, least=least)
+    for layer, beam in ((LFQ(3), 2), (VQ(3, 4), 0)):
+        with pytest.raises(ConfigError, match=f"beam is {beam}, expected 1, or more where the layer is VQ or SimVQ"):
+            Residual(layer, 2, beam=beam)
+    with pytest.raises(ValidationError, match="beam is 2, expected 1"):
+        ResidualConfig(layer={"kind": "lfq", "bits": 3}, depth=2, beam=2)
     with pytest.raises(ValidationError, match="depth is 2 and least 5"):
         ResidualConfig(layer=VQConfig(dim=2), depth=2, least=5)
 

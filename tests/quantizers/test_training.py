@@ -55,6 +55,12 @@ FAMILIES: dict[str, QuantizerConfig] = {
     "product of residual of vq": ProductConfig(
         layer=ResidualConfig(layer=VQConfig(dim=2, codebook_size=8, **BUSY), depth=2, dropout=True), codebooks=2
     ),
+    "residual of vq, shared": ResidualConfig(
+        layer=VQConfig(dim=4, codebook_size=16, **BUSY), depth=3, dropout=True, shared=True
+    ),
+    "product of residual of vq, beam": ProductConfig(
+        layer=ResidualConfig(layer=VQConfig(dim=2, codebook_size=8, **BUSY), depth=2, beam=3), codebooks=2
+    ),
     "residual of product of lfq": ResidualConfig(
         layer=ProductConfig(layer=LFQConfig(bits=2, entropy_temperature=1.0), codebooks=2), depth=2, dropout=True
     ),

@@ -391,7 +391,12 @@ class Quantizer(nn.Module, ABC):
 
     def _quantize(self, bounded: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Stats]:
         """Return values and ids of `_nearest`, 0 and -1 where masked, and the statistics."""
-        values, ids = self._nearest(bounded)
+        return self._finish(*self._nearest(bounded), bounded, keep)
+
+    def _finish(
+        self, values: Tensor, ids: Tensor, bounded: Tensor, keep: Tensor | None
+    ) -> tuple[Tensor, Tensor, Stats]:
+        """Mask values and ids, and return them with the statistics."""
         values = self._attach_codes(values, ids, bounded)
         if keep is not None:
             absent = ~keep[:, None, None]

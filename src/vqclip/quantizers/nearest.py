@@ -143,9 +143,14 @@ def nearest(x: Tensor, codes: Tensor, among: Tensor | None = None) -> Tensor:
     Computed as ``argmax <x, c> - |c|² / 2``, one matrix product. Except in an exported graph, a limited number of
     scores is computed at a time: `CHUNK` on a CPU, a 64th of a GPU's memory.
     """
+    return nearest_few(x, codes, 1, among).squeeze(-1)
+
+
+def nearest_few(x: Tensor, codes: Tensor, count: int, among: Tensor | None = None) -> Tensor:
+    """Return the ids of the ``count`` nearest codes, nearest first, ``(T, G, count)`` int64; see `nearest`."""
     # An operator of its own in a compiled graph, whose number of parts would be part of the graph.
     if is_torch_compiling():
-        return _nearest_in_graph(x, codes, among)
+        return _nearest_in_graph(x, codes, count, among)
     # Relative to the median of the codes, for precision when all codes are far from 0. A single distant code would
     # move the mean.
     middle = codes.median(dim=1, keepdim=True).values
@@ -155,19 +160,23 @@ def nearest(x: Tensor, codes: Tensor, among: Tensor | None = None) -> Tensor:
         half_norm = half_norm.masked_fill(~among[:, None], torch.inf)
     table = codes.transpose(1, 2)
     groups, size, _ = codes.shape
+    found = []
     parts = (x,) if torch.compiler.is_exporting() else x.split(tokens_at_a_time(x.device, groups * size, CHUNK))
-    found = [torch.baddbmm(half_norm, part.transpose(0, 1), table, beta=-1).argmax(dim=-1).T for part in parts]
+    for part in parts:
+        scores = torch.baddbmm(half_norm, part.transpose(0, 1), table, beta=-1)
+        best = scores.argmax(dim=-1, keepdim=True) if count == 1 else scores.topk(count, dim=-1).indices
+        found.append(best.transpose(0, 1))
     return torch.cat(found) if len(found) > 1 else found[0]
 
 
 @torch.library.custom_op("vqclip::nearest", mutates_args=())
-def _nearest_in_graph(x: Tensor, codes: Tensor, among: Tensor | None = None) -> Tensor:
-    return nearest(x, codes, among).contiguous()
+def _nearest_in_graph(x: Tensor, codes: Tensor, count: int, among: Tensor | None = None) -> Tensor:
+    return nearest_few(x, codes, count, among).contiguous()
 
 
 @_nearest_in_graph.register_fake
-def _(x: Tensor, codes: Tensor, among: Tensor | None = None) -> Tensor:
-    return x.new_empty(x.shape[:2], dtype=torch.int64)
+def _(x: Tensor, codes: Tensor, count: int, among: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:2], count), dtype=torch.int64)
 
 
 def look_up(codes: Tensor, ids: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS, MAX_STAGES, MAX_WIDTH
 from vqclip.errors import ConfigError
 from vqclip.quantizers.base import Quantizer
+from vqclip.quantizers.nearest import TableQuantizer, look_up, nearest_few
 from vqclip.quantizers.stats import Stats, random_integers, stream
 from vqclip.quantizers.vectors import summary
 
@@ -155,6 +156,10 @@ class Residual(Quantizer):
 
     Stage i of a layer with C codebooks has the columns ``i C`` to ``(i + 1) C - 1`` of the ids.
 
+    With ``shared`` all stages have one codebook, which learns from the tokens of every stage. With ``beam`` B, a search
+    keeps the B best sums of codes after every stage instead of one, at about B times the cost; the result is the sum
+    nearest to the vector. Its first stages are then chosen for the sum, not for themselves.
+
     With ``dropout`` only the first d stages are active in a training step. d, from ``least`` to ``depth``, is drawn by
     (seed, layer, step) and so equal on all ranks without communication. An inactive stage has ids -1 and adds nothing
     to the vector or to statistics. `truncate` sets ids of late stages to -1 afterwards, to use fewer bits.
@@ -168,13 +173,23 @@ class Residual(Quantizer):
 
     Raises:
         ConfigError: a number out of range, a layer that cannot be refined (cosine VQ, other layouts of FSQ, Identity),
-            more stages than the precision of float32 allows, or more stages or codebooks than `check_size` allows.
+            more stages than the precision of float32 allows, more stages or codebooks than `check_size` allows, or a
+            search among the codes of another layer than VQ or SimVQ.
     """
 
     step: Tensor
 
-    def __init__(self, layer: Quantizer, depth: int, dropout: bool = False, least: int = 1, groups: int = 1):
-        _check_least(depth, least)
+    def __init__(
+        self,
+        layer: Quantizer,
+        depth: int,
+        dropout: bool = False,
+        least: int = 1,
+        shared: bool = False,
+        beam: int = 1,
+        groups: int = 1,
+    ):
+        _check_numbers(depth, least, beam, isinstance(layer, TableQuantizer))
         if depth > 1:
             ratio = layer.refinement
             if ratio is None:
@@ -191,17 +206,13 @@ class Residual(Quantizer):
                     )
         check_size("Residual", layer.dim, len(layer.codebook_sizes) * depth, layer.extent.stages * depth)
         super().__init__(layer.dim, layer.codebook_sizes * depth, layer.loss_weights)
-        self.layers = nn.ModuleList(layer.spawn(groups) for _ in range(depth))
+        self.layers = nn.ModuleList(layer.spawn(groups) for _ in range(1 if shared else depth))
+        self.depth, self.shared, self.beam = depth, shared, beam
         self.dropout = self._needs_update = dropout
         self.least = least
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         _refresh_turns(self)
         self.register_load_state_dict_post_hook(_refresh_turns)
-
-    @property
-    def depth(self) -> int:
-        """Number of stages."""
-        return len(self.layers)
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
@@ -222,12 +233,12 @@ class Residual(Quantizer):
 
     @property
     def stages(self) -> list[Quantizer]:
-        """Quantizers of the stages, coarsest first."""
-        return list(self.layers)  # type: ignore[arg-type]
+        """Quantizers of the stages, coarsest first; with ``shared`` the same one ``depth`` times."""
+        return list(self.layers) * (self.depth if self.shared else 1)  # type: ignore[arg-type]
 
     def spawn(self, groups: int = 1) -> Residual:
         """See `Quantizer.spawn`."""
-        return Residual(self.stages[0], self.depth, self.dropout, self.least, groups)
+        return Residual(self.stages[0], self.depth, self.dropout, self.least, self.shared, self.beam, groups)
 
     def _losses(self, stats: Stats) -> dict[str, Tensor]:
         """Return the sum over stages of each loss of the layer."""
@@ -245,9 +256,12 @@ class Residual(Quantizer):
 
     def _update(self, stats: Stats, start: bool) -> None:
         """Update every stage, and the step number that keys dropout."""
-        for i, stage in enumerate(self.stages):
+        if self.shared:
+            stats = stats.local() if self.rank_local else stats.sync()
+        for i, stage in enumerate(self.layers):
+            assert isinstance(stage, Quantizer)
             already = stage.started
-            stage.update(stats.under(str(i)), start)
+            stage.update(self._over_stages(stats) if self.shared else stats.under(str(i)), start)
             # A stage that has just been initialised changes the remainder: the next one starts in the next step.
             start = start and already
         _refresh_turns(self)
@@ -259,10 +273,42 @@ class Residual(Quantizer):
     def _pass_gradient(self, values: Tensor, bounded: Tensor) -> Tensor:
         return self.stages[0]._pass_gradient(values, bounded)
 
+    def _over_stages(self, stats: Stats) -> Stats:
+        """Return reduced statistics of the only codebook: sums over stages, and drawn tokens of the stages in turn."""
+        each = [stats.under(str(i)) for i in range(self.depth)]
+        sums = {}
+        for name in each[0].sums:
+            parts = torch.stack([part.sums[name] for part in each])
+            turn = torch.arange(parts.shape[1] if parts.ndim > 1 else 0, device=parts.device)
+            sums[name] = parts[turn % self.depth, turn] if "drawn" in name.split("/") else parts.sum(dim=0)
+        return Stats(sums, is_global=True)
+
+    def _search(self, bounded: Tensor) -> list[Tensor] | list[None]:
+        """Return the ids ``(T, G, 1)`` of each stage for the best of the sums that the search found; None without."""
+        if self.beam == 1:
+            return [None] * self.depth
+        left = bounded.detach()[:, None]  # what each of the best sums leaves, (T, beam, G, D)
+        chosen = torch.zeros((*left.shape[:3], 0), dtype=torch.int64, device=left.device)
+        for stage in self.stages:
+            assert isinstance(stage, TableQuantizer)
+            with torch.no_grad():
+                codes, beam = stage.codes(), left.shape[1]
+                few = min(self.beam, codes.shape[1])
+                ids = nearest_few(left.flatten(0, 1), codes.to(left.dtype), few).movedim(2, 1)
+                values = look_up(codes, ids.flatten(0, 1))
+            shape = (bounded.shape[0], beam, few, bounded.shape[1])
+            left = (left[:, :, None] - values.view(*shape, self.dim)).flatten(1, 2)
+            before = chosen[:, :, None].expand(-1, -1, few, -1, -1)
+            chosen = torch.cat((before, ids.reshape(*shape, 1)), dim=-1).flatten(1, 2)
+            best = left.square().sum(dim=-1).topk(min(self.beam, beam * few), dim=1, largest=False).indices[..., None]
+            left, chosen = (each.gather(1, best.expand(-1, -1, -1, each.shape[-1])) for each in (left, chosen))
+        return list(chosen[:, 0].split(1, dim=-1))
+
     def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
         left, sums, columns = bounded.detach(), [], []
-        for i, stage in enumerate(self.stages):
-            values, ids = stage._nearest(left * self._fineness(i))
+        for i, (stage, chosen) in enumerate(zip(self.stages, self._search(bounded), strict=True)):
+            part = left * self._fineness(i)
+            values, ids = stage._nearest(part) if chosen is None else (stage._decode(chosen), chosen)
             sums.append(values / self._fineness(i))
             columns.append(ids)
             left = left - sums[-1]
@@ -274,8 +320,13 @@ class Residual(Quantizer):
 
     def _quantize(self, bounded: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Stats]:
         left, sums, columns, stats = bounded, [], [], {}
-        for i, (stage, theirs) in enumerate(zip(self.stages, self._stage_masks(bounded, keep), strict=True)):
-            values, ids, stats[str(i)] = stage._quantize(left * self._fineness(i), theirs)
+        masks, found = self._stage_masks(bounded, keep), self._search(bounded)
+        for i, (stage, theirs, chosen) in enumerate(zip(self.stages, masks, found, strict=True)):
+            part = left * self._fineness(i)
+            if chosen is None:
+                values, ids, stats[str(i)] = stage._quantize(part, theirs)
+            else:
+                values, ids, stats[str(i)] = stage._finish(stage._decode(chosen), chosen, part, theirs)
             sums.append(values / self._fineness(i))
             columns.append(ids)
             left = left - sums[-1].detach()
@@ -309,9 +360,11 @@ def _refresh_turns(module: nn.Module, keys: object = None) -> None:
             is_next = is_next and part.started
 
 
-def _check_least(depth: int, least: int) -> None:
+def _check_numbers(depth: int, least: int, beam: int, table: bool) -> None:
     if depth < 1 or not 1 <= least <= depth:
         raise ConfigError(f"Residual: depth is {depth} and least {least}, expected 1 <= least <= depth")
+    if beam != 1 and (beam < 1 or not table):
+        raise ConfigError(f"Residual: beam is {beam}, expected 1, or more where the layer is VQ or SimVQ")
 
 
 class ResidualConfig(Config):
@@ -326,12 +379,16 @@ class ResidualConfig(Config):
     """Use a random number of stages in every training step."""
     least: Annotated[int, Field(ge=1)] = 1
     """Number of stages that are never dropped."""
+    shared: bool = False
+    """true: one codebook for all stages. false: one for each."""
+    beam: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of sums of codes that the search for ids keeps after each stage; more than 1 with vq and simvq only."""
 
     @model_validator(mode="after")
-    def _least_is_a_depth(self) -> ResidualConfig:
-        _check_least(self.depth, self.least)
+    def _fits_together(self) -> ResidualConfig:
+        _check_numbers(self.depth, self.least, self.beam, self.layer.kind in ("vq", "simvq"))
         return self
 
     def build(self) -> Residual:
         """Make the quantizer."""
-        return Residual(self.layer.build(), self.depth, self.dropout, self.least)
+        return Residual(self.layer.build(), self.depth, self.dropout, self.least, self.shared, self.beam)

@@ -93,10 +93,11 @@ def _vq(module: Any) -> Quantizer:
         heads_that_share_a_codebook=module.heads > 1 and heads == 1,
     )
     frozen = module.freeze_codebook or not (book.ema_update or book.learnable_codebook)
+    learned = "diveq" if getattr(module, "directional_reparam", False) else "gradient"
     layer = VQ(
         dim,
         size,
-        learning="gradient" if book.learnable_codebook or frozen else "ema",
+        learning=learned if book.learnable_codebook or frozen else "ema",
         decay=book.decay,
         dead_below=0.0 if frozen else 0.03,
         cosine=bool(module.use_cosine_sim),
@@ -111,7 +112,7 @@ def _vq(module: Any) -> Quantizer:
         target.sizes.copy_(book.cluster_size)
         if target.learning == "ema":
             target.totals.copy_(book.embed * book.cluster_size[..., None])
-    target.codebook.requires_grad_(target.learning == "gradient" and not frozen)
+    target.codebook.requires_grad_(target.learning != "ema" and not frozen)
     return quantizer
 
 
@@ -162,7 +163,7 @@ def _residual(module: Any) -> Quantizer:
         quantize_dropout_multiple_of=dropout and module.quantize_dropout_multiple_of > 1,
     )
     least = module.quantize_dropout_cutoff_index + 1 if dropout else 1
-    quantizer = Residual(stages[0], len(stages), dropout, least)
+    quantizer = Residual(stages[0], len(stages), dropout, least, getattr(module, "shared_codebook", False))
     for theirs, mine in zip(stages, quantizer.stages, strict=True):
         _copy([theirs], mine)
     return quantizer
