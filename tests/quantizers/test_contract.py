@@ -64,6 +64,7 @@ CONFIGS = {
     "vq, ibq": VQConfig(dim=4, codebook_size=16, learning="ibq"),
     "vq, diveq": VQConfig(dim=4, codebook_size=16, learning="diveq"),
     "simvq": SimVQConfig(dim=6, codebook_size=32),
+    "simvq, blocks": SimVQConfig(dim=6, codebook_size=37, blocks=1),
     "identity": IdentityConfig(dim=6),
     "residual of fsq": ResidualConfig(layer=FSQConfig(levels=(8, 5, 3), layout="uniform"), depth=3),
     "residual of lfq": ResidualConfig(layer=LFQConfig(bits=5, **SOFT), depth=3),
@@ -99,7 +100,7 @@ CONFIGS = {
 
 DISCRETE = {name: config for name, config in CONFIGS.items() if "identity" not in name}
 
-DIFFERENT_GRAPHS = ("fsq", "bsq", "vq, learned", "vq, ibq", "vq, diveq", "simvq", "residual of vq, beam")
+DIFFERENT_GRAPHS = ("fsq", "bsq", "vq, learned", "vq, ibq", "vq, diveq", "simvq, blocks", "residual of vq, beam")
 """The graphs of the others have no operation that these lack, so they are traced in the slow tests only."""
 
 TRACED = [pytest.param(c, id=n, marks=() if n in DIFFERENT_GRAPHS else pytest.mark.slow) for n, c in CONFIGS.items()]

@@ -49,6 +49,7 @@ FAMILIES: dict[str, QuantizerConfig] = {
         codebooks=2,
     ),
     "simvq": SimVQConfig(dim=4, codebook_size=16),
+    "product of simvq, blocks": ProductConfig(layer=SimVQConfig(dim=2, codebook_size=24, blocks=1), codebooks=2),
     "residual of fsq": ResidualConfig(layer=FSQConfig(levels=(5, 4), layout="uniform"), depth=3, dropout=True),
     "residual of vq": ResidualConfig(layer=VQConfig(dim=4, codebook_size=8, **BUSY), depth=3, dropout=True),
     "product of vq": ProductConfig(layer=VQConfig(dim=2, codebook_size=8, **BUSY), codebooks=2),

@@ -243,6 +243,23 @@ def test_weights_of_the_configuration() -> None:
     assert SimVQConfig(dim=3).build().loss_weights == {"commitment": 0.25, "codebook": 1.0}
 
 
+def test_blocks_start_as_simvq_and_then_move_codes_that_no_vector_has() -> None:
+    torch.manual_seed(0)
+    plain = SimVQ(4, 400)
+    torch.manual_seed(0)
+    quantizer = SimVQ(4, 400, blocks=2)
+    x = torch.randn(150, 4)
+    before = quantizer.codes().detach().clone()
+    assert torch.equal(before, plain.codes())
+    optimizer = torch.optim.Adam(quantizer.projector.parameters(), 0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        quantizer.losses(quantizer(x).stats)["codebook"].backward()
+        optimizer.step()
+    assert (quantizer.codes() != before).any(dim=-1).all()
+    assert all((each.grad != 0).any() for each in quantizer.projector.parameters())
+
+
 def test_a_functional_call_takes_the_state_dict() -> None:
     quantizer, x = VQ(4, 8, kmeans=False), torch.randn(5, 4)
     state = {name: each.clone() for name, each in quantizer.state_dict().items()}

@@ -8,14 +8,16 @@ from typing import Annotated, Literal, get_args
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from pydantic import Field
 from torch import Tensor, nn
 
 from vqclip import dist
 from vqclip.config import Config
-from vqclip.config.bounds import MAX_WIDTH
+from vqclip.config.bounds import MAX_LAYERS, MAX_WIDTH
 from vqclip.dist import is_torch_compiling
 from vqclip.errors import ConfigError
+from vqclip.nn.layers import Block
 from vqclip.nn.precision import full_precision
 from vqclip.quantizers.base import Quantizer, resolve_weights
 from vqclip.quantizers.gradients import rotation
@@ -24,6 +26,11 @@ from vqclip.quantizers.vectors import MAX_COUNTED_CODES, squared_error, straight
 
 CHUNK = 2**20
 """Scores (tokens × codes) that a CPU computes at a time in the search for the nearest code: 4 MiB in float32."""
+
+PATCH = 16
+"""Number of codes that `CodebookProjector` joins to a token."""
+PROJECTOR_WIDTH = 256
+"""Width of its transformer."""
 
 GradientPath = Literal["straight_through", "rotation"]
 """Gradient from a code to its vector: unchanged, or rotated (`rotation`)."""
@@ -189,8 +196,9 @@ def look_up(codes: Tensor, ids: Tensor) -> Tensor:
 class SimVQ(TableQuantizer):
     """Vector quantization with a learned linear layer over a frozen table (Zhu et al. 2024, arXiv 2411.02038).
 
-    The layer moves all codes, also unused ones. Losses: ``commitment`` and ``codebook``, see `TableQuantizer`.
-    Other arguments: see `SimVQConfig`.
+    The layer moves all codes, also unused ones. With ``blocks`` a transformer over groups of codes follows it, after
+    the projector of FVQ (Chang et al. 2025, arXiv 2509.10140). Codes are computed in every forward and decode. Losses:
+    ``commitment`` and ``codebook``, see `TableQuantizer`. Other arguments: see `SimVQConfig`.
 
     Args:
         loss_weights: as of `SimVQConfig`; only ``commitment`` may be 0.
@@ -208,6 +216,7 @@ class SimVQ(TableQuantizer):
         codebook_size: int,
         gradient: GradientPath = "rotation",
         loss_weights: Mapping[str, float] | None = None,
+        blocks: int = 0,
         groups: int = 1,
     ):
         given = loss_weights if loss_weights is None else {"codebook": 1.0, **loss_weights}
@@ -217,16 +226,47 @@ class SimVQ(TableQuantizer):
         super().__init__(dim, codebook_size, groups, gradient, weights)
         self.register_buffer("codebook", torch.randn(groups, codebook_size, dim, dtype=torch.float32) * dim**-0.5)
         self.transform = nn.Parameter(torch.eye(dim, dtype=torch.float32).repeat(groups, 1, 1))
+        self.projector = CodebookProjector(dim, blocks) if blocks else None
+        self.blocks = blocks
 
     def spawn(self, groups: int = 1) -> SimVQ:
         """See `Quantizer.spawn`."""
         size = self.codebook_sizes[0]
-        return SimVQ(self.dim, size, self.gradient, self.loss_weights, groups)
+        return SimVQ(self.dim, size, self.gradient, self.loss_weights, self.blocks, groups)
 
     def codes(self) -> Tensor:
-        """Return the codes ``(G, K, D)``, with gradient for the layer."""
+        """Return the codes ``(G, K, D)``, with gradient for the layers."""
         with full_precision(self.codebook.device):
-            return self.codebook @ whole(self.transform)
+            codes = self.codebook @ whole(self.transform)
+            return codes if self.projector is None else self.projector(codes)
+
+
+class CodebookProjector(nn.Module):
+    """A change of all codes together: groups of codes are compressed to tokens, which pass through a transformer.
+
+        tokens = blocks(compress(codes of a group, side by side))
+        codes + recover(tokens)                         # recover is 0 at the start
+
+    Args:
+        dim: D.
+        blocks: number of transformer blocks.
+    """
+
+    def __init__(self, dim: int, blocks: int):
+        super().__init__()
+        self.compress = nn.Linear(PATCH * dim, PROJECTOR_WIDTH)
+        self.blocks = nn.ModuleList(Block(PROJECTOR_WIDTH, heads=4) for _ in range(blocks))
+        self.recover = nn.Linear(PROJECTOR_WIDTH, PATCH * dim)
+        nn.init.zeros_(self.recover.weight)
+        nn.init.zeros_(self.recover.bias)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """``(G, K, D)`` → ``(G, K, D)``."""
+        size = codes.shape[1]
+        tokens = self.compress(rearrange(F.pad(codes, (0, 0, 0, -size % PATCH)), "g (n p) d -> g n (p d)", p=PATCH))
+        for block in self.blocks:
+            tokens = block(tokens, None)
+        return codes + rearrange(self.recover(tokens), "g n (p d) -> g (n p) d", p=PATCH)[:, :size]
 
 
 class TableConfig(Config):
@@ -253,9 +293,11 @@ class SimVQConfig(TableConfig):
     """Vector quantization with a frozen table of codes behind a learned linear layer."""
 
     kind: Literal["simvq"] = "simvq"
+    blocks: Annotated[int, Field(ge=0, le=MAX_LAYERS)] = 0
+    """Number of transformer blocks over groups of 16 codes behind the linear layer (the projector of FVQ)."""
     loss_weights: SimVQLossWeights = SimVQLossWeights()
     """Weights of the two losses."""
 
     def build(self) -> SimVQ:
         """Make the quantizer; torch's global generator draws its table."""
-        return SimVQ(self.dim, self.codebook_size, self.gradient, self.loss_weights.model_dump())
+        return SimVQ(self.dim, self.codebook_size, self.gradient, self.loss_weights.model_dump(), self.blocks)
