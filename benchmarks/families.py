@@ -1,6 +1,6 @@
 """Every family of quantizers on real data: accuracy, usage and bits, over several seeds and numbers of bits.
 
-Prints a table, after 36 trainings: about 1 hour on two CPU cores.
+Prints a table, after 42 trainings: over 1 hour on two CPU cores.
 
     python benchmarks/families.py --config configs/eurosat.yaml --steps 600
     python benchmarks/families.py --config configs/captions.yaml --steps 300 --families fsq vq --seeds 0 1
@@ -41,6 +41,8 @@ FAMILIES: dict[str, tuple[int, str]] = {
     "bsq": (8, "{kind: bsq, bits: 8, entropy_temperature: 1.0}"),
     "bsq-no-entropy": (8, f"{{kind: bsq, bits: 8, {ENTROPY_OFF}}}"),
     "vq": (8, "{kind: vq, dim: 4, codebook_size: 256}"),
+    "vq-ibq": (8, "{kind: vq, dim: 4, codebook_size: 256, learning: ibq}"),
+    "vq-diveq": (8, "{kind: vq, dim: 4, codebook_size: 256, learning: diveq}"),
     "simvq": (8, "{kind: simvq, dim: 4, codebook_size: 256}"),
     "residual-vq": (
         32,

@@ -234,7 +234,7 @@ class Residual(Quantizer):
     @property
     def stages(self) -> list[Quantizer]:
         """Quantizers of the stages, coarsest first; with ``shared`` the same one ``depth`` times."""
-        return list(self.layers) * (self.depth if self.shared else 1)  # type: ignore[arg-type]
+        return list(self.layers) * (self.depth if self.shared else 1)  # type: ignore[return-value]
 
     def spawn(self, groups: int = 1) -> Residual:
         """See `Quantizer.spawn`."""

@@ -15,7 +15,7 @@ from vqclip.quantizers.fsq import FSQ
 from vqclip.quantizers.nearest import SimVQ
 from vqclip.quantizers.nested import Product, Residual
 from vqclip.quantizers.vectors import MAX_COUNTED_CODES
-from vqclip.quantizers.vq import VQ
+from vqclip.quantizers.vq import VQ, Learning
 
 
 @torch.no_grad()
@@ -93,7 +93,7 @@ def _vq(module: Any) -> Quantizer:
         heads_that_share_a_codebook=module.heads > 1 and heads == 1,
     )
     frozen = module.freeze_codebook or not (book.ema_update or book.learnable_codebook)
-    learned = "diveq" if getattr(module, "directional_reparam", False) else "gradient"
+    learned: Learning = "diveq" if getattr(module, "directional_reparam", False) else "gradient"
     layer = VQ(
         dim,
         size,
