@@ -1,7 +1,7 @@
 """Settings of small heads on frozen towers that follow from the number of samples: ``recipe: heads``.
 
-Measured on three data sets of 2,500 to 3,120 samples (docs/pretrained.md); a first form of it on parts of two of them,
-from 259 samples on (docs/log.md). Beyond 3,120 samples it is a guess.
+Measured on three data sets of 2,500 to 3,120 samples (docs/pretrained.md), and on parts of them from 213 samples on
+(docs/log.md). Beyond 3,120 samples it is a guess.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def head_settings(samples: int, batch: int | None = None) -> dict[str, Any]:
     """
     if batch is None:
         batch = max(2, min(512, 2 ** (samples // 2).bit_length() // 2))  # a power of 2, at most half of the samples
-    epochs = 80 * min(1.0, (3000 / samples) ** 0.5)
+    epochs = min(300.0, 120 * (3000 / samples) ** 0.5)
     settings: dict[str, Any] = {
         "train.batch_size": batch,
         "train.steps": max(60, round(epochs * samples / batch)),
         "data.views": max(1, min(8, 40_000 // samples)),
     }
     for modality in ("image", "text"):
-        settings[f"model.{modality}.project_in.dropout"] = 0.3
+        settings[f"model.{modality}.project_in.dropout"] = 0.5
         settings[f"model.{modality}.project_in.input_dropout"] = 0.1
     return settings
 
