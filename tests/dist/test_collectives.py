@@ -45,7 +45,11 @@ LOSSES = dict(zip(OPS, [gather_loss, replicated_sum_loss], strict=True))
 
 def run_op(op, x, sizes, backend=None, tell_sizes=False):
     """Loss, and gradient of this rank's rows."""
-    loss_fn = LOSSES[op] if backend is None else torch.compile(LOSSES[op], backend=backend, fullgraph=TORCH_VERSION >= (2, 12))
+    loss_fn = (
+        LOSSES[op]
+        if backend is None
+        else torch.compile(LOSSES[op], backend=backend, fullgraph=TORCH_VERSION >= (2, 12))
+    )
     mine = share(x, sizes, dist.rank()).clone().requires_grad_()
     loss = loss_fn(mine, list(sizes) if tell_sizes else None)
     loss.backward()

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-import torch.distributed as c10d
 
 from tests.ranks import RankError, for_each
 from vqclip import dist

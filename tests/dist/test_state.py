@@ -20,7 +20,6 @@ from vqclip.dist._state import private_store
 from vqclip.dist._torch_versions import GUARDS_PROCESS_GROUP, HAS_NN_ALL_GATHER
 from vqclip.errors import ConfigError, DistributedError
 
-
 COMPILED_AGAIN = pytest.mark.skipif(not GUARDS_PROCESS_GROUP, reason="torch before 2.12 compiles for one world size")
 
 
@@ -87,11 +86,12 @@ def test_init_does_not_wait_for_ever(ranks):
 
 
 def init_on_a_busy_port():
-    with socket.socket() as other, pytest.raises(DistributedError) as error:
+    with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         os.environ["MASTER_PORT"] = str(other.getsockname()[1])
-        dist.init("cpu", 5.0)
+        with pytest.raises(DistributedError) as error:
+            dist.init("cpu", 5.0)
     return os.environ["MASTER_PORT"], str(error.value)
 
 

@@ -184,8 +184,8 @@ def start_ring_shift(tensors: Sequence[Tensor], rows: int) -> Callable[[], list[
     call another one before.
 
     Args:
-        tensors: `(B_r, ...)` each, any dtype; B_r may differ between ranks and be zero. They carry no gradient, and must
-            not change before the end.
+        tensors: `(B_r, ...)` each, any dtype; B_r may differ between ranks and be zero. They carry no gradient, and
+            must not change before the end.
         rows: B of the previous rank.
 
     Returns:
@@ -252,9 +252,9 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 def _gather_equal_sizes(x: Tensor) -> Tensor:
     """Return every rank's `x` in rank order, `(W · B, ...)`, keeping the gradient.
 
-    With gradients it goes through `torch.distributed.nn.functional.all_gather` before torch 2.15; through `_Gather` from
-    then on, in compiled code, for half precision, whose gradients `_Gather` sums in fp32, and for tensors on the CPU in
-    a job on GPUs, for which the other one has no backward. Every rank must come to the same choice.
+    With gradients it goes through `torch.distributed.nn.functional.all_gather` before torch 2.15; through `_Gather`
+    from then on, in compiled code, for half precision, whose gradients `_Gather` sums in fp32, and for tensors on the
+    CPU in a job on GPUs, for which the other one has no backward. Every rank must come to the same choice.
     """
     if (
         torch.compiler.is_compiling()

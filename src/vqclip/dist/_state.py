@@ -61,8 +61,8 @@ def choose_device(name: str, key: str) -> torch.device:
     """Return a device that can be used.
 
     Args:
-        name: ``cuda``, the GPU of this process; ``auto``, that or the CPU without a GPU; or another name of torch, such as
-            ``cpu`` or ``cuda:1``.
+        name: ``cuda``, the GPU of this process; ``auto``, that or the CPU without a GPU; or another name of torch, such
+            as ``cpu`` or ``cuda:1``.
         key: option or key path, for the error.
 
     Raises:
