@@ -82,7 +82,7 @@ CONFIGS = {
         layer=FSQConfig(levels=(8, 5, 3), layout="uniform"), depth=3, dropout=True
     ),
     "residual of vq, shared": ResidualConfig(layer=VQConfig(dim=5, codebook_size=16), depth=3, shared=True),
-    "residual of vq, beam": ResidualConfig(layer=VQConfig(dim=5, codebook_size=16), depth=3, beam=4, dropout=True),
+    "residual of vq, beam": ResidualConfig(layer=VQConfig(dim=5, codebook_size=16), depth=3, beam=4),
     "product of vq": ProductConfig(layer=VQConfig(dim=3, codebook_size=16), codebooks=3),
     "product of bsq": ProductConfig(layer=BSQConfig(bits=4, **SOFT), codebooks=2),
     "product of simvq": ProductConfig(layer=SimVQConfig(dim=3, codebook_size=8), codebooks=2),

@@ -279,6 +279,8 @@ def test_wrong_numbers() -> None:
     for layer, beam in ((LFQ(3), 2), (VQ(3, 4), 0)):
         with pytest.raises(ConfigError, match=f"beam is {beam}, expected 1, or more where the layer is VQ or SimVQ"):
             Residual(layer, 2, beam=beam)
+    with pytest.raises(ConfigError, match="beam is 2 with dropout"):
+        Residual(VQ(3, 4), 2, dropout=True, beam=2)
     with pytest.raises(ValidationError, match="beam is 2, expected 1"):
         ResidualConfig(layer={"kind": "lfq", "bits": 3}, depth=2, beam=2)
     with pytest.raises(ValidationError, match="depth is 2 and least 5"):

@@ -15,9 +15,9 @@ from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS, MAX_STAGES, MAX_WIDTH
 from vqclip.errors import ConfigError
 from vqclip.quantizers.base import Quantizer
-from vqclip.quantizers.nearest import TableQuantizer, look_up, nearest_few
+from vqclip.quantizers.nearest import CHUNK, TableQuantizer, look_up, nearest_few
 from vqclip.quantizers.stats import Stats, random_integers, stream
-from vqclip.quantizers.vectors import summary
+from vqclip.quantizers.vectors import summary, tokens_at_a_time
 
 if TYPE_CHECKING:  # the package binds the name to its union, which contains the configurations of this file
     QuantizerConfig = Any
@@ -157,7 +157,7 @@ class Residual(Quantizer):
     Stage i of a layer with C codebooks has the columns ``i C`` to ``(i + 1) C - 1`` of the ids.
 
     With ``shared`` all stages have one codebook, which learns from the tokens of every stage. With ``beam`` B, a search
-    keeps the B best sums of codes after every stage instead of one, at about B times the cost; the result is the sum
+    keeps the B best sums of codes after every stage instead of one, at up to B² times the cost; the result is the sum
     nearest to the vector. Its first stages are then chosen for the sum, not for themselves.
 
     With ``dropout`` only the first d stages are active in a training step. d, from ``least`` to ``depth``, is drawn by
@@ -189,7 +189,7 @@ class Residual(Quantizer):
         beam: int = 1,
         groups: int = 1,
     ):
-        _check_numbers(depth, least, beam, isinstance(layer, TableQuantizer))
+        _check_numbers(depth, least, beam, isinstance(layer, TableQuantizer), dropout)
         if depth > 1:
             ratio = layer.refinement
             if ratio is None:
@@ -274,19 +274,33 @@ class Residual(Quantizer):
         return self.stages[0]._pass_gradient(values, bounded)
 
     def _over_stages(self, stats: Stats) -> Stats:
-        """Return reduced statistics of the only codebook: sums over stages, and drawn tokens of the stages in turn."""
+        """Return reduced statistics of the only codebook: sums over stages, and drawn tokens.
+
+        Of the stages in turn; before the codebook has started, of the first one.
+        """
         each = [stats.under(str(i)) for i in range(self.depth)]
         sums = {}
         for name in each[0].sums:
             parts = torch.stack([part.sums[name] for part in each])
             turn = torch.arange(parts.shape[1] if parts.ndim > 1 else 0, device=parts.device)
-            sums[name] = parts[turn % self.depth, turn] if "drawn" in name.split("/") else parts.sum(dim=0)
+            if "drawn" not in name.split("/"):
+                sums[name] = parts.sum(dim=0)
+            elif self.started:
+                sums[name] = parts[turn % self.depth, turn]
+            else:  # k-means: remainders of a codebook that has not begun tell nothing
+                sums[name] = parts[0]
         return Stats(sums, is_global=True)
 
     def _search(self, bounded: Tensor) -> list[Tensor] | list[None]:
         """Return the ids ``(T, G, 1)`` of each stage for the best of the sums that the search found; None without."""
         if self.beam == 1:
             return [None] * self.depth
+        tokens = tokens_at_a_time(bounded.device, self.beam**2 * bounded.shape[1] * self.dim, CHUNK)
+        parts = (bounded,) if torch.compiler.is_exporting() else bounded.split(tokens)
+        return list(torch.cat([self._best_sums(part) for part in parts]).split(1, dim=-1))
+
+    def _best_sums(self, bounded: Tensor) -> Tensor:
+        """Return the ids ``(T, G, depth)`` of the best sums that a beam search finds."""
         left = bounded.detach()[:, None]  # what each of the best sums leaves, (T, beam, G, D)
         chosen = torch.zeros((*left.shape[:3], 0), dtype=torch.int64, device=left.device)
         for stage in self.stages:
@@ -302,7 +316,7 @@ class Residual(Quantizer):
             chosen = torch.cat((before, ids.reshape(*shape, 1)), dim=-1).flatten(1, 2)
             best = left.square().sum(dim=-1).topk(min(self.beam, beam * few), dim=1, largest=False).indices[..., None]
             left, chosen = (each.gather(1, best.expand(-1, -1, -1, each.shape[-1])) for each in (left, chosen))
-        return list(chosen[:, 0].split(1, dim=-1))
+        return chosen[:, 0]
 
     def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
         left, sums, columns = bounded.detach(), [], []
@@ -360,11 +374,16 @@ def _refresh_turns(module: nn.Module, keys: object = None) -> None:
             is_next = is_next and part.started
 
 
-def _check_numbers(depth: int, least: int, beam: int, table: bool) -> None:
+def _check_numbers(depth: int, least: int, beam: int, table: bool, dropout: bool) -> None:
     if depth < 1 or not 1 <= least <= depth:
         raise ConfigError(f"Residual: depth is {depth} and least {least}, expected 1 <= least <= depth")
     if beam != 1 and (beam < 1 or not table):
         raise ConfigError(f"Residual: beam is {beam}, expected 1, or more where the layer is VQ or SimVQ")
+    if beam > 1 and dropout:
+        raise ConfigError(
+            f"Residual: beam is {beam} with dropout, but a search for the best sum of all stages finds first "
+            "stages that are poor alone; expected beam: 1, or dropout: false"
+        )
 
 
 class ResidualConfig(Config):
@@ -382,11 +401,12 @@ class ResidualConfig(Config):
     shared: bool = False
     """true: one codebook for all stages. false: one for each."""
     beam: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of sums of codes that the search for ids keeps after each stage; more than 1 with vq and simvq only."""
+    """Number of sums of codes that the search for ids keeps after each stage; more than 1 with vq and simvq only,
+    and without dropout: the first stages are then poor alone."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> ResidualConfig:
-        _check_numbers(self.depth, self.least, self.beam, self.layer.kind in ("vq", "simvq"))
+        _check_numbers(self.depth, self.least, self.beam, self.layer.kind in ("vq", "simvq"), self.dropout)
         return self
 
     def build(self) -> Residual:

@@ -159,7 +159,7 @@ def _residual(module: Any) -> Quantizer:
         several_codebooks=isinstance(stages[0], Product),
         # That library normalises the remainder again at every stage.
         use_cosine_sim=isinstance(stages[0], VQ) and stages[0].cosine and len(stages) > 1,
-        beam_search=(getattr(module, "eval_beam_size", 1) or 1) > 1,
+        beam_search_with_another_score=(getattr(module, "eval_beam_size", 1) or 1) > 1,
         quantize_dropout_multiple_of=dropout and module.quantize_dropout_multiple_of > 1,
     )
     least = module.quantize_dropout_cutoff_index + 1 if dropout else 1

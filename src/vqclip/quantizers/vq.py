@@ -115,7 +115,7 @@ class VQ(TableQuantizer):
             self.register_buffer("codebook", codebook)
             self.register_buffer("totals", torch.zeros_like(codebook))
         self.register_buffer("sizes", torch.zeros_like(codebook[..., 0]))
-        self.noise = KeyedNoise(NOISE if learning == "diveq" else 0.0)
+        self.noise = KeyedNoise(NOISE) if learning == "diveq" else None
         self.skipped = torch.zeros((), dtype=torch.int64, device="cpu")
         self._skipped_before: Tensor | None = self.skipped
         # The host's part of `has_started`, which forward reads without waiting for the device.
@@ -201,7 +201,7 @@ class VQ(TableQuantizer):
         return values
 
     def _pass_gradient(self, values: Tensor, bounded: Tensor) -> Tensor:
-        if self.training and self.learning == "diveq":
+        if self.training and self.noise is not None:
             return drawn_direction(values, bounded, self.noise(bounded))
         if self.training and self.learning == "ibq":
             return values + (bounded - bounded).detach()  # NaN where the vector is

@@ -74,9 +74,8 @@ def differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
     found = []
     for path in paths:
         values = [each.get(path, "–") for each in flat]
-        values = [value[:200] if isinstance(value, str) else show(value) for value in values]
-        if len(set(values)) > 1:
-            found.append((path, values))
+        if len({repr(value) for value in values}) > 1:
+            found.append((path, [value[:200] if isinstance(value, str) else show(value) for value in values]))
     return found
 
 
