@@ -175,8 +175,7 @@ class Quantizer(nn.Module, ABC):
     def truncate(self, ids: Tensor, stages: int | None = None, codebooks: int | None = None) -> Tensor:
         """Replace the ids outside of the first stages and codebooks by -1, for which `decode` adds 0.
 
-        The first stages of `Residual` without `beam` have the same ids as alone, so that they are a quantizer of fewer
-        bits.
+        The first stages of `Residual` without `beam` have the same ids as alone: a quantizer of fewer bits.
 
         Args:
             ids: ``(..., C)`` integers.
