@@ -23,6 +23,11 @@ from vqclip.report.images import draw_map, find_grid
 __all__ = ["build_page", "serve"]
 
 T = TypeVar("T")
+_CSS = """
+.pictures .grid-wrap {min-height: 0; max-height: none}
+.pictures .grid-container {grid-template-columns: repeat(auto-fill, minmax(130px, 1fr)) !important}
+"""
+"""As many pictures in a row as have room, and all rows."""
 _MAPS, _NEAREST, _CLASSES = 64, 8, 20
 """Largest numbers of code maps, items of the index and classes that are shown."""
 
@@ -52,7 +57,7 @@ def build_page(folder: str, answers: Answers) -> Any:
         bits = tokens * answers.image.quantizer.bits
         cost = f"{tokens} tokens x {codebooks} codebooks: {bits:,.0f} bits; the file has {8 * len(data):,}"
         names, columns = codebook_names(answers.image.quantizer), (token_grid(answers.image) or find_grid(tokens))[1]
-        maps = [(_picture(pixels), cost)]
+        maps = [(_picture(pixels), "the image")]
         for codebook, name in enumerate(names[:_MAPS]):
             drawn = draw_map(coded.ids[:, codebook].tolist(), columns)
             maps.append((drawn.resize((16 * drawn.width, 16 * drawn.height), Image.Resampling.NEAREST), name))
@@ -81,15 +86,22 @@ def build_page(folder: str, answers: Answers) -> Any:
 
     def show_nearest(coded: Coded) -> list[Any]:
         hits = ask(answers.nearest, coded, _NEAREST)
-        named = [(hit, f"{hit.score:.3f} {printable(hit.name, one_line=True)}") for hit in hits]
         if answers.source is None:
-            return [[name] for _, name in named]
+            return [[f"{hit.score:.3f} {printable(hit.name, one_line=True)}"] for hit in hits]
         blank = Image.new("RGB", (32, 32), "#888888")  # of an image that cannot be read
-        return [(blank if hit.picture is None else _picture(hit.picture), name) for hit, name in named]
+        texts = [
+            printable(hit.name.partition(": ")[2] or hit.name, one_line=True) for hit in hits
+        ]  # room for a few words
+        pictures = [blank if hit.picture is None else _picture(hit.picture) for hit in hits]
+        return [(p, f"{hit.score:.2f} {text}") for p, hit, text in zip(pictures, hits, texts, strict=True)]
+
+    def gallery(label: str) -> Any:
+        gr.Markdown(label)  # Gradio's own label covers the first row
+        return gr.Gallery(label=label, show_label=False, height="auto", buttons=["fullscreen"], elem_classes="pictures")
 
     def nearest_box(label: str) -> Any:
         if answers.source is not None:
-            return gr.Gallery(label=label, columns=8)
+            return gallery(label)
         return gr.Dataframe(label=label, headers=["cosine, name"], visible=answers.search is not None)
 
     has_image, has_text = answers.image is not None, answers.text is not None
@@ -97,9 +109,7 @@ def build_page(folder: str, answers: Answers) -> Any:
         gr.Markdown("### vqclip demo")
         with gr.Column(visible=has_image):
             image = gr.File(label="Image: JPEG, PNG, WebP, ...", type="binary", file_types=["image"])
-            maps = gr.Gallery(
-                label="What the model sees, and its codes: a panel a codebook, a colour a code", columns=9
-            )
+            maps = gallery("What the model sees, and its codes: a panel a codebook, a colour a code")
             image_cost, image_ids = gr.Textbox(label="Size"), gr.Textbox(label="Ids of the image", max_lines=6)
             of_image = nearest_box("Nearest to the image")
         with gr.Column(visible=has_text):
@@ -156,7 +166,7 @@ def serve(folder: str, answers: Answers, host: str, port: int, ready: Callable[[
         page = build_page(folder, answers)
         try:
             _, address, _ = page.launch(
-                server_name=host, server_port=port or None, theme=theme, share=False, quiet=True,
+                server_name=host, server_port=port or None, theme=theme, css=_CSS, share=False, quiet=True,
                 prevent_thread_lock=True, max_file_size="20mb", ssr_mode=False, mcp_server=False, footer_links=[],
             )  # fmt: skip
         except OSError as error:
