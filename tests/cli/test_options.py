@@ -93,6 +93,13 @@ def test_options_may_be_written_as_keys_and_with_underscores(monkeypatch):
     assert built.call_args.args == ("a: b", "image")
 
 
+def test_words_may_be_given_as_options(capsys):
+    assert main(["export", "--tokenizer", "no-such", "--modality", "image", "--out", "o"]) == 2
+    assert "no-such" in capsys.readouterr().err
+    assert main(["export", "--tokenizer", "a", "b", "--modality", "image", "--out", "o"]) == 2
+    assert "got 'b'; expected no further word" in capsys.readouterr().err
+
+
 def test_data_of_tokenize(monkeypatch, tmp_path):
     built = mock.Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("vqclip.tokenize_dataset.job.tokenize", built)

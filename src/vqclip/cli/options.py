@@ -4,7 +4,7 @@ A command is a subclass of `Command`, in a module that imports no torch: its doc
 options, and `run` does the work, with the imports that it needs. So help and refusals come at once.
 
     vqclip tokenize --batch-size 8 ...       sets the field `batch_size`
-    vqclip report runs/a runs/b              words fill the fields of `words`, in their order
+    vqclip report runs/a runs/b              words fill the fields of `words`, in their order; --runs names them, too
     vqclip train FILE.yaml optim.lr=3        key=value changes the configuration that the command reads (`keys`);
                                              where it reads none, it is another spelling of an option. A YAML file is
                                              that of --config, which need not be written
@@ -179,11 +179,12 @@ def make_parser(name: str, command: type[Command], listing: str = "") -> Parser:
     )
     for key in sorted(command.model_fields, key=lambda key: key not in command.__annotations__):  # its own first
         field = command.model_fields[key]
-        if key in command.words or key in Command.model_fields:
+        if key in Command.model_fields or (key in command.words and command.takes_others):
             continue
         flag = key.rstrip("_").replace("_", "-")
         flags = [f"-{flag}", f"--{flag}"] if len(flag) == 1 else [f"--{flag}"] + ["-o"] * (flag in ("out", "output"))
-        kind, settings = field.annotation, dict[str, Any](dest=key, help=_describe(field))
+        kind, told = field.annotation, argparse.SUPPRESS if key in command.words else _describe(field)
+        settings = dict[str, Any](dest=key, help=told)
         if kind is bool:
             parser.add_argument(*flags, action="store_true", **settings)
             continue
@@ -234,6 +235,8 @@ def read_options(name: str, command: type[Command], arguments: Sequence[str], li
     if "source" in fields and given and given[0].startswith("kind="):  # data without a path, such as kind=scenes
         words.insert(0, keys.pop(0))
     for key in command.words:
+        if key in options:
+            continue
         takes_rest = get_origin(fields[key].annotation) is tuple
         taken = len(words) if takes_rest else 1
         if words[:taken]:

@@ -318,9 +318,8 @@ def _open_current(path: Path, shards: Sequence[Shard], rules: MemberRules) -> Ta
     states = (local_state(shard) if isinstance(shard, Path) else None for shard in shards)
     if index.has_shards(shard_names(shards), rules, states):
         return index
-    # One in the cache is made again.
-    level = logging.INFO if path.parent.name == "index" else logging.WARNING
-    logger.log(level, "%s: is of other shards, or of these before they changed; it is not used", path)
+    if path.parent.name != "index":  # one in the cache is made again, which is said then
+        logger.warning("%s: is of other shards, or of these before they changed; it is not used", path)
     return None
 
 
