@@ -71,7 +71,8 @@ def test_above_the_counted_size_there_is_no_gap_and_asking_for_it_is_an_error() 
         LFQConfig(bits=21)
     assert LFQConfig(bits=21, loss_weights=BinaryLossWeights(codebook_entropy_gap=0.0)).build().dim == 21
     missing = LFQ(4, loss_weights={"commitment": 1.0}).loss_weights
-    assert missing == {"token_entropy": 0.0, "codebook_entropy_gap": 0.0, "commitment": 1.0}
+    assert missing == {"token_entropy": 0.1, "codebook_entropy_gap": 0.1, "commitment": 1.0}
+    assert LFQ(21, loss_weights={"commitment": 1.0}).loss_weights == {"token_entropy": 0.1, "commitment": 1.0}
 
 
 def test_a_bound_keeps_channels_within_the_scale() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import vector_quantize_pytorch as peer
 from einops import rearrange
 from torch import Tensor, nn
+from vector_quantize_pytorch.vector_quantize_pytorch import directional_reparam
 
 from vqclip.errors import ConfigError
 from vqclip.quantizers import from_vector_quantize_pytorch
@@ -27,6 +29,9 @@ MODULES: dict[str, Any] = {
         dim=8, codebook_size=32, codebook_dim=4, heads=2, separate_codebook_per_head=True
     ),
     "residual vq": lambda: peer.ResidualVQ(dim=8, codebook_size=32, num_quantizers=4, quantize_dropout=True),
+    "residual vq, diveq": lambda: peer.ResidualVQ(
+        dim=8, codebook_size=32, num_quantizers=3, diveq=True, rotation_trick=False
+    ),
     "residual vq, shared": lambda: peer.ResidualVQ(dim=8, codebook_size=32, num_quantizers=3, shared_codebook=True),
     "fsq": lambda: peer.FSQ([8, 5, 5, 5]),
     "fsq, symmetric": lambda: peer.FSQ([8, 5, 4, 2], preserve_symmetry=True),
@@ -155,6 +160,16 @@ def test_quantize_dropout_leaves_as_many_stages() -> None:
         dim=4, codebook_size=8, num_quantizers=4, quantize_dropout=True, quantize_dropout_cutoff_index=2
     )
     assert from_vector_quantize_pytorch(module).least == 3
+
+
+def test_noise_of_diveq_has_the_variance_of_that_library() -> None:
+    one = peer.VectorQuantize(dim=4, codebook_size=8, directional_reparam=True, directional_reparam_variance=0.02)
+    several = peer.ResidualVQ(dim=4, codebook_size=8, num_quantizers=2, diveq=True, rotation_trick=False)
+    stage = from_vector_quantize_pytorch(several).stages[0]
+    assert stage.learning == "diveq"
+    stds = [each.noise.std for each in (from_vector_quantize_pytorch(one), stage)]
+    default = inspect.signature(directional_reparam).parameters["noise_variance"].default
+    assert stds == pytest.approx([0.02**0.5, default**0.5])
 
 
 def test_one_cosine_stage() -> None:

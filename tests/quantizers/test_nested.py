@@ -20,6 +20,7 @@ from vqclip.quantizers import (
     Identity,
     Prefix,
     Product,
+    ProductConfig,
     Quantizer,
     Residual,
     ResidualConfig,
@@ -138,7 +139,25 @@ def test_a_wide_search_finds_the_nearest_sum(shared: bool) -> None:
     least = torch.cdist(x.flatten(0, 1), quantizer.decode(every)).min(dim=1).values.square().view(300, 2)
     found = (x - exhaustive(x).vectors).square().sum(dim=-1)
     torch.testing.assert_close(found, least, rtol=1e-4, atol=1e-5)
-    assert errors[0].mean() > errors[1].mean() > errors[2].mean() >= least.mean()
+    assert errors[0].mean() > errors[1].mean() > errors[2].mean() >= least.mean() - 1e-5
+
+
+def test_a_wide_search_in_a_shared_codebook_keeps_different_sums() -> None:
+    """Codes in another order are the same sum: a search over sets of codes finds the same."""
+    quantizer = Residual(VQ(3, 5, kmeans=False), 4, shared=True, beam=3)
+    codes = quantizer.stages[0].codebook[0]
+    for x in torch.randn(40, 3, generator=torch.Generator().manual_seed(0)):
+        kept = {()}
+        for _ in range(quantizer.depth):
+            longer = {
+                tuple(sorted((*each, code)))
+                for each in kept
+                for code in torch.cdist((x - codes[[*each]].sum(dim=0))[None], codes)[0]
+                .topk(3, largest=False)
+                .indices.tolist()
+            }
+            kept = sorted(longer, key=lambda each: float((x - codes[[*each]].sum(dim=0)).square().sum()))[:3]
+        assert tuple(sorted(quantizer.encode(x).tolist())) == kept[0]
 
 
 def test_a_shared_codebook_learns_from_every_stage() -> None:
@@ -283,6 +302,14 @@ def test_wrong_numbers() -> None:
         Residual(VQ(3, 4), 2, dropout=True, beam=2)
     with pytest.raises(ValidationError, match="beam is 2, expected 1"):
         ResidualConfig(layer={"kind": "lfq", "bits": 3}, depth=2, beam=2)
+    for layer in (FSQ((4,), "uniform"), Product(LFQ(3), 2)):
+        with pytest.raises(
+            ConfigError, match="shared is True, .* no codebook to share; expected a layer of VQ or SimVQ"
+        ):
+            Residual(layer, 2, shared=True)
+    with pytest.raises(ValidationError, match="no codebook to share"):
+        ResidualConfig(layer={"kind": "product", "codebooks": 2, "layer": {"kind": "bsq"}}, depth=2, shared=True)
+    assert ResidualConfig(layer=ProductConfig(layer=VQConfig(dim=2), codebooks=2), depth=2, shared=True).build().shared
     with pytest.raises(ValidationError, match="depth is 2 and least 5"):
         ResidualConfig(layer=VQConfig(dim=2), depth=2, least=5)
 

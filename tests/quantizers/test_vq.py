@@ -14,7 +14,7 @@ from tests.ranks import RankPool
 from vqclip import dist
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.io.tensors import module_digest
-from vqclip.nn.dropout import KeyedNoise, set_dropout_keys
+from vqclip.nn.dropout import GaussianNoise, set_dropout_keys
 from vqclip.quantizers import BSQ, VQ, Quantizer, Residual, ResidualConfig, SimVQ, SimVQConfig, VQConfig, VQLossWeights
 from vqclip.quantizers.gradients import rotation
 from vqclip.quantizers.nearest import nearest
@@ -226,17 +226,24 @@ def test_codes_do_not_decay() -> None:
             "diveq there is no such loss; .*learning: ibq",
         ),
         (lambda: VQ(3, 8, learning="ibq", sync_codebook=False), "learning: ibq, but DDP averages"),
+        (lambda: VQ(3, 8, learning="ibq", gradient="rotation"), "gradient is 'rotation' with learning: ibq"),
+        (lambda: VQConfig(dim=3, learning="diveq", gradient="straight_through"), "learning: diveq, .* leave it out"),
+        (lambda: VQConfig(dim=3, learning="ibq", noise_variance=0.1), "noise_variance is 0.1 with learning: ibq"),
+        (lambda: VQ(3, 8, learning="diveq", noise_variance=-0.1), "noise_variance is -0.1 .* at least 0"),
         (lambda: SimVQ(3, 8, loss_weights={"codebook": 0.0}), "only that loss moves the codes"),
         (lambda: VQ(3, 8, learning="gradient", sync_codebook=False), "DDP averages the gradients of codes"),
     ],
 )
 def test_wrong_settings(build, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         build()
 
 
 def test_weights_of_the_configuration() -> None:
     assert VQConfig(dim=3).build().loss_weights == {"commitment": 0.25}
+    assert VQConfig(dim=3, learning="diveq").build().loss_weights == {}
+    assert SimVQ(3, 8, loss_weights={"codebook": 2.0}).spawn().loss_weights == {"commitment": 0.25, "codebook": 2.0}
+    assert SimVQ(3, 8, loss_weights={"commitment": 0.0}).spawn().loss_weights == {"codebook": 1.0}
     learned = VQConfig(dim=3, learning="gradient", loss_weights=VQLossWeights(commitment=0.5))
     assert learned.build().loss_weights == {"commitment": 0.5, "codebook": 1.0}
     assert VQ(3, 8, learning="gradient", loss_weights={"commitment": 0.5}).loss_weights["codebook"] == 1
@@ -324,27 +331,57 @@ def test_ibq_has_the_gradient_of_the_paper(cosine: bool, depth: int, monkeypatch
     assert (found[1] != 0).all(), "every code has a gradient"
 
 
-def test_ibq_has_the_losses_of_the_paper() -> None:
+def test_ibq_has_the_losses_of_the_paper_and_their_gradients() -> None:
     quantizer = VQ(5, 8, learning="ibq", kmeans=False).double()
-    x = torch.randn(50, 5, dtype=torch.float64)
-    error = (quantizer(x).vectors - x).square().mean()
+    x = torch.randn(50, 5, dtype=torch.float64, requires_grad=True)
+    codes = quantizer.codebook[0].detach().clone().requires_grad_()
+    soft = (-torch.cdist(x, codes).square() / 2).softmax(dim=-1)
+    hard = F.one_hot(soft.argmax(dim=-1), 8).to(soft)
     assert quantizer.loss_weights == {"commitment": 1.0, "codebook": 0.25, "index": 1.0}
-    for loss in quantizer.losses(quantizer(x).stats).values():
-        torch.testing.assert_close(loss, error)
+    expected = {
+        "commitment": (x - (hard @ codes).detach()).square().mean(),
+        "codebook": (x.detach() - hard @ codes).square().mean(),
+        "index": (x - (hard + soft - soft.detach()) @ codes).square().mean(),
+    }
+    for name, loss in quantizer.losses(quantizer(x).stats).items():
+        torch.testing.assert_close(loss, expected[name])
+        for mine, theirs in ((x, x), (quantizer.codebook, codes[None])):
+            pair = [
+                torch.autograd.grad(each, wrt, retain_graph=True, materialize_grads=True, allow_unused=True)[0]
+                for each, wrt in ((loss, mine), (expected[name], codes if theirs is not x else x))
+            ]
+            torch.testing.assert_close(pair[0].view_as(pair[1]), pair[1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ibq_compiled_under_autocast_has_the_gradient_of_float32(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    quantizer = VQ(5, 8, learning="ibq", kmeans=False)
+    x, upstream = torch.randn(2, 200, 5)
+    x.requires_grad_()
+    found = []
+    for run, enabled in ((quantizer, False), (torch.compile(quantizer, fullgraph=True, backend="aot_eager"), True)):
+        with torch.autocast("cpu", dtype, enabled=enabled):
+            out = run(x)
+            loss = (out.vectors * upstream).sum() + sum(quantizer.losses(out.stats).values())
+        found.append(torch.autograd.grad(loss, [x, quantizer.codebook]))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("noisy", [True, False])
 def test_diveq_has_the_gradient_of_the_paper(depth: int, noisy: bool) -> None:
     """And an error that the noise turns by a few degrees; without keys by none."""
-    quantizer = Residual(VQ(5, 8, learning="diveq", kmeans=False), depth).double()
+    variance = 1e-3 if depth == 1 else 2e-3
+    layer = VQ(5, 8, learning="diveq", kmeans=False, noise_variance=None if depth == 1 else variance)
+    quantizer = Residual(layer, depth).double()
     x, upstream = torch.randn(2, 40, 5, 5, dtype=torch.float64)
     x.requires_grad_()
     noise = torch.zeros(())
     if noisy:
         set_dropout_keys(quantizer, 1, 2, torch.arange(40) + 7)
         noise = quantizer.stages[0].noise(x)
-        assert abs(noise.std() ** 2 / 1e-3 - 1) < 0.2
+        assert abs(noise.std() ** 2 / variance - 1) < 0.2
         assert abs(noise.mean()) < 0.003
     codebooks = [stage.codebook[0].detach().clone().requires_grad_() for stage in quantizer.stages]
     ids = quantizer(x).ids.unbind(-1)
@@ -358,7 +395,7 @@ def test_diveq_has_the_gradient_of_the_paper(depth: int, noisy: bool) -> None:
 
 
 def test_noise_depends_on_the_place_of_the_sample_and_not_on_padding() -> None:
-    noise, x = KeyedNoise(1.0), torch.zeros(4 * 6, 2, 3, dtype=torch.float64)
+    noise, x = GaussianNoise(1.0), torch.zeros(4 * 6, 2, 3, dtype=torch.float64)
     holder = torch.nn.Sequential(noise)
     set_dropout_keys(holder, 0, 5, torch.arange(4))
     whole = noise(x).view(4, 6, 2, 3)
@@ -367,6 +404,8 @@ def test_noise_depends_on_the_place_of_the_sample_and_not_on_padding() -> None:
     assert torch.equal(noise(x[: 2 * 4]).view(2, 4, 2, 3), whole[[3, 1], :4])
     set_dropout_keys(holder, 0, 6, torch.arange(4))
     assert not torch.equal(noise(x).view(4, 6, 2, 3), whole)
+    with pytest.raises(ShapeError, match="got 23 rows with the keys of 4 samples, expected the same number of tokens"):
+        noise(x[:23])
     assert noise.eval()(x) is None
 
 

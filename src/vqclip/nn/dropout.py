@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vqclip.errors import ShapeError
 from vqclip.seeds import derive_seed
 
 _BITS = 0xFFFFFFFF
@@ -50,24 +51,38 @@ class KeyedDropout(nn.Module):
         return f"p={self.p}"
 
 
-class KeyedNoise(KeyedDropout):
+class GaussianNoise(nn.Module):
     """Normal random numbers for the features of each sample, in training and where `set_dropout_keys` has set keys.
 
     Args:
-        p: standard deviation.
+        std: standard deviation.
     """
 
-    def forward(self, x: Tensor) -> Tensor | None:  # type: ignore[override]
+    def __init__(self, std: float):
+        super().__init__()
+        self.std = std
+        self.keys: Tensor | None = None
+        """``(B,)`` int64, as of `KeyedDropout`."""
+
+    def forward(self, x: Tensor) -> Tensor | None:
         """``(B N, ...)``, N tokens of each sample → noise of this shape, the same for any padding; None without keys.
 
         By the method of Box and Muller from two hashed numbers for each feature.
+
+        Raises:
+            ShapeError: the number of rows is not a multiple of B.
         """
-        if not self.training or self.keys is None or not len(self.keys):
+        if not self.training or self.keys is None or not len(x):
             return None
+        if not len(self.keys) or len(x) % len(self.keys):
+            raise ShapeError(
+                f"GaussianNoise: got {len(x)} rows with the keys of {len(self.keys)} samples, expected the same number "
+                "of tokens for each; call set_dropout_keys with the places of the samples of this forward"
+            )
         features = torch.arange(2 * x.numel() // len(self.keys), device=x.device)
         drawn = (hash32(hash32(features) ^ self.keys[:, None]).to(x.dtype) + 0.5) / 2**32
         length, turn = drawn.view(len(self.keys), -1, 2).unbind(-1)
-        return (self.p * (-2 * length.log()).sqrt() * (2 * math.pi * turn).cos()).view_as(x)
+        return (self.std * (-2 * length.log()).sqrt() * (2 * math.pi * turn).cos()).view_as(x)
 
 
 class PatchDropout(KeyedDropout):
@@ -148,16 +163,16 @@ def hash32(x: Tensor) -> Tensor:
 
 
 def set_dropout_keys(model: nn.Module, seed: int, step: int, places: Tensor | None) -> None:
-    """Set the masks of the next forward of each `KeyedDropout`, and of its recomputation in the backward.
+    """Set the masks and noise of the next forward of `KeyedDropout` and `GaussianNoise`, and of its recomputation.
 
     Args:
         model: whose names of modules are keys, the same on every process.
         seed: run seed.
         step: number of the step.
         places: ``(B,)`` int64, places of the samples in the global batch, on the device of the features; None: masks
-            are drawn from torch's generator again.
+            are drawn from torch's generator again, and there is no noise.
     """
     for name, module in model.named_modules():
-        if isinstance(module, KeyedDropout) and module.p > 0:
+        if isinstance(module, GaussianNoise) or (isinstance(module, KeyedDropout) and module.p > 0):
             layer = derive_seed(seed, "dropout", name, step) & _BITS
             module.keys = None if places is None else hash32(hash32(places) ^ layer)

@@ -475,14 +475,14 @@ def check_ids(name: str, sizes: Sequence[int], ids: Tensor) -> None:
 
 
 def resolve_weights(name: str, defaults: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the weight of every existing loss: 0 for a missing one, or the defaults if ``weights`` is None.
+    """Return the weight of every existing loss: its default if it is missing in ``weights``.
 
     Raises:
         ConfigError: a weight for a loss that does not exist.
     """
     if unknown := set(weights or {}) - set(defaults):
         raise ConfigError(f"{name}: no loss is named {sorted(unknown)}, expected some of {sorted(defaults)}")
-    return dict(defaults) if weights is None else dict.fromkeys(defaults, 0.0) | dict(weights)
+    return {**defaults, **(weights or {})}
 
 
 @functools.cache

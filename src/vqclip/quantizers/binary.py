@@ -42,8 +42,8 @@ class BinaryQuantizer(Quantizer):
         bits: number of channels, 1 to 63.
         radius: absolute value of every channel of a code, > 0.
         entropy_temperature: temperature of the soft assignment, > 0.
-        loss_weights: weights of the three losses in the training loss; 0 for a missing one. None: 0.1, 0.1 and 0.25,
-            without ``codebook_entropy_gap`` if that loss does not exist.
+        loss_weights: weights of the three losses in the training loss, by default 0.1, 0.1 and 0.25; with more codes
+            there is no ``codebook_entropy_gap``.
 
     Raises:
         ConfigError: a value out of range, or a weight for a loss that does not exist (at this size).
@@ -56,11 +56,13 @@ class BinaryQuantizer(Quantizer):
         if not 0 < entropy_temperature < math.inf:
             raise ConfigError(f"{name}: entropy_temperature is {entropy_temperature}, expected a number > 0")
         weights = resolve_weights(name, BinaryLossWeights().model_dump(), loss_weights)
-        if 2**bits > MAX_COUNTED_CODES and weights.pop("codebook_entropy_gap") > 0 and loss_weights is not None:
-            raise ConfigError(
-                f"{name}: codebook_entropy_gap needs a number per code, kept up to {MAX_COUNTED_CODES} codes, not "
-                f"2^{bits}; set loss_weights.codebook_entropy_gap to 0, or use Product of several smaller {name}"
-            )
+        if 2**bits > MAX_COUNTED_CODES:
+            del weights["codebook_entropy_gap"]
+            if loss_weights is not None and loss_weights.get("codebook_entropy_gap", 0) > 0:
+                raise ConfigError(
+                    f"{name}: codebook_entropy_gap needs a number per code, kept up to {MAX_COUNTED_CODES} codes, not "
+                    f"2^{bits}; set loss_weights.codebook_entropy_gap to 0, or use Product of several smaller {name}"
+                )
         super().__init__(bits, (2**bits,), weights)
         self.radius = radius
         self.entropy_temperature = entropy_temperature

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vqclip.dist import is_torch_compiling
-from vqclip.nn.precision import first_derivative_only, full_precision
+from vqclip.nn.precision import first_derivative_only
 from vqclip.quantizers.vectors import SHORT, sums_by_code, tokens_at_a_time, unit
 
 SCORES = 2**20
@@ -81,7 +81,8 @@ class _SoftAssignment(torch.autograd.Function):
         parts = [(x, grad)] if is_torch_compiling() else zip(x.split(tokens), grad.split(tokens), strict=True)
         half_norm = table.square().sum(dim=-1).div(2)[:, None]
         x_grads, table_grad = [], sums_by_code(grad, ids, size)
-        with full_precision(x.device):
+        # Not `full_precision`: autocast is off while this is traced, and on where the compiled graph computes it.
+        with torch.autocast(x.device.type, enabled=False):
             for part in parts:
                 some, upstream = (each.transpose(0, 1) for each in part)
                 soft = torch.baddbmm(half_norm, some, table.mT, beta=-1).softmax(dim=-1)

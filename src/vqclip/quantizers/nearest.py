@@ -50,8 +50,8 @@ class TableQuantizer(Quantizer):
         dim: D, at least 1.
         codebook_size: K, at least 2.
         groups: G, the number of codebooks; more than 1 in a `Product`.
-        gradient: gradient from codes to vectors, ``rotation`` or ``straight_through``.
-        loss_weights: name → weight of the loss.
+        gradient: gradient from codes to vectors, ``rotation`` or ``straight_through``; None if a subclass has another.
+        loss_weights: name → weight of the loss; one with weight 0 is not computed.
 
     Raises:
         ConfigError: a number out of range, or unknown ``gradient``.
@@ -61,7 +61,12 @@ class TableQuantizer(Quantizer):
     step: Tensor
 
     def __init__(
-        self, dim: int, codebook_size: int, groups: int, gradient: GradientPath, loss_weights: Mapping[str, float]
+        self,
+        dim: int,
+        codebook_size: int,
+        groups: int,
+        gradient: GradientPath | None,
+        loss_weights: Mapping[str, float],
     ):
         name = type(self).__name__
         if dim < 1 or not 2 <= codebook_size <= MAX_COUNTED_CODES or groups < 1:
@@ -69,9 +74,9 @@ class TableQuantizer(Quantizer):
                 f"{name}: dim is {dim}, codebook_size {codebook_size} and groups {groups}; expected dim >= 1, "
                 f"codebook_size from 2 to {MAX_COUNTED_CODES} and groups >= 1"
             )
-        if gradient not in get_args(GradientPath):
+        if gradient not in (*get_args(GradientPath), None):
             raise ConfigError(f"{name}: gradient is {gradient!r}, expected one of {', '.join(get_args(GradientPath))}")
-        super().__init__(dim, (codebook_size,), loss_weights)
+        super().__init__(dim, (codebook_size,), {name: weight for name, weight in loss_weights.items() if weight > 0})
         self.groups = groups
         self.gradient = gradient
         self.register_buffer("age", torch.zeros(groups, codebook_size, dtype=torch.int64))
@@ -197,11 +202,12 @@ class SimVQ(TableQuantizer):
     """Vector quantization with a learned linear layer over a frozen table (Zhu et al. 2024, arXiv 2411.02038).
 
     The layer moves all codes, also unused ones. With ``blocks`` a transformer over groups of codes follows it, after
-    the projector of FVQ (Chang et al. 2025, arXiv 2509.10140). Codes are computed in every forward and decode. Losses:
-    ``commitment`` and ``codebook``, see `TableQuantizer`. Other arguments: see `SimVQConfig`.
+    the projector of FVQ (Chang et al. 2025, arXiv 2509.10140). In a `Product` each codebook has a table and a layer of
+    its own, and all have the same transformer. Codes are computed in every forward and decode. Losses: ``commitment``
+    and ``codebook``, see `TableQuantizer`. Other arguments: see `SimVQConfig`.
 
     Args:
-        loss_weights: as of `SimVQConfig`; only ``commitment`` may be 0.
+        loss_weights: name → weight, by default as of `SimVQConfig`; only ``commitment`` may be 0.
         groups: G, the number of codebooks; more than 1 in a `Product`.
 
     Raises:
@@ -219,20 +225,18 @@ class SimVQ(TableQuantizer):
         blocks: int = 0,
         groups: int = 1,
     ):
-        given = loss_weights if loss_weights is None else {"codebook": 1.0, **loss_weights}
-        weights = resolve_weights("SimVQ", SimVQLossWeights().model_dump(), given)
+        weights = resolve_weights("SimVQ", SimVQLossWeights().model_dump(), loss_weights)
         if not weights["codebook"] > 0:
             raise ConfigError("SimVQ: loss_weights.codebook is 0, expected more: only that loss moves the codes")
         super().__init__(dim, codebook_size, groups, gradient, weights)
         self.register_buffer("codebook", torch.randn(groups, codebook_size, dim, dtype=torch.float32) * dim**-0.5)
         self.transform = nn.Parameter(torch.eye(dim, dtype=torch.float32).repeat(groups, 1, 1))
         self.projector = CodebookProjector(dim, blocks) if blocks else None
-        self.blocks = blocks
+        self._settings = (dim, codebook_size, gradient, weights, blocks)
 
     def spawn(self, groups: int = 1) -> SimVQ:
         """See `Quantizer.spawn`."""
-        size = self.codebook_sizes[0]
-        return SimVQ(self.dim, size, self.gradient, self.loss_weights, self.blocks, groups)
+        return SimVQ(*self._settings, groups)
 
     def codes(self) -> Tensor:
         """Return the codes ``(G, K, D)``, with gradient for the layers."""
@@ -276,8 +280,6 @@ class TableConfig(Config):
     """Width of the vectors and codes."""
     codebook_size: Annotated[int, Field(ge=2, le=MAX_COUNTED_CODES)] = 1024
     """Number of codes."""
-    gradient: GradientPath = "rotation"
-    """Gradient from codes to vectors: straight_through, or rotation (the rotation trick)."""
 
 
 class SimVQLossWeights(Config):
@@ -293,6 +295,8 @@ class SimVQConfig(TableConfig):
     """Vector quantization with a frozen table of codes behind a learned linear layer."""
 
     kind: Literal["simvq"] = "simvq"
+    gradient: GradientPath = "rotation"
+    """Gradient from codes to vectors: straight_through, or rotation (the rotation trick)."""
     blocks: Annotated[int, Field(ge=0, le=MAX_LAYERS)] = 0
     """Number of transformer blocks over groups of 16 codes behind the linear layer (the projector of FVQ)."""
     loss_weights: SimVQLossWeights = SimVQLossWeights()

@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS, MAX_STAGES, MAX_WIDTH
 from vqclip.errors import ConfigError
 from vqclip.quantizers.base import Quantizer
-from vqclip.quantizers.nearest import CHUNK, TableQuantizer, look_up, nearest_few
+from vqclip.quantizers.nearest import CHUNK, TableConfig, TableQuantizer, look_up, nearest_few
 from vqclip.quantizers.stats import Stats, random_integers, stream
 from vqclip.quantizers.vectors import summary, tokens_at_a_time
 
@@ -158,7 +159,8 @@ class Residual(Quantizer):
 
     With ``shared`` all stages have one codebook, which learns from the tokens of every stage. With ``beam`` B, a search
     keeps the B best sums of codes after every stage instead of one, at up to B² times the cost; the result is the sum
-    nearest to the vector. Its first stages are then chosen for the sum, not for themselves.
+    nearest to the vector. Its first stages are then chosen for the sum, not for themselves. In a shared codebook, codes
+    in another order are the same sum, kept once.
 
     With ``dropout`` only the first d stages are active in a training step. d, from ``least`` to ``depth``, is drawn by
     (seed, layer, step) and so equal on all ranks without communication. An inactive stage has ids -1 and adds nothing
@@ -173,8 +175,8 @@ class Residual(Quantizer):
 
     Raises:
         ConfigError: a number out of range, a layer that cannot be refined (cosine VQ, other layouts of FSQ, Identity),
-            more stages than the precision of float32 allows, more stages or codebooks than `check_size` allows, or a
-            search among the codes of another layer than VQ or SimVQ.
+            more stages than the precision of float32 allows, more stages or codebooks than `check_size` allows, a
+            search among the codes of another layer than VQ or SimVQ, or a shared codebook where there is none.
     """
 
     step: Tensor
@@ -190,6 +192,7 @@ class Residual(Quantizer):
         groups: int = 1,
     ):
         _check_numbers(depth, least, beam, isinstance(layer, TableQuantizer), dropout)
+        _check_shared(shared, isinstance(layer.parts()[-1], TableQuantizer))
         if depth > 1:
             ratio = layer.refinement
             if ratio is None:
@@ -314,7 +317,10 @@ class Residual(Quantizer):
             left = (left[:, :, None] - values.view(*shape, self.dim)).flatten(1, 2)
             before = chosen[:, :, None].expand(-1, -1, few, -1, -1)
             chosen = torch.cat((before, ids.reshape(*shape, 1)), dim=-1).flatten(1, 2)
-            best = left.square().sum(dim=-1).topk(min(self.beam, beam * few), dim=1, largest=False).indices[..., None]
+            distances = left.square().sum(dim=-1)
+            if self.shared:
+                distances = distances.masked_fill(_same_codes(chosen), torch.inf)
+            best = distances.topk(min(self.beam, beam * few), dim=1, largest=False).indices[..., None]
             left, chosen = (each.gather(1, best.expand(-1, -1, -1, each.shape[-1])) for each in (left, chosen))
         return chosen[:, 0]
 
@@ -374,6 +380,24 @@ def _refresh_turns(module: nn.Module, keys: object = None) -> None:
             is_next = is_next and part.started
 
 
+def _same_codes(ids: Tensor) -> Tensor:
+    """Return where a row of ``ids`` ``(T, rows, G, stages)`` has the codes of an earlier one, in any order: bool.
+
+    Rows are compared by sums of 62-bit hashes of their ids.
+    """
+    sums, order = random_integers(ids.new_zeros(()), ids).sum(dim=-1).sort(dim=1, stable=True)
+    again = F.pad(sums[:, 1:] == sums[:, :-1], (0, 0, 1, 0))
+    return torch.zeros_like(again).scatter(1, order, again)
+
+
+def _check_shared(shared: bool, table: bool) -> None:
+    if shared and not table:
+        raise ConfigError(
+            "Residual: shared is True, but the codes of this layer are not learned, so there is no codebook to share; "
+            "expected a layer of VQ or SimVQ, or shared: false"
+        )
+
+
 def _check_numbers(depth: int, least: int, beam: int, table: bool, dropout: bool) -> None:
     if depth < 1 or not 1 <= least <= depth:
         raise ConfigError(f"Residual: depth is {depth} and least {least}, expected 1 <= least <= depth")
@@ -399,14 +423,18 @@ class ResidualConfig(Config):
     least: Annotated[int, Field(ge=1)] = 1
     """Number of stages that are never dropped."""
     shared: bool = False
-    """true: one codebook for all stages. false: one for each."""
+    """true: one codebook for all stages, with vq and simvq only. false: one for each."""
     beam: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of sums of codes that the search for ids keeps after each stage; more than 1 with vq and simvq only,
     and without dropout: the first stages are then poor alone."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> ResidualConfig:
-        _check_numbers(self.depth, self.least, self.beam, self.layer.kind in ("vq", "simvq"), self.dropout)
+        _check_numbers(self.depth, self.least, self.beam, isinstance(self.layer, TableConfig), self.dropout)
+        leaf = self.layer
+        while isinstance(leaf, (ProductConfig, ResidualConfig)):
+            leaf = leaf.layer
+        _check_shared(self.shared, isinstance(leaf, TableConfig))
         return self
 
     def build(self) -> Residual:

@@ -12,10 +12,13 @@ from vqclip.errors import ConfigError, ShapeError
 from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.binary import BSQ, LFQ
 from vqclip.quantizers.fsq import FSQ
-from vqclip.quantizers.nearest import SimVQ
+from vqclip.quantizers.nearest import GradientPath, SimVQ
 from vqclip.quantizers.nested import Product, Residual
 from vqclip.quantizers.vectors import MAX_COUNTED_CODES
 from vqclip.quantizers.vq import VQ, Learning
+
+RESIDUAL_NOISE_VARIANCE = 5e-3
+"""Variance of the noise of a ``ResidualVQ`` with ``diveq`` in vector-quantize-pytorch."""
 
 
 @torch.no_grad()
@@ -48,8 +51,9 @@ def from_vector_quantize_pytorch(module: nn.Module, inner: bool = False) -> Quan
     """Convert a quantizer of that library, which is not imported.
 
     Copies the codebooks, their moving averages and all settings that determine ids; of the training settings, the
-    decay, the learning method and quantize dropout. Losses and replacement of dead codes follow `VQ`. Ids are equal in
-    evaluation, except for vectors within a rounding error of the border between two codes.
+    decay, the learning method with the variance of DiVeQ's noise, and quantize dropout. Losses and replacement of dead
+    codes follow `VQ`. Ids are equal in evaluation, except for vectors within a rounding error of the border between two
+    codes.
 
     Args:
         module: a ``VectorQuantize``, ``SimVQ``, ``FSQ``, ``LFQ``, or the residual or grouped residual form of one
@@ -82,7 +86,8 @@ def from_vector_quantize_pytorch(module: nn.Module, inner: bool = False) -> Quan
     return quantizer.to(devices.pop()) if len(devices) == 1 else quantizer
 
 
-def _vq(module: Any) -> Quantizer:
+def _vq(module: Any, noise_variance: float | None = None) -> Quantizer:
+    """Convert a ``VectorQuantize``; with ``noise_variance``, a stage of a ``ResidualVQ`` that learns by DiVeQ."""
     book = module._codebook
     heads, size, dim = book.embed.shape
     _refuse(
@@ -93,16 +98,22 @@ def _vq(module: Any) -> Quantizer:
         heads_that_share_a_codebook=module.heads > 1 and heads == 1,
     )
     frozen = module.freeze_codebook or not (book.ema_update or book.learnable_codebook)
-    learned: Learning = "diveq" if getattr(module, "directional_reparam", False) else "gradient"
+    if getattr(module, "directional_reparam", False):
+        noise_variance = module.directional_reparam_variance
+    learning: Learning = "ema"
+    if book.learnable_codebook or frozen:
+        learning = "gradient" if noise_variance is None else "diveq"
+    path: GradientPath = "rotation" if module.rotation_trick else "straight_through"
     layer = VQ(
         dim,
         size,
-        learning=learned if book.learnable_codebook or frozen else "ema",
+        learning=learning,
         decay=book.decay,
         dead_below=0.0 if frozen else 0.03,
         cosine=bool(module.use_cosine_sim),
         kmeans=False,
-        gradient="rotation" if module.rotation_trick else "straight_through",
+        gradient=None if learning == "diveq" else path,
+        noise_variance=noise_variance if learning == "diveq" else None,
     )
     quantizer: Quantizer = Product(layer, heads) if heads > 1 else layer
     target = quantizer.layer if isinstance(quantizer, Product) else quantizer
@@ -150,6 +161,8 @@ def _residual(module: Any) -> Quantizer:
         _refuse(module, bound_hard_clamp_off=not first.bound_hard_clamp, several_codebooks=first.num_codebooks > 1)
         _refuse(module, orthogonal_rotation=first.orthogonal_rotation)
         stages: list[Quantizer] = [FSQ(tuple(first._levels.tolist()), "uniform")] * module.num_quantizers
+    elif getattr(module, "diveq", False):
+        stages = [_vq(layer, RESIDUAL_NOISE_VARIANCE) for layer in module.layers]
     else:
         stages = [_MAKERS[type(layer).__name__](layer) for layer in module.layers]
     _refuse(

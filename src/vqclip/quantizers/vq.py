@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from vqclip.config import Config
 from vqclip.errors import ConfigError
-from vqclip.nn.dropout import KeyedNoise
+from vqclip.nn.dropout import GaussianNoise
 from vqclip.nn.precision import full_precision
 from vqclip.quantizers.base import resolve_weights
 from vqclip.quantizers.gradients import drawn_direction, soft_assignment
@@ -34,8 +35,8 @@ LOSSES: dict[Learning, dict[str, float]] = {
     "diveq": {"commitment": 0.0},
 }
 """Losses of each rule, with their weights by default."""
-NOISE = 1e-3**0.5
-"""Standard deviation of DiVeQ's noise; its variance is the paper's."""
+NOISE_VARIANCE = 1e-3
+"""Variance of DiVeQ's noise in the paper."""
 TRAINED = "tokens_to_follow"
 """Entry of statistics that were computed in training mode."""
 
@@ -48,9 +49,9 @@ class VQ(TableQuantizer):
 
     A vector becomes the nearest of K codes. With ``learning="ema"`` each code is the moving mean of its vectors (the
     paper's appendix), with ``"gradient"`` a loss moves it. With ``"ibq"`` and ``"diveq"`` the gradient of ``vectors``
-    itself moves codes, and ``gradient`` is not read: all codes (`soft_assignment`), or the nearest one, in a direction
-    with noise (`drawn_direction`) that `vqclip.nn.dropout.set_dropout_keys` keys; without keys there is none. Forward
-    changes nothing; `update` uses the statistics of the global batch:
+    itself moves codes: all of them (`soft_assignment`), or the nearest one, in a direction with noise
+    (`drawn_direction`) that `vqclip.nn.dropout.set_dropout_keys` keys; without keys there is none. Forward changes
+    nothing; `update` uses the statistics of the global batch:
 
         first step:  codes = k-means of up to 8 K random tokens
         later:       sizes  = decay · sizes  + (1 - decay) · counts of each code
@@ -66,14 +67,17 @@ class VQ(TableQuantizer):
 
     Losses, each a mean over the tokens of all ranks: ``commitment``; with ``gradient`` and ``ibq`` also ``codebook``
     (`TableQuantizer`); with ``ibq`` also ``index``, the same number with a gradient for the vector and for all codes.
+    One with weight 0, as ``commitment`` has by default with ``diveq``, is not computed.
+
     Other arguments: see `VQConfig`.
 
     Args:
-        loss_weights: name → weight, in place of those in `LOSSES`.
+        loss_weights: name → weight, by default those in `LOSSES`.
         groups: G, the number of codebooks; more than 1 in a `Product`.
 
     Raises:
-        ConfigError: a value out of range, or a weight for a loss that does not exist.
+        ConfigError: a value out of range, a weight for a loss that does not exist, or an argument that ``learning``
+            does not read.
     """
 
     codebook: Tensor
@@ -91,7 +95,8 @@ class VQ(TableQuantizer):
         cosine: bool = False,
         kmeans: bool = True,
         dead_below: float = 0.03,
-        gradient: GradientPath = "rotation",
+        gradient: GradientPath | None = None,
+        noise_variance: float | None = None,
         sync_codebook: bool = True,
         loss_weights: Mapping[str, float] | None = None,
         groups: int = 1,
@@ -104,8 +109,18 @@ class VQ(TableQuantizer):
             check_channels("VQ with cosine", dim)
         if learning not in get_args(Learning):
             raise ConfigError(f"VQ: learning is {learning!r}, expected one of {', '.join(get_args(Learning))}")
-        weights = vq_weights(learning, loss_weights, sync_codebook)
-        super().__init__(dim, codebook_size, groups, gradient, weights)
+        if gradient is not None and learning in ("ibq", "diveq"):
+            raise ConfigError(
+                f"VQ: gradient is {gradient!r} with learning: {learning}, which has a gradient of its own; leave it "
+                "out, or set learning: ema or gradient"
+            )
+        if noise_variance is not None and (learning != "diveq" or not 0 <= noise_variance < math.inf):
+            raise ConfigError(
+                f"VQ: noise_variance is {noise_variance} with learning: {learning}, expected a number of at least 0 "
+                "with learning: diveq, and none with the others"
+            )
+        path = gradient if learning in ("ibq", "diveq") else gradient or "rotation"
+        super().__init__(dim, codebook_size, groups, path, vq_weights(learning, loss_weights, sync_codebook))
         self.learning, self.decay, self.cosine, self.dead_below = learning, decay, cosine, dead_below
         self.sync_codebook = sync_codebook
         codebook = self._normalize(torch.randn(groups, codebook_size, dim, dtype=torch.float32) * dim**-0.5)
@@ -115,7 +130,8 @@ class VQ(TableQuantizer):
             self.register_buffer("codebook", codebook)
             self.register_buffer("totals", torch.zeros_like(codebook))
         self.register_buffer("sizes", torch.zeros_like(codebook[..., 0]))
-        self.noise = KeyedNoise(NOISE) if learning == "diveq" else None
+        variance = NOISE_VARIANCE if noise_variance is None else noise_variance
+        self.noise = GaussianNoise(variance**0.5) if learning == "diveq" else None
         self.skipped = torch.zeros((), dtype=torch.int64, device="cpu")
         self._skipped_before: Tensor | None = self.skipped
         # The host's part of `has_started`, which forward reads without waiting for the device.
@@ -201,7 +217,7 @@ class VQ(TableQuantizer):
         return values
 
     def _pass_gradient(self, values: Tensor, bounded: Tensor) -> Tensor:
-        if self.training and self.noise is not None:
+        if self.training and self.noise is not None:  # diveq
             return drawn_direction(values, bounded, self.noise(bounded))
         if self.training and self.learning == "ibq":
             return values + (bounded - bounded).detach()  # NaN where the vector is
@@ -307,17 +323,17 @@ class VQ(TableQuantizer):
 
 
 class VQLossWeights(Config):
-    """Weights of VQ's losses in the training loss."""
+    """Weights of VQ's losses in the training loss; null: the default of `learning`."""
 
     commitment: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the mean squared distance that moves vectors to their codes: by default 0.25, with learning: ibq 1,
-    with diveq 0."""
+    """Weight of the mean squared distance that moves vectors to their codes; by default 0.25 with learning: ema and
+    gradient, 1 with ibq, 0 with diveq."""
     codebook: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the same distance, moving codes to their vectors: 1 with learning: gradient, 0.25 with ibq; not allowed
-    with ema and diveq."""
+    """Weight of the same distance, moving codes to their vectors; by default 1 with learning: gradient, 0.25 with ibq,
+    0 with ema and diveq, which allow no other."""
     index: Annotated[float, Field(ge=0)] | None = None
-    """Weight of the same distance, moving vectors and, through the soft assignment, all codes: 1 with learning: ibq;
-    not allowed with the others."""
+    """Weight of the same distance, moving vectors and, through the soft assignment, all codes; by default 1 with
+    learning: ibq, 0 with the others, which allow no other."""
 
 
 class VQConfig(TableConfig):
@@ -326,8 +342,12 @@ class VQConfig(TableConfig):
     kind: Literal["vq"] = "vq"
     learning: Learning = "ema"
     """Update rule of the codes: ema (moving mean of their vectors), gradient (the codebook loss), or by the training
-    loss itself: ibq (all codes, through a soft assignment) or diveq (the nearest code, in a direction with noise). With
-    these two `gradient` is not read."""
+    loss itself: ibq (all codes, through a soft assignment) or diveq (the nearest code, in a direction with noise)."""
+    gradient: GradientPath | None = None
+    """Gradient from codes to vectors with learning: ema and gradient: straight_through, or rotation (the rotation
+    trick), the default. ibq and diveq have gradients of their own, and allow neither."""
+    noise_variance: Annotated[float, Field(ge=0)] | None = None
+    """Variance of the noise with learning: diveq; by default 0.001, as in the paper. Not allowed with the others."""
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.99
     """Decay of the moving counts and means; higher is slower."""
     cosine: bool = False
@@ -355,20 +375,18 @@ class VQConfig(TableConfig):
 
 
 def vq_weights(learning: Learning, weights: Mapping[str, float] | None, sync_codebook: bool) -> dict[str, float]:
-    """Return the weights of the losses to compute: commitment, and those of the rule that are not 0.
+    """Return the weights of the losses of the rule.
 
     Raises:
         ConfigError: a weight that does not fit ``learning``, or codebooks that differ between ranks but learn by
             gradient.
     """
-    weights, usual = weights or {}, LOSSES[learning]
-    resolve_weights("VQ", VQLossWeights().model_dump(), weights)
-    if wrong := [name for name, weight in weights.items() if weight > 0 and name not in usual]:
+    found = resolve_weights("VQ", dict.fromkeys(VQLossWeights.model_fields, 0.0) | LOSSES[learning], weights)
+    if wrong := [name for name, weight in found.items() if weight > 0 and name not in LOSSES[learning]]:
         raise ConfigError(
             f"VQ: loss_weights has {wrong[0]}, but with learning: {learning} there is no such loss; leave it out, or "
             f"set learning: {' or '.join(rule for rule, losses in LOSSES.items() if wrong[0] in losses)}"
         )
-    found = {name: weights.get(name, weight) for name, weight in usual.items()}
     if learning == "gradient" and found["codebook"] == 0:
         raise ConfigError("VQ: loss_weights.codebook is 0, so nothing would move the codes; set learning: ema")
     if learning != "ema" and not sync_codebook:
@@ -376,7 +394,7 @@ def vq_weights(learning: Learning, weights: Mapping[str, float] | None, sync_cod
             f"VQ: sync_codebook is false with learning: {learning}, but DDP averages the gradients of codes, which "
             "must then be equal on all ranks; expected learning: ema"
         )
-    return {name: weight for name, weight in found.items() if weight > 0 or name == "commitment"}
+    return found
 
 
 def _refresh_started(module: nn.Module, keys: object = None) -> None:
