@@ -26,13 +26,14 @@ def write(tmp_path):
     return written
 
 
-def test_the_stored_keys_and_their_page_are_those_of_the_classes():
-    """Otherwise: python scripts/keys.py."""
-    spec = importlib.util.spec_from_file_location("keys", ROOT / "scripts" / "keys.py")
-    keys = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(keys)
-    for path, text in keys.contents().items():
-        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run `python scripts/keys.py`"
+@pytest.mark.parametrize("script", ["keys", "figures"])
+def test_what_scripts_write_is_up_to_date(script):
+    """Keys are those of the classes, tables those of docs/results."""
+    spec = importlib.util.spec_from_file_location(script, ROOT / "scripts" / f"{script}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for path, text in module.contents().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run `python scripts/{script}.py`"
 
 
 def test_a_key_and_a_section_are_explained():
