@@ -24,10 +24,10 @@ __all__ = ["build_page", "serve"]
 
 T = TypeVar("T")
 _CSS = """
-.pictures .grid-wrap {min-height: 0; max-height: none}
-.pictures .grid-container {grid-template-columns: repeat(auto-fill, minmax(130px, 1fr)) !important}
+.tiles .grid-wrap {min-height: 0; max-height: none}
+.tiles .grid-container {grid-template-columns: repeat(auto-fill, minmax(130px, 1fr)) !important}
 """
-"""As many pictures in a row as have room, and all rows."""
+"""Rows of as many images as fit, and all rows."""
 _MAPS, _NEAREST, _CLASSES = 64, 8, 20
 """Largest numbers of code maps, items of the index and classes that are shown."""
 
@@ -89,15 +89,14 @@ def build_page(folder: str, answers: Answers) -> Any:
         if answers.source is None:
             return [[f"{hit.score:.3f} {printable(hit.name, one_line=True)}"] for hit in hits]
         blank = Image.new("RGB", (32, 32), "#888888")  # of an image that cannot be read
-        texts = [
-            printable(hit.name.partition(": ")[2] or hit.name, one_line=True) for hit in hits
-        ]  # room for a few words
-        pictures = [blank if hit.picture is None else _picture(hit.picture) for hit in hits]
-        return [(p, f"{hit.score:.2f} {text}") for p, hit, text in zip(pictures, hits, texts, strict=True)]
+        # There is room for a few words: those of the caption, where there is one.
+        texts = [printable(hit.name.partition(": ")[2] or hit.name, one_line=True) for hit in hits]
+        images = [blank if hit.picture is None else _picture(hit.picture) for hit in hits]
+        return [(p, f"{hit.score:.2f} {text}") for p, hit, text in zip(images, hits, texts, strict=True)]
 
     def gallery(label: str) -> Any:
         gr.Markdown(label)  # Gradio's own label covers the first row
-        return gr.Gallery(label=label, show_label=False, height="auto", buttons=["fullscreen"], elem_classes="pictures")
+        return gr.Gallery(label=label, show_label=False, height="auto", buttons=["fullscreen"], elem_classes="tiles")
 
     def nearest_box(label: str) -> Any:
         if answers.source is not None:
