@@ -82,6 +82,8 @@ class Runs(NamedTuple):
     ways: Sequence[str]
     decoder_steps: int
     """Steps of a decoder whose tokenizer is frozen."""
+    stages: int | None
+    """Number of first residual stages that pixels are decoded from; None: all."""
 
     def run(self, name: str, config: str, *overrides: str) -> dict[str, Any] | None:
         """Return the summary of one training run; None, with a message, if it failed."""
@@ -111,7 +113,7 @@ class Runs(NamedTuple):
         evaluation = [f"{{kind: {which}, name: originals, data: {data.unseen}}}"]
         beside = []
         if weight is not None:
-            layers, losses = decoder()
+            layers, losses = decoder(self.stages)
             beside.append(f"model.image.pixels={{decoder: {layers}, losses: {losses}, weight: {weight}, one_in: 4}}")
             evaluation.append(f"{{kind: pixels, data: {data.unseen}, limit: 500}}")
         return self.run(
@@ -126,7 +128,8 @@ class Runs(NamedTuple):
         return self.run(
             name, "pixels", f"run.seed={seed}", f"train.steps={self.decoder_steps}",
             f"tokenizer={self.folder / tokenizer / 'tokenizer'}", f"data.sources=[{data.seen}]",
-            f"evaluation=[{{kind: pixels, data: {data.unseen}, limit: 500}}]", *more,
+            f"evaluation=[{{kind: pixels, data: {data.unseen}, limit: 500}}]",
+            f"decoder={decoder(self.stages)[0]}", *more,
         )  # fmt: skip
 
     def chains(self, data: DataSet, start: str, family: str, seed: int, first: bool) -> Iterator[Callable[[], Any]]:
@@ -150,10 +153,10 @@ class Runs(NamedTuple):
             yield lambda weight=weight: beside(weight)
 
 
-def decoder() -> tuple[str, str]:
-    """Return decoder and losses of configs/pixels.yaml, as overrides."""
+def decoder(stages: int | None) -> tuple[str, str]:
+    """Return decoder and losses of configs/pixels.yaml, as overrides; the decoder reads the first stages."""
     settings = yaml.safe_load(Path("configs/pixels.yaml").read_text())
-    return json.dumps(settings["decoder"]), json.dumps(settings["losses"])
+    return json.dumps(settings["decoder"] | {"stages": stages}), json.dumps(settings["losses"])
 
 
 def pixel_rows(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -228,11 +231,15 @@ def main() -> None:
     parser.add_argument(
         "--share", type=float, default=1.0, help="of the steps of each contrastive run; another share, another folder"
     )
+    parser.add_argument(
+        "--stages", type=int, help="first stages of residual-vq that decoders read; another number, another folder"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--folder", type=Path, default=Path("runs/pixels-table"))
     options = parser.parse_args()
     print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
-    runs = Runs(options.folder.resolve(), options.share, options.weights, options.ways, options.decoder_steps)
+    folder = options.folder.resolve()
+    runs = Runs(folder, options.share, options.weights, options.ways, options.decoder_steps, options.stages)
     sets = data_sets(options.data.resolve())
     pool = ThreadPoolExecutor(options.jobs)
     keys = [(s, name, family) for s in options.seeds for name in options.sets for family in options.families]

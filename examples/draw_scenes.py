@@ -1,4 +1,4 @@
-"""Words to images by ids alone: two generators draw scenes, and a judge that saw real images only names what it sees.
+"""Words to images by ids alone: generators draw scenes, and a judge that saw real images only names what it sees.
 
 Prints a table of shares, after about 15 minutes on two CPU cores.
 
@@ -8,10 +8,10 @@ Prints a table of shares, after about 15 minutes on two CPU cores.
     words → text ids → image ids → pixels → judge
 
 The *masked* generator reads the text ids' vectors and fills in all image ids in a few rounds, each given those of
-earlier rounds (MaskGIT, Chang et al. 2022, https://arxiv.org/abs/2202.04200), guided by the difference that the text
-makes (Ho and Salimans 2022, https://arxiv.org/abs/2207.12598). The *causal* one is the small language model of
-`caption_and_draw.py`, which reads words and continues with the likeliest ids, one step after another. Both learn from
-ids and captions of training scenes alone, and never see a pixel.
+earlier rounds (MaskGIT, Chang et al. 2022, https://arxiv.org/abs/2202.04200). The others draw one token after another,
+and all ids of a token by a head of `vqclip.lm_vocabulary`: *depth*, id after id, or *bits*, a few bits of all ids at a
+time (`MaskedBitsHead`). All are guided by the difference that the text makes (Ho and Salimans 2022,
+https://arxiv.org/abs/2207.12598), learn from ids and captions of training scenes alone, and never see a pixel.
 
 The judge is a small convolutional network that names number, colour and shape of the objects. It is trained on real
 images only, and judges new scenes of one, two or three equal objects: real, reconstructed from their ids, and drawn
@@ -28,26 +28,28 @@ import io
 import itertools
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from caption_and_draw import CaptionAndDraw, Words, coordinates, draw_images, train
+from caption_and_draw import coordinates
 from PIL import Image
 from torch import Tensor, nn
 
 import vqclip
 from vqclip.errors import ConfigError, VqclipError
 from vqclip.io.atomic import write_file
-from vqclip.lm_vocabulary import DelayedCodes
+from vqclip.lm_vocabulary import CodesHead, CodesHeadConfig, MaskedBitsHead, MaskedBitsHeadConfig
 from vqclip.scenes.captions import describe
 from vqclip.scenes.drawing import SHAPES, draw_scene
 from vqclip.scenes.scene import COLOURS, Draws, sample_scene
 from vqclip.scenes.splits import TRAIN_DETAIL, TRAINED, train_samples
 from vqclip.tokenizer import ImageTokenizer
 
+GENERATORS = ("masked", "depth", "bits")
 NUMBERS = 3
 """Most objects of a scene."""
 CODEBOOKS = 3
@@ -101,6 +103,7 @@ def fit(model: nn.Module, loss: Callable[[Tensor], Tensor], updates: int, sample
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05, betas=(0.9, 0.96))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=max(20, updates), pct_start=0.1)
     model.train()
+    began = time.process_time()
     for update in range(1, updates + 1):
         optimizer.zero_grad()
         value = loss(torch.randint(samples, (64,), generator=draws))
@@ -109,7 +112,7 @@ def fit(model: nn.Module, loss: Callable[[Tensor], Tensor], updates: int, sample
         optimizer.step()
         schedule.step()
         if update % 200 == 0 or update == updates:
-            print(f"  update {update}: {value:.3f} nats", flush=True)
+            print(f"  update {update}: {value:.3f} nats, {time.process_time() - began:.0f} s", flush=True)
     model.eval()
 
 
@@ -147,24 +150,22 @@ def train_judge(judge: Judge, scenes: Scenes, updates: int, seed: int) -> None:
     fit(judge, loss, updates, len(scenes.images), 3e-3, seed)
 
 
-class MaskedGenerator(nn.Module):
-    """A transformer over the tokens of an image, of which some ids are hidden, that reads the text by cross-attention.
+class Generator(nn.Module):
+    """A transformer over the tokens of an image that reads the text by cross-attention.
 
     Args:
         vectors: ``(C, K, r)``, what the ids stand for.
+        inputs: channels that a token is read from.
         tokens: N.
         text_tokens: T.
         text_width: D.
     """
 
-    def __init__(self, vectors: Tensor, tokens: int, text_tokens: int, text_width: int, width: int = 192):
+    def __init__(self, vectors: Tensor, inputs: int, tokens: int, text_tokens: int, text_width: int, width: int):
         super().__init__()
-        self.codebooks, _, axes = vectors.shape
-        self.tokens = tokens
-        # A logit is quadratic in a code's coordinates, so that the likeliest code can be anywhere in the codebook.
+        self.codebooks, self.tokens = len(vectors), tokens
         self.register_buffer("read", vectors)
-        self.register_buffer("written", torch.cat([vectors, vectors.square() - 1], dim=-1))
-        self.image_in = nn.Linear(self.codebooks * (axes + 1), width)  # with a mark of what is hidden
+        self.image_in = nn.Linear(inputs, width)
         self.text_in = nn.Sequential(nn.Linear(text_width, width), nn.LayerNorm(width))
         self.no_text = nn.Parameter(0.02 * torch.randn(width))
         self.place = nn.Parameter(0.02 * torch.randn(tokens, width))
@@ -173,7 +174,33 @@ class MaskedGenerator(nn.Module):
             width, nhead=4, dim_feedforward=4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
         self.blocks = nn.TransformerDecoder(block, 4, nn.LayerNorm(width))
-        self.image_out = nn.Linear(width, self.codebooks * 2 * axes)
+
+    def vectors(self, ids: Tensor) -> Tensor:
+        """Return what ids ``(B, n, C)`` stand for, ``(B, n, C, r)``."""
+        return self.read[torch.arange(self.codebooks), ids]
+
+    def states(self, text: Tensor, blank: Tensor, image: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the hidden states ``(B, n, width)`` of the first n tokens.
+
+        Args:
+            text: ``(B, T, D)`` vectors of the text ids, 0 where there is no token.
+            blank: ``(B,)`` bool, True: draw without the text.
+            image: ``(B, n, inputs)``.
+            mask: ``(n, n)`` of the attention; None: each token sees all.
+        """
+        words = self.text_in(text).where(~blank[:, None, None], self.no_text) + self.text_place
+        return self.blocks(self.image_in(image) + self.place[: image.shape[1]], words, tgt_mask=mask)
+
+
+class MaskedGenerator(Generator):
+    """A generator that fills in hidden ids, of all tokens at once; arguments as of `Generator`."""
+
+    def __init__(self, vectors: Tensor, tokens: int, text_tokens: int, text_width: int, width: int = 192):
+        codebooks, _, axes = vectors.shape
+        super().__init__(vectors, codebooks * (axes + 1), tokens, text_tokens, text_width, width)
+        # A logit is quadratic in a code's coordinates, so that the likeliest code can be anywhere in the codebook.
+        self.register_buffer("written", torch.cat([vectors, vectors.square() - 1], dim=-1))
+        self.image_out = nn.Linear(width, codebooks * 2 * axes)
 
     def forward(self, text: Tensor, blank: Tensor, ids: Tensor, hidden: Tensor) -> Tensor:
         """Return the coefficients ``(B, N, C, 2r)`` of the logits of all codebooks; see `logits`.
@@ -184,10 +211,10 @@ class MaskedGenerator(nn.Module):
             ids: ``(B, N, C)`` int64.
             hidden: ``(B, N, C)`` bool, ids that are not read.
         """
-        vectors = self.read[torch.arange(self.codebooks), ids] * ~hidden[..., None]
-        image = self.image_in(torch.cat([vectors, hidden[..., None]], dim=-1).flatten(2)) + self.place
-        words = self.text_in(text).where(~blank[:, None, None], self.no_text) + self.text_place
-        return self.image_out(self.blocks(image, words)).unflatten(-1, (self.codebooks, -1))
+        seen = torch.cat(
+            [self.vectors(ids) * ~hidden[..., None], hidden[..., None]], dim=-1
+        )  # with a mark of the hidden
+        return self.image_out(self.states(text, blank, seen.flatten(2))).unflatten(-1, (self.codebooks, -1))
 
     def logits(self, coefficients: Tensor, asked: Tensor, codebook: int) -> Tensor:
         """Return the logits ``(A, K)`` of A places of a codebook, those where ``asked`` ``(B, N, C)`` is True."""
@@ -244,6 +271,60 @@ def draw_masked(model: MaskedGenerator, text: Tensor, rounds: int, guidance: flo
     return ids
 
 
+class TokenGenerator(Generator):
+    """A generator that draws one token after another; other arguments as of `Generator`.
+
+    Args:
+        head: draws the ids of a token from its hidden state.
+    """
+
+    def __init__(self, vectors: Tensor, tokens: int, text_tokens: int, text_width: int, head: CodesHead):
+        super().__init__(vectors, vectors[:, 0].numel(), tokens, text_tokens, text_width, head.width)
+        self.head = head
+        mask = torch.full((tokens, tokens), -torch.inf).triu(diagonal=1)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, text: Tensor, blank: Tensor, ids: Tensor) -> Tensor:
+        """Return the hidden states ``(B, n, H)`` that predict the first n tokens, each from those before it."""
+        before = F.pad(self.vectors(ids[:, :-1]).flatten(2), (0, 0, 1, 0))
+        return self.states(text, blank, before, self.mask[: ids.shape[1], : ids.shape[1]])
+
+
+def build_head(kind: str, sizes: tuple[int, ...], levels: Sequence[int] | None, steps: int, width: int) -> CodesHead:
+    """Make the head of kind depth or bits."""
+    if kind == "depth":
+        return CodesHeadConfig(kind="depth", codebook_sizes=sizes, width=width, depth_width=64, depth_layers=1).build()
+    return MaskedBitsHeadConfig(
+        codebook_sizes=sizes, width=width, levels=levels, steps=steps, inner_width=width
+    ).build()
+
+
+def train_tokens(model: TokenGenerator, text: Tensor, ids: Tensor, updates: int, seed: int) -> None:
+    """Train a generator of one token after another, now and then without the text."""
+    draws = torch.Generator().manual_seed(seed)
+
+    def loss(rows: Tensor) -> Tensor:
+        blank = torch.rand(len(rows), generator=draws) < 0.1
+        hidden = model(text[rows], blank, ids[rows])
+        if isinstance(model.head, MaskedBitsHead):
+            return model.head(hidden, ids[rows], int(torch.randint(2**62, (), generator=draws)))
+        return model.head(hidden, ids[rows])
+
+    fit(model, loss, updates, len(ids), 1.5e-3, seed)
+
+
+@torch.no_grad()
+def draw_tokens(model: TokenGenerator, text: Tensor, guidance: float, temperature: float, seed: int) -> Tensor:
+    """Draw ids ``(B, N, C)`` for text vectors ``(B, T, D)``, token after token; arguments as of `draw_masked`."""
+    no, yes = (torch.full((len(text),), value) for value in (False, True))
+
+    def hidden_after(ids: Tensor) -> Tensor:
+        begun = F.pad(ids, (0, 0, 0, 1))  # the next token is not read
+        return torch.cat([model(text, blank, begun)[:, -1] for blank in ((no, yes) if guidance != 1 else (no,))])
+
+    return model.head.generate(hidden_after, len(text), model.tokens, seed, temperature, guidance)
+
+
 def shares(found: Tensor, asked: Tensor) -> list[float]:
     """Return the shares with the right number, colour, shape, the latter two, and all three."""
     right = found == asked
@@ -266,11 +347,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("tokenizer", help="folder or hub name of a tokenizer of images and texts with a pixel decoder")
     parser.add_argument("--scenes", type=int, default=16_000, help="training scenes")
     parser.add_argument("--judged", type=int, default=600, help="scenes to draw and judge")
-    parser.add_argument("--updates", type=int, default=2000, help="training steps of the masked generator")
-    parser.add_argument("--causal-updates", type=int, default=500, help="training steps of the language model")
+    parser.add_argument("--generators", nargs="+", choices=GENERATORS, default=GENERATORS)
+    parser.add_argument("--updates", type=int, default=1000, help="training steps of masked")
+    parser.add_argument("--depth-updates", type=int, default=300, help="training steps of depth")
+    parser.add_argument("--bits-updates", type=int, default=1000, help="training steps of bits")
     parser.add_argument("--judge-updates", type=int, default=500, help="training steps of the judge")
     parser.add_argument("--rounds", type=int, default=24, help="rounds of the masked generator for an image")
-    parser.add_argument("--guidance", type=float, default=2.0, help="of the masked generator by the text; 1: none")
+    parser.add_argument("--steps", type=int, default=16, help="steps in which bits draws a token")
+    parser.add_argument("--levels", type=int, nargs="+", help="of the FSQ whose digits bits predicts; default: bits")
+    parser.add_argument("--guidance", type=float, default=2.0, help="of the generators by the text; 1: none")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of depth and bits")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sheet", type=Path, help="PNG to write, with real, reconstructed and drawn scenes")
     options = parser.parse_args(arguments)
@@ -296,26 +382,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with torch.no_grad():
         told = text.decode(text.encode(captions))
 
-    torch.manual_seed(options.seed)  # first weights, dropout
-    judge, masked = Judge(), MaskedGenerator(vectors, ids.shape[1], told.shape[1], told.shape[2])
-    codes, words = DelayedCodes(image.codebook_sizes), Words(captions)
-    streams = codes.to_vocabulary(ids)
-    causal = CaptionAndDraw(vectors, codes, streams.shape[1], len(words.names), words.length)
+    torch.manual_seed(options.seed)  # first weights
+    judge = Judge()
     print(f"judge: {options.judge_updates} updates on real images")
     train_judge(judge, scenes_of_one_kind(2, options.scenes // 2, size), options.judge_updates, options.seed)
-    print(f"masked generator: {sum(each.numel() for each in masked.parameters()):,} weights")
-    train_masked(masked, told, ids, options.updates, options.seed)
-    print(f"causal generator: {sum(each.numel() for each in causal.parameters()):,} weights")
-    train(causal, streams, words.encode(captions), options.causal_updates, options.seed)
-
-    print(f"drawing {len(asked)} scenes", file=sys.stderr)
-    drawn = draw_masked(masked, asked, options.rounds, options.guidance, options.seed)
-    written = in_batches(lambda some: draw_images(causal, some, codes), words.encode(held.captions))
-    pictures["drawn, masked"] = in_batches(image.decode_pixels, drawn)
-    pictures["drawn, causal"] = in_batches(image.decode_pixels, written)
+    shape = ids.shape[1], told.shape[1], told.shape[2]
+    for name in options.generators:
+        torch.manual_seed(options.seed)
+        if name == "masked":
+            model: Generator = MaskedGenerator(vectors, *shape)
+        else:
+            head = build_head(name, image.codebook_sizes, options.levels, options.steps, width=192)
+            model = TokenGenerator(vectors, *shape, head)
+        print(f"{name}: {sum(each.numel() for each in model.parameters()):,} weights")
+        if isinstance(model, MaskedGenerator):
+            train_masked(model, told, ids, options.updates, options.seed)
+            drawn = draw_masked(model, asked, options.rounds, options.guidance, options.seed)
+        else:
+            updates = options.depth_updates if name == "depth" else options.bits_updates
+            train_tokens(model, told, ids, updates, options.seed)
+            drawn = draw_tokens(model, asked, options.guidance, options.temperature, options.seed)
+        pictures[f"drawn, {name}"] = in_batches(image.decode_pixels, drawn)
     found = {name: judge.names(each) for name, each in pictures.items()}
     others = torch.randperm(len(asked), generator=torch.Generator().manual_seed(options.seed))
-    found["chance"] = found["drawn, masked"][others]
+    found["chance"] = found[f"drawn, {options.generators[0]}"][others]
     print(
         f"\n| {len(asked)} scenes | number | colour | shape | colour and shape | all three |\n|---|---|---|---|---|---|"
     )

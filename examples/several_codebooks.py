@@ -1,6 +1,6 @@
-"""Three language models of image ids with several codebooks, at equal training time: which one describes images best?
+"""Four language models of image ids with several codebooks, at equal training time: which one describes images best?
 
-Prints a line for each model: about 3 minutes on two CPU cores for each seed.
+Prints a line for each model: about 5 minutes on two CPU cores for each seed.
 
     python examples/several_codebooks.py runs/captions/tokenizer data/captions_noto_emoji
     python examples/several_codebooks.py runs/base/tokenizer
@@ -12,8 +12,10 @@ embedding of a caption's codes and then the image, and differs in how a token's 
                its own codebook only, which costs a C-th of a softmax over the whole vocabulary and is never worse
     parallel   one token a step, N steps: `CodesEmbedding`, and `CodesHead` with all codes at once
     depth      the same with `CodesHead` of kind depth, one code after another by a small transformer
+    bits       the same with `MaskedBitsHead`: bits (or `--levels`) of all codes of a token, in a few steps
 
-The figure is the loss of an image in nats: -log p summed over all of its codes, which means the same for all three.
+The figure is the loss of an image in nats: -log p summed over all of its codes, which means the same for all four. For
+bits it is that of drawing a token in `--steps` steps, whose order is fixed.
 Each model trains for equal processor time on one thread (evaluation is not counted). A twentieth of the training images
 is held out to choose when to stop; the val split is used once, with those weights. *independent* is what a table of the
 frequencies of each place and codebook reaches. `--seed` keys the first weights, the order of training and dropout.
@@ -38,10 +40,11 @@ from torch import Tensor, nn
 import vqclip
 from vqclip.data import CaptionShardsConfig, EvalSet, ScenesSourceConfig
 from vqclip.errors import VqclipError
-from vqclip.lm_vocabulary import CodesEmbedding, CodesHeadConfig
+from vqclip.lm_vocabulary import CodesEmbedding, CodesHeadConfig, MaskedBitsHeadConfig
+from vqclip.seeds import derive_seed
 
-KINDS = ("flat", "parallel", "depth")
-BATCH = {"flat": 8, "parallel": 32, "depth": 32}
+KINDS = ("flat", "parallel", "depth", "bits")
+BATCH = {"flat": 8, "parallel": 32, "depth": 32, "bits": 32}
 WARMUP = 50
 CHECKS = 8
 """Evaluations of the held-out images in a training."""
@@ -78,9 +81,19 @@ class LanguageModel(nn.Module):
         text_width: E.
         width: H.
         layers: blocks.
+        digits: levels and steps of `MaskedBitsHeadConfig`.
     """
 
-    def __init__(self, kind: str, sizes: tuple[int, ...], tokens: int, text_width: int, width: int, layers: int):
+    def __init__(
+        self,
+        kind: str,
+        sizes: tuple[int, ...],
+        tokens: int,
+        text_width: int,
+        width: int,
+        layers: int,
+        digits: tuple[Sequence[int] | None, int] = (None, 16),
+    ):
         super().__init__()
         self.kind = kind
         self.text = nn.Linear(text_width, width)
@@ -91,15 +104,16 @@ class LanguageModel(nn.Module):
         self.blocks = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         mask = torch.full((steps, steps), float("-inf")).triu(diagonal=1)
         self.register_buffer("mask", mask, persistent=False)
-        head = CodesHeadConfig(
-            kind="depth" if kind == "depth" else "parallel",
-            codebook_sizes=sizes,
-            width=width,
-            dropout=0.1,
-            depth_width=64,
-            depth_layers=1,
-        )
-        self.head = head.build()
+        if kind == "bits":
+            levels, steps = digits
+            self.head = MaskedBitsHeadConfig(
+                codebook_sizes=sizes, width=width, levels=levels, steps=steps, dropout=0.1
+            ).build()
+        else:
+            head = "depth" if kind == "depth" else "parallel"
+            self.head = CodesHeadConfig(
+                kind=head, codebook_sizes=sizes, width=width, dropout=0.1, depth_width=64, depth_layers=1
+            ).build()
 
     def hidden(self, ids: Tensor, texts: Tensor) -> Tensor:
         """Return the hidden state that predicts each step: ``(B, N, H)``, or ``(B, N·C, H)`` if flat."""
@@ -120,6 +134,12 @@ class LanguageModel(nn.Module):
             .sum(dim=1)
             for c, output in enumerate(self.head.outputs)
         )
+
+    def loss(self, ids: Tensor, texts: Tensor, seed: int) -> Tensor:
+        """Return what training minimises, in nats a code; ``seed`` keys the bits that are hidden."""
+        if self.kind == "bits":
+            return self.head(self.hidden(ids, texts), ids, seed)
+        return self(ids, texts).mean() / ids[0].numel()
 
 
 class Training(NamedTuple):
@@ -164,7 +184,7 @@ def train(model: LanguageModel, pairs: Pairs, held: Pairs, val: Pairs, how: Trai
         began = time.process_time()
         while spent + time.process_time() - began < how.seconds * check / CHECKS:
             some = torch.randint(len(pairs.ids), (how.batch,), generator=draws)
-            loss = model(pairs.ids[some], pairs.texts[some]).mean() / pairs.ids[0].numel()
+            loss = model.loss(pairs.ids[some], pairs.texts[some], derive_seed(seed, steps))
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -190,7 +210,7 @@ def independent(pairs: Pairs, val: Pairs, sizes: Sequence[int]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Tokenize, train three models with each seed, and print a table."""
+    """Tokenize, train four models with each seed, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokenizer", help="folder or hub name of a tokenizer of images and texts")
     parser.add_argument("data", type=Path, nargs="?", help="folder of caption shards: train/*.tar, val/*.tar")
@@ -201,6 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, help="images a step; the default is the best one found for each model")
     parser.add_argument("--width", type=int, default=96, help="of the transformer")
     parser.add_argument("--layers", type=int, default=3, help="of the transformer")
+    parser.add_argument("--levels", type=int, nargs="+", help="of the FSQ whose digits `bits` predicts; default: bits")
+    parser.add_argument("--steps", type=int, default=24, help="in which `bits` draws a token")
     parser.add_argument("--limit", type=int, help="use only so many samples of each split")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     options = parser.parse_args(arguments)
@@ -231,7 +253,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for seed in range(options.seed, options.seed + options.seeds):
             print(f"training: {kind}, seed {seed}, {options.seconds:g} s of processor time", file=sys.stderr)
             torch.manual_seed(seed)  # first weights, dropout
-            model = LanguageModel(kind, sizes, tokens, val.texts.shape[1], options.width, options.layers)
+            digits = options.levels, options.steps
+            model = LanguageModel(kind, sizes, tokens, val.texts.shape[1], options.width, options.layers, digits)
             found.append(train(model, pairs, held, val, how, seed))
         losses = [each.val for each in found]
         print(

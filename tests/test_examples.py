@@ -141,7 +141,8 @@ def test_caption_and_draw_learns_four_images_by_heart():
     assert torch.equal(module.draw_images(model, said, codes), ids)
 
 
-DRAW_QUICKLY = ["--scenes=24", "--judged=6", "--updates=2", "--causal-updates=2", "--judge-updates=10", "--rounds=3"]
+DRAW_QUICKLY = ["--scenes=24", "--judged=6", "--judge-updates=10", "--rounds=3"]
+DRAW_QUICKLY += [f"--{prefix}updates=2" for prefix in ("", "depth-", "bits-")]
 
 
 def test_draw_scenes_judges_real_reconstructed_and_drawn_images(example, tmp_path):
@@ -152,9 +153,9 @@ def test_draw_scenes_judges_real_reconstructed_and_drawn_images(example, tmp_pat
     model.save_pretrained(folder)
     lines = example("draw_scenes", folder, *DRAW_QUICKLY, "--sheet", sheet)
     rows = [re.fullmatch(r"\| (.+?) \|" + r" \d+\.\d% \|" * 5, line) for line in lines]
-    names = ["real images", "reconstructions", "drawn, masked", "drawn, causal", "chance"]
+    names = ["real images", "reconstructions", "drawn, masked", "drawn, depth", "drawn, bits", "chance"]
     assert [row[1] for row in rows if row] == names
-    assert Image.open(sheet).size == (6 * size, 4 * size)
+    assert Image.open(sheet).size == (6 * size, 5 * size)
     with pytest.raises(ConfigError, match="sheet.png: exists"):
         example("draw_scenes", folder, *DRAW_QUICKLY, "--sheet", sheet)
 
@@ -184,6 +185,24 @@ def test_masked_generator_draws_four_images_by_heart():
     assert (drawn == ids).float().mean() > 0.7 > 0.4 > (drawn == ids.roll(1, dims=0)).float().mean()
 
 
+@pytest.mark.parametrize("kind", ["depth", "bits"])
+def test_token_generators_see_earlier_tokens_alone_and_draw_four_images_by_heart(kind):
+    module = load("draw_scenes")
+    torch.manual_seed(0)
+    vectors, text = torch.randn(2, 8, 3), torch.randn(4, 2, 5)
+    ids = torch.randint(8, (4, 3, 2), generator=torch.Generator().manual_seed(0))
+    head = module.build_head(kind, (8, 8), None, steps=6, width=32)
+    model = module.TokenGenerator(vectors, tokens=3, text_tokens=2, text_width=5, head=head)
+    given = torch.zeros(4, dtype=torch.bool)
+    before, after = (model(text, given, some) for some in (ids, torch.cat([ids[:, :1], ids[:, 1:].flip(0)], dim=1)))
+    torch.testing.assert_close(before[:, :2], after[:, :2])
+    assert not torch.allclose(before[:, 2], after[:, 2], atol=1e-3)
+    assert torch.allclose(model(text, ~given, ids)[0, 0], model(text, ~given, ids)[1, 0], atol=1e-5)
+    module.train_tokens(model, text, ids, updates=150, seed=0)
+    drawn = module.draw_tokens(model, text, guidance=2.0, temperature=1.0, seed=0)
+    assert (drawn == ids).float().mean() > 0.7 > 0.4 > (drawn == ids.roll(1, dims=0)).float().mean()
+
+
 def test_language_model_learns_and_draws_ids_that_decode(example, tokenizer, captions):
     pytest.importorskip("transformers", reason="pip install 'vqclip[examples]'")
     command = "hf_language_model", tokenizer, captions, "--steps", 30, "--images", 3
@@ -194,15 +213,15 @@ def test_language_model_learns_and_draws_ids_that_decode(example, tokenizer, cap
     assert sum("(4, 2) ids" in line for line in lines[2:]) == 3
 
 
-def test_several_codebooks_compares_three_models(example, tokenizer, captions, monkeypatch):
+def test_several_codebooks_compares_four_models(example, tokenizer, captions, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)  # of the whole test process
     lines = example("several_codebooks", tokenizer, captions, "--seconds", 0.05, "--width", 16, "--layers", 1)
     assert lines[0].startswith("23 training images, 1 to choose when to stop, 8 of val; 4 tokens of 2 codebooks of 64")
     assert re.fullmatch(r"independent: \d+\.\d nats an image", lines[1])
-    assert [line.split(":")[0] for line in lines[2:]] == ["flat", "parallel", "depth"]
+    assert [line.split(":")[0] for line in lines[2:]] == ["flat", "parallel", "depth", "bits"]
 
 
-@pytest.mark.parametrize("kind", ["flat", "parallel", "depth"])
+@pytest.mark.parametrize("kind", ["flat", "parallel", "depth", "bits"])
 def test_every_step_of_a_language_model_sees_earlier_codes_alone(kind):
     """Its loss is a -log p only then. The frequency table's is checked by hand: two of three images have code 0."""
     module = load("several_codebooks")

@@ -44,9 +44,9 @@ RESIDUAL = {
 DETAIL = {"quantizer": {"kind": "fsq", "levels": [4, 4]}, "stages": 2, "channels": 4, "channels_per_group": 2}
 
 
-def with_decoder(quantizer=RESIDUAL, size=16, detail=None):
+def with_decoder(quantizer=RESIDUAL, size=16, detail=None, stages=None):
     model = tiny_clip(quantizer)
-    decoder = ConvolutionalPixelsConfig(channels=4, max_channels=8, channels_per_group=2)
+    decoder = ConvolutionalPixelsConfig(channels=4, max_channels=8, channels_per_group=2, stages=stages)
     config = PixelsConfig.model_validate({"decoder": decoder, "image_size": size, "detail": detail})
     attach(model.image, config.build(model.image.quantizer.dim, model.image.num_tokens))
     return model.eval()
@@ -118,6 +118,17 @@ def test_prefixes_and_means(folder):
     assert [found[name].bits_per_image for name in ("mean image", "mean colour", "quantizer bypassed")] == [0, 24, None]
     [fewer] = evaluate(model, [classes(folder, prefixes=False)])
     assert [*rows_of(fewer)] == ["codes", "quantizer bypassed", "mean image", "mean colour"]
+
+
+def test_a_decoder_of_first_stages_has_their_bits(folder):
+    model, real = with_decoder(stages=1), originals()
+    [result] = evaluate(model, [classes(folder)])
+    found = rows_of(result)
+    made = model.image.decode_pixels(model.image.encode(real))
+    assert found["codes"].bits_per_image == 24
+    assert found["codes"].figures["psnr"] == pytest.approx(float(compare_images(made, real)["psnr"].mean()))
+    assert result.figures["quantized"].items() <= result.figures["codes_only"].items()
+    assert [each for each in found if "stages" in each] == ["codes, 1 of 2 stages, 1 of 2 codebooks"]
 
 
 def test_detail_stages_are_stored_too(folder):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from tests.models import FSQ, tiny_model
+from tests.models import FSQ, RESIDUAL_FSQ, tiny_model
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.pixels import (
     ConvolutionalPixelsConfig,
@@ -121,3 +121,8 @@ def test_a_decoder_of_other_sizes_is_not_attached(config):
         attach(model, config.build(3, 4, 16))
     with pytest.raises(ConfigError, match="got a Linear, expected a PixelDecoder"):
         attach(model.image, torch.nn.Linear(3, 3))
+    deeper = config.model_copy(update={"stages": 4}).build(3, 4, 16)
+    with pytest.raises(ConfigError, match=r"pixels\.decoder\.stages: got 4 for a FSQ of one stage; expected null"):
+        attach(model.image, deeper)
+    with pytest.raises(ConfigError, match=r"pixels\.decoder\.stages: got 4, expected 1 to 3"):
+        attach(tiny_model(RESIDUAL_FSQ).build().image, deeper)

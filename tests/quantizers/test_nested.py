@@ -343,6 +343,42 @@ def test_first_stages_are_a_quantizer_of_their_own():
     assert torch.equal(deep.truncate(ids), ids)
 
 
+@pytest.mark.parametrize("learning", ["ema", "gradient", "ibq", "diveq"])
+def test_first_stages_have_the_gradient_of_a_quantizer_of_their_own(learning):
+    torch.manual_seed(0)
+    x, mask = torch.randn(20, 12, requires_grad=True), torch.arange(20) % 3 > 0
+    deep, alone = (Product(Residual(VQ(3, 8, learning, kmeans=False), depth), 4) for depth in (4, 2))
+    shared = {name: each for name, each in deep.state_dict().items() if name in alone.state_dict()}
+    alone.load_state_dict(shared)
+    found, expected = deep.first_stages(x, 2, mask), alone(x, mask).vectors
+    assert torch.equal(found, expected)
+    assert torch.equal(found, deep.decode(deep.truncate(deep.encode(x, mask), 2)))
+    weights = [[x, *quantizer.parameters()] for quantizer in (deep, alone)]
+    grads = [
+        torch.autograd.grad((out * torch.arange(12)).sum(), each, allow_unused=True)
+        for out, each in zip((found, expected), weights, strict=True)
+    ]
+    assert grads[1][0].abs().sum() > 0
+    for mine, theirs in zip(*grads, strict=False):
+        assert mine is theirs is None or torch.equal(mine, theirs)
+    assert all(each is None for each in grads[0][len(grads[1]) :])  # no code of a later stage
+
+
+def test_first_stages_of_nested_stages():
+    torch.manual_seed(0)
+    x = torch.randn(30, 3)
+    quantizer = Residual(Residual(LFQ(3), 2), 3, dropout=True).train()
+    whole = quantizer.encode(x)
+    for stages in range(1, 7):
+        assert torch.equal(quantizer.first_stages(x, stages), quantizer.decode(quantizer.truncate(whole, stages)))
+    with pytest.raises(ConfigError, match="stages: got 7, expected 1 to 6"):
+        quantizer.first_stages(x, 7)
+    with pytest.raises(ConfigError, match="got 1 for a FSQ of one stage; expected null, or a Residual"):
+        FSQ((4, 4)).require_first_stages(1)
+    with pytest.raises(ConfigError, match="got 1 for a Residual with beam"):
+        Product(Residual(VQ(3, 8), 2, beam=2), 2).require_first_stages(1)
+
+
 def test_left_out_codebooks_are_zero():
     torch.manual_seed(0)
     quantizer = Product(VQ(3, 16), 4).eval()

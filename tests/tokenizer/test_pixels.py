@@ -9,7 +9,7 @@ import torch
 
 import vqclip
 from tests.checkpoint.making import save_checkpoint
-from tests.models import FSQ, RESIDUAL_FSQ, tiny_model
+from tests.models import FSQ, RESIDUAL, RESIDUAL_FSQ, VQ, tiny_model
 from tests.pixels.test_decoder import BATCH_TOLERANCE, CONFIGS
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransformConfig
@@ -89,6 +89,31 @@ def test_stages_and_codebooks_of_the_ids_can_be_left_out(folders):
     assert tokenizer.decode_pixels(ids, stages=3, codebooks=1).equal(tokenizer.decode_pixels(ids))
     with pytest.raises(ConfigError, match="stages: got 4, expected 1 to 3"):
         tokenizer.decode_pixels(ids, stages=4)
+
+
+def test_pixels_come_from_the_first_stages_and_the_embedding_from_all(tmp_path):
+    torch.manual_seed(0)
+    model = tiny_model(RESIDUAL | {"layer": VQ | {"learning": "diveq"}}).build().train()
+    tokenizer, decoder = model.image, CONFIGS["transformer"].model_copy(update={"stages": 2})
+    attach(tokenizer, decoder.build(6, 4, 16))
+    out, codebooks = tokenizer(images()), [stage.codebook for stage in tokenizer.quantizer.stages]
+    made = tokenizer.pixels_of(out.vectors)
+    *first, last = torch.autograd.grad(made.square().sum(), codebooks, retain_graph=True, allow_unused=True)
+    assert all(each.abs().sum() > 0 for each in first)
+    assert last is None
+    every = torch.autograd.grad(out.embedding.cumsum(0).square().sum(), codebooks)
+    assert all(each.abs().sum() > 0 for each in every)
+
+    model.eval().save_pretrained(tmp_path / "model")
+    tokenizer = vqclip.load_tokenizer(tmp_path / "model", "image")
+    ids = tokenizer.encode(images())
+    other = torch.cat([ids[..., :2], (ids[..., 2:] + 1) % 16], dim=-1)
+    assert tokenizer.decode_pixels(other).equal(tokenizer.decode_pixels(ids, stages=2))
+    assert tokenizer.decode_pixels(ids).equal(made.clamp(0, 1))
+    assert not tokenizer.embed(other).equal(tokenizer.embed(ids))
+    assert not tokenizer.decode_pixels(ids, stages=1).equal(tokenizer.decode_pixels(ids))
+    with pytest.raises(ConfigError, match="stages: got 3, expected 1 to 2, the stages that pixels come from"):
+        tokenizer.decode_pixels(ids, stages=3)
 
 
 @BOTH_KINDS

@@ -35,7 +35,8 @@ LOSSES = [{"kind": "l1"}, {"kind": "l2", "weight": 0.5}, ADVERSARIAL]
 
 def model_tree(quantizer=FSQ, **pixels):
     tree = tiny_model(quantizer, FSQ).model_dump(mode="json")
-    tree["image"]["pixels"] = {"decoder": DECODER, **pixels} if pixels.pop("decoder", True) else None
+    decoder = pixels.pop("decoder", DECODER)
+    tree["image"]["pixels"] = {"decoder": decoder, **pixels} if decoder else None
     return tree
 
 
@@ -133,7 +134,8 @@ def test_before_its_first_step_or_of_weight_0_a_run_is_one_without_a_decoder():
 
 def test_micro_batches_give_the_gradient_of_the_whole_batch():
     """In the second step the first of them has no image to decode."""
-    settings = {"count": 2, "losses": LOSSES, "one_in": 5, "quantizer": BUSY_RESIDUAL}
+    decoder = DECODER | {"stages": 2}
+    settings = {"count": 2, "losses": LOSSES, "one_in": 5, "quantizer": BUSY_RESIDUAL, "decoder": decoder}
     assert_alike(train(micro_batches=3, **settings), train(**settings), 1e-9)
 
 

@@ -212,7 +212,9 @@ class Methods:
         yield BYPASSED, continuous if self._ids is not None else self._keep(continuous), None
         if self._ids is not None:
             further = None if detail is None else detail(inputs).vectors
-            yield QUANTIZED, to_uint8(tokenizer.pixels_of(tokenizer.quantizer(x, mask).vectors, further)), None
+            stages, quantizer = tokenizer.pixels.stages, tokenizer.quantizer
+            vectors = quantizer(x, mask).vectors if stages is None else quantizer.first_stages(x, stages, mask)
+            yield QUANTIZED, to_uint8(tokenizer.pixels_of(vectors, further)), None
 
     def _compress(self, real: Tensor, codec: Codec) -> Decoded:
         sizes = []

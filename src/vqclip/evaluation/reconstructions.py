@@ -76,12 +76,16 @@ class DecodedPrefix(NamedTuple):
 
 
 def decoded_prefixes(tokenizer: ImageTokenizer) -> list[DecodedPrefix]:
-    """Return the prefixes by stages, then those by codebooks, all ids, and with them the first detail stages."""
+    """Return the prefixes by stages, then those by codebooks, all ids, and with them the first detail stages.
+
+    Of a decoder that reads first stages alone, these are all that there are.
+    """
     assert tokenizer.pixels is not None
-    extent, detail = tokenizer.quantizer.extent, tokenizer.pixels.detail
+    whole, detail = tokenizer.quantizer.extent, tokenizer.pixels.detail
+    extent = whole._replace(stages=tokenizer.pixels.stages or whole.stages)
     none = None if detail is None else 0
     found = [
-        DecodedPrefix(prefix_label(each, extent) or ALL_IDS, prefix_bits(tokenizer, each), each, none)
+        DecodedPrefix(prefix_label(each, whole) or ALL_IDS, prefix_bits(tokenizer, each), each, none)
         for each in extent.shorter()
     ]
     if detail is None or not found:
@@ -90,7 +94,7 @@ def decoded_prefixes(tokenizer: ImageTokenizer) -> list[DecodedPrefix]:
         sizes = detail.codebook_sizes[: stages * len(detail.codebook_sizes) // detail.stages]
         bits = tokenizer.num_tokens * math.fsum(map(math.log2, sizes))
         label = f"{ALL_IDS}, {stages} of {detail.stages} detail stages"
-        found.append(DecodedPrefix(label, tokenizer.bits_per_sample + bits, extent, stages))
+        found.append(DecodedPrefix(label, prefix_bits(tokenizer, extent) + bits, extent, stages))
     return found
 
 

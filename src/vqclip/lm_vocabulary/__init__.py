@@ -7,13 +7,14 @@ Three layouts, each exactly invertible, also for -1 (padding, dropped stages):
 - `Vocabulary`: `FlatCodes` of images and texts after a language model's own ids, with begin, end and padding marks.
 
 `resize` adds rows for them to an embedding table. `CodesEmbedding` and `CodesHead` read and write all C codes of a
-token in one step of a model, without a common vocabulary.
+token in one step of a model, without a common vocabulary; `MaskedBitsHead` writes them bit by bit.
 
 After `vqclip.nn`, whose input checks it uses; before `vqclip.tokenizer`, whose `to_vocabulary` uses it.
 
 Shapes: B samples, N tokens, C codebooks, K codes, H width of a language model's embeddings.
 """
 
+from vqclip.lm_vocabulary.bits import MaskedBitsHead, MaskedBitsHeadConfig
 from vqclip.lm_vocabulary.embedding import mean_rows, projected_rows, resize
 from vqclip.lm_vocabulary.head import CodesEmbedding, CodesHead, CodesHeadConfig
 from vqclip.lm_vocabulary.layouts import DelayedCodes, FlatCodes, Vocabulary
@@ -24,6 +25,8 @@ __all__ = [
     "CodesHeadConfig",
     "DelayedCodes",
     "FlatCodes",
+    "MaskedBitsHead",
+    "MaskedBitsHeadConfig",
     "Vocabulary",
     "mean_rows",
     "projected_rows",

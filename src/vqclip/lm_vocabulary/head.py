@@ -9,7 +9,8 @@ Shapes: B samples, T steps, C codebooks, K codes of one, H width of the model's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Annotated, Literal
 
@@ -65,19 +66,131 @@ class CodesEmbedding(nn.Module):
         return self.table(ids.clamp(min=0) + self.starts) * (ids >= 0).unsqueeze(-1)
 
 
-class CodesHead(nn.Module):
-    """Distribution of a token's C codes given a hidden state. Built by `CodesHeadConfig.build`.
+class CodesHead(nn.Module, ABC):
+    """Distribution of a token's C codes given a hidden state, from which codes are drawn in steps.
+
+    Built by `CodesHeadConfig.build` or `MaskedBitsHeadConfig.build`. Ids of -1 (padding, dropped stages) are not
+    predicted.
+
+    Args:
+        codebook_sizes: K of each codebook.
+        width: H.
+    """
+
+    def __init__(self, codebook_sizes: tuple[int, ...], width: int):
+        super().__init__()
+        self.codebook_sizes, self.width = codebook_sizes, width
+
+    @abstractmethod
+    def nats(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Return -log p of every code, ``(B, T, C)`` float32 in nats, 0 at ids of -1.
+
+        p is the probability that `sample` draws it after the earlier ones, at temperature 1. The sum over a sample is
+        its loss, to be compared with that of any other model of the same ids.
+
+        Args:
+            hidden: ``(B, T, H)``, the model's output where the token is to be predicted.
+            ids: ``(B, T, C)``, the token's codes.
+
+        Raises:
+            ShapeError: shapes that do not fit, or an id outside its codebook.
+        """
+
+    @abstractmethod
+    def _columns(self) -> list[slice]:
+        """Return the columns of a token's values that each step draws."""
+
+    @abstractmethod
+    def _step_logits(self, hidden: Tensor, values: Tensor, step: int) -> Tensor:
+        """Return the logits ``(B, n, L)`` of a step's n values from ``(B, H)`` and values ``(B, M)``, -1 if unknown."""
+
+    @abstractmethod
+    def _to_ids(self, values: Tensor) -> Tensor:
+        """Return the ids ``(B, C)`` of values ``(B, M)``."""
+
+    @torch.no_grad()
+    def sample(
+        self, hidden: Tensor, seed: int, token: int = 0, temperature: float = 1.0, guidance: float = 1.0
+    ) -> Tensor:
+        """Draw the codes ``(B, C)`` of one token, step by step.
+
+        The draws are keyed by (seed, token, step): equal for equal keys, on every device.
+
+        Args:
+            hidden: ``(B, H)``; with ``guidance`` ``(2B, H)``: the hidden states of B samples, then those of the same
+                samples without their condition.
+            seed: seed of a generation.
+            token: position of the token in its image.
+            temperature: divides the logits; 0 takes the likeliest value.
+            guidance: factor of the difference that the condition makes to the logits (classifier-free guidance, Ho and
+                Salimans 2022); 1: none.
+
+        Raises:
+            ConfigError: a negative temperature.
+        """
+        if not temperature >= 0:
+            raise ConfigError(f"temperature: got {temperature}, expected 0 (the likeliest code) or more")
+        guided = guidance != 1
+        steps = self._columns()
+        values = torch.full((len(hidden) // (1 + guided), steps[-1].stop), -1, device=hidden.device)
+        for step, columns in enumerate(steps):
+            logits = self._step_logits(hidden, torch.cat([values, values]) if guided else values, step)
+            if guided:
+                given, free = logits.chunk(2)
+                logits = free + guidance * (given - free)
+            key = derive_seed(seed, "codes", token, step)
+            values[:, columns] = _draw(logits.flatten(0, 1), temperature, key).view(logits.shape[:2])
+        return self._to_ids(values)
+
+    def generate(
+        self,
+        hidden_after: Callable[[Tensor], Tensor],
+        samples: int,
+        tokens: int,
+        seed: int,
+        temperature: float = 1.0,
+        guidance: float = 1.0,
+    ) -> Tensor:
+        """Draw whole samples ``(B, N, C)``, one token after another.
+
+        Args:
+            hidden_after: maps the ids so far, ``(B, t, C)`` with t from 0, to the hidden state ``(B, H)`` that predicts
+                token t; with ``guidance`` to ``(2B, H)``.
+            samples: B.
+            tokens: N.
+            seed: see `sample`.
+            temperature: see `sample`.
+            guidance: see `sample`.
+        """
+        device = next(self.parameters()).device
+        ids = torch.empty(samples, 0, len(self.codebook_sizes), dtype=torch.int64, device=device)
+        for token in range(tokens):
+            codes = self.sample(hidden_after(ids), seed, token, temperature, guidance)
+            ids = torch.cat([ids, codes[:, None]], dim=1)
+        return ids
+
+    def _require(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Check hidden states and ids, and return the ids as int64."""
+        ids = _require_codes(ids, self.codebook_sizes)
+        if hidden.shape != (*ids.shape[:2], self.width):
+            raise ShapeError(
+                f"hidden: got shape {tuple(hidden.shape)}, expected {(*ids.shape[:2], self.width)}: "
+                "one hidden state for each token of ids"
+            )
+        return ids
+
+
+class SoftmaxHead(CodesHead):
+    """A softmax over the K codes of each codebook. Built by `CodesHeadConfig.build`.
 
     ``parallel`` predicts every code from the hidden state alone, as if the codes of a token were independent.
     ``depth`` predicts code c from the hidden state and codes 0 to c - 1 by a small causal transformer over codebooks,
     so that it can represent any joint distribution (RQ-Transformer, Lee et al. 2022; Moshi, Défossez et al. 2024;
     UniTok, Ma et al. 2025).
-
-    Ids of -1 (padding, dropped stages) are not predicted.
     """
 
     def __init__(self, config: CodesHeadConfig):
-        super().__init__()
+        super().__init__(config.codebook_sizes, config.width)
         require_rows(sum(config.codebook_sizes))
         self.config = config
         self.depth = _DepthTransformer(config) if config.kind == "depth" else None
@@ -87,29 +200,12 @@ class CodesHead(nn.Module):
     def logits(self, hidden: Tensor, ids: Tensor) -> list[Tensor]:
         """Return the logits ``(B, T, K)`` of each of the C codebooks; those of codebook c see ids 0 to c - 1 alone.
 
-        Args:
-            hidden: ``(B, T, H)``, the model's output where the token is to be predicted.
-            ids: ``(B, T, C)``, the token's codes.
-
-        Raises:
-            ShapeError: shapes that do not fit, or an id outside its codebook.
+        For arguments and errors see `nats`.
         """
-        ids = _require_codes(ids, self.config.codebook_sizes)
-        if hidden.shape != (*ids.shape[:2], self.config.width):
-            raise ShapeError(
-                f"hidden: got shape {tuple(hidden.shape)}, expected {(*ids.shape[:2], self.config.width)}: "
-                "one hidden state for each token of ids"
-            )
-        if self.depth is None:
-            return [output(hidden) for output in self.outputs]
-        features = self.depth(hidden, ids).unbind(dim=2)
-        return [output(x) for output, x in zip(self.outputs, features, strict=True)]
+        return [output(x) for output, x in zip(self.outputs, self._features(hidden, ids), strict=True)]
 
     def nats(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Return -log p of every code, ``(B, T, C)`` float32 in nats, 0 at ids of -1; arguments as of `logits`.
-
-        The sum over a sample is its loss, to be compared with that of any other model of the same ids.
-        """
+        """Return -log p of every code; see `CodesHead.nats`."""
         each = [
             F.cross_entropy(
                 logits.flatten(0, 1).float(), ids[..., c].flatten().long(), ignore_index=-1, reduction="none"
@@ -122,48 +218,19 @@ class CodesHead(nn.Module):
         """Return the loss (), the mean of `nats` over codes that are not -1; 0 without any."""
         return self.nats(hidden, ids).sum() / (ids >= 0).sum().clamp(min=1)
 
-    @torch.no_grad()
-    def sample(self, hidden: Tensor, seed: int, token: int = 0, temperature: float = 1.0) -> Tensor:
-        """Draw the codes ``(B, C)`` of one token, codebook by codebook.
+    def _columns(self) -> list[slice]:
+        return [slice(c, c + 1) for c in range(len(self.codebook_sizes))]
 
-        The draws are keyed by (seed, token, codebook): equal for equal keys, on every device.
+    def _step_logits(self, hidden: Tensor, values: Tensor, step: int) -> Tensor:
+        return self.outputs[step](self._features(hidden[:, None], values[:, None])[step])
 
-        Args:
-            hidden: ``(B, H)``.
-            seed: seed of a generation.
-            token: position of the token in its image.
-            temperature: divides the logits; 0 takes the likeliest code.
+    def _features(self, hidden: Tensor, ids: Tensor) -> Sequence[Tensor]:
+        """Return the inputs of the C output layers."""
+        ids = self._require(hidden, ids)
+        return [hidden] * len(self.outputs) if self.depth is None else self.depth(hidden, ids).unbind(dim=2)
 
-        Raises:
-            ConfigError: a negative temperature.
-        """
-        if not temperature >= 0:
-            raise ConfigError(f"temperature: got {temperature}, expected 0 (the likeliest code) or more")
-        ids = torch.full((len(hidden), len(self.outputs)), -1, device=hidden.device)
-        for c in range(len(self.outputs)):
-            logits = self.logits(hidden[:, None], ids[:, None])[c][:, 0]
-            ids[:, c] = _draw(logits, temperature, derive_seed(seed, "codes", token, c))
-        return ids
-
-    def generate(
-        self, hidden_after: Callable[[Tensor], Tensor], samples: int, tokens: int, seed: int, temperature: float = 1.0
-    ) -> Tensor:
-        """Draw whole samples ``(B, N, C)``, one token after another.
-
-        Args:
-            hidden_after: maps the ids so far, ``(B, t, C)`` with t from 0, to the hidden state ``(B, H)`` that predicts
-                token t.
-            samples: B.
-            tokens: N.
-            seed: see `sample`.
-            temperature: see `sample`.
-        """
-        device = next(self.parameters()).device
-        ids = torch.empty(samples, 0, len(self.outputs), dtype=torch.int64, device=device)
-        for token in range(tokens):
-            codes = self.sample(hidden_after(ids), seed, token, temperature)
-            ids = torch.cat([ids, codes[:, None]], dim=1)
-        return ids
+    def _to_ids(self, values: Tensor) -> Tensor:
+        return values
 
 
 class _DepthTransformer(nn.Module):
@@ -221,13 +288,13 @@ class CodesHeadConfig(Config):
             )
         return self
 
-    def build(self) -> CodesHead:
+    def build(self) -> SoftmaxHead:
         """Make the head with random weights (torch's global generator).
 
         Raises:
             ShapeError: more than 2^22 codes in all.
         """
-        return CodesHead(self)
+        return SoftmaxHead(self)
 
 
 def _require_codes(ids: Tensor, sizes: tuple[int, ...]) -> Tensor:

@@ -19,8 +19,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vqclip.config import Config, parse_config
-from vqclip.config.bounds import MAX_WIDTH
-from vqclip.errors import ConfigError, ShapeError
+from vqclip.config.bounds import MAX_STAGES, MAX_WIDTH
+from vqclip.errors import ConfigError, ShapeError, name_section
 from vqclip.nn.layers import Block, heads_divide_width
 from vqclip.pixels.detail import Detail, DetailConfig, pixels_per_token, prime_factors, require_groups
 from vqclip.quantizers import Stats
@@ -63,11 +63,17 @@ class PixelDecoder(nn.Module):
         """H = W of the images in pixels."""
         return self.config.image_size
 
+    @property
+    def stages(self) -> int | None:
+        """Number of first residual stages that pixels are decoded from; None: all."""
+        return self.config.decoder.stages
+
     def forward(self, vectors: Tensor, detail: Tensor | None = None) -> Tensor:
         """Decode code vectors, with gradients.
 
         Args:
-            vectors: ``(B, N, D)`` floating point, from ``tokenizer.quantizer``; 0 for an absent token.
+            vectors: ``(B, N, D)`` floating point, from ``tokenizer.quantizer``, of its first `stages` if the decoder
+                has this setting; 0 for an absent token.
             detail: ``(B, N, detail.dim)`` floating point, from `Detail`; None: no detail stage.
 
         Returns:
@@ -216,6 +222,10 @@ class _Convolutional(nn.Module):
 class _LayersConfig(Config, ABC):
     """Layers of a decoder."""
 
+    stages: Annotated[int, Field(ge=1, le=MAX_STAGES)] | None = None
+    """Number of first stages of a residual quantizer that pixels are decoded from, while the embedding reads all of
+    them; null: all."""
+
     @abstractmethod
     def layers(self, dim: int, num_tokens: int, image_size: int) -> nn.Module:
         """Make the layers, ``(B, N, dim)`` → ``(B, 3, H, W)``; see `build`."""
@@ -329,8 +339,8 @@ def attach(tokenizer: Any, decoder: PixelDecoder) -> None:
         decoder: made for the width of its codes and its number of tokens.
 
     Raises:
-        ConfigError: a text tokenizer, a decoder of other sizes, or detail codebooks for images of another size than
-            those of the tower.
+        ConfigError: a text tokenizer, a decoder of other sizes or of stages that the quantizer lacks, or detail
+            codebooks for images of another size than those of the tower.
     """
     modality = getattr(tokenizer, "modality", None)
     if modality != "image":
@@ -346,6 +356,9 @@ def attach(tokenizer: Any, decoder: PixelDecoder) -> None:
             f"pixels: got a decoder of {got[0]} tokens with {got[1]} channels for a tokenizer of {expected[0]} tokens "
             f"with {expected[1]} channels; expected decoder.build(tokenizer.quantizer.dim, tokenizer.num_tokens, ...)"
         )
+    if decoder.stages is not None:
+        with name_section("pixels.decoder"):
+            tokenizer.quantizer.require_first_stages(decoder.stages)
     tower = getattr(tokenizer, "tower", None)  # absent from a tokenizer that only decodes
     if decoder.detail is not None and tower is not None and tower.image_size != decoder.image_size:
         raise ConfigError(

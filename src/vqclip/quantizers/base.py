@@ -194,6 +194,43 @@ class Quantizer(nn.Module, ABC):
         truncated[..., kept] = ids[..., kept].long()
         return truncated
 
+    def first_stages(self, x: Tensor, stages: int, mask: Tensor | None = None) -> Tensor:
+        """Quantize by the first stages alone, all of them active in training too, with the gradient of `forward`.
+
+        Args:
+            x: as of `forward`.
+            stages: number of stages, counted through nested `Residual`.
+            mask: as of `forward`.
+
+        Returns:
+            ``(..., D)``, equal bit for bit to ``decode(truncate(ids, stages))`` for the ids of `forward`. Its gradient
+            reaches no code of a later stage.
+
+        Raises:
+            ConfigError: see `columns`; stages that a beam search chose together.
+            ShapeError: see `forward`.
+        """
+        self.require_first_stages(stages)
+        with full_precision(x.device):
+            bounded, keep = self._check_and_bound(x, mask)
+            vectors = self._pass_gradient(self._first_stages(bounded, stages).to(bounded.dtype), bounded)
+            if keep is not None:
+                vectors = vectors.masked_fill(~keep[:, None, None], 0)
+        return vectors.reshape(x.shape)
+
+    def require_first_stages(self, stages: int) -> None:
+        """Check the number of `first_stages`; raise ConfigError if the quantizer cannot quantize by them alone."""
+        if self.extent.stages < 2:
+            raise ConfigError(
+                f"stages: got {stages} for a {type(self).__name__} of one stage; expected null, or a Residual quantizer"
+            )
+        self.columns(stages)
+        if any(getattr(part, "beam", 1) > 1 for part in self.parts()):
+            raise ConfigError(
+                f"stages: got {stages} for a Residual with beam, which chooses first stages for the sum of all; "
+                "expected null, or beam: 1"
+            )
+
     def extra_repr(self) -> str:
         """Return the arguments for ``repr``."""
         return f"dim={self.dim}, codebook_sizes={self.codebook_sizes}"
@@ -388,6 +425,10 @@ class Quantizer(nn.Module, ABC):
     def _pass_gradient(self, values: Tensor, bounded: Tensor) -> Tensor:
         """Return ``values``, bit for bit, with a gradient for ``bounded``; NaN where ``bounded`` is NaN."""
         return straight_through(values, bounded)
+
+    def _first_stages(self, bounded: Tensor, stages: int) -> Tensor:
+        """Return the values ``(T, G, D)`` of the first stages, with the gradient of `_attach_codes`."""
+        return self._attach_codes(*self._nearest(bounded), bounded)
 
     def _quantize(self, bounded: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Stats]:
         """Return values and ids of `_nearest`, 0 and -1 where masked, and the statistics."""

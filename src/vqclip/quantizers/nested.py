@@ -120,6 +120,9 @@ class Product(Quantizer):
         values, ids, stats = self.layer._quantize(self._split(bounded), keep)
         return self._join(values), self._join(ids), stats
 
+    def _first_stages(self, bounded: Tensor, stages: int) -> Tensor:
+        return self._join(self.layer._first_stages(self._split(bounded), stages))
+
     def _split(self, x: Tensor) -> Tensor:
         """``(T, G, C D)`` → ``(T, G C, D)``."""
         return rearrange(x, "t g (c d) -> t (g c) d", c=self.codebooks)
@@ -351,6 +354,14 @@ class Residual(Quantizer):
             columns.append(ids)
             left = left - sums[-1].detach()
         return functools.reduce(torch.add, sums), torch.cat(columns, dim=-1), Stats.nest(stats)
+
+    def _first_stages(self, bounded: Tensor, stages: int) -> Tensor:
+        inner, left, sums = self.stages[0].extent.stages, bounded, []
+        for i, first in enumerate(range(0, stages, inner)):
+            values = self.stages[i]._first_stages(left * self._fineness(i), min(inner, stages - first))
+            sums.append(values / self._fineness(i))
+            left = left - sums[-1].detach()
+        return functools.reduce(torch.add, sums)
 
     def _stage_masks(self, bounded: Tensor, keep: Tensor | None) -> list[Tensor | None]:
         """Return for each stage the tokens that it quantizes: ``(T,)`` bool, or None for all."""

@@ -165,16 +165,20 @@ class TokenizerDecoder(nn.Module):
         Args:
             ids: of any integer type; -1 for an absent id. Detail ids may follow: ``(B, N, C + Cd)`` or fewer, as
                 `ImageTokenizer.encode_pixels` returns them; those that are left out add nothing.
-            stages: number of first residual stages to use; None: all. See `truncate`.
+            stages: number of first residual stages to use; None: all that the pixel decoder reads. See `truncate`.
             codebooks: number of first codebooks to use; None: all.
             detail: number of first detail stages to use; None: all that the ids have.
 
         Raises:
             VqclipError: the tokenizer has no pixel decoder.
             ShapeError: for another shape or dtype, or an id outside its codebook.
-            ConfigError: more stages or codebooks than the quantizer or the ids have.
+            ConfigError: more stages or codebooks than the quantizer, the ids or the pixel decoder have.
         """
-        ids, further = self._require_pixels().split(require_ids(ids), len(self.codebook_sizes), detail)
+        decoder = self._require_pixels()
+        ids, further = decoder.split(require_ids(ids), len(self.codebook_sizes), detail)
+        stages = decoder.stages if stages is None else stages
+        if decoder.stages is not None and stages is not None and stages > decoder.stages:
+            raise ConfigError(f"stages: got {stages}, expected 1 to {decoder.stages}, the stages that pixels come from")
         if stages is not None or codebooks is not None:
             ids = self.truncate(ids, stages, codebooks)
         with full_precision(self.device):
@@ -183,7 +187,9 @@ class TokenizerDecoder(nn.Module):
     def pixels_of(self, vectors: Tensor, detail: Tensor | None = None) -> Tensor:
         """Decode the quantizer's code vectors ``(B, N, quantizer.dim)`` to images ``(B, 3, H, W)``, with gradients.
 
-        Values are not clamped and may be a little outside of 0..1; see `PixelDecoder.forward`, also for ``detail``.
+        If the decoder reads first stages alone (`PixelDecoder.stages`), the vectors are those of
+        ``quantizer.first_stages``. Values are not clamped and may be a little outside of 0..1; see
+        `PixelDecoder.forward`, also for ``detail``.
         """
         return self._require_pixels()(vectors, detail)
 

@@ -60,7 +60,8 @@ class TokenizerOutput(NamedTuple):
     stats: Stats
     """This rank's sums for the quantizer's losses and metrics."""
     vectors: Tensor | None = None
-    """``(B, N, quantizer.dim)`` vectors of the codes, gradients straight-through; None where outputs were joined."""
+    """``(B, N, quantizer.dim)`` vectors of the codes that pixels come from, with straight-through gradients; None where
+    outputs were joined."""
 
 
 class Tokenizer(TokenizerDecoder, ABC):
@@ -156,7 +157,9 @@ class Tokenizer(TokenizerDecoder, ABC):
         if self.training and self.code_share is not None:
             continuous = self.quantizer.continuous(features, mask)
             vectors = continuous.lerp(vectors, self.code_share.to(vectors.dtype))
-        return TokenizerOutput(self._embed(vectors, mask), out.ids, out.stats, out.vectors)
+        stages = None if self.pixels is None else self.pixels.stages
+        read = out.vectors if stages is None else self.quantizer.first_stages(features, stages, mask)
+        return TokenizerOutput(self._embed(vectors, mask), out.ids, out.stats, read)
 
     def _continuous(self, features: Tensor, mask: Tensor | None) -> Tensor:
         return self._embed(self.quantizer.continuous(features, mask), mask)

@@ -105,7 +105,8 @@ class PixelTask(Task):
         images, order = copies["images"], Order(copies["places"], batch.global_size)
         ids = copies[IDS].long() if IDS in copies else self.encode(images)
         with torch.no_grad():
-            vectors = self.image.quantizer.decode(ids)
+            quantizer, stages = self.image.quantizer, self.decoder.stages
+            vectors = quantizer.decode(ids if stages is None else quantizer.truncate(ids, stages))
         return RankBatch(images, batch.texts, order, batch.sizes, None, {"vectors": vectors}, batch.captions)
 
     def run(self, network: nn.Module, local: RankBatch, step: int) -> TaskOutput:
