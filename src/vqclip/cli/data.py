@@ -140,7 +140,8 @@ class Check(_DataCommand):
     max_pixels: Annotated[int, Field(ge=1)] | None = None
     """Larger images are bad samples; 50000000 without it and --config."""
     min_side: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """Images with a shorter side give a warning; 32, or the image size of --config, without it."""
+    """Images with a shorter side give a warning; without it 32, or the image size (of any shape: a patch) of
+    --config."""
     examples: Annotated[int, Field(ge=0, le=1_000_000)] = 3
     """Samples named for each kind on the screen."""
     json_: LocalPath | None = None
@@ -163,7 +164,8 @@ class Check(_DataCommand):
         if self.config is not None:
             if context_length is not None:
                 raise ConfigError("--context-length: got it beside --config, which has its own; expected one of them")
-            config, min_side, vocabulary = ModelInputs.load(self.config)
+            config, size, vocabulary = ModelInputs.load(self.config)
+            min_side = size if isinstance(size, int) else size.patch_size
             context_length, max_pixels = vocabulary.context_length, config.data.max_pixels
         limits = CheckOptions(
             tokenize=vocabulary.with_lengths,
@@ -294,7 +296,8 @@ class Show(_DataCommand, reads=_MORE_WITH_CONFIG):
             size, vocabulary = self.image_size or _IMAGE_SIZE, BPE(self.context_length or _CONTEXT)
         seed = default if self.seed is None else self.seed
         built = data.model_copy(update={"workers": 0}).build(size, vocabulary.with_lengths, batch, seed)
-        head = f"{name}: {size} px, seed {seed}, context length {vocabulary.context_length}, epoch {self.epoch}"
+        pixels = f"{size} px" if isinstance(size, int) else f"at most {size.max_tokens} patches of {size.patch_size} px"
+        head = f"{name}: {pixels}, seed {seed}, context length {vocabulary.context_length}, epoch {self.epoch}"
         if self.views > 1:
             head += f" to {self.epoch + self.views - 1}"
         tiles = training_tiles(built, vocabulary, self.count, self.epoch, self.views)

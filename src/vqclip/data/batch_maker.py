@@ -127,10 +127,10 @@ class BatchMaker:
         Images have no pixels if features replace them.
         """
         rows, stored = -(-self.order.batch_size // len(self.nodes)), self.samples.features
-        side = 0 if "image" in stored else self.samples.transform.image_size
+        shape = (3, 0, 0) if "image" in stored else self.samples.transform.shape
         of_features = {name: reader.settings for name, reader in stored.items()}
         return {
-            _PIXELS: ((rows, 3, side, side), torch.uint8),
+            _PIXELS: ((rows, *shape), torch.uint8),
             **{name: ((rows, each.tokens, each.width), each.torch_dtype) for name, each in of_features.items()},
         }
 

@@ -35,7 +35,7 @@ from vqclip.data.samples import SampleMaker
 from vqclip.data.sources.base import Source, SourceConfigBase
 from vqclip.data.sources.kinds import SourceConfig
 from vqclip.data.tars.ahead import ChunkSupply
-from vqclip.data.transforms import TrainTransformConfig
+from vqclip.data.transforms import Size, TrainTransformConfig
 from vqclip.errors import ConfigError, DataError
 from vqclip.seeds import derive_seed
 
@@ -105,11 +105,11 @@ class DataConfig(LoaderOptions):
         weights = [Fraction(1 if source.weight is None else str(source.weight)) for source in self.sources]
         return max(1, round(sum(len(source) * weight for source, weight in zip(self.open(), weights, strict=True))))
 
-    def build(self, image_size: int, tokenize: Tokenize, batch_size: int, seed: int) -> TrainData:
+    def build(self, size: Size, tokenize: Tokenize, batch_size: int, seed: int) -> TrainData:
         """Open the data, after drawing and indexing missing ones. A collective: every rank must call it.
 
         Args:
-            image_size: side of the images in pixels.
+            size: of the images.
             tokenize: captions → ``(B, T)`` int64, padded with 0, and their lengths before the cut; runs in the workers.
             batch_size: G, samples of a global batch over all ranks.
             seed: the run's seed.
@@ -119,7 +119,7 @@ class DataConfig(LoaderOptions):
             ConfigError: an epoch has fewer samples than a global batch; see also `open`.
         """
         opened = self.open()
-        samples = SampleMaker(opened, self.transform.build(image_size), seed, self.max_pixels, self.views)
+        samples = SampleMaker(opened, self.transform.build(size), seed, self.max_pixels, self.views)
         data = TrainData(self, samples, tokenize, batch_size, seed)
         with dist.raise_on_all_ranks():
             supply = ChunkSupply.find(opened, data.order, dist.rank(), data.nodes)

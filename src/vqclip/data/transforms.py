@@ -19,7 +19,10 @@ from torchvision.transforms import InterpolationMode
 
 from vqclip.config import Config
 from vqclip.errors import ShapeError
+from vqclip.nn.shapes import PatchBudget
 
+Size = int | PatchBudget
+"""Size of images for a tower: the side of squares in pixels, or the patches of images of any shape."""
 Interpolation = Literal["bicubic", "bilinear"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(ge=0.01)]
@@ -33,7 +36,8 @@ class TrainTransformConfig(Config):
     """Smallest and largest fraction of the image's area in a crop, at least 0.01: a crop of less than a pixel would
     become the whole image."""
     ratio: Range = (3 / 4, 4 / 3)
-    """Smallest and largest width : height of a crop, before it is resized to a square."""
+    """Smallest and largest width : height of a crop, before it is resized to a square; for a tower that takes images of
+    any shape, relative to that of the image."""
     interpolation: Interpolation = "bicubic"
     """Interpolation of crops; always antialiased."""
     flip: Fraction = 0.0
@@ -66,22 +70,23 @@ class TrainTransformConfig(Config):
             raise ValueError(f"scale: got [{self.scale[0]}, {self.scale[1]}]; a crop takes at most 1.0 of the image")
         return self
 
-    def build(self, image_size: int) -> TrainTransform:
-        """Build the transform for square images of `image_size` pixels."""
-        return TrainTransform(self, image_size)
+    def build(self, size: Size) -> TrainTransform:
+        """Build the transform for a tower's size of images."""
+        return TrainTransform(self, size)
 
 
 class EvalTransformConfig(Config):
     """The fixed transform of evaluation and of `tokenizer.preprocess`."""
 
     mode: Literal["crop", "squash"] = "crop"
-    """crop: resize the shorter side and crop the centre. squash: resize both sides independently."""
+    """crop: resize the shorter side and crop the centre. squash: resize both sides independently. Images of any shape
+    are resized to whole patches, so that one crops or squashes them by less than a patch."""
     interpolation: Interpolation = "bicubic"
     """Interpolation; always antialiased."""
 
-    def build(self, image_size: int) -> EvalTransform:
-        """Build the transform for square images of `image_size` pixels."""
-        return EvalTransform(self, image_size)
+    def build(self, size: Size) -> EvalTransform:
+        """Build the transform for a tower's size of images."""
+        return EvalTransform(self, size)
 
 
 class TrainTransform:
@@ -89,31 +94,39 @@ class TrainTransform:
 
     Args:
         config: the augmentations.
-        image_size: side of the result in pixels.
+        size: of the result.
     """
 
-    def __init__(self, config: TrainTransformConfig, image_size: int):
+    def __init__(self, config: TrainTransformConfig, size: Size):
         self.config = config
-        self.image_size = image_size
+        self.size = size
+        self.shape = (3, size, size) if isinstance(size, int) else size.shape
+        """Shape of the result."""
         self._interpolation = InterpolationMode(config.interpolation)
         narrowest = config.scale[0] * min(config.ratio[0], 1 / config.ratio[1], 1.0)
-        self.min_side = math.ceil(image_size / math.sqrt(narrowest)) if config.dct_scaling else None
+        side = size if isinstance(size, int) else size.largest_short_side
+        self.min_side = math.ceil(side / math.sqrt(narrowest)) if config.dct_scaling else None
         """Shorter side from which on no side of a crop has fewer pixels than the result; None: images are decoded in
         full."""
 
     def __call__(self, image: Tensor, rng: np.random.Generator) -> Tensor:
-        """Transform ``(3, H, W)`` uint8 → ``(3, image_size, image_size)`` uint8; all draws come from `rng`."""
+        """Transform ``(3, H, W)`` uint8 → uint8 of `shape`; all draws come from `rng`."""
         _check_image(image)
-        config = self.config
-        top, left, height, width = _random_box(image.shape[1], image.shape[2], config.scale, config.ratio, rng)
-        image = _resize(image[:, top : top + height, left : left + width], self.image_size, self._interpolation)
+        config, size = self.config, self.size
+        own = 1.0 if isinstance(size, int) else image.shape[2] / image.shape[1]
+        ratio = config.ratio[0] * own, config.ratio[1] * own
+        top, left, height, width = _random_box(image.shape[1], image.shape[2], config.scale, ratio, rng)
+        sides = _sides(size, height, width)
+        image = _resize(image[:, top : top + height, left : left + width], sides, self._interpolation)
         if config.rotation > 0 or config.translation > 0:
             turn, right, down = rng.uniform(-1, 1, 3).tolist()
-            reach = config.translation * self.image_size
             image = F.affine(
                 image,
                 angle=turn * config.rotation,
-                translate=[round(right * reach), round(down * reach)],
+                translate=[
+                    round(right * (config.translation * sides[1])),
+                    round(down * (config.translation * sides[0])),
+                ],
                 scale=1.0,
                 shear=[0.0, 0.0],
                 interpolation=InterpolationMode.BILINEAR,
@@ -128,7 +141,7 @@ class TrainTransform:
             for (name, strength), change in zip(strengths.items(), rng.uniform(-1, 1, 4).tolist(), strict=True):
                 if strength:
                     image = getattr(F, f"adjust_{name}")(image, change * strength + (name != "hue"))
-        return image
+        return image if isinstance(size, int) else size.cut(image)
 
 
 class EvalTransform:
@@ -136,23 +149,32 @@ class EvalTransform:
 
     Args:
         config: the mode.
-        image_size: side of the result in pixels.
+        size: of the result.
     """
 
-    def __init__(self, config: EvalTransformConfig, image_size: int):
+    def __init__(self, config: EvalTransformConfig, size: Size):
         self.config = config
-        self.image_size = image_size
+        self.size = size
         self._interpolation = InterpolationMode(config.interpolation)
 
     def __call__(self, image: Tensor) -> Tensor:
-        """Transform ``(3, H, W)`` uint8 → ``(3, image_size, image_size)`` uint8."""
+        """Transform ``(3, H, W)`` uint8 → ``(3, S, S)``, or the patches of `PatchBudget.cut`, uint8."""
         _check_image(image)
+        size, (height, width) = self.size, image.shape[1:]
+        sides = _sides(size, height, width)
         if self.config.mode == "crop":
             # Cropping first gives the same pixels up to the border, and resizes less.
-            side = min(image.shape[1], image.shape[2])
-            top, left = (image.shape[1] - side) // 2, (image.shape[2] - side) // 2
-            image = image[:, top : top + side, left : left + side]
-        return _resize(image, self.image_size, self._interpolation)
+            high = min(height, max(1, (width * sides[0] + sides[1] // 2) // sides[1]))
+            wide = min(width, max(1, (height * sides[1] + sides[0] // 2) // sides[0]))
+            top, left = (height - high) // 2, (width - wide) // 2
+            image = image[:, top : top + high, left : left + wide]
+        image = _resize(image, sides, self._interpolation)
+        return image if isinstance(size, int) else size.cut(image)
+
+
+def as_pixels(image: Tensor, size: Size) -> Tensor:
+    """Return a transformed image as ``(3, H, W)``, also one of patches."""
+    return image if isinstance(size, int) else size.join(image)
 
 
 def _check_image(image: Tensor) -> None:
@@ -160,11 +182,19 @@ def _check_image(image: Tensor) -> None:
         raise ShapeError(f"got an image of shape {tuple(image.shape)} and {image.dtype}; expected (3, H, W) uint8")
 
 
-def _resize(image: Tensor, side: int, interpolation: InterpolationMode) -> Tensor:
+def _sides(size: Size, height: int, width: int) -> tuple[int, int]:
+    """Return height and width to which an image of this height and width is resized."""
+    if isinstance(size, int):
+        return size, size
+    rows, columns = size.grid(height, width)
+    return rows * size.patch_size, columns * size.patch_size
+
+
+def _resize(image: Tensor, sides: tuple[int, int], interpolation: InterpolationMode) -> Tensor:
     if image.stride(0) == 1:
         # A crop of a decoded (channels-last) image: torch's vectorised kernel needs it contiguous (2x at 224 px).
         image = image[None].contiguous(memory_format=torch.channels_last)[0]
-    return F.resize(image, [side, side], interpolation=interpolation, antialias=True)
+    return F.resize(image, list(sides), interpolation=interpolation, antialias=True)
 
 
 def _random_box(

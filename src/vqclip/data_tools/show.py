@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vqclip.config import load_config
 from vqclip.data import Source, TrainData
+from vqclip.data.transforms import Size, as_pixels
 from vqclip.report.images import png_uri
 from vqclip.report.page import render
 from vqclip.towers import Vocabulary
@@ -28,8 +29,8 @@ class ModelInputs(NamedTuple):
     """A training configuration, and the form in which its model takes images and captions."""
 
     config: TrainConfig
-    image_size: int
-    """Side of the images in pixels."""
+    size: Size
+    """Size of the images."""
     vocabulary: Vocabulary
     """Captions to tokens, at the context length of the text tower."""
 
@@ -44,7 +45,7 @@ class ModelInputs(NamedTuple):
 
         config = load_config(TrainConfig, path, overrides)
         model = config.model.build()
-        return cls(config, model.image.tower.image_size, model.text.preprocess)
+        return cls(config, model.image.tower.size, model.text.preprocess)
 
 
 class Caption(NamedTuple):
@@ -60,7 +61,7 @@ class Tile(NamedTuple):
     """Images of one sample side by side, with text below."""
 
     images: tuple[Tensor, ...]
-    """``(3, S, S)`` uint8 each."""
+    """``(3, H, W)`` uint8 each."""
     title: str
     captions: tuple[Caption, ...]
     warning: str = ""
@@ -68,7 +69,7 @@ class Tile(NamedTuple):
 
 
 def render_sheet(tiles: Sequence[Tile], title: str) -> str:
-    """Return tiles, whose images have one size, as a page. Each pixel is shown as a square of whole pixels."""
+    """Return tiles as a page, with images as wide as the first. Each pixel of it is a square of whole pixels."""
     side = tiles[0].images[0].shape[-1] if tiles else 1
     shown = [
         (tile, [png_uri(Image.fromarray(image.permute(1, 2, 0).numpy())) for image in tile.images]) for tile in tiles
@@ -103,7 +104,8 @@ def training_tiles(data: TrainData, vocabulary: Vocabulary, count: int, epoch: i
         title = f"{sample.sample_id}: {_place(*data.samples.locate(sample.sample_id))}, {longest} token"
         title += "s" * (longest != 1) + (f", {read} read" if longest > read else "")
         warning = f"in place of {_place(data.samples.sources[source], index)}: {bad[0].kind}" if bad else ""
-        images = tuple(each.image for each, _ in made if each.image is not None)
+        size = data.samples.transform.size
+        images = tuple(as_pixels(each.image, size) for each, _ in made if each.image is not None)
         tiles.append(Tile(images, title, captions, warning))
     return tiles
 

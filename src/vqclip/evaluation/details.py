@@ -8,7 +8,6 @@ Shapes: N tokens of an image, C codebooks, K classes.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from typing import Annotated, Literal
 
 import torchvision.transforms.v2.functional as F
@@ -20,6 +19,7 @@ from vqclip.config import Config
 from vqclip.data import Source, mask_credentials
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.samples import read_decoded
+from vqclip.data.transforms import EvalTransform, as_pixels
 from vqclip.errors import DataError
 from vqclip.io.json_files import Strict
 
@@ -262,20 +262,21 @@ class ImageReader:
 
     Args:
         source: the set.
-        transform: ``(3, H, W)`` uint8 → ``(3, S, S)`` uint8, the transform of evaluation.
+        transform: the transform of evaluation.
         side: largest side of a thumbnail, in pixels.
     """
 
-    def __init__(self, source: Source, transform: Callable[[Tensor], Tensor], side: int):
+    def __init__(self, source: Source, transform: EvalTransform, side: int):
         self._source, self._transform, self.side = source, transform, side
         self._pixels: dict[int, Tensor | None] = {}
         self._thumbnails: dict[int, bytes | None] = {}
 
     def pixels(self, index: int) -> Tensor | None:
-        """Return what the model sees of an image, ``(3, S, S)`` uint8; None if it cannot be read again."""
+        """Return what the model sees of an image, ``(3, H, W)`` uint8; None if it cannot be read again."""
         if index not in self._pixels:
             try:
-                self._pixels[index] = self._transform(read_decoded(self._source, index, MAX_PIXELS)[1])
+                pixels = self._transform(read_decoded(self._source, index, MAX_PIXELS)[1])
+                self._pixels[index] = as_pixels(pixels, self._transform.size)
             except DataError:  # the evaluation has read it; a report without one thumbnail is still a report
                 self._pixels[index] = None
         return self._pixels[index]

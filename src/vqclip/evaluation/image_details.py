@@ -170,9 +170,9 @@ class ImageDetails:
         return Examples(direction=direction, hits=tuple(map(example, hits)), misses=tuple(map(example, misses)))
 
     def codes(self) -> Codes | None:
-        """Return code maps and galleries; None without codes."""
+        """Return code maps and galleries; None without codes, and where images have any shape."""
         rows = spread(len(self._texts), _looked_at(self.config))
-        if self._ids is None or not rows:
+        if self._ids is None or not rows or self._tokenizer.has_shapes:
             return None
         names, grid = codebook_names(self._tokenizer.quantizer), token_grid(self._tokenizer)
         codebooks = zip(names, self._tokenizer.codebook_sizes, strict=True)

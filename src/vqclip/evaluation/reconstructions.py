@@ -187,7 +187,7 @@ def reconstruct(tokenizer: ImageTokenizer, source: Source, shown: int, side: int
     prefixes, bad, texts = decoded_prefixes(tokenizer), 0, dict[int, str]()
     ids, figures = list[Tensor](), [list[dict[str, Tensor]]() for _ in prefixes]
     seen, transform = EvalSet(source, tokenizer.transform, **reading), pixel_transform(tokenizer)
-    is_same = transform.image_size == tokenizer.tower.image_size
+    is_same = transform.size == tokenizer.tower.image_size
     decoded_size: Iterable[EvalBatch | None] = (
         itertools.repeat(None) if is_same else EvalSet(source, transform, **reading)
     )

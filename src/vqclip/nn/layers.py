@@ -5,6 +5,7 @@ Shapes: B samples, N tokens, M tokens after a reduction, D width, E joint embedd
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from vqclip.config import Config
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError
 from vqclip.nn.dropout import DropoutLinear
+from vqclip.nn.shapes import cells_of
 
 Normalization = Literal["none", "layer", "l2", "linf"]
 """Normalisation of the channels of a token; see `normalize_channels`."""
@@ -299,10 +301,15 @@ class PooledEmbedding(nn.Module):
         embed_dim: E.
         heads: attention heads.
         depth: transformer blocks before the pooling; 0 for none.
+
+    Attributes:
+        has_shapes: whether samples are images of any shape (`vqclip.nn.shapes`): positions are then those of a square
+            grid over the whole image.
     """
 
     def __init__(self, num_tokens: int, width: int, embed_dim: int, heads: int, depth: int):
         super().__init__()
+        self.has_shapes = False
         self.position = nn.Parameter(torch.randn(num_tokens, width) * 0.02)
         self.query = nn.Parameter(torch.randn(1, 1, width) * 0.02)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
@@ -313,7 +320,10 @@ class PooledEmbedding(nn.Module):
 
     def forward(self, vectors: Tensor, mask: Tensor | None = None) -> Tensor:
         """``(B, N, D)`` with an optional mask ``(B, N)`` (True = real) → ``(B, E)``, each of length 1 (fp32)."""
-        x = vectors + self.position[: vectors.shape[1]]
+        if self.has_shapes and mask is not None:
+            x = vectors + F.embedding(cells_of(mask, math.isqrt(len(self.position) - 1)), self.position)
+        else:
+            x = vectors + self.position[: vectors.shape[1]]
         for block in self.blocks:
             x = block(x, mask)
         pooled = self.attention(self.query.flatten(), self.norm_keys(x), mask)

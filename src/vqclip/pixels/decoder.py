@@ -346,6 +346,11 @@ def attach(tokenizer: Any, decoder: PixelDecoder) -> None:
     if modality != "image":
         kind = f"tokenizer of modality {modality!r}" if modality else type(tokenizer).__name__
         raise ConfigError(f"pixels: got a {kind}, expected a tokenizer of images, such as model.image")
+    if tokenizer.has_shapes:
+        raise ConfigError(
+            "pixels: got a tokenizer of images of any shape (image.tower.kind: naflex); pixel decoders need a square "
+            "grid: expected one with an image_size"
+        )
     if not isinstance(decoder, PixelDecoder):
         raise ConfigError(
             f"pixels: got a {type(decoder).__name__}, expected a PixelDecoder, as PixelsConfig.build makes"

@@ -344,6 +344,11 @@ def _load_encoders(options: Options, device: torch.device) -> tuple[Encoders, To
 def _layout(tokenizer: ImageTokenizer | TextTokenizer | None) -> IdLayout | None:
     if tokenizer is None:
         return None
+    if tokenizer.has_shapes:
+        raise ConfigError(
+            "--tokenizer: its images have any shape (image.tower.kind: naflex), which token shards do not store; "
+            "expected one with an image_size, or --modality text"
+        )
     padded, sizes = isinstance(tokenizer, TextTokenizer), tokenizer.codebook_sizes
     try:
         return IdLayout(num_tokens=tokenizer.num_tokens, codebook_sizes=sizes, padded=padded)

@@ -23,6 +23,7 @@ from vqclip.lm_vocabulary import FlatCodes
 from vqclip.nn.inputs import require_ids
 from vqclip.nn.layers import LinearProjectionConfig, PooledEmbedding, Projection, ProjectionConfig, heads_divide_width
 from vqclip.nn.precision import Precision, autocast, full_precision
+from vqclip.nn.shapes import shape_mask, shapes_of
 from vqclip.pixels.decoder import PIXELS_FILE, PixelDecoder
 from vqclip.quantizers import Quantizer, QuantizerConfig, codebook_matrix
 
@@ -92,12 +93,18 @@ class TokenizerDecoder(nn.Module):
         self.project_out = project_out
         self.pool = pool
         self.fewest_tokens = fewest_tokens
+        pool.has_shapes = modality == "image" and fewest_tokens < self.num_tokens
         self.pixels = None
 
     @property
     def num_tokens(self) -> int:
         """N, tokens a sample (for text: positions, with padding)."""
         return len(self.pool.position)
+
+    @property
+    def has_shapes(self) -> bool:
+        """Whether images have any shape, which their ids keep; see `shapes`."""
+        return self.pool.has_shapes
 
     @property
     def embed_dim(self) -> int:
@@ -122,12 +129,36 @@ class TokenizerDecoder(nn.Module):
     def ids_mask(self, ids: Tensor) -> Tensor | None:
         """Return the mask ``(B, N)`` bool of ids ``(B, N, C)``: a token is absent when all its ids are -1.
 
-        None for images without absent patches, as in training, so that the sums are the same.
+        None for square images without absent patches, as in training, so that the sums are the same.
+
+        Raises:
+            ShapeError: absent tokens that make no shape, where images have any shape; see `shapes`.
         """
         mask = (require_ids(ids) >= 0).any(dim=-1)
         if self.modality != "image" or torch.compiler.is_compiling():  # reading values would break the graph
             return mask
+        if self.has_shapes:
+            wrong = mask != shape_mask(shapes_of(mask), mask.shape[1])
+            for row in wrong.any(dim=1).nonzero().flatten().tolist():
+                raise ShapeError(
+                    f"ids[{row}]: got an absent token (all ids -1) inside of an image; expected one after its first "
+                    "row, which tells its columns, whole rows, and absent tokens after the last one"
+                )
+            return mask
         return None if bool(mask.all()) else mask
+
+    def shapes(self, ids: Tensor) -> Tensor:
+        """Return rows and columns ``(B, 2)`` int64 of images of any shape, from their ids ``(B, N, C)``.
+
+        Raises:
+            VqclipError: images of this tokenizer are square.
+            ShapeError: for another shape or dtype, or absent tokens that make no shape.
+        """
+        if not self.has_shapes:
+            raise VqclipError("this tokenizer has no images of any shape; expected one with image.tower.kind: naflex")
+        mask = self.ids_mask(self._require_shape(ids))
+        assert mask is not None
+        return shapes_of(mask)
 
     def decode(self, ids: Tensor) -> Tensor:
         """Map ids ``(B, N, C)`` to vectors ``(B, N, D)`` for a downstream model, 0 for an absent token (all ids -1).

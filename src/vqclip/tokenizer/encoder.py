@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransform, EvalTransformConfig
 from vqclip.errors import ShapeError, VqclipError
-from vqclip.nn.dropout import PatchDropout
 from vqclip.nn.inputs import require_image, require_images
 from vqclip.nn.layers import (
     LinearProjectionConfig,
@@ -125,7 +125,7 @@ class Tokenizer(TokenizerDecoder, ABC):
         if self.reduce is not None:
             x = x if self.reduces_early and tower_features is not None else self.reduce(x, mask)
             # All of them are real. Text keeps a mask, as `ids_mask` gives one, so that sums are the same.
-            mask = None if mask is None else mask.new_ones(x.shape[:2])
+            mask = mask.new_ones(x.shape[:2]) if mask is not None and self.modality == "text" else None
         return normalize_channels(self.project_in(x, mask), self.normalize), mask
 
     def tower_features(self, inputs: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ class TokenizerConfig(DecoderConfig):
 
 
 class Preprocess:
-    """PIL image → ``(3, H, W)``, without a model, so that little is pickled for a worker.
+    """PIL image → ``(3, H, W)``, or patches of any shape, without a model, so that little is pickled for a worker.
 
     Args:
         transform: transform of evaluation.
@@ -254,7 +254,8 @@ class ImageTokenizer(Tokenizer):
 
     Attributes:
         config: its configuration.
-        preprocess: one PIL image → ``(3, H, W)`` uint8, as in evaluation: composited on white, resized, cropped.
+        preprocess: one PIL image → ``(3, H, W)`` uint8, as in evaluation: composited on white, resized, cropped; for a
+            tower that takes images of any shape, its patches (`vqclip.nn.shapes.PatchBudget`).
     """
 
     modality = "image"
@@ -264,20 +265,20 @@ class ImageTokenizer(Tokenizer):
     def __init__(self, config: ImageTokenizerConfig, embed_dim: int):
         config = config.with_tower(config.tower.resolve())
         tower = config.tower.build()
-        super().__init__(config, tower, embed_dim, tower.num_tokens)
-        self.transform = config.preprocess.build(self.tower.image_size)
+        super().__init__(config, tower, embed_dim, tower.fewest_tokens)
+        self.transform = config.preprocess.build(self.tower.size)
         self.preprocess = Preprocess(self.transform, torch.uint8)
 
     def mask(self, inputs: Tensor) -> Tensor | None:
-        """Return None: every patch is real; in training with `patch_dropout` those that stay."""
-        dropout: PatchDropout | None = getattr(getattr(self.tower, "backbone", None), "patch_dropout", None)
-        return None if dropout is None else dropout.mask()
+        """Return None: every patch is real; otherwise ``(B, N)`` bool, as of images of any shape."""
+        return self.tower.mask(inputs)
 
     def encode(self, images: Tensor | Image | Sequence[Image], precision: Precision = "fp32") -> Tensor:
-        """Encode images to ids ``(B, N, C)`` int64.
+        """Encode images to ids ``(B, N, C)`` int64; where images have any shape, -1 as of `shapes`.
 
         Args:
-            images: ``(B, 3, H, W)`` uint8 (0..255) or float (0..1) at the tower's size, one PIL image, or several.
+            images: ``(B, 3, H, W)`` uint8 (0..255) or float (0..1) at the tower's size, one PIL image, or several; a
+                tower that takes images of any shape has ``(B, T, 3 P² + 2)`` uint8, from `preprocess`, in place of it.
             precision: of the tower, whatever autocast the caller uses; see `embed`.
 
         Raises:
@@ -307,8 +308,7 @@ class ImageTokenizer(Tokenizer):
         """Turn the input of `encode` into that of `features`: a tensor, checked, on the tokenizer's device."""
         if not isinstance(images, Tensor):
             pixels = [self.preprocess(image) for image in require_images(images)]
-            size = self.tower.image_size
-            images = torch.stack(pixels) if pixels else torch.empty(0, 3, size, size, dtype=torch.uint8)
+            images = torch.stack(pixels) if pixels else self.tower.example()[:0].byte()
         elif (
             images.is_floating_point()
             and not torch.compiler.is_compiling()
@@ -331,6 +331,15 @@ class ImageTokenizerConfig(TokenizerConfig):
     """Resizing and cropping to the tower's size, outside training."""
     pixels: PixelTrainingConfig | None = None
     """Pixel decoder that trains together with the tokenizer; null: none."""
+
+    @model_validator(mode="after")
+    def _pixels_have_a_grid(self) -> ImageTokenizerConfig:
+        if self.pixels is not None and self.tower.kind == "naflex":
+            raise ValueError(
+                "got pixels with tower.kind naflex, whose images have any shape; expected a tower with an image_size, "
+                "or pixels: null"
+            )
+        return self
 
     @torch.inference_mode(False)  # so that it can be used outside of inference mode
     def build(self, embed_dim: int) -> ImageTokenizer:

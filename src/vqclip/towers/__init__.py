@@ -9,13 +9,18 @@ from typing import Annotated
 from pydantic import Field
 
 from vqclip.towers.image import ConvolutionalTowerConfig, ImageTower, TimmTowerConfig
+from vqclip.towers.naflex import NaFlexTowerConfig
 from vqclip.towers.open_clip import OpenCLIPImageTowerConfig, OpenCLIPTextTowerConfig
 from vqclip.towers.text import TextTower, TransformerTowerConfig
 from vqclip.towers.transformers import TransformersImageTowerConfig, TransformersTextTowerConfig
 from vqclip.towers.vocabulary import BPE, CaptionLengths, Vocabulary
 
 ImageTowerConfig = Annotated[
-    TimmTowerConfig | OpenCLIPImageTowerConfig | ConvolutionalTowerConfig | TransformersImageTowerConfig,
+    TimmTowerConfig
+    | OpenCLIPImageTowerConfig
+    | ConvolutionalTowerConfig
+    | TransformersImageTowerConfig
+    | NaFlexTowerConfig,
     Field(discriminator="kind"),
 ]
 TextTowerConfig = Annotated[

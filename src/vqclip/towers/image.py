@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.dropout import PatchDropout
+from vqclip.nn.shapes import PatchBudget
 from vqclip.towers.base import FromStep, Tower, TowerConfig, freeze_unused, set_training
 from vqclip.towers.weights import EFFICIENTNET_NAME, load_checkpoint, load_efficientnet
 
@@ -39,22 +41,42 @@ class ImageTower(Tower):
         normalize: normalisation of the pixels.
 
     Attributes:
-        image_size: height and width in pixels.
         num_tokens: N, patches per image.
         width: D, features per patch.
         unused: names of weights that do not affect the features, such as a head's norm.
     """
 
-    def __init__(self, backbone: nn.Module, normalize: Normalize):
+    normalize: Any
+
+    def __init__(self, backbone: nn.Module, normalize: nn.Module):
         super().__init__()
         self.normalize = normalize
         self.backbone = backbone
-        self.image_size = normalize.image_size
         with torch.enable_grad():
             features = self.eval()(self.example())
             self.unused = freeze_unused(self, features)
         self.train()
         self.num_tokens, self.width = features.shape[1], features.shape[2]
+
+    @property
+    def image_size(self) -> int:
+        """Height and width in pixels."""
+        return int(self.normalize.image_size)
+
+    @property
+    def size(self) -> int | PatchBudget:
+        """Size of images, for transforms."""
+        return self.image_size
+
+    @property
+    def fewest_tokens(self) -> int:
+        """Smallest number of tokens in a batch."""
+        return self.num_tokens
+
+    def mask(self, images: Tensor) -> Tensor | None:
+        """Return None: every patch is real; in training with `patch_dropout` ``(B, N)`` bool, those that stay."""
+        dropout: PatchDropout | None = getattr(self.backbone, "patch_dropout", None)
+        return None if dropout is None else dropout.mask()
 
     def forward(self, images: Tensor) -> Tensor:
         """``(B, 3, H, W)`` uint8 or 0..1 → patch features ``(B, N, D)``."""
@@ -65,7 +87,8 @@ class ImageTower(Tower):
 
     def example(self) -> Tensor:
         """Return a black image ``(1, 3, H, W)``."""
-        return self.normalize.mean.new_zeros(1, 3, self.image_size, self.image_size)
+        blank: Tensor = self.normalize.mean.new_zeros(1, 3, self.image_size, self.image_size)
+        return blank
 
 
 class Normalize(nn.Module):
@@ -141,6 +164,65 @@ class TimmFeatures(nn.Module):
         return features.flatten(1, 2) if self.channels_last else features.flatten(2).transpose(1, 2)
 
 
+def require_network_args(args: dict[str, Any]) -> dict[str, Any]:
+    """Check the further arguments of a timm model; raise ValueError for one that does not describe the network."""
+    for name in args:
+        if name.startswith(_NOT_ARGS):
+            raise ValueError(
+                f"got {name!r}, which does not describe the network; expected arguments of the model's class. "
+                "Set the size of images, and weights with `pretrained` or `checkpoint`, beside args: a tower has three "
+                "channels and no classifier or pooling, and is built in fp32"
+            )
+    return args
+
+
+def require_one_source(config: Any) -> Any:
+    """Check that a timm tower has weights from one source; raise ValueError otherwise."""
+    if config.pretrained and config.checkpoint is not None:
+        raise ValueError(
+            f"got pretrained true and checkpoint {config.checkpoint}, which would replace timm's weights; expected "
+            "one of the two"
+        )
+    return config
+
+
+@contextmanager
+def timm_errors(config: Any, how: str) -> Iterator[None]:
+    """Name the settings of a timm tower in the errors of its making; ``how`` tells what timm was asked for."""
+    import timm
+
+    if not timm.is_model(config.name):
+        raise unknown_model_error("tower.name", "timm", config.name, timm.list_models())
+    try:
+        yield
+    except ConfigError:
+        raise
+    except OSError as error:
+        if not config.pretrained:
+            raise
+        raise ConfigError(
+            f"tower.pretrained: the weights of {config.name!r} are not in timm's cache and cannot be downloaded: "
+            f"{type(error).__name__}: {error}; download them on a machine with network access (the cache is "
+            "that of huggingface_hub), give a local file as tower.checkpoint, or start from random weights "
+            "(pretrained: false)"
+        ) from error
+    except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, LookupError, ArithmeticError) as e:
+        raise ConfigError(
+            f"tower.args: timm model {config.name!r} refuses {config.args} {how}"
+            f"{' with pretrained weights' if config.pretrained else ''}: {type(e).__name__}: {e}"
+        ) from e
+
+
+def load_weights(model: Any, checkpoint: Path | None) -> tuple[Sequence[float], Sequence[float]]:
+    """Load a local file into a timm model, if there is one; return mean and deviation of the pixels that it expects."""
+    defaults: Any = model.pretrained_cfg or {}
+    if checkpoint is not None:
+        classifier = defaults.get("classifier") or ()
+        load_checkpoint(model, checkpoint, [classifier] if isinstance(classifier, str) else classifier)
+    # timm's statistics fit its pretrained weights; without these any will do.
+    return defaults.get("mean", OPENAI_MEAN), defaults.get("std", OPENAI_STD)
+
+
 class TimmTowerConfig(TowerConfig):
     """An image tower made by ``timm.create_model``."""
 
@@ -179,20 +261,11 @@ class TimmTowerConfig(TowerConfig):
             return {"name": EFFICIENTNET_NAME} | data
         return data
 
-    @field_validator("args")
-    @classmethod
-    def _args_are_the_networks(cls, args: dict[str, Any]) -> dict[str, Any]:
-        for name in args:
-            if name.startswith(_NOT_ARGS):
-                raise ValueError(
-                    f"got {name!r}, which does not describe the network; expected arguments of the model's class. "
-                    "Set image_size, and weights with `pretrained` or `checkpoint`, beside args: a tower has three "
-                    "channels and no classifier or pooling, and is built in fp32"
-                )
-        return args
+    _args_are_the_networks = field_validator("args")(require_network_args)
+    _one_source_of_weights = model_validator(mode="after")(require_one_source)
 
     @model_validator(mode="after")
-    def _one_source_of_weights(self) -> TimmTowerConfig:
+    def _keys_fit(self) -> TimmTowerConfig:
         if self.package is not None:
             if self.pretrained or self.checkpoint is not None or self.name != EFFICIENTNET_NAME:
                 raise ValueError(
@@ -210,11 +283,6 @@ class TimmTowerConfig(TowerConfig):
                 f"got patch_dropout {self.patch_dropout:g} for a tower that is frozen in whole or in part; expected "
                 "train: all or {from_step: 0}, or patch_dropout: 0"
             )
-        if self.pretrained and self.checkpoint is not None:
-            raise ValueError(
-                f"got pretrained true and checkpoint {self.checkpoint}, which would replace timm's weights; expected "
-                "one of the two"
-            )
         return self
 
     @torch.inference_mode(False)  # weights made in inference mode could neither be probed nor trained
@@ -225,43 +293,18 @@ class TimmTowerConfig(TowerConfig):
             ConfigError: a name or arguments that timm refuses, trainable batch normalisation, or a checkpoint that
                 does not fit.
         """
-        import timm
-
-        if not timm.is_model(self.name):
-            raise unknown_model_error("tower.name", "timm", self.name, timm.list_models())
-        try:
+        inner = f" with inner_layers {[*self.inner_layers]}" if self.inner_layers else ""
+        with timm_errors(self, f"at image_size {self.image_size}{inner}"):
             model = self._create()
             _require_whole_patches(model, self.image_size)
-            defaults: Any = model.pretrained_cfg or {}
-            if self.checkpoint is not None:
-                classifier = defaults.get("classifier") or ()
-                load_checkpoint(model, self.checkpoint, [classifier] if isinstance(classifier, str) else classifier)
+            mean, std = load_weights(model, self.checkpoint)
             if self.package is not None:
                 load_efficientnet(model)
             if self.channels_last:
                 model = model.to(memory_format=torch.channels_last)
-            # timm's statistics fit its pretrained weights; without these any will do.
-            mean, std = defaults.get("mean", OPENAI_MEAN), defaults.get("std", OPENAI_STD)
             dropout = self._add_patch_dropout(model) if self.patch_dropout else None
             features = TimmFeatures(model, self.inner_layers, dropout)
             tower = ImageTower(features, Normalize(self.image_size, mean, std))
-        except ConfigError:
-            raise
-        except OSError as error:
-            if not self.pretrained:
-                raise
-            raise ConfigError(
-                f"tower.pretrained: the weights of {self.name!r} are not in timm's cache and cannot be downloaded: "
-                f"{type(error).__name__}: {error}; download them on a machine with network access (the cache is "
-                "that of huggingface_hub), give a local file as tower.checkpoint, or start from random weights "
-                "(pretrained: false)"
-            ) from error
-        except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, LookupError, ArithmeticError) as e:
-            raise ConfigError(
-                f"tower.args: timm model {self.name!r} refuses {self.args} at image_size {self.image_size}"
-                f"{f' with inner_layers {[*self.inner_layers]}' if self.inner_layers else ''}"
-                f"{' with pretrained weights' if self.pretrained else ''}: {type(e).__name__}: {e}"
-            ) from e
         return set_training(tower, self.train)
 
     def _add_patch_dropout(self, model: Any) -> PatchDropout:

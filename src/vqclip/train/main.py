@@ -260,7 +260,7 @@ def build_task(config: TaskConfig, device: torch.device) -> Task:
 
 def build_data(config: TaskConfig, task: Task) -> TrainData:
     """Open the training data; see `DataConfig.build`. A collective."""
-    return config.data.build(task.image_size, task.tokenize, config.train.batch_size, config.run.seed)
+    return config.data.build(task.size, task.tokenize, config.train.batch_size, config.run.seed)
 
 
 def build_step(config: TaskConfig, task: Task) -> TrainStep:

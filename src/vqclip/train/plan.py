@@ -180,7 +180,7 @@ def _forward(config: TrainConfig, model: CLIP, samples: int, rows: int) -> tuple
     saved = _Saved(config, model)
     try:
         with torch.device("meta"):
-            pixels = torch.empty(samples, 3, *[image.tower.image_size] * 2, dtype=torch.uint8)
+            pixels = torch.empty(samples, *image.tower.example().shape[1:], dtype=torch.uint8)
             tokens = torch.empty(samples, text.preprocess.context_length, dtype=torch.int64)
             for tokenizer in (image, text):
                 if tokenizer.tower.is_frozen:

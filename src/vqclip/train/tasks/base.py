@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from vqclip.config import Modality
 from vqclip.data import Batch
 from vqclip.data.batch_maker import Tokenize
+from vqclip.data.transforms import Size
 from vqclip.errors import ConfigError
 from vqclip.losses import Positives, pair_keys
 from vqclip.model import CLIP
@@ -231,11 +232,11 @@ class Task(ABC):
         return {name: each for name, each in self.tokenizers.items()}
 
     @property
-    def image_size(self) -> int:
-        """Height and width of the images in pixels, as the image tower takes them."""
+    def size(self) -> Size:
+        """Size of the images, as the image tower takes them."""
         tower = self.tokenizers["image"].tower
         assert isinstance(tower, ImageTower)
-        return tower.image_size
+        return tower.size
 
     @property
     @abstractmethod

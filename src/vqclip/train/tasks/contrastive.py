@@ -297,6 +297,14 @@ class TrainConfig(TaskConfig):
                     "expected one of the two"
                 )
         stores_images = "image" in self.cached_modalities
+        if self.model.image.tower.kind == "naflex":
+            others = [f"distillation of {each.kind}" for each in self.distillation if each.kind != "text_features"]
+            others += ["data.feature_cache of image features"] if stores_images else []
+            if others:
+                raise ValueError(
+                    f"model.image.tower.kind: got naflex, whose images have any shape, with {others[0]}, which needs "
+                    "square images of one size; expected a tower with an image_size, or a run without it"
+                )
         for term in self.distillation:
             if stores_images and term.kind != "text_features" and not self.stores_teacher(term):
                 raise ValueError(
