@@ -18,12 +18,15 @@ from tests.models import LFQ, PRODUCT, RESIDUAL, tiny_model
 from tests.training import contrastive_step, largest_difference, metrics, retrieval, run, run_tree, timeless, weights
 from vqclip.data import Batch
 from vqclip.data.transforms import EvalTransformConfig, TrainTransformConfig
+from vqclip.demo.answers import Answers
 from vqclip.errors import ConfigError, ShapeError, VqclipError
 from vqclip.export.to_onnx import export_program
 from vqclip.integrations.open_clip import load
+from vqclip.integrations.transformers.processing import VqclipImageProcessor
 from vqclip.nn.shapes import PatchBudget, cells_of, shape_mask, shapes_of
 from vqclip.pixels import attach
 from vqclip.pixels.decoder import ConvolutionalPixelsConfig
+from vqclip.tokenize_dataset.job import _layout
 from vqclip.towers.naflex import NaFlexTowerConfig
 from vqclip.train import Callback
 from vqclip.train import run as train
@@ -93,7 +96,12 @@ def test_the_mask_keeps_the_shape():
 
 @pytest.mark.parametrize(
     "args",
-    [{}, {"pos_embed_ar_preserving": True}, {"pos_embed_interp_mode": "bilinear"}, {"class_token": True}],
+    [
+        {},
+        {"pos_embed_ar_preserving": True, "pos_embed_grid_size": [4, 4]},
+        {"pos_embed_interp_mode": "bilinear"},
+        {"class_token": True},
+    ],
     ids=str,
 )
 def test_features_equal_those_of_timm(args):
@@ -326,3 +334,13 @@ def test_other_uses_are_refused(tmp_path):
         load(str(tmp_path / "both"))
     with pytest.raises(ShapeError, match=r"expected patches \(B, 1 to 12, 50\)"):
         model.image.encode(torch.zeros(2, 3, 16, 16, dtype=torch.uint8))
+    images = model.image.batch(pictures())
+    images[1, 3, -1] += 1
+    with pytest.raises(ShapeError, match=r"images\[1\]: got other rows"):
+        model.image.encode(images)
+    with pytest.raises(ConfigError, match=r"image\.tower\.kind: got naflex"):
+        VqclipImageProcessor.from_pretrained(tmp_path / "both")
+    with pytest.raises(ConfigError, match="kind: naflex.*the demo"):
+        Answers.load(str(tmp_path / "both"))
+    with pytest.raises(ConfigError, match="kind: naflex.*token shards"):
+        _layout(model.image)

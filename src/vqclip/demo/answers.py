@@ -99,12 +99,12 @@ class Answers:
         else:
             model = load_model(folder).model.to(device)
             image, text, scale = model.image, model.text, float(model.logit_scale.detach().exp())
+        if image is not None and not isinstance(image.tower.size, int):
+            raise ConfigError(
+                f"{folder}: its images have any shape (image.tower.kind: naflex), which the demo does not show; "
+                "expected a tokenizer with an image_size"
+            )
         for tokenizer in (image, text):
-            if tokenizer is not None and tokenizer.has_shapes:
-                raise ConfigError(
-                    f"{folder}: its images have any shape (image.tower.kind: naflex), which the demo does not show; "
-                    "expected a tokenizer with an image_size"
-                )
             if tokenizer is not None and not tokenizer.codebook_sizes:
                 raise CheckpointError(
                     f"{folder}: its {tokenizer.modality} tokenizer has no codes (quantizer: identity); expected one "

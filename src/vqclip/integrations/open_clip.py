@@ -80,6 +80,7 @@ class OpenCLIPWrapper(nn.Module):
         super().__init__()
         require_mode((clip.image, clip.text), mode, precision)
         self.clip, self.mode, self.precision = clip, mode, precision
+        self.image_size = clip.image.tower.image_size  # refuses images of any shape
         self.context_length = clip.text.preprocess.context_length
         self.vocab_size = clip.text.preprocess.size
 
@@ -168,7 +169,7 @@ class Visual(nn.Module):
     def __init__(self, model: OpenCLIPWrapper):
         super().__init__()
         self.tokenizer = model.clip.image
-        self.image_size = self.tokenizer.tower.image_size
+        self.image_size = model.image_size
         self.output_dim = self.tokenizer.embed_dim
         self._encode = model.encode_image
 

@@ -43,6 +43,7 @@ from vqclip.tokenizer.saving import save_and_push, save_folder
 from vqclip.tokenizer.stored import merged_state
 from vqclip.towers import ImageTower, ImageTowerConfig, TextTower, TextTowerConfig
 from vqclip.towers.base import frozen_features
+from vqclip.towers.naflex import NaFlexTower
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -309,6 +310,9 @@ class ImageTokenizer(Tokenizer):
         if not isinstance(images, Tensor):
             pixels = [self.preprocess(image) for image in require_images(images)]
             images = torch.stack(pixels) if pixels else self.tower.example()[:0].byte()
+        elif isinstance(self.tower, NaFlexTower):
+            if not torch.compiler.is_compiling():
+                self.tower.require_places(images)
         elif (
             images.is_floating_point()
             and not torch.compiler.is_compiling()

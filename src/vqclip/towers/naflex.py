@@ -150,6 +150,23 @@ class NaFlexTower(ImageTower):
         """Return ``(B, t + 1)`` bool, True at the tokens of patches."""
         return shape_mask(images[..., -2:].long().amax(dim=1), images.shape[1] + 1)
 
+    def require_places(self, images: Tensor) -> None:
+        """Check the rows and columns of patches; `forward` does not, to save time.
+
+        Raises:
+            ShapeError: wrong shape or dtype, or other places than those of an image's patches, row by row.
+        """
+        _, rows, columns = self.normalize(images)
+        width = columns.amax(dim=1, keepdim=True).clamp(min=1)
+        number = torch.arange(images.shape[1], device=images.device)
+        inside = number < rows.amax(dim=1, keepdim=True) * width
+        right = (rows == (number // width + 1) * inside) & (columns == (number % width + 1) * inside)
+        for row in (~right).any(dim=1).nonzero().flatten().tolist():
+            raise ShapeError(
+                f"images[{row}]: got other rows and columns of patches than those of an image, row by row, and padding "
+                "after them; tokenizer.preprocess makes such a tensor from a PIL image"
+            )
+
     def forward(self, images: Tensor) -> Tensor:
         """``(B, t, 3 P² + 2)`` uint8, see `PatchBudget` → features ``(B, t + 1, D)``; those of padding are undefined.
 
@@ -218,6 +235,7 @@ class NaFlexTowerConfig(TowerConfig):
         refused = {
             "rope_type": model.rope is not None,
             "pos_embed": embeds.pos_embed is None,
+            "pos_embed_use_grid_sample": embeds.pos_embed_use_grid_sample,
             "embed_proj_type": not embeds.is_linear,
             "patch_drop_rate": model.patch_drop is not None,
             "patchify_channels_last": not getattr(embeds, "channels_last", True),
