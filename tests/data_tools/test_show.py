@@ -36,7 +36,7 @@ def config(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("epoch", [0, 2])
 def test_images_and_captions_equal_those_of_the_training_loader(config: Path, epoch: int) -> None:
     inputs = ModelInputs.load(config)
-    data = inputs.config.data.build(inputs.image_size, inputs.vocabulary.with_lengths, 8, inputs.config.run.seed)
+    data = inputs.config.data.build(inputs.size, inputs.vocabulary.with_lengths, 8, inputs.config.run.seed)
     batches = [*data.batches(0, 3 * len(data) // 8 + 1)]
     images = torch.cat([batch.images for batch in batches])[epoch * len(data) :][:12]
     captions = [caption for batch in batches for caption in batch.captions][epoch * len(data) :][:12]
@@ -56,7 +56,7 @@ def test_the_command_shows_what_the_loader_gives(config: Path, tmp_path: Path) -
     options = ["--count", "5", "--views", "3", "data.transform.flip=0"]
     assert main(["show", "--config", str(config), "--out", str(sheet), *options]) == 0
     inputs = ModelInputs.load(config, ["data.transform.flip=0"])
-    data = inputs.config.data.build(inputs.image_size, inputs.vocabulary.with_lengths, 8, 5)
+    data = inputs.config.data.build(inputs.size, inputs.vocabulary.with_lengths, 8, 5)
     batch, images = next(data.batches()), images_of(sheet)
     assert len(images) == 15
     for number in range(5):

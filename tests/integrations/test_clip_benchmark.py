@@ -128,7 +128,7 @@ def test_workers_adapt_webdataset(model, monkeypatch):
     assert (clip.mode, clip.precision, preprocess.dtype) == ("quantized", "bf16", torch.uint8)  # pixels stay bytes
     assert tokenizer.context_length == 12
     assert "pkl" in autodecode.decoders
-    assert pickle.loads(pickle.dumps(preprocess)).transform.image_size == 16
+    assert pickle.loads(pickle.dumps(preprocess)).transform.size == 16
     assert "pkl" not in autodecode.decoders
     assert autodecode.imagespecs["pil"][2] == "rgba"
 
