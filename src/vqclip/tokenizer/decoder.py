@@ -103,7 +103,7 @@ class TokenizerDecoder(nn.Module):
 
     @property
     def has_shapes(self) -> bool:
-        """Whether images have any shape, which their ids keep; see `shapes`."""
+        """Return whether images have any shape, which their ids keep; see `shapes`."""
         return self.pool.has_shapes
 
     @property
