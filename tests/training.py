@@ -62,9 +62,9 @@ def run_tree(folder: Path, shards: Path, quantizer: dict[str, Any] = FSQ, **chan
     return tree
 
 
-def retrieval(shards: Path) -> list[dict[str, Any]]:
+def retrieval(shards: Path, **changes: Any) -> list[dict[str, Any]]:
     """The configuration of one evaluation by retrieval, named ``pairs``."""
-    return [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
+    return [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}, **changes}]
 
 
 def identity_of(tree: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 from tests.data.making import caption_shards
 from tests.data.serving import FaultyServer, reset, serving, status, truncated
 from tests.faults.jobs import global_batches, job
-from tests.training import TIMES, all_equal, metrics, run_tree, weights
+from tests.training import all_equal, metrics, run_tree, timeless, weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 
@@ -36,7 +36,7 @@ def tree_in(folder: Path, source: dict[str, Any], **changes: Any) -> dict[str, A
 
 def figures(folder: Path) -> list[dict[str, Any]]:
     """Metrics of each step, without times."""
-    found = [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(folder)]
+    found = timeless(folder)
     assert len(found) == STEPS
     assert all("loss/total" in line for line in found)
     return found

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.faults.jobs import job
-from tests.training import all_equal, run, run_tree, weights
+from tests.training import all_equal, retrieval, run, run_tree, weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 
@@ -85,8 +85,7 @@ def test_a_long_save_is_not_taken_for_a_hang(tmp_path, shards, in_background):
 
 def test_a_long_evaluation_is_not_taken_for_a_hang(tmp_path, shards):
     """It takes longer than a step may, and longer than the timeout, but shows that it goes on."""
-    pairs = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}, "batch_size": 2}]
-    tree = tree_in(tmp_path, shards, train__evaluate_every=7, evaluation=pairs)
+    tree = tree_in(tmp_path, shards, train__evaluate_every=7, evaluation=retrieval(shards, batch_size=2))
     tree["run"] |= {"timeout_s": 15.0, "step_timeout_s": 4.0}
     with job(tmp_path / "job", tree, {"each_evaluation_batch_s": 1.0, "saving_s": 6.0}) as running:
         assert running.end(240)[0] == 0, running.output
@@ -112,8 +111,9 @@ def test_a_save_that_never_ends_ends_the_job_in_time(tmp_path, shards, in_backgr
 
 
 def test_a_rank_that_hangs_in_an_evaluation_ends_the_job_in_time(tmp_path, shards):
-    pairs = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}, "batch_size": 2}]
-    tree = tree_in(tmp_path, shards, train__evaluate_every=3, train__steps=9, evaluation=pairs)
+    tree = tree_in(
+        tmp_path, shards, train__evaluate_every=3, train__steps=9, evaluation=retrieval(shards, batch_size=2)
+    )
     tree["run"] |= {"timeout_s": PATIENCE_S, "step_timeout_s": LIMIT_S}
     with job(tmp_path / "job", tree, {"do": "stand_still", "in": "evaluation", "rank": 1}) as running:
         running.wait_for_mark("evaluation-1")

@@ -27,7 +27,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.data.making import caption_shards, write_tar
 from tests.faults.jobs import children, global_batches, job
 from tests.models import BUSY_RESIDUAL
-from tests.training import largest_difference, run_tree, weights
+from tests.training import largest_difference, retrieval, run_tree, weights
 
 KILLS = int(os.environ.get("VQCLIP_KILLS", "12"))
 
@@ -56,10 +56,9 @@ def tree_of(folder, shards, **changes):
 
 
 def life_tree(folder, shards, parallel):
-    pairs = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}, "batch_size": 6}]
+    pairs = retrieval(shards, batch_size=6, max_bad_fraction=0.2)
     changes = {"train__steps": STEPS, "train__checkpoint_every": EVERY, "train__evaluate_every": EVERY}
     changes |= {"train__keep_best": "eval/pairs/codes_only/i2t_r1", "evaluation": pairs, "run__timeout_s": 120.0}
-    pairs[0]["max_bad_fraction"] = 0.2
     changes |= {
         "train__parallel": parallel,
         "guards": {"spikes": {"window": 10, "deviations": 0.1}},

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.jobs import Job, job
-from tests.training import TIMES, all_equal, metrics, run, run_tree, weights
+from tests.training import all_equal, retrieval, run, run_tree, timeless, weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 
@@ -20,7 +20,7 @@ WITHIN_S = 30.0
 
 
 def tree_in(folder, shards, **changes):
-    pairs = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}, "batch_size": 3}]
+    pairs = retrieval(shards, batch_size=3)
     every = {"train__steps": STEPS, "train__precision": "fp32", "train__evaluate_every": 12, "evaluation": pairs}
     # A busy machine may take minutes over a first batch.
     return run_tree(folder, shards, **({"data__workers": 1, "run__timeout_s": 600.0} | every | changes))
@@ -110,11 +110,7 @@ def goes_on(ranks, folder, tree, whole, done):
     assert not (folder / "tiny" / "stopped.json").exists()
     assert (folder / "tiny" / "summary.json").exists()
     assert all_equal(weights(whole, STEPS), weights(folder, STEPS))
-    assert metrics_of(folder) == metrics_of(whole)
-
-
-def metrics_of(folder):
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(folder)]
+    assert timeless(folder) == timeless(whole)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from PIL import Image
 
 import vqclip
 from tests.models import IDENTITY, PRODUCT, tiny_model
-from tests.tokenizer.test_hub import Hub
+from tests.tokenizer.test_loading import Hub
 from vqclip.errors import CheckpointError, ConfigError, ShapeError
 from vqclip.model import CLIP
 from vqclip.pixels import TransformerPixelsConfig, attach

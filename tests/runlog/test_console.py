@@ -5,9 +5,69 @@ import logging
 import warnings
 
 import pytest
+from tqdm import tqdm
 
 from vqclip.runlog import console
+from vqclip.runlog.bar import ProgressBar
 from vqclip.runlog.console import fit_lines, log_to_stderr
+from vqclip.runlog.health import codebook_names, least_used
+
+FIGURES = {"loss/total": 12.3456, "images_per_second": 12345.6, "data_wait": 0.27, "image/usage": 0.4}
+FIGURES |= {"image/usage_if_uniform": 0.9, "image/tokens": 64.0, "image/perplexity": 30.0}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def shown(bar, columns=80, **changes):
+    return tqdm.format_meter(**{**bar._bar.format_dict, "ncols": columns, **changes})
+
+
+def test_a_long_run_fits_80_columns(monkeypatch):
+    monkeypatch.setattr("sys.stderr", Terminal())
+    with ProgressBar(100_000, 12_345, True, "a-run-with-a-long-name") as bar:
+        bar.advance()
+        bar.show(FIGURES)
+        line = shown(bar, n=12_345, elapsed=1000.0, rate=20.0)
+    assert line.startswith("a-run... 12345/100000 ")
+    assert line.endswith("1:13:02 left, loss 12.346 12346 img/s wait 27% codes 44%")
+    assert len(line) <= 80
+
+
+def test_lines_of_a_log_say_the_same_in_more_words(monkeypatch, caplog):
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    figures = {**FIGURES, "text/usage_if_uniform": 0.5, "text/0/usage": 0.4, "text/1/usage": 0.1, "text/usage": 0.25}
+    figures |= dict.fromkeys(("text/tokens", "text/perplexity", "text/0/perplexity", "text/1/perplexity"), 9.0)
+    with caplog.at_level("INFO"), ProgressBar(10, 5, True, "run") as bar:
+        bar.advance()
+        bar.show(figures)
+    (line,) = caplog.messages
+    start = "step 6/10, loss 12.346, 12346 img/s, 27% waiting, codes 20% (text 1), "
+    assert line.startswith(start)
+    assert line.endswith(" left")
+
+
+def test_slow_steps_have_lines_before_their_first_report(monkeypatch, caplog):
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    with caplog.at_level("INFO"), ProgressBar(10, 0, True, "run") as bar:
+        bar.advance()
+        assert not caplog.messages
+        bar._next_line = 0.0
+        bar.advance()
+    assert caplog.messages == ["step 2/10, 00:00 left"]
+
+
+def test_codebooks_of_stages_count_and_the_means_of_a_stage_do_not():
+    figures = {"image/usage": 0.1, "image/0/usage": 0.15, "image/0/0/usage": 0.2, "image/0/1/usage": 0.1}
+    figures |= {"image/1/usage": 0.5, "image/0/usage_if_uniform": 0.4, "image/1/usage_if_uniform": 1.0, "loss/0/x": 1.0}
+    figures |= dict.fromkeys(("image/tokens", *(name.replace("usage", "perplexity") for name in figures)), 9.0)
+    assert codebook_names(figures, "image") == ["image/0/0", "image/0/1", "image/1"]
+    least = least_used(figures)
+    assert (least.share, least.modality, least.number) == (0.25, "image", "0/1")
+    assert least_used({"loss/total": 1.0}) is None
+
 
 WORDS = " ".join(["word"] * 30)
 

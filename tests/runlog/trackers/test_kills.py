@@ -14,7 +14,7 @@ import yaml
 
 from tests.data.making import caption_shards
 from tests.runlog.trackers import reading
-from tests.training import run_tree
+from tests.training import retrieval, run_tree
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ def test_each_step_is_once_in_each_tracker_after_kills(tmp_path):
     tree = run_tree(tmp_path, shards, train__steps=LAST, train__checkpoint_every=10, train__report_every=2)
     tree["train"] |= {"evaluate_every": 15, "save_in_background": False}
     tree["run"]["trackers"] = ["tensorboard", {"kind": "wandb"}]
-    tree["evaluation"] = [{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}]
+    tree["evaluation"] = retrieval(shards)
     config, run = tmp_path / "run.yaml", tmp_path / "tiny"
     config.write_text(yaml.safe_dump(tree))
     for lines, whom in ((8, "all"), (16, "the run alone"), (25, "all")):
