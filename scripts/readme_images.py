@@ -8,7 +8,7 @@ Writes four files of PNG, after about 15 seconds on two CPU cores.
 `idea`: an image and its caption, their codes and ids, and the joint space. `result`: figures of the run's final table,
 and images that captions find. All codes, ids and embeddings are those of the run, on the split `val` of the drawn data
 set, whose combinations of colour and shape no training image shows. The same run gives the same bytes. Each file
-contains the figures as text (`tests/docs/test_readme.py` compares the README's table with them).
+contains the figures as text (`tests/docs/test_docs.py` compares the README's table with them).
 
     python scripts/readme_images.py runs/base --pixels runs/pixels/tokenizer kind=scenes split=val
 

@@ -10,7 +10,7 @@ from PIL import Image
 from tests.commands import command
 from tests.data.making import caption_shards, class_folder, pixels
 from tests.docs.blocks import ROOT
-from tests.training import run_tree
+from tests.training import retrieval, run_tree
 from vqclip.model import CLIP
 from vqclip.pixels import ConvolutionalPixelsConfig, attach
 
@@ -50,7 +50,7 @@ def make_place(folder: Path) -> Path:
         train__steps=2,
         optim__warmup_steps=0,
         train__precision="fp32",
-        evaluation=[{"kind": "retrieval", "name": "pairs", "data": {"kind": "shards", "path": str(shards)}}],
+        evaluation=retrieval(shards),
     )
     config = folder / "tiny.json"
     config.write_text(json.dumps(tree))

@@ -14,17 +14,25 @@ alone, or run others as they stand, where nearly all of ours are commands that m
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import shutil
+import sys
 import textwrap
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
+from markdown_it import MarkdownIt
+from PIL import Image
 
 from tests.docs.blocks import PAGES, ROOT, Block, blocks_of
 from tests.docs.commands import calls_of, check
 from tests.docs.fragments import check_fragment
 from tests.docs.place import make_place, names
+from tests.models import PRODUCT, tiny_model
+from tests.training import run_tree
 
 NOT_RUN: list[str] = [
     "docs/frontier.md: trains six runs",
@@ -138,3 +146,147 @@ def test_a_broken_block_is_noticed(place):
         with pytest.raises((AssertionError, ValueError)) as error:
             run_page(text, "page.md", place)
         assert message in str(error.value), name
+
+
+# ---- Links between the pages of the repository lead to files that exist.
+
+
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+
+
+def links_of(text: str) -> list[str]:
+    """Where the links and images of a page lead, as they are written; those of HTML last."""
+    blocks = MarkdownIt().parse(text)
+    inline = [token for block in blocks for token in block.children or ()]
+    html = "".join(token.content for token in [*blocks, *inline] if token.type in ("html_block", "html_inline"))
+    targets = [str(target) for token in inline if (target := token.attrs.get("href") or token.attrs.get("src"))]
+    return targets + re.findall(r'\b(?:href|src|srcset)="([^" ]+)"', html)
+
+
+def test_links_are_found():
+    text = "[a](b/c.md#d), [e][f] and ![g](h.png)\n\n- `[no](link)` <https://host/>\n\n[f]: ../i.md\n"
+    text += '<picture>\n<source srcset="j.png">\n</picture>\n\nand <img src="k.png">\n'
+    assert links_of(text) == ["b/c.md#d", "../i.md", "h.png", "https://host/", "j.png", "k.png"]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_relative_links_lead_to_files(page):
+    parts = [urlsplit(link) for link in links_of(page.read_text(encoding="utf-8"))]
+    paths = [unquote(part.path) for part in parts if not part.scheme and not part.netloc and part.path]
+    assert [path for path in paths if not (page.parent / path).exists()] == []
+
+
+# ---- CONTRIBUTING names every package, and what the documentation says of the tree exists.
+
+
+SOURCE = ROOT / "src" / "vqclip"
+TOUR = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## A tour")[2].partition("\n## ")[0]
+KNOWN = re.compile(r"(?:test_[a-z_0-9]+\.py)?::(?:\w+::)?(test_\w+)")
+PAGES_WITH_TESTS = [page for page in (*PAGES, ROOT / "CONTRIBUTING.md") if KNOWN.search(page.read_text("utf-8"))]
+
+
+def test_the_map_names_every_package_and_nothing_else():
+    named = set(re.findall(r"`([a-z_]+)(?:/|\.py)`", TOUR))
+    parts = {path.name for path in SOURCE.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    parts |= {path.stem for path in SOURCE.glob("*.py") if not path.stem.startswith("__")}
+    assert named - {"base"} == parts
+
+
+def test_the_files_and_functions_of_the_tour_exist():
+    for line in TOUR.splitlines():
+        files = [SOURCE / name for name in re.findall(r"`((?!tests)[a-z_]+/[a-z_/]+\.py)`", line)]
+        assert [file for file in files if not file.is_file()] == []
+        text = "".join(file.read_text(encoding="utf-8") for file in files)
+        names = re.findall(r"\(`(?:dist\.)?([a-z_]+)`", line) + re.findall(r", `dist\.([a-z_]+)`", line)
+        assert [name for name in names if f"{name}(" not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_TESTS, ids=lambda page: page.name)
+def test_tests_that_a_page_names_exist(page):
+    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    missing = [name for name in KNOWN.findall(page.read_text(encoding="utf-8")) if f"def {name}" not in tests]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_of_tests_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"\btests/[\w/]+\.py", text)
+    if page.name == "security.md":
+        named += [f"tests/{name}" for name in re.findall(r"`((?:\w+/)*(?:test_\w+|fuzz/\w+)\.py)", text)]
+        assert len(named) > 20
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name != "adr"], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
+def test_no_page_refers_to_a_document_that_is_not_here(page):
+    assert "DESIGN" not in page.read_text(encoding="utf-8")
+
+
+# ---- The README's images: both are there for light and dark pages, and show what its table says.
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+IMAGES = sorted((ROOT / "docs" / "images").glob("*.png"))
+FIGURES = [path for path in IMAGES if not path.name.startswith("reconstructed")]
+"""Images of the run of `make train`."""
+
+
+def test_a_command_is_on_the_first_screen_and_both_images_follow():
+    first = blocks_of(README)[0]
+    assert first.language == "bash"
+    assert first.line < 12
+    assert 0 < README.index(first.source) < README.index("idea-light.png") < README.index("result-light.png")
+
+
+def test_each_image_is_small_and_has_a_light_and_a_dark_variant():
+    assert [path.name for path in IMAGES] == [
+        f"{name}-{theme}.png" for name in ("idea", "reconstructed", "result") for theme in ("dark", "light")
+    ]
+    assert all(path.stat().st_size < 200_000 for path in IMAGES)
+    for name in ("idea", "result"):
+        dark = f'<source media="(prefers-color-scheme: dark)" srcset="docs/images/{name}-dark.png">'
+        assert re.search(
+            re.escape(dark) + rf'\s+<img src="docs/images/{name}-light.png" [^>]*alt="[^"]{{50,}}"', README
+        )
+
+
+@pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.name)
+def test_the_table_has_the_figures_of_the_images(path):
+    rows = json.loads(Image.open(path).info["Comment"])["figures"]
+    assert len(rows) == 3
+    assert [row for name, *rates in rows if (row := f"| {name} | {' | '.join(map(str, rates))} |") not in README] == []
+
+
+def draw(run, out, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["readme_images.py", str(run), "--out", str(out), *arguments])
+    runpy.run_path(str(ROOT / "scripts" / "readme_images.py"), run_name="__main__")
+
+
+def test_a_folder_without_a_finished_run_is_named(tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match=r"^error: .*none: contains no summary.json; .*make train"):
+        draw(tmp_path / "none", tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_the_same_run_gives_the_same_bytes(tmp_path, monkeypatch):
+    threads = torch.get_num_threads()
+    run, rates = tmp_path / "run", {"top1": 0.5, "t2i_r1": 0.25}
+    tiny_model(PRODUCT, PRODUCT).build().eval().save_pretrained(run / "tokenizer")
+    (run / "config.yaml").write_text(json.dumps(run_tree(tmp_path, tmp_path, run__name="one")))
+    results = [
+        {"name": kind, "kind": kind, "classes": 3, "samples": 4, "chance": rates}
+        | {"figures": {"continuous": rates, "codes_only": rates}}
+        for kind in ("zero_shot", "retrieval")
+    ]
+    (run / "summary.json").write_text(json.dumps({"results": results, "step": 2, "bits_per_sample": {"image": 48.0}}))
+    for out in ("first", "second"):
+        draw(run, tmp_path / out, monkeypatch)
+    torch.set_num_threads(threads)
+    first, second = (sorted((tmp_path / out).iterdir()) for out in ("first", "second"))
+    assert [path.name for path in first] == [path.name for path in FIGURES]
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    rows = json.loads(Image.open(first[-1]).info["Comment"])["figures"]
+    assert rows == [["zero_shot, 3 classes", 50.0, 50.0, 50.0], ["captions to 4 images", 25.0, 25.0, 25.0]]

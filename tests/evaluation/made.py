@@ -14,14 +14,12 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tests.data.making import write_tar
-from vqclip.model import CLIP, ModelConfig
+from tests.models import FSQ, IDENTITY, LFQ, tiny_model
+from vqclip.model import CLIP
 from vqclip.quantizers import Prefix, Stats
 from vqclip.tokenizer import TokenizerOutput
 
-FSQ = {"kind": "fsq", "levels": [4, 4, 4]}
-LFQ = {"kind": "lfq", "bits": 6}
 PRODUCT = {"kind": "product", "layer": {"kind": "fsq", "levels": [3, 3]}, "codebooks": 3}
-IDENTITY = {"kind": "identity", "dim": 4}
 QUANTIZERS = {"fsq": FSQ, "lfq": LFQ, "product": PRODUCT, "identity": IDENTITY}
 
 SIZE = 16
@@ -29,19 +27,11 @@ COLOURS = ("red", "green", "blue", "white")
 
 
 def tiny_clip(quantizer: Mapping = FSQ, text_quantizer: Mapping | None = None, seed: int = 0) -> CLIP:
-    """An untrained model of a few thousand weights, for images of SIZE pixels; in training mode."""
-    image = {"kind": "timm", "name": "vit_tiny_patch16_224", "image_size": SIZE}
-    image["args"] = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2, "drop_rate": 0.1}
-    text = {"kind": "transformer", "context_length": 12, "width": 16, "heads": 2, "layers": 1}
-    shared = {"width": 16, "heads": 2, "depth": 1}
+    """An untrained model with dropout, for images of SIZE pixels; in training mode."""
+    config = tiny_model(quantizer, text_quantizer or quantizer)
+    config.image.tower.args["drop_rate"] = 0.1
     torch.manual_seed(seed)
-    return ModelConfig.model_validate(
-        {
-            "embed_dim": 16,
-            "image": {"tower": image, "quantizer": quantizer, **shared},
-            "text": {"tower": text, "quantizer": text_quantizer or quantizer, **shared},
-        }
-    ).build()
+    return config.build()
 
 
 class PlainTokenizer(nn.Module):

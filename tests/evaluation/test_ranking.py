@@ -2,12 +2,24 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from clip_benchmark.metrics import zeroshot_classification, zeroshot_retrieval
+from torch import nn
 
 from vqclip.evaluation import ranking
-from vqclip.evaluation.ranking import rank
+from vqclip.evaluation.intervals import (
+    bootstrap,
+    class_intervals,
+    class_mean_intervals,
+    ratio_intervals,
+    wilson,
+)
+from vqclip.evaluation.ranking import DEPTHS, class_figures, rank
+from vqclip.evaluation.retrieval import both_ranks, recalls
+from vqclip.evaluation.zero_shot import class_embeddings
 from vqclip.process import progress
 
 
@@ -64,3 +76,144 @@ def test_blocks_change_nothing_bound_the_scores_and_show_that_the_work_goes_on(m
     assert max(seen) == 7
     assert len(beats) == len(seen) == 15
     assert 0.1 < whole[0] < whole[1] < 1
+
+
+# ---- Our figures beside clip_benchmark's own functions, on random scores (which have no ties).
+
+
+CLASSES, TEMPLATES, WIDTH = 12, 3, 8
+
+
+class Rows(nn.Module):
+    """A model whose inputs are numbers of rows of given embeddings, of any length."""
+
+    def __init__(self, images, texts):
+        super().__init__()
+        self.images, self.texts = images, texts
+
+    def encode_image(self, numbers):
+        return 3 * self.images[numbers]
+
+    def encode_text(self, numbers):
+        return 5 * self.texts[numbers]
+
+
+class Loader(list):
+    """Batches, with the classes that clip_benchmark asks for."""
+
+    class dataset:
+        classes = range(CLASSES)
+
+
+@pytest.fixture
+def draw():
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: F.normalize(torch.randn(*shape, generator=generator), dim=-1)
+
+
+@pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true")
+def test_classification(draw, monkeypatch):
+    # It makes a number of an array of one, which numpy 2.4 and later refuse.
+    monkeypatch.setattr(zeroshot_classification, "float", lambda array: array[0].item(), raising=False)
+    images, prompts = draw(200, WIDTH), draw(CLASSES * TEMPLATES, WIDTH)
+    labels = (torch.arange(200) ** 2) % 11  # of unequal size, and one of 12 does not occur
+    batches = Loader((torch.arange(start, start + 50), labels[start : start + 50]) for start in range(0, 200, 50))
+    names = {f"{n}|{t}": n * TEMPLATES + t for n in range(CLASSES) for t in range(TEMPLATES)}
+    expected = zeroshot_classification.evaluate(
+        Rows(images, prompts),
+        batches,
+        lambda texts: torch.tensor([names[text] for text in texts]),
+        [str(n) for n in range(CLASSES)],
+        [f"{{c}}|{t}" for t in range(TEMPLATES)],
+        "cpu",
+        amp=False,
+    )
+    classes = class_embeddings(prompts, [TEMPLATES] * CLASSES)
+    found = class_figures(rank(images, classes, labels, torch.arange(CLASSES)).hits(DEPTHS), labels)
+    assert list(found.values()) == pytest.approx([expected[key] for key in ("acc1", "acc5", "mean_per_class_recall")])
+    assert found["top1"] != pytest.approx(found["mean_per_class"])
+
+
+def test_retrieval_with_several_captions_an_image(draw):
+    counts = torch.tensor([1, 5, 2, 3, 1, 4] * 5)
+    images = draw(len(counts), WIDTH)
+    captions = F.normalize(images.repeat_interleave(counts, dim=0) + 1.5 * draw(int(counts.sum()), WIDTH), dim=-1)
+    owner = torch.arange(len(counts)).repeat_interleave(counts)
+    texts = [(owner == image).nonzero().flatten().tolist() for image in range(len(counts))]
+    batches = [(torch.arange(start, start + 6), texts[start : start + 6]) for start in range(0, len(counts), 6)]
+    expected = zeroshot_retrieval.evaluate(
+        Rows(images, captions), batches, torch.tensor, "cpu", amp=False, recall_k_list=[1, 5, 10]
+    )
+    found = recalls(both_ranks(images, captions, counts))
+    assert found == pytest.approx(
+        {f"i2t_r{k}": expected[f"text_retrieval_recall@{k}"] for k in (1, 5, 10)}
+        | {f"t2i_r{k}": expected[f"image_retrieval_recall@{k}"] for k in (1, 5, 10)}
+    )
+    assert 0.2 < found["i2t_r1"] < found["i2t_r5"] < 1
+
+
+# ---- Intervals of figures.
+
+
+@pytest.mark.parametrize(
+    ("rate", "count", "low", "high"),  # Newcombe (1998), table I, method 3
+    [
+        (81 / 263, 263, 0.2553, 0.3662),
+        (15 / 148, 148, 0.0624, 0.1605),
+        (0, 20, 0, 0.1611),
+        (1 / 29, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_against_published_values(rate, count, low, high):
+    assert wilson(rate, count) == pytest.approx((low, high), abs=5e-5)
+    assert wilson(1 - rate, count) == pytest.approx((1 - high, 1 - low), abs=5e-5)
+
+
+def test_without_images_nothing_is_known():
+    assert wilson(float("nan"), 0) == (0, 1)
+    assert class_intervals(("a", "b", "c"), {}, torch.empty(0, dtype=torch.int64)) == {}
+
+
+def test_one_hit_an_image_needs_no_draws():
+    hits = torch.tensor([[1.0, 0.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5]], dtype=torch.float64)
+    assert ratio_intervals(hits, torch.ones(4, dtype=torch.int64)) == [wilson(0.75, 4), wilson(0.5, 4)]
+
+
+def test_captions_of_one_image_count_together():
+    counts = torch.full((100,), 5)
+    image_hits = (torch.arange(100) % 2).double()
+    together = image_hits.repeat_interleave(5)[None]  # all captions of an image are hit or none
+    apart = (torch.arange(500) % 2).double()[None]
+    (wide,), (narrow,) = ratio_intervals(together, counts), ratio_intervals(apart, counts)
+    low, high = wilson(0.5, 100)
+    assert wide == pytest.approx((low, high), abs=0.03)
+    assert narrow[1] - narrow[0] < 0.2 * (high - low)
+    assert ratio_intervals(together, counts) == [wide]  # the draws are keyed
+
+
+def test_images_with_more_captions_weigh_more():
+    counts = torch.tensor([1, 3] * 50)
+    hits = torch.tensor([[1.0, 0, 0, 0] * 50], dtype=torch.float64)
+    ((low, high),) = ratio_intervals(hits, counts)
+    assert low < 0.25 < high
+    assert high < 0.4
+
+
+def test_mean_over_classes_against_its_standard_error():
+    labels = torch.arange(400) % 4
+    hits = torch.zeros(1, 400, dtype=torch.float64)
+    hits[0, (labels == 0) | ((labels == 1) & (torch.arange(400) % 8 == 1))] = 1
+    ((low, high),) = class_mean_intervals(hits, labels)
+    error = (0.5 * 0.5 / 100) ** 0.5 / 4  # one class of 100 images varies
+    assert (low, high) == pytest.approx((0.375 - 1.96 * error, 0.375 + 1.96 * error), abs=0.006)
+
+
+def test_draws_that_are_all_equal_do_not_claim_certainty():
+    assert class_mean_intervals(torch.ones(1, 30, dtype=torch.float64), torch.arange(30) % 3) == [wilson(1, 30)]
+
+
+def test_blocks_change_nothing(monkeypatch):
+    values = np.random.default_rng(0).random((50, 2))
+    whole = bootstrap(50, lambda drawn: drawn @ values / 50)
+    monkeypatch.setattr("vqclip.evaluation.intervals._BLOCK", 70)
+    assert bootstrap(50, lambda drawn: drawn @ values / 50) == pytest.approx(np.array(whole))

@@ -377,3 +377,15 @@ def test_the_folder_of_a_run_is_that_of_its_tokenizer(
     (tmp_path / "run" / "config.yaml").touch()
     assert main(["--tokenizer", str(tmp_path / "run"), *given]) == 1
     assert "run: a run that has exported no tokenizer yet; expected a finished one" in capsys.readouterr().err
+
+
+# ---- Real shards; needs VQCLIP_DATA.
+
+
+def test_captions_and_keys_of_real_shards(real_data: Path, tmp_path: Path) -> None:
+    source = CaptionShardsConfig(path=str(real_data / "captions_noto_emoji/val"))
+    run(tokenizer_folder(tmp_path / "tokenizer"), source, tmp_path / "out", batch_size=64, tolerance=0.0)
+    read = source.build()
+    data = TokenDataset(tmp_path / "out")
+    assert [item.sample_id for item in data] == list(range(400))
+    assert all((item.caption, item.key) == (read.read(n).captions[0], read.key(n)) for n, item in enumerate(data))

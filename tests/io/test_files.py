@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import stat
 import subprocess
@@ -12,10 +13,14 @@ import torch
 from safetensors import SafetensorError
 
 from tests.models import tiny_model
+from vqclip.errors import CheckpointError
 from vqclip.evaluation.encode import save_ids
 from vqclip.evaluation.results import write_json
+from vqclip.io import parts
 from vqclip.io.atomic import remove_leftovers, replace_folder, write_file, write_text
-from vqclip.io.tensors import save_tensors
+from vqclip.io.json_files import add_checksum, describe_differences, read_versioned
+from vqclip.io.parts import Part
+from vqclip.io.tensors import checksums, map_tensors, nonfinite_names, save_tensors
 from vqclip.runlog.metrics import JsonLines
 from vqclip.search import CodeIndex
 
@@ -159,3 +164,142 @@ def test_what_is_being_written_is_not_cleared(tmp_path: Path, monkeypatch: pytes
     (tmp_path / ".tmp-left-over").touch()
     remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+VERSIONS = {"format": "thing", "format_version": 2}
+
+
+def test_what_was_sealed_comes_back_without_its_versions(tmp_path):
+    path = tmp_path / "thing.json"
+    path.write_bytes(add_checksum({**VERSIONS, "number": 3}))
+    assert read_versioned(path, VERSIONS, "make it anew") == {"number": 3}
+    path.write_bytes(path.read_bytes().replace(b"3", b"4"))
+    with pytest.raises(CheckpointError, match="does not match its own checksum"):
+        read_versioned(path, VERSIONS, "make it anew")
+    with pytest.raises(OSError, match="No such file"):
+        read_versioned(tmp_path / "other.json", VERSIONS, "make it anew")
+
+
+@pytest.mark.parametrize(("key", "value"), [("format", "other"), ("format", None), ("format_version", 3)])
+def test_another_version_is_told_before_the_hash_is_compared(tmp_path, key, value):
+    """A later version may hash otherwise."""
+    path = tmp_path / "thing.json"
+    path.write_bytes(add_checksum({**VERSIONS, key: value, "number": 3}).replace(b"3", b"3 "))
+    with pytest.raises(
+        CheckpointError, match=rf"{key} is {value!r}, this vqclip reads {VERSIONS[key]!r}; make it anew"
+    ):
+        read_versioned(path, VERSIONS, "make it anew")
+
+
+def test_each_leaf_that_differs_has_a_line():
+    before = {"a": {"b": 1, "c": [1, 2]}, "d": 3}
+    after = {"a": {"b": 2, "c": [1]}, "d": 3}
+    assert describe_differences(before, after, "in the file") == {
+        "a.b": "  a.b: 1 in the file, 2 now",
+        "a.c[1]": "  a.c[1]: 2 in the file, absent now",
+    }
+    # a setting that is off may be absent
+    assert describe_differences({"a": 1}, {"a": 1, "new": None, "section": {"old": None}}, "in the file") == {}
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+)
+@pytest.mark.parametrize("length", [1, 3, 17])
+def test_every_flipped_bit_changes_the_checksum(dtype, length):
+    wide = torch.arange(length + 1).to(dtype)
+    for tensor in (wide[1:], torch.stack([wide, wide])[:, 0]):  # misaligned; not contiguous
+        plain = tensor.contiguous().clone()
+        before = checksums({"a": tensor})
+        assert before == checksums({"a": plain})
+        data = plain.view(torch.uint8)
+        for place in range(len(data) * 8 if dtype != torch.bool else 0):
+            data[place // 8] ^= 1 << place % 8
+            assert checksums({"a": plain}) != before
+            data[place // 8] ^= 1 << place % 8
+
+
+def test_a_change_far_into_a_large_tensor_is_seen():
+    tensor = torch.zeros(300_000)
+    before = checksums({"a": tensor, "empty": torch.zeros(0), "number": torch.tensor(1.0)})
+    tensor[299_999] = 1e-45
+    after = checksums({"a": tensor, "empty": torch.zeros(0), "number": torch.tensor(1.0)})
+    assert [before[name] == after[name] for name in before] == [False, True, True]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_tensors_that_are_not_finite_are_named(value):
+    tensors = {name: torch.ones(3, dtype=dtype) for name, dtype in (("a", torch.float16), ("b", torch.float64))}
+    tensors |= {
+        "c": torch.ones(3, dtype=torch.int64),
+        "d": torch.zeros(0),
+        "e": torch.tensor(1e300, dtype=torch.float64),
+    }
+    assert nonfinite_names(tensors) == []
+    tensors["b"][1] = value
+    assert nonfinite_names(tensors) == ["b"]
+
+
+# ---- Files that several processes write have the bytes of those that one writes, and what is mixed up is noticed.
+
+
+TENSORS = {
+    "wide": torch.arange(7 * 3, dtype=torch.float32).view(7, 3) / 3,
+    "one row": torch.ones(1, 5, dtype=torch.float64),
+    "é/half": torch.arange(5).to(torch.bfloat16),
+    "none": torch.empty(0, 3),
+    "step": torch.tensor(4.0),
+    "flag": torch.tensor([True, False, True]),
+    **{str(dtype): torch.ones(3, dtype=dtype) for dtype in parts._CODES},
+}
+
+
+def split(number, processes):
+    """Rows as `torch.chunk` cuts them; what has no axis belongs to the first process."""
+    found = {}
+    for name, tensor in TENSORS.items():
+        shape = tuple(tensor.shape)
+        if not shape:
+            found[name] = Part(shape, tensor.dtype, tensor if number == 0 else None)
+            continue
+        each = math.ceil(shape[0] / processes)
+        found[name] = Part(shape, tensor.dtype, tensor[each * number : each * (number + 1)], each * number)
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 9])
+def test_files_have_the_bytes_of_one_process(tmp_path, monkeypatch, processes):
+    monkeypatch.setattr(parts, "_CHUNK", 16)
+    path, expected = tmp_path / "parts", tmp_path / "whole"
+    save_tensors(dict(TENSORS), expected)
+    parts.create(path, split(0, processes))
+    for number in reversed(range(processes)):
+        parts.write(path, split(number, processes))
+    assert path.read_bytes() == expected.read_bytes()
+    for number in range(processes):
+        parts.require_equal(path, split(number, processes))
+    assert all(torch.equal(each, TENSORS[name]) for name, each in map_tensors(path).items())
+
+
+def test_rows_that_another_process_has_overwritten_are_noticed(tmp_path):
+    path = tmp_path / "parts"
+    parts.create(path, split(0, 2))
+    for number in range(2):
+        parts.write(path, split(number, 2))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # the last row of booleans
+    path.write_bytes(data)
+    parts.require_equal(path, split(0, 2))
+    with pytest.raises(CheckpointError, match="are not those that were written"):
+        parts.require_equal(path, split(1, 2))
+
+
+def test_a_file_of_other_tensors_is_not_written_to(tmp_path):
+    path = tmp_path / "parts"
+    parts.create(path, split(0, 2) | {"more": Part((2,), torch.float32, None)})
+    before = path.read_bytes()
+    with pytest.raises(CheckpointError, match="another header"):
+        parts.write(path, split(0, 2))
+    assert path.read_bytes() == before
+    with pytest.raises(FileExistsError):
+        parts.create(path, split(0, 2))
