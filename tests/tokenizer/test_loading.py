@@ -1,11 +1,26 @@
 from __future__ import annotations
 
+import fnmatch
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
+import yaml
+from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
+
+import vqclip
+from tests.models import tiny_model
+from vqclip import load_tokenizer
+from vqclip.errors import CheckpointError
+from vqclip.model import CLIP
+from vqclip.pixels import ConvolutionalPixelsConfig, attach
+from vqclip.tokenizer.folder import PACKAGED, find_folder
+from vqclip.tokenizer.saving import push_folder
 
 IMPORTS = """
 import json, sys, torch, vqclip
@@ -61,3 +76,152 @@ def test_another_process_embeds_the_same_bits_and_imports_what_it_needs(saved, t
     assert sorted(name for name in packages if not name.startswith("_")) == []
     ours = read | image | text
     assert sorted(name for name in ours if name.removeprefix("vqclip.").startswith(OUR_TRAINING)) == []
+
+
+# ---- The tokenizer that comes with the package.
+
+
+def test_it_finds_the_words_for_an_image_and_decodes_it():
+    image = Image.new("RGB", (64, 64), "white")
+    ImageDraw.Draw(image).ellipse((6, 6, 58, 58), fill="red")
+    tok, text = load_tokenizer("emoji", "image"), load_tokenizer("emoji", "text")
+    ids = tok.encode(image)
+    captions = ["red circle", "blue circle", "red apple", "green apple", "hamster", "family"]
+    similarity = tok.embed(ids) @ text.embed(text.encode(captions)).T
+    assert captions[int(similarity.argmax())] == "red circle"
+    decoded = tok.to_pil(tok.decode_pixels(ids))[0]
+    red, green, blue = decoded.getpixel((32, 32))
+    assert red > 150 > max(green, blue)
+    assert min(decoded.getpixel((1, 1))) > 220
+
+
+def test_it_is_small_and_has_a_card():
+    for name in PACKAGED:
+        files = [path for path in find_folder(name).iterdir() if path.is_file()]
+        assert sum(path.stat().st_size for path in files) <= 4e6
+        card = (find_folder(name) / "README.md").read_text()
+        assert "license: apache-2.0" in card
+        assert "Google LLC" in card
+        assert "Unicode, Inc." in card
+
+
+def test_a_folder_of_the_name_has_precedence(tmp_path, monkeypatch):
+    CLIP.from_pretrained("emoji").save_pretrained(tmp_path / "emoji")
+    monkeypatch.chdir(tmp_path)
+    assert find_folder("emoji").absolute() == tmp_path / "emoji"
+
+
+# ---- What is sent to the hub: by a stand-in for its interface.
+
+
+ADDRESS = "https://hub/somebody/model/commit/1"
+
+
+class Hub:
+    """Keeps what it is sent, and what it is asked to do."""
+
+    def __init__(self, monkeypatch):
+        self.files, self.calls = {}, []
+        # A class, for transformers annotates with `HfApi | None` while it is imported.
+        monkeypatch.setattr("huggingface_hub.HfApi", type("HfApi", (), {"__new__": lambda cls: self}))
+
+    def create_repo(self, name, **options):
+        self.calls.append(("repo", name, options))
+
+    def create_branch(self, name, **options):
+        self.calls.append(("branch", name, options))
+
+    def upload_folder(self, *, repo_id, folder_path, allow_patterns, revision, commit_message):
+        self.calls.append(("upload", repo_id, {"revision": revision, "message": commit_message}))
+        for path in Path(folder_path).rglob("*"):
+            name = str(path.relative_to(folder_path))
+            if path.is_file() and any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns):
+                self.files[name] = path.read_bytes()
+        return SimpleNamespace(commit_url=ADDRESS)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    return Hub(monkeypatch)
+
+
+@pytest.mark.parametrize("part", ["image", "text", "both"])
+def test_what_is_pushed_can_be_loaded(hub, tmp_path, part):
+    model = tiny_model().build()
+    decoder = []
+    if part == "both":
+        attach(model.image, ConvolutionalPixelsConfig(channels=8).build(3, 4, 16))
+        decoder = ["pixels.safetensors"]
+    saved = model if part == "both" else getattr(model, part)
+    assert saved.push_to_hub("somebody/model", private=True) == ADDRESS
+    processor = [] if part == "text" else ["preprocessor_config.json"]
+    assert sorted(hub.files) == sorted(["README.md", "config.json", "model.safetensors", *decoder, *processor])
+    assert hub.calls[0] == ("repo", "somebody/model", {"private": True, "exist_ok": True})
+    for name, data in hub.files.items():
+        (tmp_path / name).write_bytes(data)
+    CLIP.from_pretrained(tmp_path) if part == "both" else vqclip.load_tokenizer(tmp_path, part)
+    card = hub.files["README.md"].decode()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front["library_name"] == "vqclip"
+    assert "license" not in front
+    assert "No figures were given" in card
+
+
+def test_a_folder_is_pushed_with_its_card_and_nothing_else(hub, tmp_path):
+    tiny_model().build().save_pretrained(tmp_path)
+    (tmp_path / "README.md").write_text("a card")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "ids").mkdir()
+    (tmp_path / "ids" / "config.json").write_text("{}")
+    push_folder(tmp_path, "somebody/model", revision="v2", message="second")
+    assert hub.files["README.md"] == b"a card"
+    assert set(hub.files) == {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"}
+    assert [call[0] for call in hub.calls] == ["repo", "branch", "upload"]
+    assert hub.calls[1][2] == {"branch": "v2", "exist_ok": True}
+    assert hub.calls[2][2] == {"revision": "v2", "message": "second"}
+
+
+def test_a_revision_is_asked_for(tmp_path, monkeypatch):
+    tiny_model().build().save_pretrained(tmp_path)
+    asked = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **options: asked.append(options["revision"]) or str(tmp_path)
+    )
+    vqclip.load_tokenizer("somebody/model", "text", revision="v2")
+    vqclip.load_tokenizer("somebody/model", "text", encode=False, revision="v3")
+    CLIP.from_pretrained("somebody/model", revision="v4")
+    assert asked == ["v2", "v3", "v4"]
+    with pytest.raises(CheckpointError, match=r"got revision 'v2' of a local folder, expected none"):
+        vqclip.load_tokenizer(tmp_path, "text", revision="v2")
+
+
+def test_a_hub_that_cannot_be_reached_is_named(monkeypatch, tmp_path):
+    """huggingface_hub itself, told to stay offline, with an empty cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        CheckpointError,
+        match=r"(?s)^somebody/model \(revision 'v2'\): neither a local folder nor .* in its cache: .*copy",
+    ):
+        vqclip.load_tokenizer("somebody/model", "text", revision="v2")
+
+
+def test_what_cannot_be_pushed_is_refused_and_a_link_is_not_followed(hub, tmp_path, monkeypatch):
+    folder = tmp_path / "tokenizer"
+    with pytest.raises(CheckpointError, match="hub: got the name 'model', expected owner/name"):
+        push_folder(folder, "model")
+    with pytest.raises(CheckpointError, match="expected a tokenizer folder"):
+        push_folder(folder, "somebody/model")
+    tiny_model().build().save_pretrained(folder)
+    monkeypatch.setattr(hub, "create_repo", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("offline")))
+    with pytest.raises(CheckpointError, match="somebody/model: could not be sent to the hub: ConnectionError: offline"):
+        push_folder(folder, "somebody/model")
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="damaged or cut short"):
+        push_folder(folder, "somebody/model")
+    (tmp_path / "secret").write_text("a key")
+    (folder / "README.md").unlink()
+    (folder / "README.md").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"README\.md: is a link"):
+        push_folder(folder, "somebody/model")
+    assert not hub.files

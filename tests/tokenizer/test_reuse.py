@@ -13,10 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models import tiny_model
+import vqclip
+from tests.models import IDENTITY, tiny_model
 from tests.quantizers.test_contract import CONFIGS
 from vqclip.config.messages import kinds_of
+from vqclip.errors import ShapeError, VqclipError
 from vqclip.quantizers import QuantizerConfig
+from vqclip.tokenizer.decoder import TokenizerDecoder
+from vqclip.tokenizer.stored import fingerprint
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -95,7 +99,7 @@ def test_every_family_is_here():
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_wheel_alone_encodes_and_reads_the_same_bits(tmp_path, one_thread):
-    """``pytest -m slow tests/test_reuse.py``: an environment with the built wheel and the dependencies' packages.
+    """An environment with the built wheel and the dependencies' packages.
 
     The dependencies are those installed here, by a path file, lest gigabytes are fetched again; path files in
     their folder, such as that of an editable vqclip, are not followed.
@@ -119,3 +123,59 @@ def test_the_wheel_alone_encodes_and_reads_the_same_bits(tmp_path, one_thread):
         found = run(str(python), what, tmp_path / "folders", tmp_path / "store", tmp_path, PYTHONPATH="")
         assert found.is_relative_to(own)
     require_same(expected, tmp_path / "store")
+
+
+TWO = ["a red star", "x"]
+
+
+def readers(folder):
+    return {name: vqclip.load_tokenizer(folder, name, encode=False) for name in ("image", "text")}
+
+
+def test_a_reader_is_the_half_of_the_tokenizer_that_reads(saved):
+    model, folder = saved
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    for name, reader in readers(folder).items():
+        whole = getattr(model, name)
+        ids = whole.encode(images if name == "image" else TWO)
+        assert type(reader) is TokenizerDecoder
+        assert not reader.training
+        assert torch.equal(reader.decode(ids), whole.decode(ids))
+        assert torch.equal(reader.embed(ids), whole.embed(ids))
+        for fact in ("modality", "num_tokens", "fewest_tokens", "codebook_sizes", "bits_per_sample", "embed_dim"):
+            assert getattr(reader, fact) == getattr(whole, fact)
+        theirs, ours = whole.state_dict(), reader.state_dict()
+        assert set(theirs) - set(ours) == {key for key in theirs if key.startswith(("tower.", "project_in."))}
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_a_reader_does_not_encode(saved):
+    reader = readers(saved[1])["text"]
+    with pytest.raises(
+        VqclipError, match=r'loaded with encode=False.*expected load_tokenizer\(folder, modality="text"'
+    ):
+        reader.encode(TWO)
+    with pytest.raises(ShapeError, match=r"ids: got shape \(1, 13, 1\), expected \(B, 1 to 12, 1\)"):
+        reader.decode(torch.zeros(1, 13, 1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_reader_that_is_loaded_without_gradients_can_be_trained(saved, context):
+    with context():
+        reader = readers(saved[1])["text"]
+    ids = torch.zeros(2, 12, 1, dtype=torch.int64)
+    assert not reader.embed(ids).requires_grad
+    reader.requires_grad_().embed(ids)[:, 0].sum().backward()
+    assert [name for name, weight in reader.named_parameters() if weight.grad is None] == []
+
+
+def test_a_reader_without_codes_says_so(tmp_path):
+    tiny_model(IDENTITY).build().save_pretrained(tmp_path)
+    with pytest.raises(ShapeError, match="Identity has no codebook"):
+        vqclip.load_tokenizer(tmp_path, "image", encode=False).decode(torch.zeros(1, 4, 0, dtype=torch.int64))
+
+
+def test_a_reader_has_no_fingerprint(saved):
+    """It covers the tower, which a reader does not have."""
+    with pytest.raises(VqclipError, match=r"has no fingerprint.*to build or search an index"):
+        fingerprint(readers(saved[1])["text"])

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import vqclip
-from tests.models import tiny_model
+from tests.models import reseal, tiny_model
 from tests.towers.transformers_models import CAPTIONS, make_image, make_text, word_pieces
 from vqclip.errors import CheckpointError, ShapeError
 from vqclip.export.to_onnx import export_program
-from vqclip.io.json_files import add_checksum, read_json
 from vqclip.model import CLIP
 from vqclip.tokenizer.stored import fingerprint
 
@@ -46,14 +45,6 @@ def exported(tmp_path_factory):
 @pytest.fixture
 def copied(exported, tmp_path):
     return shutil.copytree(exported[1], tmp_path / "tokenizer")
-
-
-def rewrite(folder, change):
-    """Change ``config.json`` as a forger would: its checksum is right."""
-    body, _ = read_json(folder / "config.json")
-    del body["sha256"]
-    change(body)
-    (folder / "config.json").write_bytes(add_checksum(body))
 
 
 def load(folder):
@@ -120,7 +111,7 @@ def replace_vocabulary(folder, content):
     """Another file whose digest is right."""
     (folder / VOCABULARY).write_bytes(content)
     digest = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    rewrite(folder, lambda body: body["files"].update({VOCABULARY: digest}))
+    reseal(folder, lambda body: body["files"].update({VOCABULARY: digest}))
 
 
 def larger_vocabulary(folder):
@@ -139,16 +130,16 @@ class _Evil:
     [
         (lambda f: flip(f / VOCABULARY), "tokenizer.json: SHA-256"),
         (lambda f: (f / VOCABULARY).unlink(), "tokenizer.json: no such file"),
-        (lambda f: rewrite(f, lambda b: b.pop("files")), r"files: got \[\]; expected \['tokenizer.json'\]"),
-        (lambda f: rewrite(f, lambda b: b["files"].update({"../x": b["files"][VOCABULARY]})), r"files.*'\.\./x'|files"),
-        (lambda f: rewrite(f, lambda b: b["files"][VOCABULARY].update(size=1 << 40)), "bytes; expected at most"),
-        (lambda f: rewrite(f, lambda b: b["text"]["tower"].update(kind="transformer")), r"files: got \['tokenizer.jso"),
+        (lambda f: reseal(f, lambda b: b.pop("files")), r"files: got \[\]; expected \['tokenizer.json'\]"),
+        (lambda f: reseal(f, lambda b: b["files"].update({"../x": b["files"][VOCABULARY]})), r"files.*'\.\./x'|files"),
+        (lambda f: reseal(f, lambda b: b["files"][VOCABULARY].update(size=1 << 40)), "bytes; expected at most"),
+        (lambda f: reseal(f, lambda b: b["text"]["tower"].update(kind="transformer")), r"files: got \['tokenizer.jso"),
         (lambda f: replace_vocabulary(f, b"{}"), "text.tower.name: tokenizer.json cannot be read"),
         (lambda f: replace_vocabulary(f, pickle.dumps(_Evil())), "text.tower.name: tokenizer.json cannot be read"),
         (larger_vocabulary, "has 155 tokens, the network 90"),
-        (lambda f: rewrite(f, lambda b: b["text"]["tower"].update(network=None)), "text.tower"),
-        (lambda f: rewrite(f, lambda b: b["text"]["tower"].update(name="/etc")), "text.tower"),
-        (lambda f: rewrite(f, lambda b: b["text"]["tower"].update(pretrained=True)), "text.tower"),
+        (lambda f: reseal(f, lambda b: b["text"]["tower"].update(network=None)), "text.tower"),
+        (lambda f: reseal(f, lambda b: b["text"]["tower"].update(name="/etc")), "text.tower"),
+        (lambda f: reseal(f, lambda b: b["text"]["tower"].update(pretrained=True)), "text.tower"),
     ],
 )
 def test_damaged_and_forged_files_are_refused(damage, message, copied, capsys):
@@ -172,7 +163,7 @@ def test_damaged_and_forged_files_are_refused(damage, message, copied, capsys):
     ],
 )
 def test_forged_settings_of_the_network_take_no_memory(settings, message, copied):
-    rewrite(copied, lambda body: body["text"]["tower"]["network"].update(settings))
+    reseal(copied, lambda body: body["text"]["tower"]["network"].update(settings))
     with pytest.raises(CheckpointError, match=message):
         load(copied)
 
@@ -183,7 +174,7 @@ def test_a_kernel_named_in_the_settings_is_not_fetched(copied, exported):
         "attn_implementation": "someone/kernel",
         "part": {"attn_implementation": "a/b"},
     }
-    rewrite(copied, lambda body: body["text"]["tower"]["network"].update(evil))
+    reseal(copied, lambda body: body["text"]["tower"]["network"].update(evil))
     text = load(copied)
     assert text.tower.transformer.config._attn_implementation == "sdpa"
     assert torch.equal(text.encode(CAPTIONS[:3]), exported[0].text.encode(CAPTIONS[:3]))

@@ -116,6 +116,8 @@ def test_batch_norm_is_accepted_where_it_is_frozen_and_refused_elsewhere_with_th
         ConfigError, match=r"first: model.bn1\).*train: none, \{last: 2\}, \{from_step: 0\}.*group_norm: 8"
     ):
         lite("all")
+    with pytest.raises(ConfigError, match="batch-normalisation"):
+        TimmTowerConfig(name="fastvit_t8", image_size=64).build()
 
 
 def test_a_tower_that_waits_for_its_step():

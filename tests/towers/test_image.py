@@ -77,13 +77,6 @@ def test_wrong_pixels_are_refused(images, message):
         Normalize(16)(images)
 
 
-def test_batch_norm_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"batch-normalisation layers \(first: model.conv1.1\).*group_norm: 8"):
-        TimmTowerConfig(name="resnet10t", image_size=32).build()
-    with pytest.raises(ConfigError, match="batch-normalisation"):
-        TimmTowerConfig(name="fastvit_t8", image_size=64).build()
-
-
 def test_group_norm_takes_the_place_of_batch_norm():
     sizes = {"channels": [16, 16, 16, 32], "stem_width": 32}
     tower = TimmTowerConfig(name="resnet10t", image_size=32, group_norm=8, args=sizes).build()
