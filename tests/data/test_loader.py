@@ -1,35 +1,45 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from tests.data.loading import SIZE, G, global_batches, open_data, same, text
-from tests.data.making import caption_members, encode, pixels, write_tar
+from tests.data.loading import SIZE, G, global_batches, open_data, same, text, tokenize
+from tests.data.making import caption_members, caption_shards, encode, pixels, write_tar
+from vqclip.config import load_config
 from vqclip.data import CaptionShardsConfig, DataConfig, SourceConfig, batch_maker
 from vqclip.data.decode import decode_image
+from vqclip.errors import ConfigError, DataError
 
 WINDOWED = {"kind": "windowed", "chunk": 3, "window": 2}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "workers", "order"),
+    ("world_size", "workers", "order", "method"),
     [
-        *((1, 0, "full"), (1, 2, "full"), (2, 2, "full"), (16, 0, "full"), (3, 2, WINDOWED)),
-        *(pytest.param(*case, "full", marks=pytest.mark.slow) for case in ((2, 0), (4, 0), (4, 2), (16, 2))),
+        *((1, 0, "full", None), (1, 2, "full", None), (2, 2, "full", None), (16, 0, "full", None)),
+        (3, 2, WINDOWED, None),
+        *(pytest.param(*case, "full", None, marks=pytest.mark.slow) for case in ((2, 0), (4, 0), (4, 2), (16, 2))),
+        *(
+            pytest.param(2, 2, order, method, marks=pytest.mark.slow)
+            for order in ("full", WINDOWED)
+            for method in ("fork", "forkserver", "spawn")
+        ),
     ],
 )
-def test_global_batches_do_not_depend_on_ranks_and_workers(
-    folder: Path, world_size, workers, order, monkeypatch: pytest.MonkeyPatch
+def test_global_batches_do_not_depend_on_ranks_and_workers_and_how_they_start(
+    folder: Path, world_size, workers, order, method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_maker, "SLICE_ROWS", 2)  # so that workers share a batch
     options = {"order": order, "weight": 0.55}  # 6.6 samples of the second source an epoch: 6, 7, ...
     expected = global_batches(open_data(folder, **options), 0, 7, 1)  # 70 samples, more than epochs of 29 and 30
     assert all(len(sample_ids.unique()) == G for sample_ids, *_ in expected)
-    data = open_data(folder, workers=workers, **options)
+    data = open_data(folder, workers=workers, start_method=method, **options)
     assert same(global_batches(data, 0, 7, world_size), expected)
     assert same(global_batches(data, 4, 7, world_size), expected[4:])  # in the middle of an epoch
     nodes = [rank * 3 // world_size for rank in range(world_size)]
@@ -110,11 +120,13 @@ def test_captions_are_drawn_by_the_weights_of_their_keys(tmp_path: Path, kind: s
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / kind)
         given["kind"] = "parquet"
     data = open_data(tmp_path, sources=(TypeAdapter(SourceConfig).validate_python(given),))
-    drawn = [text(row) for batch in data.batches(0, 240) for row in batch.texts]  # 200 epochs
+    epochs = 200 if kind == "shards" else 5
+    drawn = [text(row) for batch in data.batches(0, epochs * 12 // G) for row in batch.texts]
     assert {each[0] for each in drawn if each[1:] == "3"} == {"l", "m"}
-    shares = [sum(each[0] == letter for each in drawn if each[1:] != "3") / 2200 for letter in "slm"]
-    assert shares == [pytest.approx(wanted, abs=0.03) for wanted in (0.7, 0.15, 0.15)]
     assert " ".join(drawn[:12]) == "s2 s0 s1 s5 s6 m4 m7 s8 s10 s9 l3 s11"
+    if kind == "shards":
+        shares = [sum(each[0] == letter for each in drawn if each[1:] != "3") / 2200 for letter in "slm"]
+        assert shares == [pytest.approx(wanted, abs=0.03) for wanted in (0.7, 0.15, 0.15)]
     other = open_data(tmp_path, sources=(TypeAdapter(SourceConfig).validate_python(given | CHANGED[given["kind"]]),))
     assert other.fingerprint != data.fingerprint
 
@@ -204,12 +216,40 @@ def test_fingerprint(folder: Path) -> None:
     assert [source.get("slots") for source in weighted] == [None, "33/5", None]
 
 
-# ---- configuration
+@pytest.mark.parametrize("order", ["full", "windowed"])
+def test_a_sample_passes_seven_calls_to_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+    """The path in the docstring of `vqclip.data`, `fill` and `os.pread` included."""
+    source = CaptionShardsConfig(path=str(caption_shards(tmp_path, (4,))))
+    data = DataConfig(sources=(source,), order=order, workers=0).build(SIZE, tokenize, 4, 0)
+    paths: set[tuple[str, ...]] = set()
+    read = os.pread
+
+    def count(*arguments: int) -> bytes:
+        frame, names = sys._getframe(1), ["pread"]
+        while frame is not None and names[-1] != "fill":
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        paths.add(tuple(reversed(names)))
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "pread", count)
+    next(data.batches(0, 1))
+    assert paths == {("fill", "make", "_make", "read", "read", "read", "pread")}
 
 
 @pytest.mark.parametrize(
-    "change", [{"sources": []}, {"workers": -1}, {"max_bad_fraction": 1.0}, {"timeout_s": 1e30}, {"worker": 2}]
+    ("source", "message"),
+    [
+        ({"kind": "torchvision", "name": "MNIST", "root": "{}"}, ".root: got "),
+        ({"kind": "csv", "path": "s3://bucket/a.csv"}, ".path: got s3://bucket/a.csv; kind: csv reads files on this"),
+        ({"kind": "folder", "path": "{}/none"}, ": {}/none: no such folder"),
+        ({"kind": "hf", "path": "{}/none"}, ": "),
+    ],
 )
-def test_wrong_configuration(change: dict) -> None:
-    with pytest.raises(ValidationError):
-        DataConfig(**{"sources": [{"kind": "shards", "path": "x"}], **change})
+def test_errors_name_the_key_path(tmp_path: Path, source: dict, message: str) -> None:
+    filled = {key: value.replace("{}", str(tmp_path)) for key, value in source.items()}
+    shards = {"kind": "shards", "path": str(caption_shards(tmp_path / "shards", (3,)))}
+    config = load_config(DataConfig, {"sources": [shards, filled], "workers": 0})
+    with pytest.raises((ConfigError, DataError)) as error:
+        config.build(8, tokenize, 2, 0)
+    assert str(error.value).startswith("data.sources[1]" + message.replace("{}", str(tmp_path)))

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,12 @@ import torch
 
 from tests.data.loading import SIZE, global_batches, open_data, same
 from tests.data.making import caption_members, caption_shards, write_tar
-from vqclip.data import CaptionShardsConfig, DataConfig, TrainData
+from vqclip.data import CaptionShardsConfig, DataConfig, TrainData, workers
 from vqclip.data.batch import allowed_bad
 from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import ConfigError, DataError, DistributedError
+
+FORK_AND_SLOW_ONES = ["fork", *(pytest.param(each, marks=pytest.mark.slow) for each in ("forkserver", "spawn"))]
 
 
 @pytest.fixture
@@ -109,8 +113,15 @@ def folder(tmp_path: Path) -> Path:
     return caption_shards(tmp_path, (9, 8))
 
 
+@pytest.fixture
+def new_workers() -> Callable[[], list[int]]:
+    """The ids of child processes that were started within the test."""
+    before = {each.pid for each in multiprocessing.active_children()}
+    return lambda: [each.pid for each in multiprocessing.active_children() if each.pid not in before]
+
+
 def failing(folder: Path, function, **options) -> TrainData:
-    config = DataConfig(sources=(CaptionShardsConfig(path=str(folder)),), workers=1, **options)
+    config = DataConfig(sources=(CaptionShardsConfig(path=str(folder)),), **{"workers": 1, **options})
     return config.build(image_size=SIZE, tokenize=function, batch_size=4, seed=0)
 
 
@@ -121,15 +132,13 @@ def test_errors_in_workers_keep_their_traceback(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_worker_that_dies_while_its_reader_computes_is_explained(folder: Path, wrapped: bool) -> None:
+def test_a_worker_that_dies_while_its_reader_computes_is_explained(folder: Path, new_workers, wrapped: bool) -> None:
     """torch raises its error in the middle of the computation, which may wrap it, as a collective does."""
-    before = {each.pid for each in multiprocessing.active_children()}
     batches = spoilt_data(folder, workers=2).batches(0, 1000)
     next(batches)
-    workers = [each.pid for each in multiprocessing.active_children() if each.pid not in before]
     with pytest.raises(DataError, match=r"a data worker died \(.*Fewer data.workers"), explain_worker_deaths():  # noqa: PT012
         try:
-            os.kill(workers[-1], signal.SIGKILL)
+            os.kill(new_workers()[-1], signal.SIGKILL)
             time.sleep(30)
         except RuntimeError as error:
             if wrapped:
@@ -157,11 +166,11 @@ import time
 from vqclip.data.workers import ordered_map
 
 def answer(number):
-    time.sleep(4 * number)
+    time.sleep(1000 * number)
     return number
 
 if __name__ == "__main__":
-    for number in ordered_map(answer, range(1000), workers=1, timeout_s=1.0):
+    for number in ordered_map(answer, range(1000), workers=1, timeout_s=2.0):
         print(number, flush=True)
 """
 
@@ -181,9 +190,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "method", ["fork", *(pytest.param(each, marks=pytest.mark.slow) for each in ("spawn", "forkserver"))]
-)
+@pytest.mark.parametrize("method", FORK_AND_SLOW_ONES)
 def test_workers_end_with_their_reader(tmp_path: Path, method: str) -> None:
     """Standard output ends when the last worker does, as they all hold it."""
     (tmp_path / "script.py").write_text(KILLED_READER)
@@ -206,3 +213,52 @@ def test_the_process_ends_while_workers_run(tmp_path: Path, script: str, last_li
     )
     assert (done.returncode, done.stdout) == (1, "0\n")
     assert done.stderr.strip().endswith(last_line)
+
+
+# ---- workers that are forked, forked from a server, or spawned
+
+
+@pytest.mark.parametrize("method", FORK_AND_SLOW_ONES)
+def test_workers_and_their_server_outlive_stop_signals(folder: Path, new_workers, method) -> None:
+    batches = spoilt_data(folder, workers=2, start_method=method).batches(0, 30)
+    first = [next(batches), next(batches)]  # one of each worker, which has prepared itself then
+    others = [forkserver._forkserver._forkserver_pid] if method == "forkserver" else []
+    for process in new_workers() + others:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(process, number)
+    assert len([*first, *batches]) == 30
+
+
+def die(captions: list[str]) -> torch.Tensor:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("method", FORK_AND_SLOW_ONES)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_dead_worker_is_noticed_soon(folder: Path, new_workers, method) -> None:
+    batches = failing(folder, die, workers=2, start_method=method).batches(0, 9)
+    start = time.monotonic()
+    with pytest.raises(DataError, match=r"a data worker died \(.*killed for memory\? Fewer data.workers"):
+        next(batches)
+    assert time.monotonic() - start < 60  # importing torch takes most of it; data.timeout_s is 240
+    assert not new_workers()
+
+
+@pytest.mark.parametrize(
+    ("available", "current", "expected"),
+    [
+        (["fork", "spawn", "forkserver"], None, "fork"),
+        (["fork", "spawn", "forkserver"], "fork", "fork"),
+        (["fork", "spawn", "forkserver"], "spawn", "spawn"),
+        (["forkserver", "fork", "spawn"], None, "fork"),  # Python 3.14
+        (["forkserver", "fork", "spawn"], "forkserver", "fork"),
+        (["forkserver", "fork", "spawn"], "spawn", "spawn"),
+    ],
+)
+def test_workers_are_forked_unless_the_program_chooses(
+    available, current, expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: available)
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none: current)
+    assert workers._default_method() == expected

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from benchmarks.order import start, start_full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -312,15 +313,13 @@ def test_a_node_gets_samples_of_its_own_lanes_only_where_the_numbers_divide() ->
         assert np.array_equal(nodes_of(order, step, layout(nodes, 2)), windows.lane_of(place) % nodes)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "batch", "most"), [(4, 600, 1), (4, 599, 1.01), (7, 600, 1.03), (16, 600, 1.05), (9, 601, 1.05)]
-)
+@pytest.mark.parametrize(("nodes", "batch", "most"), [(4, 600, 1), (4, 599, 1.01), (16, 600, 1.05), (9, 601, 1.05)])
 def test_few_chunks_are_read_by_two_nodes(nodes: int, batch: int, most: float) -> None:
     """Pairs of a node and a chunk that it reads, per chunk of the window."""
     order = WindowedOrder(chunk=30, window=2000).build([60_000], [1.0], 5, batch)
     pairs = set()
     for step in range(60_000 // batch):
-        node = nodes_of(order, step, layout(nodes, 2))
+        node = nodes_of(order, step, layout(nodes, 1))
         chunks = order[step * batch + np.arange(batch)].sample // 30
         pairs |= set(zip(node.tolist(), chunks.tolist(), strict=True))
     assert 1 <= len(pairs) / 2000 <= most
@@ -351,3 +350,24 @@ def test_needs_name_the_chunks_of_a_node_in_the_order_of_use(nodes: list[int], r
         for source, sample, passes in zip(*(part.tolist() for part in slots), strict=True):
             used, foreign = used + 1, foreign + ((passes, sample // 4) not in found[source])
     assert foreign == 0 if len(set(nodes)) == 1 else foreign < 0.05 * used
+
+
+# ---- a billion samples, with an index that is made without the data
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", [10**6, 1_300_000_000])
+def test_memory_before_the_first_batch(samples, tmp_path):
+    first, further = start(samples, tmp_path)
+    assert first["after"]["pss"] - first["before"]["pss"] < 400
+    assert further["after"]["pss"] - further["before"]["pss"] < 50
+    assert first["samples"] == further["samples"]
+    assert len(set(first["samples"])) == 64
+    assert max(first["samples"]) < samples
+
+
+@pytest.mark.slow
+def test_the_full_order_takes_memory_for_each_sample(tmp_path, monkeypatch):
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+    found = start_full(10**6, tmp_path)
+    assert 60 < found["after"]["uss"] - found["before"]["uss"] < 120

@@ -44,7 +44,7 @@ def prepare_on_rank(folder: Path, caches: tuple[str, ...]) -> tuple[list[str], i
 ALL = [f"{n:05d}.tar" for n in range(5)]
 
 
-@pytest.mark.parametrize("caches", ["a", "aa", "aaa", "aabb", "abab", "abc", "aab"])
+@pytest.mark.parametrize("caches", ["aa", "abab", "abc", "aab"])
 def test_each_cache_is_filled_once(ranks: RankPool, tmp_path: Path, caches: str) -> None:
     caption_shards(tmp_path / "shards", (1,) * 5)
     results = ranks(len(caches), prepare_on_rank, tmp_path, tuple(caches))
@@ -74,7 +74,7 @@ def prepare_a_broken_one(folder: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize("broken", range(5))
+@pytest.mark.parametrize("broken", [0, 4])
 def test_an_error_in_any_round_is_everybodys(ranks: RankPool, tmp_path: Path, broken: int) -> None:
     folder = caption_shards(tmp_path / "shards", (1,) * 5)
     (folder / ALL[broken]).write_bytes(b"")

@@ -12,12 +12,7 @@ from PIL import Image
 
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, EvalSet, EvalTransformConfig, pil_to_uint8
 
-CAPTIONS = {
-    "captions_noto_emoji/train": 3120,
-    "captions_noto_emoji/val": 400,
-    "captions_pomological/train": 2594,
-    "captions_pomological/val": 300,
-}
+CAPTIONS = {"captions_noto_emoji/val": 400, "captions_pomological/val": 300}
 
 
 @pytest.mark.parametrize("name", CAPTIONS)
@@ -44,9 +39,8 @@ def test_captions_are_read_completely(real_data: Path, name: str) -> None:
             assert (first.images[row].int() - theirs.int()).abs().max() <= 4
 
 
-@pytest.mark.parametrize(("split", "count"), [("train", 2500), ("test", 1000)])
-def test_eurosat_is_read_completely(real_data: Path, split: str, count: int) -> None:
-    source = ClassShardsConfig(path=real_data / "cls_eurosat", split=split).build()
+def test_eurosat_is_read_completely(real_data: Path) -> None:
+    source = ClassShardsConfig(path=real_data / "cls_eurosat", split="test").build()
     assert len(source.classnames) == 10
     labels = torch.cat([batch.labels for batch in EvalSet(source, EvalTransformConfig().build(64), workers=1)])
-    assert labels.bincount().tolist() == [count // 10] * 10
+    assert labels.bincount().tolist() == [100] * 10

@@ -21,11 +21,9 @@ from tests.data import serving
 from tests.data.loading import SIZE, global_batches, open_data, same, tokenize
 from tests.data.making import caption_members, caption_shards, class_folder, write_tar
 from tests.data.serving import FaultyServer, status
-from tests.ranks import RankError, RankPool
 from tests.training import run_tree
 from vqclip.cli.main import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, EvalSet, EvalTransformConfig
-from vqclip.data.prepare import open_sources
 from vqclip.data.remote import transfer
 from vqclip.data.remote.files import RemoteShard, fetch_bytes
 from vqclip.data.remote.retry import Deadline, FetchError, RemoteConfig
@@ -386,28 +384,3 @@ def test_a_redirect_from_https_to_http_is_refused(server: FaultyServer, tmp_path
         assert told[4:] == ["from https"]
         assert "CERTIFICATE_VERIFY_FAILED" in (text := refusal(f"{urls[0]}?again"))  # whom this process does not know
         assert "; this is not tried again" in text
-
-
-# ---- several processes
-
-
-def prepare_on_rank(pattern: str, cache: str) -> int:
-    os.environ["VQCLIP_CACHE"] = cache
-    os.environ["no_proxy"] = "*"
-    config = CaptionShardsConfig(path=pattern)
-    return len(open_sources([config])[0])
-
-
-def test_ranks_deal_remote_shards_out(ranks: RankPool, server: FaultyServer, tmp_path: Path, cache: Path) -> None:
-    url = server.add(caption_shards(tmp_path, (1,) * 5))
-    pattern = f"{url}/{{00000..00004}}.tar"
-    assert ranks(2, prepare_on_rank, pattern, str(cache)) == [5, 5]
-    assert server.sent <= 1.1 * sum(map(len, server.files.values()))
-    del server.files["/00003.tar"]  # which is noticed on rank 1
-    evict(cache)
-    shutil.rmtree(cache / "index")
-    with pytest.raises(RankError) as error:
-        ranks(2, prepare_on_rank, pattern, str(cache))
-    for rank in (0, 1):
-        assert f"rank {rank} of 2: " in str(error.value)
-    assert str(error.value).count("StorageError: " + url + "/00003.tar: cannot be fetched: not found (404)") == 2

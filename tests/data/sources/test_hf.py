@@ -112,15 +112,6 @@ def test_one_process_of_a_machine_asks_the_hub(tmp_path: Path, ranks: RankPool) 
     assert main[1] == EXPECTED
 
 
-def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
-    made().save_to_disk(tmp_path / "a")
-    made().save_to_disk(tmp_path / "b", num_shards=3)
-    (tmp_path / "c").mkdir()
-    made().to_parquet(tmp_path / "c" / "train.parquet")
-    prints = [HfConfig(path=str(tmp_path / name)).build().fingerprint for name in "abc"]
-    assert prints[0] == prints[1] == prints[2]
-
-
 @pytest.mark.parametrize("form", ["torch", "numpy", "arrow"])
 def test_a_saved_format_changes_nothing(tmp_path: Path, form: str) -> None:
     data = made(caption=CAPTIONS, label=[0] * 10).with_format(form, columns=["label"])

@@ -14,8 +14,7 @@ import pytest
 from tests.data import serving
 from tests.data.making import caption_shards, encode, pixels
 from tests.data.serving import FaultyServer
-from tests.ranks import RankPool
-from vqclip.data import RawSample, open_sources, parse_source
+from vqclip.data import RawSample, parse_source
 from vqclip.data.sources import parquet
 from vqclip.data.sources.parquet import ParquetConfig
 from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
@@ -387,24 +386,6 @@ def test_images_at_urls(tmp_path: Path, server: FaultyServer, cache: Path, pause
     server.for_ever["/1.jpg"] = lambda handler, body: serving.answer(handler, b"", length=65 << 20)
     with pytest.raises(DataError, match="has 68157440 bytes"):
         ParquetConfig(path=str(path), urls="fetch_or_replace").build().read(1)
-
-
-def prepare_on_rank(folder: Path, cache: Path) -> tuple[int, dict]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("VQCLIP_CACHE", str(cache))
-        packed: list[int] = []
-        read = parquet.ParquetStream.read
-        monkeypatch.setattr(parquet.ParquetStream, "read", lambda s, piece: (packed.append(piece), read(s, piece))[1])
-        (source,) = open_sources([ParquetConfig(path=str(folder))])
-        return len(packed), source.fingerprint
-
-
-def test_ranks_share_the_packing(ranks: RankPool, tmp_path: Path) -> None:
-    for number in range(3):
-        write(tmp_path / "data" / f"{number}.parquet")
-    (first, one), (second, other) = ranks(2, prepare_on_rank, tmp_path / "data", tmp_path / "cache")
-    assert sorted((first, second)) == [1, 2]
-    assert one == other
 
 
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
