@@ -160,7 +160,7 @@ def test_each_view_is_seen_and_an_uncached_run_sees_the_same(tmp_path, shards):
     assert len({samples.make(0, 3, epoch)[0].image.numpy().tobytes() for epoch in range(4)}) == 4
 
 
-SHORT = {"train__steps": 4}
+SHORT = {"train__steps": 1, "optim__warmup_steps": 0}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Layer-wise rates, overrides, moving averages, a bottleneck that closes and a tower that thaws, all in one run."""
+"""Layer-wise rates, overrides, moving averages, adapters, a bottleneck that closes, a tower that thaws: in one run."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def fine_tuning(folder, shards, quantizer=BUSY_VQ, **changes):
         "ema": {"decay": 0.9},
         "bottleneck": {"open_steps": 2, "close_steps": 6},
     }
+    tree["model"]["image"]["tower"]["train"] = {"lora": {"rank": 2, "alpha": 8}}
     tree["model"]["text"]["tower"]["train"] = {"from_step": 6}
     return tree
 
@@ -45,6 +46,7 @@ def test_one_and_three_processes_train_the_same_model(ranks, tmp_path, shards):
         ranks(world_size, run, tree, str(tmp_path / "cache"), init=False)
     lines, model, averaged = metrics(tmp_path / "1"), weights(tmp_path / "1", STEPS), averages(tmp_path / "1", STEPS)
     assert any(name.startswith("text.tower") for name in averaged)
+    assert any(".lora_B" in name for name in averaged)
     for line, theirs in zip(lines, metrics(tmp_path / "3"), strict=True):
         for name in (name for name in line if name.startswith(("loss/", "grad_norm", "bottleneck/", "lr"))):
             assert theirs[name] == pytest.approx(line[name], rel=1e-6), (line["step"], name)

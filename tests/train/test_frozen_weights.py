@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,14 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import vqclip
-from tests.models import FSQ
-from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
+from tests.models import BUSY_RESIDUAL, FSQ, tiny_model
+from tests.train.test_grad_cache import G, batch_number
+from tests.training import all_equal, contrastive_step, run, run_tree, weights
 from vqclip.checkpoint import OPTIMIZER_FILE, load
 from vqclip.cli.main import main
+from vqclip.data import Batch
 from vqclip.errors import CheckpointError, OtherRunError
 from vqclip.io.atomic import digest_file
 from vqclip.io.json_files import add_checksum, read_json
-from vqclip.model import CLIP
+from vqclip.model import CLIP, ModelConfig
 from vqclip.tokenizer.stored import fingerprint, frozen_file
 from vqclip.train import TrainConfig
 from vqclip.train.frozen_weights import FrozenWeights
@@ -153,24 +156,6 @@ def assert_same(one, other):
     assert all_equal(moments(checkpoint(one)), moments(checkpoint(other)))
     exported = [load_file(folder / "tiny" / "tokenizer" / "model.safetensors") for folder in (one, other)]
     assert all_equal(*exported)
-
-
-@pytest.mark.parametrize(
-    ("image", "text"),
-    [({"from_step": 3}, LORA), pytest.param({"last": 1}, {"from_step": 2}, marks=pytest.mark.slow)],
-)
-def test_one_and_three_processes_train_the_same_model(ranks, tmp_path, shards, image, text):
-    changes = {"train__precision": "fp64", "train__steps": 10, "train__checkpoint_every": 100}
-    outcomes = {}
-    for world_size in (1, 3):
-        folder = tmp_path / str(world_size)
-        ranks(world_size, run, tree(folder, shards, image, text, **changes), str(tmp_path / "cache"), init=False)
-        exported = load_file(folder / "tiny" / "tokenizer" / "model.safetensors")
-        outcomes[world_size] = weights(folder, 10), exported, metrics(folder)
-    for mine, theirs in zip(outcomes[1][:2], outcomes[3][:2], strict=True):
-        assert largest_difference(mine, theirs) < 1e-6
-    for line, other in zip(outcomes[1][2], outcomes[3][2], strict=True):
-        assert other["loss/total"] == pytest.approx(line["loss/total"], rel=1e-6)
 
 
 def test_a_tower_trains_from_its_step_on(tmp_path, shards):
@@ -368,3 +353,99 @@ def test_a_damaged_file_is_refused(copy, damage, message):
 def test_a_step_of_unfreezing_after_the_run_is_refused(tmp_path, shards):
     with pytest.raises(ValueError, match=r"model.text.tower.train.from_step: got 6, but the run has 6 steps"):
         TrainConfig.model_validate(tree(tmp_path, shards, text={"from_step": STEPS}))
+
+
+# ---- Training steps of models whose towers are frozen, with the towers' features and without.
+
+
+BOTH = ("image", "text")
+
+
+def frozen_step(
+    modalities=BOTH, quantizer=FSQ, precision="fp32", drop_path=0.0, micro_batches=1, compiled=False, reduce=None
+):
+    """A model with frozen towers, and its step."""
+    torch.manual_seed(0)
+    tree = tiny_model(quantizer, quantizer).model_dump(mode="json")
+    tree["image"]["tower"]["args"] |= {"drop_path_rate": drop_path}
+    for name in modalities:
+        tree[name]["tower"]["train"] = "none"
+        tree[name]["reduce"] = reduce
+    model = ModelConfig.model_validate(tree).build().to(torch.float64 if precision == "fp64" else torch.float32)
+    return model, contrastive_step(model, precision=precision, micro_batches=micro_batches, compile=compiled)
+
+
+def with_features(batch: Batch, model, modalities) -> Batch:
+    """The batch as it comes from the feature cache."""
+    features = {}
+    if "image" in modalities:
+        features["image"] = model.image.tower_features(batch.images)
+    if "text" in modalities:
+        features["text"] = model.text.tower_features(batch.texts)
+    images = batch.images[:, :, :0, :0] if "image" in modalities else batch.images
+    return dataclasses.replace(batch, images=images, features=features)
+
+
+def train(modalities, cached, sizes=(G,), count=3, **changes):
+    """State of the model after some steps, and all losses."""
+    model, step = frozen_step(modalities, **changes)
+    losses = []
+    for number in range(count):
+        batch = batch_number(number, model, sizes)
+        batch = with_features(batch, model, cached) if cached else batch
+        losses.append(step(batch, number).terms["total"])
+    return {name: value.clone() for name, value in model.state_dict().items()}, torch.stack(losses)
+
+
+def assert_equal(one, other):
+    assert torch.equal(one[1], other[1])
+    assert all(torch.equal(one[0][name], other[0][name]) for name in one[0])
+
+
+@pytest.mark.parametrize(("modalities", "micro_batches"), [(BOTH, 3), (("text",), 1)])
+def test_given_and_computed_features_train_the_same_bits(modalities, micro_batches):
+    changes = {"micro_batches": micro_batches, "quantizer": BUSY_RESIDUAL}
+    computed = train(modalities, (), **changes)
+    assert_equal(train(modalities, modalities, **changes), computed)
+    model, _ = frozen_step(modalities, **changes)
+    before = model.state_dict()
+    moved = {name for name in before if not torch.equal(before[name], computed[0][name])}
+    assert not any(name.startswith(tuple(f"{m}.tower" for m in modalities)) for name in moved)
+    assert {"image.project_in.1.weight", "text.project_in.1.weight"} <= moved
+
+
+@pytest.mark.parametrize("kind", ["mean", "queries"])
+def test_a_reduction_without_weights_is_a_part_of_the_features(kind):
+    changes = {"reduce": {"kind": kind}, "quantizer": BUSY_RESIDUAL}
+    computed = train(BOTH, (), **changes)
+    assert_equal(train(BOTH, BOTH, **changes), computed)
+    model, _ = frozen_step(**changes)
+    batch = batch_number(0, model)
+    for tokenizer, inputs in ((model.image, batch.images), (model.text, batch.texts)):
+        features = tokenizer.tower_features(inputs)
+        whole = tokenizer.tower(inputs)
+        assert features.shape[1] == (1 if kind == "mean" else whole.shape[1])
+        reduced = tokenizer.reduce(whole, tokenizer.mask(inputs))
+        if kind == "mean":
+            torch.testing.assert_close(features, reduced)
+        given, computed = (tokenizer.features(inputs, each)[0] for each in (features, None))
+        torch.testing.assert_close(given, computed)
+        parts = torch.cat([tokenizer.tower_features(part) for part in inputs.split([1, len(inputs) - 1])])
+        assert torch.equal(parts, features)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modalities", [BOTH, ("image",)], ids="+".join)
+def test_compiled_steps_take_features(modalities):
+    computed = train(modalities, (), compiled=True)
+    assert_equal(train(modalities, modalities, compiled=True), computed)
+    assert torch.allclose(computed[1], train(modalities, ())[1], rtol=1e-4)
+
+
+def test_a_frozen_tower_runs_once_for_all_microbatches_and_draws_nothing():
+    model, step = frozen_step(micro_batches=3, drop_path=0.5)
+    assert not towers_draw(model)
+    with mock.patch.object(model.image.tower, "forward", wraps=model.image.tower.forward) as forward:
+        step(batch_number(0, model), 0)
+    assert forward.call_count == 1
+    assert towers_draw(frozen_step(modalities=("text",), drop_path=0.5)[0])

@@ -95,9 +95,7 @@ def assert_alike(found, expected, tolerance, floor=1e-3):
 )
 def test_equals_the_whole_batch(name, loss):
     expected = steps(QUANTIZERS[name], loss=loss, count=2)
-    for micro_batches in (2, 4):
-        found = steps(QUANTIZERS[name], loss=loss, count=2, micro_batches=micro_batches)
-        assert_alike(found, expected, 1e-10)
+    assert_alike(steps(QUANTIZERS[name], loss=loss, count=2, micro_batches=4), expected, 1e-10)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +113,13 @@ def test_equals_one_process_under_ddp(ranks, name, sizes, micro_batches):
         assert_alike(found, expected, 1e-9)
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("bf16", 5e-3)])
-@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize(
+    ("name", "precision", "tolerance"),
+    [
+        *((name, "fp32", 1e-6) for name in QUANTIZERS),
+        *((name, "bf16", 5e-3) for name in ("lfq with entropy loss", "residual of vq with dropout")),
+    ],
+)
 def test_in_other_precisions(name, precision, tolerance):
     """Of one step: after several, rounding has flipped a code somewhere. Measured: 9.2e-7 and 2.1e-3 at most."""
     gradients, *_ = steps(QUANTIZERS[name], precision=precision, count=1)
@@ -164,8 +167,9 @@ RESTLESS = {
 }
 
 
-@pytest.mark.parametrize("how", RESTLESS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "how"), [*(("fp32", how) for how in RESTLESS), *(("bf16", how) for how in ("scaled", "dropout"))]
+)
 def test_what_does_not_repeat_itself_is_named(precision, how):
     model, step = model_and_step(FSQ, precision=precision, micro_batches=2)
     blocks = model.image.tower.backbone.model.blocks
@@ -249,6 +253,11 @@ QUICK = {
 SIZES = [(6, 6), (7, 5), (12, 0), (5, 3, 4), (7, 0, 5), (3, 3, 3, 3), (5, 1, 4, 2)]
 
 
+@functools.cache
+def one_process(loss):
+    return steps(PRODUCT, loss=loss, impl="gather")
+
+
 @pytest.mark.parametrize(
     ("loss", "impl", "sizes", "micro_batches"),
     [
@@ -257,7 +266,7 @@ SIZES = [(6, 6), (7, 5), (12, 0), (5, 3, 4), (7, 0, 5), (3, 3, 3, 3), (5, 1, 4, 
     ],
 )
 def test_every_loss_on_any_ranks_in_any_parts(ranks, loss, impl, sizes, micro_batches):
-    expected = steps(PRODUCT, loss=loss, impl="gather")
+    expected = one_process(loss)
     job = functools.partial(steps, loss=loss, impl=impl)
     for found in ranks(len(sizes), job, PRODUCT, sizes, micro_batches):
         assert_alike(found, expected, 1e-9)

@@ -6,23 +6,26 @@ import json
 import math
 import os
 import re
+from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.models import BUSY_RESIDUAL
-from tests.training import metrics, run_tree, weights
+from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, tiny_model
+from tests.ranks import for_each
+from tests.train.test_pixels import ADVERSARIAL, DETAIL, pixel_tree
+from tests.training import StopAfter, run_tree
 from vqclip import dist
 from vqclip.data import Batch
 from vqclip.errors import DistributedError, NonFiniteError
-from vqclip.losses import ContrastiveLoss, SigmoidLoss
+from vqclip.losses import ContrastiveLoss, SigmoidLoss, weighted_total
 from vqclip.runlog.metrics import read_metrics
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
 from vqclip.train.guards import GuardConfig, SpikeConfig
-from vqclip.train.step import TrainStep
-
-POISONED = 3
+from vqclip.train.step import StepResult, TrainStep
+from vqclip.train.tasks.kinds import load_task_config
 
 
 def check(guards, step, values):
@@ -83,50 +86,6 @@ def test_guards_go_on_where_they_were():
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.skipped == 1
     assert check(second, 12, {"total": 5.0}).reason == check(first, 12, {"total": 5.0}).reason
-
-
-def train_poisoned(tree, cache):
-    """NaN in rank 1's (or the only rank's) text features of one step; what each rank raised and whether it moved."""
-    os.environ["VQCLIP_CACHE"] = cache
-    call, moved = TrainStep.__call__, []
-
-    def poisoned(self, batch, number):
-        if number != POISONED:
-            return call(self, batch, number)
-        before = {name: value.clone() for name, value in self.model.state_dict().items()}
-        multiply = float("nan") if dist.rank() == dist.world_size() - 1 else 1.0
-        hook = self.model.text.tower.register_forward_hook(lambda module, inputs, output: output * multiply)
-        try:
-            return call(self, batch, number)
-        finally:
-            hook.remove()
-            moved.append(any(not torch.equal(before[name], now) for name, now in self.model.state_dict().items()))
-
-    TrainStep.__call__ = poisoned
-    try:
-        train(TrainConfig.model_validate(tree))
-        return None, moved
-    except NonFiniteError as error:
-        return str(error), moved
-    finally:
-        TrainStep.__call__ = call
-
-
-def test_a_step_with_nan_on_one_rank_is_left_out_on_all(tmp_path, shards, ranks):
-    changes = {"train__steps": 6, "train__checkpoint_every": 5, "train__precision": "fp16"}
-    tree = run_tree(tmp_path, shards, BUSY_RESIDUAL, **changes)  # whose codes move in every step
-    tree["guards"] = {"on_nonfinite": "skip"}
-    for error, moved in ranks(2, train_poisoned, tree, str(tmp_path / "cache"), init=False):
-        assert error is None
-        assert moved == [False]
-    (event,) = read_metrics(tmp_path / "tiny" / "events.jsonl")
-    assert (event["step"], event["event"], event["applied"]) == (POISONED + 1, "nonfinite", False)
-    assert "total = nan" in event["reason"]
-    assert len(set(event["sample_ids"])) == 12
-    assert all(tensor.isfinite().all() for tensor in weights(tmp_path, 6).values())
-    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 7))
-    state = json.loads((tmp_path / "tiny/checkpoints/step-00000006/state.json").read_text())["state"]
-    assert state["guards"]["skipped"] == 1
 
 
 def disturb(step, kind):
@@ -191,3 +150,194 @@ def test_chance_is_the_loss_of_equal_logits(loss):
     same, scale = torch.ones(8, 4, dtype=torch.float64) / 2, torch.tensor(1.0, dtype=torch.float64)
     bias = torch.tensor(-math.log(7.0) - 1.0, dtype=torch.float64) if loss.name == "sigmoid" else None
     assert float(loss(same, same, scale, bias)) == pytest.approx(loss.chance(8))
+
+
+# ---- A step that must not be applied changes no bit, on any rank, whatever it would have changed.
+
+
+STEPS, STOP = 10, 6
+BAD = {0, 4, 5, 6, 9}
+"""First step, two in a row, the one before a checkpoint, the first one after a resume, the last one."""
+NO_METRICS = mock.patch("vqclip.train.callbacks.builtin._read_metrics", return_value=({}, 0.0))
+EMPTY = StepResult({}, torch.zeros(()), 0.0, {}, {}, torch.tensor(True))
+
+
+def tree(folder, shards, quantizer, **changes):
+    settings = {
+        "train__steps": STEPS,
+        "train__report_every": 1000,
+        "train__checkpoint_every": STOP,
+        "train__keep_checkpoints": 9,
+        "train__precision": "fp32",
+        "train__ema": {"decay": 0.9},
+        "guards": {"on_nonfinite": "skip"},
+    }
+    return run_tree(folder, shards, quantizer, **settings | changes)
+
+
+def poison(tokenizer, kind):
+    """Make the output of a tokenizer's tower, or its gradient alone, not finite on the last rank."""
+    module = getattr(tokenizer, "tower", tokenizer)
+
+    def harm(module, inputs, output):
+        if kind == "loss":
+            return output * torch.nan
+        if kind == "gradient" and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * torch.inf)
+        return output
+
+    return module.register_forward_hook(harm if dist.rank() == dist.world_size() - 1 else lambda *_: None)
+
+
+def train_twice(settings, cache, kind, bad=BAD, factor=1.0):
+    """Train up to a resume and to the end, with bad steps, of ``factor`` times the loss; kind None: without them."""
+    os.environ["VQCLIP_CACHE"] = cache
+    call, results = TrainStep.__call__, [EMPTY]
+
+    def harmed(self, batch, number):
+        if number not in bad:
+            results.append(call(self, batch, number))
+        elif kind is None:
+            self.settle()
+        else:
+            hook = poison(getattr(self.model, "text", self.model), kind)
+            larger = mock.patch(
+                "vqclip.train.step.weighted_total", lambda terms, weights: factor * weighted_total(terms, weights)
+            )
+            with larger:
+                found = call(self, batch, number)
+            hook.remove()
+            return found
+        return results[-1]
+
+    with mock.patch.object(TrainStep, "__call__", harmed), NO_METRICS:
+        train(load_task_config(settings), [StopAfter(STOP)])
+        train(load_task_config(settings))
+
+
+def checkpoint(folder, done):
+    """All tensors of a checkpoint."""
+    path = folder / "tiny" / "checkpoints" / f"step-{done:08d}"
+    files = sorted(path.rglob("*.safetensors"))
+    assert len(files) >= 3
+    return {f"{file.relative_to(path)}: {name}": each for file in files for name, each in load_file(file).items()}
+
+
+def require_same_bits(folder, other):
+    for done in sorted(int(path.name[5:]) for path in (folder / "tiny" / "checkpoints").glob("step-*")):
+        one, two = checkpoint(folder, done), checkpoint(other, done)
+        assert one.keys() == two.keys()
+        assert [name for name in one if not torch.equal(one[name], two[name])] == [], done
+        assert all(each.isfinite().all() for each in one.values() if each.is_floating_point())
+
+
+PIXELS = {
+    "decoder": {"kind": "transformer", "width": 8, "heads": 2, "depth": 1, "channels": 3},
+    "losses": [{"kind": "l1"}, ADVERSARIAL],
+}
+CASES = {
+    "residual, 3 microbatches": (BUSY_RESIDUAL | {"least": 3}, {"train__micro_batches": 3}),
+    "vq": (BUSY_VQ, {}),
+    "muon": (FSQ, {"optim__kind": "muon"}),
+    "lamb": (FSQ, {"optim__kind": "lamb"}),
+    "codebooks of each rank": (BUSY_VQ | {"sync_codebook": False}, {"train__precision": "bf16"}),
+    "fsdp": (BUSY_VQ, {"train__parallel": "fsdp"}),
+    "decoder and discriminators": (FSQ, {"model__image__pixels": PIXELS}),
+}
+FEW = {1: ("muon", "lamb"), 2: ("residual, 3 microbatches", "fsdp")}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names"), [*FEW.items(), *(pytest.param(n, tuple(CASES), marks=pytest.mark.slow) for n in (1, 2, 3))]
+)
+def test_bad_steps_leave_the_bits_of_a_run_without_them(ranks, tmp_path, shards, world_size, names):
+    jobs = [
+        (tree(tmp_path / f"{name} {kind}", shards, CASES[name][0], **CASES[name][1]), str(tmp_path / "cache"), kind)
+        for name in names
+        for kind in ("loss", "gradient", None)
+    ]
+    ranks(world_size, for_each, train_twice, jobs, init=False, timeout=400.0)
+    for name in names:
+        for kind in ("loss", "gradient"):
+            require_same_bits(tmp_path / f"{name} {kind}", tmp_path / f"{name} None")
+            events = list(read_metrics(tmp_path / f"{name} {kind}" / "tiny" / "events.jsonl"))
+            assert [(each["step"], each["applied"]) for each in events] == [
+                (number + 1, False) for number in sorted(BAD)
+            ]
+            assert all(len(set(each["sample_ids"])) == 12 for each in events)
+            state = tmp_path / f"{name} {kind}" / "tiny" / "checkpoints" / f"step-{STEPS:08d}" / "state.json"
+            assert json.loads(state.read_text())["state"]["guards"]["skipped"] == len(BAD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bad_steps_of_a_pixel_decoder_leave_its_bits(ranks, tmp_path, shards, world_size):
+    tiny_model().build().eval().save_pretrained(tmp_path / "tokenizer")
+    settings, jobs = tree(tmp_path, shards, FSQ), []
+    for name in ("bad", None):
+        own = pixel_tree(tmp_path / str(name), shards, tmp_path / "tokenizer", detail=DETAIL, guards=settings["guards"])
+        own["train"] = settings["train"]
+        jobs.append((own, str(tmp_path / "cache"), name, BAD, math.nan))
+    ranks(world_size, for_each, train_twice, jobs, init=False, timeout=400.0)
+    require_same_bits(tmp_path / "bad", tmp_path / "None")
+
+
+def test_a_spike_leaves_the_bits_of_a_run_without_it(tmp_path, shards):
+    settings = {"train__steps": 16, "guards": {"spikes": {"window": 10, "skip": True}}}
+    for name in ("spike", None):
+        config = tree(tmp_path / str(name), shards, FSQ, **settings)
+        train_twice(config, str(tmp_path / "cache"), name, bad={12}, factor=100.0)
+    require_same_bits(tmp_path / "spike", tmp_path / "None")
+    (event,) = read_metrics(tmp_path / "spike" / "tiny" / "events.jsonl")
+    assert (event["step"], event["event"], event["applied"]) == (13, "spike", False)
+
+
+def train_to_a_bad_step(settings, cache, bad, kind):
+    """Train until a bad step of the last rank ends the run; return the error, the steps begun, and the bad samples."""
+    os.environ["VQCLIP_CACHE"] = cache
+    call, states, samples = TrainStep.__call__, [], []
+
+    def harmed(self, batch, number):
+        states.append({name: each.clone() for name, each in self.model.state_dict().items()})
+        samples.append(batch.sample_ids.tolist())
+        hook = poison(self.model.text, kind if number == bad else "")
+        try:
+            return call(self, batch, number)
+        finally:
+            hook.remove()
+            states.append(self.model.state_dict())
+
+    with mock.patch.object(TrainStep, "__call__", harmed), pytest.raises(NonFiniteError) as error:
+        train(load_task_config(settings))
+    before, after = states[2 * bad], states[-1]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    return str(error.value), len(samples), samples[bad]
+
+
+@pytest.mark.parametrize(("bad", "kind", "number"), [(3, "loss", "total"), (STEPS - 1, "gradient", "gradient norm")])
+def test_a_run_that_must_end_has_the_weights_from_before_the_bad_step(ranks, tmp_path, shards, bad, kind, number):
+    """Also after the next step, in which the host reads the verdict; on all ranks, with the samples on record."""
+    settings = tree(tmp_path, shards, BUSY_VQ, guards={}, train__checkpoint_every=1000)
+    found = ranks(2, train_to_a_bad_step, settings, str(tmp_path / "cache"), bad, kind, init=False)
+    for error, begun, _ in found:
+        assert re.match(rf"step {bad}: {number} = (nan|inf).*the step was not applied.*There is no checkpoint", error)
+        assert begun == min(bad + 2, STEPS)
+    (event,) = read_metrics(tmp_path / "tiny" / "events.jsonl")
+    assert (event["step"], sorted(event["sample_ids"])) == (bad + 1, sorted(found[0][2] + found[1][2]))
+
+
+def test_a_stop_after_a_bad_step_is_its_error(tmp_path, shards):
+    """Of a step that nothing else asks the verdict of: no report, no checkpoint, no evaluation."""
+    settings = tree(tmp_path, shards, FSQ, guards={}, train__checkpoint_every=1000)
+    call = TrainStep.__call__
+
+    def harmed(self, batch, number):
+        hook = poison(self.model.text, "loss")
+        try:
+            return call(self, batch, number)
+        finally:
+            hook.remove()
+
+    with mock.patch.object(TrainStep, "__call__", harmed), pytest.raises(NonFiniteError, match="step 0: total = nan"):
+        train(load_task_config(settings), [StopAfter(1)])
+    assert not list((tmp_path / "tiny" / "checkpoints").glob("*"))

@@ -185,27 +185,12 @@ def test_loss_and_temperature_must_fit(tmp_path, shards):
         TrainConfig.model_validate(run_tree(tmp_path, shards, model__temperature={"bias": -10.0}))
 
 
-def empty_folder(folder):
-    folder.mkdir()
-    return r"no \*.tar, .* in this folder"
-
-
-def missing_folder(folder):
-    return f"{folder}.*no such"
-
-
-def truncated_tar(folder):
-    tar = caption_shards(folder, counts=(9,)) / "00000.tar"
+def test_data_that_cannot_be_used_is_named(tmp_path, capsys):
+    tar = caption_shards(tmp_path / "data", counts=(9,)) / "00000.tar"
     tar.write_bytes(tar.read_bytes()[:5000])
-    return r"00000\.tar"
-
-
-@pytest.mark.parametrize("make", [empty_folder, missing_folder, truncated_tar])
-def test_data_that_cannot_be_used_is_named(tmp_path, make, capsys):
-    message = make(tmp_path / "data")
     config = write_config(tmp_path / "run.yaml", run_tree(tmp_path, tmp_path / "data"))
     assert main(["--config", str(config)]) == 1
-    assert re.search(message, capsys.readouterr().err)
+    assert "00000.tar" in capsys.readouterr().err
 
 
 NO_PICTURE = {"000000099.jpg": b"\xff\xd8\xff no picture", "000000099.txt": b"x"}

@@ -117,10 +117,10 @@ class Killed(Callback):
             raise SystemExit("killed")
 
 
-@pytest.mark.parametrize("kind", ["muon", "lion", "lamb"])
-def test_other_optimizers_and_schedules_go_on_bit_for_bit(tmp_path, shards, kind):
+def test_another_optimizer_and_schedule_go_on_bit_for_bit(tmp_path, shards):
+    """Of muon; `test_optim.py` has the state of every kind."""
     settings = {"train__steps": 12, "train__ema": {"decay": 0.9}, "optim__layer_decay": 0.8, "data__workers": 0}
-    settings |= {"optim__kind": kind, "optim__schedule": "wsd", "optim__decay_share": 0.5}
+    settings |= {"optim__kind": "muon", "optim__schedule": "wsd", "optim__decay_share": 0.5}
     trees = [busy_tree(tmp_path / name, shards, **settings) for name in ("whole", "parts")]
     run(trees[0], str(tmp_path / "cache"))
     with pytest.raises(SystemExit, match="killed"):
@@ -544,8 +544,6 @@ def test_a_folder_with_anything_to_resume_from_is_refused_on_request(tmp_path, s
     ("key", "value", "difference"),
     [
         ("optim__lr", 2e-3, "optim.lr: 0.001 in the checkpoint, 0.002 now"),
-        ("optim__warmup_steps", 2, "optim.warmup_steps: 3 in the checkpoint, 2 now"),
-        ("optim__final_lr_ratio", 0.1, "optim.final_lr_ratio: 0.0 in the checkpoint, 0.1 now"),
         ("optim__clip_grad_norm", None, "optim.clip_grad_norm: 1.0 in the checkpoint, None now"),
         ("optim__betas", [0.9, 0.95], r"optim.betas\[1\]: absent in the checkpoint, 0.95 now"),
         (
@@ -556,7 +554,6 @@ def test_a_folder_with_anything_to_resume_from_is_refused_on_request(tmp_path, s
         ("data__transform", {"flip": 0.5}, r"transform\.flip: .* in the checkpoint, .* now"),
         ("data__max_pixels", 1000, "max_pixels: .* in the checkpoint, 1000 now"),
         ("run__seed", 1, "run.seed: 0 in the checkpoint, 1 now"),
-        ("train__batch_size", 10, "train.batch_size: 12 in the checkpoint, 10 now"),
         ("model__embed_dim", 8, "model.embed_dim: 16 in the checkpoint, 8 now"),
     ],
 )
