@@ -25,7 +25,12 @@ CASES = {
     "lfq, gathered sigmoid loss": (ENTROPY_LFQ, SIGLIP | {"loss": {"kind": "sigmoid", "impl": "gather"}}),
     "residual of vq with dropout": (
         BUSY_RESIDUAL,
-        {"model__image__project_in": {"kind": "mlp", "dropout": 0.2}, "model__image__tower__patch_dropout": 0.25},
+        {
+            "model__image__project_in": {"kind": "mlp", "dropout": 0.2},
+            "model__image__tower__patch_dropout": 0.25,
+            "model__text__tower__pos_embed": "rope",
+            "model__text__tower__qk_norm": True,
+        },
     ),
     "ranks of unequal share": (ENTROPY_LFQ, {"train__batch_size": 11}),
     "small heads on stored views": (

@@ -119,6 +119,18 @@ def test_onnx_equals_the_tokenizer(onnx):
     assert "The text half of a tokenizer made with vqclip" in (folder / "README.md").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
+def test_onnx_of_a_text_transformer_with_options(causal, tmp_path):
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    config = tiny_model(LFQ, LFQ)
+    options = {"causal": causal, "pos_embed": "rope", "norm_layer": "rmsnorm", "mlp_layer": "swiglu", "qk_norm": True}
+    tower = config.text.tower.model_copy(update=options)
+    model = config.model_copy(update={"text": config.text.model_copy(update={"tower": tower})}).build().eval()
+    check(model.text, export_onnx(model.text, tmp_path / "onnx"), batches(model, "text"))
+
+
 def with_detail():
     image = built(FSQ).image
     detail = DetailConfig(quantizer={"kind": "fsq", "levels": [4, 3]}, stages=2, channels=8, max_channels=8)

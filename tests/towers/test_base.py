@@ -238,6 +238,9 @@ TOWERS = {
     "convolutional": ConvolutionalTowerConfig(image_size=32, channels=[8, 16, 32]),
     "text": TransformerTowerConfig(context_length=12, width=32, heads=2, layers=2),
     "text, not causal": TransformerTowerConfig(context_length=12, width=32, heads=2, layers=2, causal=False),
+    "text, options": TransformerTowerConfig(
+        width=32, heads=2, layers=2, causal=False, pos_embed="rope", norm_layer="rmsnorm", qk_norm=True
+    ),
 }
 
 

@@ -14,8 +14,9 @@ from tests.towers.transformers_models import CAPTIONS, sentence_pieces, word_pie
 from vqclip import load_tokenizer
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.model import ModelConfig
+from vqclip.nn.layers import Attention, rotary_angles
 from vqclip.towers.open_clip import OpenCLIPTextTowerConfig
-from vqclip.towers.text import TransformerTowerConfig
+from vqclip.towers.text import OpenCLIPTextTower, TransformerTowerConfig
 from vqclip.towers.vocabulary import BPE, Bytes, CaptionLengths, FastVocabulary, _bpe
 
 
@@ -188,16 +189,26 @@ def test_tokenizers_without_marks_are_refused():
         vocabulary(word_pieces(), 2)
 
 
-# ---- Text towers over open_clip's byte pairs.
+# ---- The text transformer, of open_clip and with options.
 
 
 SMALL = {"context_length": 12, "width": 16, "heads": 2, "layers": 1}
+OPTIONS = {"pos_embed": "rope", "norm_layer": "rmsnorm", "mlp_layer": "swiglu", "qk_norm": True}
+
+
+@pytest.fixture(params=[{}, OPTIONS], ids=["default", "options"])
+def options(request):
+    return request.param
 
 
 @pytest.fixture(params=[True, False], ids=["causal", "bidirectional"])
-def tower(request):
+def tower(request, options):
     torch.manual_seed(0)
-    return TransformerTowerConfig(**SMALL, causal=request.param).build().eval()
+    return TransformerTowerConfig(**SMALL, causal=request.param, **options).build().eval()
+
+
+def is_causal(tower):
+    return tower.transformer.attn_mask is not None if isinstance(tower, OpenCLIPTextTower) else tower.transformer.causal
 
 
 def test_tokens_are_real_up_to_the_first_end_mark(tower):
@@ -222,6 +233,7 @@ def test_padding_is_not_seen_and_a_token_with_its_number_is(tower):
         after = tower(tokens)
     assert not torch.allclose(after[0, 3:7], before[0, 3:7])
     torch.testing.assert_close(after[1:][mask[1:]], before[1:][mask[1:]])
+    torch.testing.assert_close(tower(tokens[1:, :5])[mask[1:, :5]], after[1:][mask[1:]])
 
 
 def test_a_row_without_an_end_mark_is_no_nan(tower):
@@ -231,8 +243,9 @@ def test_a_row_without_an_end_mark_is_no_nan(tower):
     assert features.isfinite().all()
     features[tower.mask(tokens)].sum().backward()
     assert all(p.grad.isfinite().all() for p in tower.parameters())
-    hidden = tower.attention_mask(tower.mask(tokens), torch.float32)
-    assert (hidden.amax(dim=-1) == 0).all()  # not every device's attention gives zeros for a row of -inf
+    if isinstance(tower, OpenCLIPTextTower):
+        hidden = tower.attention_mask(tower.mask(tokens), torch.float32)
+        assert (hidden.amax(dim=-1) == 0).all()  # not every device's attention gives zeros for a row of -inf
 
 
 def test_no_rows_give_no_rows_and_every_weight_its_gradient(tower):
@@ -244,7 +257,8 @@ def test_no_rows_give_no_rows_and_every_weight_its_gradient(tower):
 
 def test_features_are_those_of_open_clips_own_forward_compiled_too(tower):
     tokens = BPE(12)(["a red star", "two small blue circles", "", "#!/bin a"])
-    torch.testing.assert_close(tower(tokens[:3]), tower.transformer(tokens[:3]))
+    if isinstance(tower, OpenCLIPTextTower):
+        torch.testing.assert_close(tower(tokens[:3]), tower.transformer(tokens[:3]))
     compiled = torch.compile(lambda x: (tower(x), tower.mask(x)), fullgraph=True, backend="eager")
     features, mask = compiled(tokens)
     torch.testing.assert_close(features, tower(tokens))
@@ -253,7 +267,62 @@ def test_features_are_those_of_open_clips_own_forward_compiled_too(tower):
 
 def test_bidirectional_tokens_see_what_follows_and_causal_ones_do_not(tower):
     one, other = tower(BPE(12)(["a red star", "a red heart"]))
-    assert torch.allclose(one[:3], other[:3]) == (tower.transformer.attn_mask is not None)
+    assert torch.allclose(one[:3], other[:3]) == is_causal(tower)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_changes_the_features(option):
+    torch.manual_seed(0)
+    changed = TransformerTowerConfig(**SMALL, **OPTIONS).build().double()
+    plain = TransformerTowerConfig(**SMALL, **{name: OPTIONS[name] for name in OPTIONS if name != option}).build()
+    if option != "mlp_layer":  # with the same weights, but for those of the option
+        plain.load_state_dict(changed.state_dict(), strict=False)
+    tokens = BPE(12)(["a red star", "two small blue circles"])
+    difference = changed(tokens) - plain.double()(tokens)
+    assert difference.dtype == torch.float64
+    assert difference.abs().mean() > 1e-3
+
+
+def test_rotary_positions_are_relative_and_order_the_tokens():
+    """The features of tokens, wherever in the context they begin; with learned positions others."""
+    tokens = torch.randint(0, 400, (3, 12))
+    for option, relative in (("rope", True), ("learned", False)):
+        tower = TransformerTowerConfig(**SMALL, **OPTIONS | {"pos_embed": option}, causal=False, token_std=1.0)
+        network = tower.build().double().transformer
+        features = network(tokens, torch.arange(12).expand(3, -1) < 7)[:, :7]
+        moved = network(tokens.roll(5, dims=1), torch.arange(12).expand(3, -1) >= 5)[:, 5:]
+        assert torch.allclose(features, moved, rtol=1e-9, atol=1e-9) == relative
+        swapped = network(tokens[:, [0, 2, 1, *range(3, 12)]], torch.arange(12).expand(3, -1) < 7)
+        assert not torch.allclose(swapped[:, 3:7], features[:, 3:7], rtol=1e-3)
+
+
+def test_attention_of_rotary_positions_is_that_of_turned_complex_numbers():
+    torch.manual_seed(0)
+    layer, x = Attention(16, 2).double(), torch.randn(2, 6, 16, dtype=torch.float64)
+    q, k, v = torch.cat((layer.query(x), layer.key_value(x)), dim=-1).view(2, 6, 3, 2, 2, 4).unbind(2)
+    speeds = torch.tensor([1, 10, 100, 1000], dtype=torch.float64).reciprocal()  # 10,000 to the power of -i / 4
+    turns = torch.polar(torch.ones(6, 4, dtype=torch.float64), torch.arange(6)[:, None] * speeds)[:, None]
+    q, k = (torch.complex(each[..., 0, :], each[..., 1, :]) * turns for each in (q, k))
+    scores = torch.einsum("bmhd,bnhd->bhmn", q, k.conj()).real / 8**0.5
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    values = torch.einsum("bhmn,bnhd->bmhd", scores.masked_fill(hidden, -torch.inf).softmax(dim=-1), v.flatten(-2))
+    angles = rotary_angles(6, 8, x)
+    torch.testing.assert_close(layer(x, x, None, True, angles), layer.out(values.flatten(2)))
+
+
+def test_options_add_no_weights_and_run_in_half_precision():
+    torch.manual_seed(0)
+    towers = [
+        TransformerTowerConfig(context_length=12, width=96, heads=4, layers=2, token_std=1.0, **options).build()
+        for options in ({}, OPTIONS)
+    ]
+    sizes = [sum(each.numel() for name, each in tower.named_parameters() if "embed" not in name) for tower in towers]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
+    tokens = BPE(12)(["a red star", "two small blue circles"])
+    expected = towers[1](tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = towers[1](tokens)
+    assert 0 < (cast - expected).abs().max() < 0.1
 
 
 def test_wrong_tokens_and_settings_are_refused():
@@ -264,6 +333,10 @@ def test_wrong_tokens_and_settings_are_refused():
         tower(torch.ones(2, 12, dtype=torch.int32))
     with pytest.raises(ValueError, match="heads that divide width"):
         TransformerTowerConfig(context_length=12, width=10, heads=4, layers=1)
+    with pytest.raises(ValueError, match=r"pos_embed rope with 5 features per head; expected an even number"):
+        TransformerTowerConfig(width=10, heads=2, pos_embed="rope")
+    with pytest.raises(ValueError, match="qk_norm with 1 feature per head"):
+        TransformerTowerConfig(width=8, heads=8, qk_norm=True)
     with pytest.raises(ConfigError, match="another vocabulary"), torch.device("meta"):
         OpenCLIPTextTowerConfig(model="ViT-B-16-SigLIP").build()
 

@@ -6,6 +6,7 @@ Shapes: B samples, N tokens, M tokens after a reduction, D width, E joint embedd
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import torch
@@ -27,45 +28,122 @@ Normalization = Literal["none", "layer", "l2", "linf"]
 _Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
+Norm = Callable[[int], nn.Module]
+"""Layer that normalises a number of channels, by that number."""
+
+
+class RMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm` that computes in the dtype of its weight, as autocast lets LayerNorm do.
+
+    Args:
+        width: number of channels.
+    """
+
+    def __init__(self, width: int):
+        super().__init__(width, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., width)`` → ``(..., width)``."""
+        return super().forward(x.to(self.weight.dtype))
+
+
 class Attention(nn.Module):
     """Multi-head attention of ``queries`` over ``keys`` with a mask of the keys (Vaswani et al. 2017).
 
     Args:
         width: D, must be a multiple of ``heads``.
         heads: attention heads.
+        norm: for the queries and keys of each head (QK normalisation: Henry et al. 2020); None for none.
     """
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, norm: Norm | None = None):
         super().__init__()
         self.heads, self.head_width = heads, width // heads
         self.query = nn.Linear(width, width)
         self.key_value = nn.Linear(width, 2 * width)
+        self.norm_query, self.norm_key = ((norm or nn.Identity)(self.head_width) for _ in range(2))
         self.out = nn.Linear(width, width)
 
-    def forward(self, queries: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
-        """``(B, M, D)`` over ``(B, N, D)`` with mask ``(B, N)`` bool (True = real) → ``(B, M, D)``."""
+    def forward(
+        self, queries: Tensor, keys: Tensor, mask: Tensor | None, causal: bool = False, angles: Tensor | None = None
+    ) -> Tensor:
+        """Attend with ``(B, M, D)`` over ``(B, N, D)``.
+
+        Args:
+            queries: ``(B, M, D)``.
+            keys: ``(B, N, D)``.
+            mask: ``(B, N)`` bool, True = real; None with ``causal``.
+            causal: attend to earlier keys, and the one of the query, only.
+            angles: ``(N, D / heads / 2)``, of `rotary_angles`, for queries and keys at the same positions.
+
+        Returns:
+            ``(B, M, D)``.
+        """
         q = self._split(self.query(queries))
         k, v = (self._split(x) for x in self.key_value(keys).chunk(2, dim=-1))
-        attended = F.scaled_dot_product_attention(q, k, v, None if mask is None else mask[:, None, None, :])
+        q, k = self.norm_query(q), self.norm_key(k)
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
+        visible = None if mask is None else mask[:, None, None, :]
+        attended = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, visible, is_causal=causal)
         return self.out(attended.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, self.head_width)).transpose(1, 2)
 
 
+def rotary_angles(length: int, width: int, x: Tensor) -> Tensor:
+    """Return the angles ``(length, width / 2)`` of rotary positions (RoPE: Su et al. 2021, arXiv 2104.09864).
+
+    Position n turns pair i of the channels by ``n · 10000^(-2i / width)``, in float32, or float64 like ``x``.
+    """
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    speeds = 10_000.0 ** (torch.arange(0, width, 2, device=x.device, dtype=exact) / -width)
+    return torch.arange(length, device=x.device, dtype=exact)[:, None] * speeds
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn pair i, the channels i and d / 2 + i, of ``(B, H, N, d)`` by ``angles`` ``(N, d / 2)``."""
+    one, other = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1)
+
+
+class SwiGLU(nn.Module):
+    """Gated activation (Shazeer 2020, arXiv 2002.05202): the second half of the channels times SiLU of the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., 2 H)`` → ``(..., H)``."""
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
 class Block(nn.Module):
-    """A pre-norm transformer block."""
+    """A pre-norm transformer block.
 
-    def __init__(self, width: int, heads: int):
+    Args:
+        width: D, must be a multiple of ``heads``.
+        heads: attention heads.
+        norm: before the attention and before the feed-forward layers.
+        qk_norm: also normalise the queries and keys of each head by ``norm``.
+        swiglu: feed-forward layers with `SwiGLU`, of 8/3 D channels, instead of GELU, of 4 D: as many weights.
+    """
+
+    def __init__(self, width: int, heads: int, norm: Norm = nn.LayerNorm, qk_norm: bool = False, swiglu: bool = False):
         super().__init__()
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.norm_attention, self.norm_mlp = norm(width), norm(width)
+        self.attention = Attention(width, heads, norm if qk_norm else None)
+        hidden = 8 * -(-width // 3) if swiglu else 4 * width
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * hidden if swiglu else hidden),
+            SwiGLU() if swiglu else nn.GELU(),
+            nn.Linear(hidden, width),
+        )
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """``(B, N, D)`` → ``(B, N, D)``."""
+    def forward(self, x: Tensor, mask: Tensor | None, causal: bool = False, angles: Tensor | None = None) -> Tensor:
+        """``(B, N, D)`` → ``(B, N, D)``; see `Attention`."""
         normed = self.norm_attention(x)
-        x = x + self.attention(normed, normed, mask)
+        x = x + self.attention(normed, normed, mask, causal, angles)
         return x + self.mlp(self.norm_mlp(x))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vqclip.config.bounds import MAX_LAYERS, MAX_WIDTH
 from vqclip.errors import ShapeError
-from vqclip.nn.layers import heads_divide_width
+from vqclip.nn.layers import Block, Norm, RMSNorm, heads_divide_width, rotary_angles
 from vqclip.towers.base import Tower, TowerConfig, set_training
 from vqclip.towers.vocabulary import BPE, MAX_CONTEXT, Bytes, Vocabulary
 
@@ -120,13 +120,73 @@ class OpenCLIPTextTower(TextTower):
         return repeat(hidden, "b keys -> (b heads) queries keys", heads=self.transformer.heads, queries=length)
 
 
+class TextBlocks(nn.Module):
+    """A text transformer of `vqclip.nn.layers.Block`, with the options of `TransformerTowerConfig`.
+
+    Its weights start with the deviations of open_clip's.
+
+    Args:
+        config: the tower's.
+        size: number of tokens of the vocabulary.
+    """
+
+    def __init__(self, config: TransformerTowerConfig, size: int):
+        super().__init__()
+        width, head_width = config.width, config.width // config.heads
+        norm: Norm = nn.LayerNorm if config.norm_layer == "layernorm" else RMSNorm
+        self.causal = config.causal
+        self.rotary_width = head_width if config.pos_embed == "rope" else None
+        self.token_embedding = nn.Embedding(size, width)
+        if config.pos_embed == "learned":
+            self.positional_embedding = nn.Parameter(torch.randn(config.context_length, width) * 0.01)
+        swiglu = config.mlp_layer == "swiglu"
+        blocks = [Block(width, config.heads, norm, config.qk_norm, swiglu) for _ in range(config.layers)]
+        self.blocks = nn.ModuleList(blocks)
+        self.ln_final = norm(width)
+        nn.init.normal_(self.token_embedding.weight, std=config.token_std)
+        last = (2 * width * config.layers) ** -0.5
+        for block in blocks:
+            layers: list[Any] = [block.attention.query, block.attention.key_value, block.attention.out, *block.mlp[::2]]
+            for layer, std in zip(layers, (width**-0.5, width**-0.5, last, (2 * width) ** -0.5, last), strict=True):
+                nn.init.normal_(layer.weight, std=std)
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, tokens: Tensor, real: Tensor) -> Tensor:
+        """Map tokens ``(B, N)``, of which ``real`` are no padding, to ``(B, N, D)``."""
+        x, length, angles = self.token_embedding(tokens), tokens.shape[1], None
+        if self.rotary_width is None:
+            x = x + self.positional_embedding[:length]
+        else:
+            angles = rotary_angles(length, self.rotary_width, x)
+        mask = None if self.causal else attendable(real)  # padding is behind the tokens
+        for block in self.blocks:
+            x = block(x, mask, self.causal, angles)
+        return self.ln_final(x)
+
+
+class BlockTextTower(TextTower):
+    """A tower of `TextBlocks`."""
+
+    def __init__(self, config: TransformerTowerConfig):
+        vocabulary = config.vocabulary()
+        super().__init__(TextBlocks(config, vocabulary.size), config.width, vocabulary)
+
+    def features(self, tokens: Tensor, real: Tensor) -> Tensor:
+        """Run the transformer."""
+        return self.transformer(tokens, real)
+
+
 def attendable(real: Tensor) -> Tensor:
     """Return ``real`` with rows without a real token all True: attention over nothing would be NaN."""
     return real | ~real.any(dim=1, keepdim=True)
 
 
 class TransformerTowerConfig(TowerConfig):
-    """A text transformer of your own size (open_clip's module)."""
+    """A text transformer of your own size.
+
+    Open_clip's module, or with `pos_embed`, `norm_layer`, `mlp_layer` or `qk_norm` other than CLIP's one of vqclip's
+    blocks, with other names of weights.
+    """
 
     kind: Literal["transformer"] = "transformer"
     context_length: int = Field(32, ge=4, le=MAX_CONTEXT)
@@ -142,14 +202,35 @@ class TransformerTowerConfig(TowerConfig):
     """Transformer blocks."""
     causal: bool = True
     """True: a token attends to earlier tokens only, as in CLIP. False: to the whole caption without padding."""
+    pos_embed: Literal["learned", "rope"] = "learned"
+    """Positions. learned: one vector for each, added to the tokens. rope: rotations of queries and keys, so that
+    attention depends on the distance of tokens (rotary positions)."""
+    norm_layer: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation: layernorm, or rmsnorm, which subtracts no mean and adds no bias."""
+    mlp_layer: Literal["mlp", "swiglu"] = "mlp"
+    """Feed-forward layers. mlp: GELU over four times the width. swiglu: gated SiLU over 8/3 of it, as many weights."""
+    qk_norm: bool = False
+    """Normalise the queries and keys of each head by `norm_layer`, which bounds the scores of attention."""
     token_std: float = Field(0.02, gt=0, le=10)
     """Standard deviation of the initial token embeddings. CLIP's 0.02 suits long runs. In short runs the first steps
     move such small embeddings by more than their differences, so that words become similar; 1 avoids this."""
 
-    _heads_divide_width = model_validator(mode="after")(heads_divide_width)
+    @model_validator(mode="after")
+    def _fits_together(self) -> TransformerTowerConfig:
+        heads_divide_width(self)
+        each = self.width // self.heads
+        if self.pos_embed == "rope" and each % 2:
+            raise ValueError(
+                f"got pos_embed rope with {each} features per head; expected an even number, to turn pairs"
+            )
+        if self.qk_norm and each == 1:
+            raise ValueError("got qk_norm with 1 feature per head, which it would make a constant; expected more")
+        return self
 
     def build(self) -> TextTower:
         """Make the tower with random weights (torch's global generator)."""
+        if (self.pos_embed, self.norm_layer, self.mlp_layer, self.qk_norm) != ("learned", "layernorm", "mlp", False):
+            return set_training(BlockTextTower(self), self.train)
         from open_clip.transformer import TextTransformer
 
         transformer = TextTransformer(
