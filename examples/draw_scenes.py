@@ -195,7 +195,7 @@ class Generator(nn.Module):
 class MaskedGenerator(Generator):
     """A generator that fills in hidden ids, of all tokens at once; arguments as of `Generator`."""
 
-    def __init__(self, vectors: Tensor, tokens: int, text_tokens: int, text_width: int, width: int = 192):
+    def __init__(self, vectors: Tensor, tokens: int, text_tokens: int, text_width: int, width: int = 128):
         codebooks, _, axes = vectors.shape
         super().__init__(vectors, codebooks * (axes + 1), tokens, text_tokens, text_width, width)
         # A logit is quadratic in a code's coordinates, so that the likeliest code can be anywhere in the codebook.
@@ -237,7 +237,7 @@ def train_masked(model: MaskedGenerator, text: Tensor, ids: Tensor, updates: int
             sums.append(F.cross_entropy(model.logits(coefficients, hidden, codebook), true, reduction="sum"))
         return torch.stack(sums).sum() / hidden[:, :, codebooks].sum().clamp(min=1)
 
-    fit(model, loss, updates, len(ids), 1.5e-3, seed)
+    fit(model, loss, updates, len(ids), 2e-3, seed)
 
 
 @torch.no_grad()
@@ -295,7 +295,7 @@ def build_head(kind: str, sizes: tuple[int, ...], levels: Sequence[int] | None, 
     if kind == "depth":
         return CodesHeadConfig(kind="depth", codebook_sizes=sizes, width=width, depth_width=64, depth_layers=1).build()
     return MaskedBitsHeadConfig(
-        codebook_sizes=sizes, width=width, levels=levels, steps=steps, inner_width=width
+        codebook_sizes=sizes, width=width, levels=levels, steps=steps, inner_width=width * 3 // 2
     ).build()
 
 
@@ -310,7 +310,7 @@ def train_tokens(model: TokenGenerator, text: Tensor, ids: Tensor, updates: int,
             return model.head(hidden, ids[rows], int(torch.randint(2**62, (), generator=draws)))
         return model.head(hidden, ids[rows])
 
-    fit(model, loss, updates, len(ids), 1.5e-3, seed)
+    fit(model, loss, updates, len(ids), 2e-3, seed)
 
 
 @torch.no_grad()
@@ -348,15 +348,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--scenes", type=int, default=16_000, help="training scenes")
     parser.add_argument("--judged", type=int, default=600, help="scenes to draw and judge")
     parser.add_argument("--generators", nargs="+", choices=GENERATORS, default=GENERATORS)
-    parser.add_argument("--updates", type=int, default=1000, help="training steps of masked")
-    parser.add_argument("--depth-updates", type=int, default=300, help="training steps of depth")
-    parser.add_argument("--bits-updates", type=int, default=1000, help="training steps of bits")
+    parser.add_argument("--updates", type=int, default=2000, help="training steps of masked")
+    parser.add_argument("--depth-updates", type=int, default=380, help="of depth; as long as masked")
+    parser.add_argument("--bits-updates", type=int, default=1700, help="of bits; as long as masked")
     parser.add_argument("--judge-updates", type=int, default=500, help="training steps of the judge")
     parser.add_argument("--rounds", type=int, default=24, help="rounds of the masked generator for an image")
     parser.add_argument("--steps", type=int, default=16, help="steps in which bits draws a token")
     parser.add_argument("--levels", type=int, nargs="+", help="of the FSQ whose digits bits predicts; default: bits")
     parser.add_argument("--guidance", type=float, default=2.0, help="of the generators by the text; 1: none")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of depth and bits")
+    parser.add_argument("--temperature", type=float, default=0.5, help="of depth and bits")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sheet", type=Path, help="PNG to write, with real, reconstructed and drawn scenes")
     options = parser.parse_args(arguments)
@@ -392,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name == "masked":
             model: Generator = MaskedGenerator(vectors, *shape)
         else:
-            head = build_head(name, image.codebook_sizes, options.levels, options.steps, width=192)
+            head = build_head(name, image.codebook_sizes, options.levels, options.steps, width=128)
             model = TokenGenerator(vectors, *shape, head)
         print(f"{name}: {sum(each.numel() for each in model.parameters()):,} weights")
         if isinstance(model, MaskedGenerator):
