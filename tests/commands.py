@@ -1,7 +1,5 @@
 """Commands as functions of their arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from vqclip.cli.main import main

@@ -20,8 +20,6 @@
 - The test folders are packages (each has an `__init__.py`), so modules in different folders may share a name.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import sys
 from collections.abc import Generator, Iterator

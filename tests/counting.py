@@ -1,7 +1,5 @@
 """Counts what a block makes the host wait for: reads of tensors on the device, and collectives."""
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 from collections import Counter

@@ -14,8 +14,6 @@ Not seen: kernels that CUDA lacks, and the order of work on several streams. Act
 autocast, so recompute them in fp32 only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace

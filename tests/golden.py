@@ -11,8 +11,6 @@ The bits of a loss depend on the processor and on torch. `compare` demands all o
 record. Elsewhere it demands the samples of every step, the shapes of the ids, and losses within a tolerance.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import gzip

@@ -1,7 +1,5 @@
 """Tiny model configurations for tests."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A Ray of two workers for the tests of a module: ``ray = pytest.fixture(scope="module")(small_ray)``."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

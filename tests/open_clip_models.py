@@ -1,7 +1,5 @@
 """Small open_clip models with random weights, saved as open_clip saves them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ sets, and takes it down afterwards. No wait is without a limit, and a pool in wh
 next call starts a new one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import multiprocessing as mp

@@ -1,7 +1,5 @@
 """The examples, on tiny data and with an untrained tokenizer: that they run, and tell what they should."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

@@ -4,8 +4,6 @@ Flips are keyed by the seed and their number: first the file is drawn, so that s
 the bit. The card of an exported folder (README.md) is for people, who edit it; it is not loaded.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

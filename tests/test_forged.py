@@ -1,7 +1,5 @@
 """Checkpoints whose hashes are right and whose content is not: each is refused with a CheckpointError, or works."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Small runs see, lose and export what is recorded in tests/golden.json; see `tests.golden`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Files made to do harm, read by a process whose memory is watched: each is refused by name, and nothing runs."""
 
-from __future__ import annotations
-
 import hashlib
 import http.server
 import io

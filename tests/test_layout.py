@@ -1,7 +1,5 @@
 """The shape of the package: who may import whom, and what an import may start."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

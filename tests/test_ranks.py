@@ -1,7 +1,5 @@
 """The pool of ranks itself: it must not hang, and must tell what went wrong."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

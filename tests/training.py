@@ -1,7 +1,5 @@
 """Small runs of the real training loop for tests: the tiny model on a few drawn shards."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

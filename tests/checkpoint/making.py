@@ -1,7 +1,5 @@
 """Checkpoints of any optimizer, without a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

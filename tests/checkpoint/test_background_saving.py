@@ -1,7 +1,5 @@
 """Checkpoints are written while the training goes on, and hold what they would hold if it waited."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Every command refuses options that it cannot use."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import re

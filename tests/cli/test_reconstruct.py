@@ -1,7 +1,5 @@
 """``vqclip reconstruct``: image files of what ids decode to, and a page of them beside their originals."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

@@ -1,7 +1,5 @@
 """``vqclip train`` on data by their path, and on a configuration."""
 
-from __future__ import annotations
-
 import csv
 import os
 import sys

@@ -1,7 +1,5 @@
 """Files that nobody should have to read."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

@@ -1,7 +1,5 @@
 """Training data for tests of the loader, and how ranks' batches make global ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

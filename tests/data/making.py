@@ -1,7 +1,5 @@
 """Small shards for tests."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """A real HTTP server on this machine that makes the mistakes it is told to make; and an S3-compatible one."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import ssl

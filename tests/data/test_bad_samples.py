@@ -2,8 +2,6 @@
 on every number of ranks; without tolerance it ends the run.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

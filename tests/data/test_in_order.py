@@ -1,7 +1,5 @@
 """Samples in order: each once, bad ones are noted, and storage that fails is nobody's sample."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

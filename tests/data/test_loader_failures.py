@@ -1,7 +1,5 @@
 """Bad samples, and workers that fail."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Jobs on a Ray of two workers; `tests/tokenize_dataset/test_on_ray.py` has the command that uses it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Real shards, read completely; needs VQCLIP_DATA."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Items are made once by the processes of a folder, whatever ends them, and what is damaged is made again."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """``vqclip data index``: what it writes is what training finds."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

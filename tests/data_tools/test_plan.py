@@ -1,7 +1,5 @@
 """Figures of `vqclip plan` on data: by hand, from an index, and beside real small runs from a web server."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Every collective on 2 and 4 ranks against one process: values, and gradients in fp64."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from unittest import mock

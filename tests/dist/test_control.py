@@ -1,7 +1,5 @@
 """Flags, seeds and JSON between ranks; their machines; their background threads."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 

@@ -1,7 +1,5 @@
 """DDP by the convention of `vqclip.dist`: mean of W times the gradient is the gradient."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

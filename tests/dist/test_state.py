@@ -1,7 +1,5 @@
 """Joining and leaving, who we are, and what a lost peer looks like."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

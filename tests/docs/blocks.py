@@ -1,7 +1,5 @@
 """The code blocks of a page, as a CommonMark parser finds them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import NamedTuple

@@ -4,8 +4,6 @@ The block runs in bash with programs of our own in front of PATH that take down 
 quotes, variables, continued lines and loops mean what they mean. Each call is then checked in this process.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

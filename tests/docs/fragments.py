@@ -1,7 +1,5 @@
 """Parts of a configuration, as pages show them: each must fit into a whole one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The folder in which a page's blocks run: small things by the names that the pages use."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

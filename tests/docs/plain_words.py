@@ -5,8 +5,6 @@ prints each finding with its place. Without paths: everything but the records of
 CHANGELOG.md). To keep a finding on purpose, add it with a reason to `DEFENDED`.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

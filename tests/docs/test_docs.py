@@ -11,8 +11,6 @@ markdown-it-py finds the blocks; the libraries that also run them (pytest-markdo
 alone, or run others as they stand, where nearly all of ours are commands that must be read without being run.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

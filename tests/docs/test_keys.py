@@ -1,7 +1,5 @@
 """What is stored of all keys is what their classes say; keys are looked up and refused by it, without torch."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Names, docstrings, messages and pages are in plain English."""
 
-from __future__ import annotations
-
 from tests.docs.plain_words import FOLDERS, ROOT, findings
 
 

@@ -1,7 +1,5 @@
 """The reference: every public name has a docstring and a place on one of its pages."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

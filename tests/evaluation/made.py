@@ -1,7 +1,5 @@
 """Small made data and models for the tests of evaluation."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path

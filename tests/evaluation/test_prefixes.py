@@ -1,7 +1,5 @@
 """Accuracy at every number of bits, from prefixes of the stored ids."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

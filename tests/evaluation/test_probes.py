@@ -1,7 +1,5 @@
 """k nearest neighbours and the linear probe: their mathematics, and figures of models whose answer is known."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What every kind of task promises; a new kind needs a line in `TASKS`."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import get_args

@@ -4,8 +4,6 @@ A fault is ``{"do": name, "rank": 1, "step": 7}``: what `FAULTS` calls so happen
 first life of the job only; with ``"in": "saving"`` or ``"evaluation"`` in place of the step, in that.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Jobs under torchrun, with faults in them, as processes that a test can signal, kill and wait for."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

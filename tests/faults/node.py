@@ -3,8 +3,6 @@
 Uploads are slow and leave marks.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Training on shards that are read in chunks from a server: killed, with faults of the server, it is the local run."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

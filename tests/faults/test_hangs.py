@@ -1,7 +1,5 @@
 """A rank that hangs or dies: the job ends in time, and every rank has written where it stood."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

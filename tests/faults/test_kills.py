@@ -11,8 +11,6 @@ uniformly over the life, half at moments of a phase. All draws are keyed by (num
 Half of the kills hit lives with weights in shards, of which each rank writes its own rows.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import os

@@ -7,8 +7,6 @@ What comes out is compared, file by file, with a run that nothing disturbed. Dra
     VQCLIP_KILLS=50 python -m pytest -m faults tests/faults/test_nodes.py -s
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

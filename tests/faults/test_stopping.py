@@ -1,7 +1,5 @@
 """A job of two ranks that is asked to stop: one common checkpoint within 30 s, a marker, and it goes on exactly."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -6,8 +6,6 @@ the default suite reads, and mend the reader. The last line of the output is JSO
 found.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import faulthandler

@@ -1,7 +1,5 @@
 """The reader of configurations on mutated YAML and mutated overrides."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

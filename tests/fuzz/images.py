@@ -1,7 +1,5 @@
 """The image decoder on crafted headers: what it allocates is bounded by the pixels allowed and the size of the file."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

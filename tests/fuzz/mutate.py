@@ -1,7 +1,5 @@
 """Blind mutation of bytes, drawn from a generator that the caller keys."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The shard reader on mutated tars: index, cached index, captions, labels, images."""
 
-from __future__ import annotations
-
 import io
 import os
 import random

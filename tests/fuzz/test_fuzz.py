@@ -1,7 +1,5 @@
 """Fuzzing of the readers of foreign files, and what it found before."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

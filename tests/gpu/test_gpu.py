@@ -3,8 +3,6 @@
 `VQCLIP_TEST_DEVICE=cpu` runs the tests of one process without a GPU, which shows that the tests themselves work.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

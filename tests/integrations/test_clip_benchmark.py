@@ -1,7 +1,5 @@
 """clip_benchmark's own command gives the figures of `vqclip evaluate`."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -1,7 +1,5 @@
 """mteb's own classes give the figures of `vqclip evaluate`, on tasks made of real data without a network."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """vqclip models in code written for open_clip."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

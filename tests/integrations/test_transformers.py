@@ -1,7 +1,5 @@
 """vqclip's models as classes of transformers: the same ids and scores, from the same folders, or a refusal."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

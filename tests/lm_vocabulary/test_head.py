@@ -1,7 +1,5 @@
 """Heads over several codebooks: which codes a prediction sees, what it can learn, and how it draws."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What every loss keeps. A new one is a line in LOSSES."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

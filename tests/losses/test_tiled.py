@@ -1,7 +1,5 @@
 """What the implementations without a square of logits promise beyond the contract of all losses."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

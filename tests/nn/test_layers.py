@@ -1,7 +1,5 @@
 """Layers between tower and embedding: padding changes nothing, and stored ids give the training embedding."""
 
-from __future__ import annotations
-
 import itertools
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """Pixel decoders by themselves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError

@@ -1,7 +1,5 @@
 """Metrics of images beside their originals, files of a given size, and the Fréchet distance."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import math

@@ -1,7 +1,5 @@
 """One job at a time in a run folder."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os

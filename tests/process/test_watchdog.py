@@ -1,7 +1,5 @@
 """The watchdog of one process; tests/faults has those of whole jobs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What every quantizer keeps. A new one is a line in CONFIGS."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

@@ -1,7 +1,5 @@
 """On 2 and 4 processes, a quantizer's losses, gradients and metrics are those of one process on the same tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

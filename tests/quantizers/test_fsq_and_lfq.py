@@ -1,7 +1,5 @@
 """LFQ, and the exact entropies of binary codes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

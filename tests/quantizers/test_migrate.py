@@ -1,7 +1,5 @@
 """Ids of vector-quantize-pytorch's quantizers and of those made from them."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several codebooks side by side, several stages one after another, and the prefixes of their ids."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

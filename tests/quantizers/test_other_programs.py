@@ -1,7 +1,5 @@
 """Quantizers in other people's programs: every one ends with the codes of a plain loop on one process."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

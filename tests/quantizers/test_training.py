@@ -1,7 +1,5 @@
 """Optimizer steps with everything that changes a codebook switched on: W processes do what one does."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from unittest import mock

@@ -1,7 +1,5 @@
 """VQ: the nearest code, the moving means, k-means, and tokens that take the place of dead codes."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """Small folders of runs, made of the files that a run writes, without any training."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from html.parser import HTMLParser

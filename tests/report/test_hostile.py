@@ -1,7 +1,5 @@
 """Folders of runs made to break the page, or the browser that shows it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Signs of a run that goes wrong: a dead model, collapsed codebooks, divergence."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Read a caption back into claims, knowing only English: nothing here is taken from the grammar that writes them."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Scenes are drawn from their keys, look like their words, and have captions that are true of them alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import itertools

@@ -1,4 +1,2 @@
-from __future__ import annotations
-
 from tests.data.conftest import cache as cache
 from tests.data.conftest import real_data as real_data

@@ -1,7 +1,5 @@
 """Small tokenizers and data for tests of `vqclip tokenize`."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path

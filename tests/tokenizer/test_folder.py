@@ -1,7 +1,5 @@
 """Tokenizer folders: what is loaded is what was saved, and what does not fit is refused, however it is loaded."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

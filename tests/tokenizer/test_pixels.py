@@ -1,7 +1,5 @@
 """Pixel decoders as a part of tokenizers and of their folders."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Ids mean the same elsewhere: encoded in one process and read in another, from the folder alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Folders of tokenizers with towers of transformers: complete, strict, and only data."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Images of any shape: patches within a budget, masks through everything, and ids that keep the shape."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Towers from both halves of open_clip models."""
 
-from __future__ import annotations
-
 import logging
 import math
 from unittest import mock

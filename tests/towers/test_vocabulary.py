@@ -1,7 +1,5 @@
 """Captions to token numbers: open_clip's byte pairs, bytes, and fast tokenizers of transformers."""
 
-from __future__ import annotations
-
 import pickle
 
 import open_clip

@@ -1,7 +1,5 @@
 """Weights from a local file: loaded exactly, or refused."""
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from importlib import metadata

@@ -1,7 +1,5 @@
 """Small random models of transformers in folders, as their own `save_pretrained` writes them."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

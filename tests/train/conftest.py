@@ -1,7 +1,5 @@
 """Fixtures shared by the tests of the training."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

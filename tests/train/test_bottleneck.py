@@ -1,7 +1,5 @@
 """The embedding begins with continuous vectors and ends with codes."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Callbacks: their order, those of users, and errors in them (`vqclip.train.callbacks`)."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

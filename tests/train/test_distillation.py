@@ -1,7 +1,5 @@
 """Terms of the loss that follow frozen teachers."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 

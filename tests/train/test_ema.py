@@ -1,7 +1,5 @@
 """Moving averages of the weights: their formula, what uses them, what a checkpoint keeps of them."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

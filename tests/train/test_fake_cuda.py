@@ -1,7 +1,5 @@
 """Whole training steps on fake CUDA tensors: without a GPU, no tensor is left on the CPU, and no step waits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Training from stored features: the same bits, order, accounting and resume as with the towers in every step."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import itertools
 import json

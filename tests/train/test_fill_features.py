@@ -1,7 +1,5 @@
 """Feature caches that are filled before the run starts."""
 
-from __future__ import annotations
-
 import json
 from unittest import mock
 

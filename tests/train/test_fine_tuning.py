@@ -1,7 +1,5 @@
 """Layer-wise rates, overrides, moving averages, adapters, a bottleneck that closes, a tower that thaws: in one run."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

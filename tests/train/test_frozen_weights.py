@@ -1,7 +1,5 @@
 """Runs whose towers are frozen, in part or for some steps: what is stored, how they resume, what they export."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

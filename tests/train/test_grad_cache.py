@@ -1,7 +1,5 @@
 """Micro-batches give the gradient, the codes and the metrics of the whole batch (`vqclip.train.grad_cache`)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

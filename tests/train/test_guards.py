@@ -1,7 +1,5 @@
 """What happens when numbers go bad."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Checks of the machines of a job: two ranks that act as two machines with run folders of their own."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -1,7 +1,5 @@
 """A training step works on the columns that hold a caption's tokens; the others change nothing (ADR 13)."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import nullcontext
 from unittest import mock

@@ -1,7 +1,5 @@
 """The training command as a user meets it."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import json

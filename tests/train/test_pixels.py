@@ -1,7 +1,5 @@
 """`task: pixels`: a pixel decoder for a frozen, exported tokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from unittest import mock

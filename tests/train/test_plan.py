@@ -1,7 +1,5 @@
 """Plans of a step beside real steps of the same configurations."""
 
-from __future__ import annotations
-
 import json
 import weakref
 

@@ -1,7 +1,5 @@
 """A pixel decoder that trains together with the tokenizers (`model.image.pixels`)."""
 
-from __future__ import annotations
-
 import functools
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Stop anywhere, start again: the same samples, the same bits."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """`vqclip.train.run` from Python: its result, callbacks that stop it, threads, and the state that it leaves behind."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import json

@@ -1,7 +1,5 @@
 """A run folder at a URL: what is there counts, and the copy on this disk follows it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Weights in shards: the same training as with all weights on every rank, and checkpoints that fit either."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """Training with teachers whose outputs are stored: the same bits, without running or keeping the teachers."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training, resuming, evaluating and tokenizing with towers of transformers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """What makes the host wait in a step: reads of the device, and collectives."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """The folder of chunks: its limits, what dies in it, who shares it."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import multiprocessing

@@ -1,7 +1,5 @@
 """Shards from an S3-compatible server. Needs the extra test-s3."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Files, and shards as a source, from a real HTTP server that makes mistakes."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

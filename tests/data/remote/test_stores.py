@@ -1,7 +1,5 @@
 """Shards at Azure and at the Hugging Face hub, as far as servers on this machine can play them."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterator

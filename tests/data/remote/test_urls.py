@@ -1,7 +1,5 @@
 """Which URLs are read at all, and what of them is shown."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from urllib.parse import quote, unquote

@@ -1,7 +1,5 @@
 """Every kind of source against packed shards of the same data."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

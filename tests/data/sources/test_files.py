@@ -1,7 +1,5 @@
 """What only sources of image files have: tables, paths, and what is wrong with them."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

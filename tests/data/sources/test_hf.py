@@ -1,7 +1,5 @@
 """Data sets of Hugging Face as samples; all are made here, none is fetched."""
 
-from __future__ import annotations
-
 import struct
 import sys
 from pathlib import Path

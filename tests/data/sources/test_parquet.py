@@ -1,7 +1,5 @@
 """Rows of Parquet files as samples."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Kinds of other packages, installed as a package is: a module and the entry points of its dist-info folder."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

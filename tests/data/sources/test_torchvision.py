@@ -1,7 +1,5 @@
 """Data sets of torchvision as samples."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The index of tars: what is written is read; what was damaged or crafted is refused."""
 
-from __future__ import annotations
-
 import pickle
 import tarfile
 from pathlib import Path

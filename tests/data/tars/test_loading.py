@@ -1,7 +1,5 @@
 """The global batches of data that are read in chunks: those of the same order read shard by shard."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading

@@ -1,7 +1,5 @@
 """Indexes are made of parts, which processes share, and of which only missing ones are made."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tarfile

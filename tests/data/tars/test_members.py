@@ -1,7 +1,5 @@
 """Members of tars as people have them: names with dots, own endings, two of a kind, shards that are damaged."""
 
-from __future__ import annotations
-
 import json
 import os
 import tarfile

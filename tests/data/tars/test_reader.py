@@ -1,7 +1,5 @@
 """Reading in chunks gives the samples that an index of members gives, or an error that names what is wrong."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Sequence

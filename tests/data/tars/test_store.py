@@ -1,7 +1,5 @@
 """Ranges of bytes: from files, and from a real http server that makes mistakes."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os

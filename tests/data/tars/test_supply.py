@@ -1,7 +1,5 @@
 """Chunks that the workers of a node fetch ahead: when, how many, and who."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Data ten times as large as the cache: each byte is fetched about once an epoch, whatever happens on the way."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Compressed shards, and those of servers that send whole files only, are copied once and read as the tars in them."""
 
-from __future__ import annotations
-
 import gzip
 import os
 from pathlib import Path

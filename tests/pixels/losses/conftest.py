@@ -1,7 +1,5 @@
 """Small networks with random weights in files, which stand for pretrained ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The adversarial term: who gets which gradient, from which step on, and with which weight."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """What every term of the loss on pixels keeps. A new one is a line in TERMS."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """LPIPS on random weights, beside the formula: its real weights are not here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Frozen networks: their layers, their weights, and what a user can get wrong."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What trackers have on the disk, read back: step → scalars; a step that is there twice is an error."""
 
-from __future__ import annotations
-
 import json
 import struct
 import warnings

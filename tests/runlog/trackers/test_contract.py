@@ -1,7 +1,5 @@
 """What every tracker does; a new one is a line in `TRACKERS`."""
 
-from __future__ import annotations
-
 import math
 import signal
 import subprocess

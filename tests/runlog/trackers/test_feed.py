@@ -1,7 +1,5 @@
 """Each step of metrics.jsonl reaches each tracker once, whenever the process is killed."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import shutil

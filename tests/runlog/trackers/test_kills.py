@@ -1,7 +1,5 @@
 """Real runs with all trackers, killed in the middle: each step is once in each tracker, as in metrics.jsonl."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
