@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.open_clip_models import save_open_clip
 from tests.towers.transformers_models import CAPTIONS, make_image, make_text
 from vqclip.errors import ConfigError
+from vqclip.nn.shapes import PatchBudget
 from vqclip.towers.blocks import block_names, layers, recompute_blocks
 from vqclip.towers.image import ConvolutionalTowerConfig, TimmTowerConfig
+from vqclip.towers.naflex import NaFlexTowerConfig
 from vqclip.towers.open_clip import OpenCLIPImageTowerConfig
 from vqclip.towers.text import TextTower, TransformerTowerConfig
 from vqclip.towers.transformers import TransformersImageTowerConfig, TransformersTextTowerConfig
@@ -27,6 +29,14 @@ from vqclip.train.step import ComputeConfig
 VIT = {"patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2, "drop_path_rate": 0.4, "proj_drop_rate": 0.3}
 CNN = {"depths": [1, 2, 1, 1], "dims": [8, 8, 16, 24], "drop_path_rate": 0.4}
 SE = {"layers": [1, 2, 1, 1], "channels": [8, 8, 16, 16]}
+NAFLEX = {
+    "patch_size": 4,
+    "embed_dim": 16,
+    "depth": 3,
+    "num_heads": 2,
+    "pos_embed_grid_size": [3, 4],
+    "drop_path_rate": 0.4,
+}
 RESNET = {"image_size": 64, "layers": [1, 2, 1, 1], "width": 8, "head_width": 64}
 
 
@@ -58,6 +68,7 @@ TOWERS = {
     "vit": lambda folder: vit(),
     "vit, last two": lambda folder: vit(train={"last": 2}),
     "vit, adapters": lambda folder: vit(train={"lora": {"rank": 2, "dropout": 0.5}}),
+    "any shape, last two": lambda folder: NaFlexTowerConfig(max_tokens=12, args=NAFLEX, train={"last": 2}),
     "convnext": lambda folder: TimmTowerConfig(name="convnext_atto", image_size=32, args=CNN),
     "convolutions": lambda folder: ConvolutionalTowerConfig(image_size=32, channels=[8, 16, 24]),
     "squeeze and excitation": lambda folder: TimmTowerConfig(name="seresnet18", image_size=32, args=SE, group_norm=4),
@@ -85,6 +96,9 @@ TOWERS = {
 def inputs(tower, samples=4):
     if isinstance(tower, TextTower):
         return tower.vocabulary([*CAPTIONS, "red"] * samples)
+    if isinstance(tower.size, PatchBudget):
+        images = torch.randint(0, 256, (samples, 3, 12, 16), dtype=torch.uint8)
+        return torch.stack([tower.size.cut(image[:, :, : 4 + 4 * n]) for n, image in enumerate(images)])
     return torch.rand(samples, 3, tower.image_size, tower.image_size)
 
 

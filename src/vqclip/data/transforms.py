@@ -80,7 +80,7 @@ class EvalTransformConfig(Config):
 
     mode: Literal["crop", "squash"] = "crop"
     """crop: resize the shorter side and crop the centre. squash: resize both sides independently. Images of any shape
-    are resized to whole patches, so that one crops or squashes them by less than a patch."""
+    are resized to whole patches, which stretches one side by less than a patch, and not cropped."""
     interpolation: Interpolation = "bicubic"
     """Interpolation; always antialiased."""
 
@@ -162,12 +162,11 @@ class EvalTransform:
         _check_image(image)
         size, (height, width) = self.size, image.shape[1:]
         sides = _sides(size, height, width)
-        if self.config.mode == "crop":
+        if isinstance(size, int) and self.config.mode == "crop":
             # Cropping first gives the same pixels up to the border, and resizes less.
-            high = min(height, max(1, (width * sides[0] + sides[1] // 2) // sides[1]))
-            wide = min(width, max(1, (height * sides[1] + sides[0] // 2) // sides[0]))
-            top, left = (height - high) // 2, (width - wide) // 2
-            image = image[:, top : top + high, left : left + wide]
+            side = min(height, width)
+            top, left = (height - side) // 2, (width - side) // 2
+            image = image[:, top : top + side, left : left + side]
         image = _resize(image, sides, self._interpolation)
         return image if isinstance(size, int) else size.cut(image)
 

@@ -398,7 +398,8 @@ class PooledEmbedding(nn.Module):
 
     def forward(self, vectors: Tensor, mask: Tensor | None = None) -> Tensor:
         """``(B, N, D)`` with an optional mask ``(B, N)`` (True = real) → ``(B, E)``, each of length 1 (fp32)."""
-        if self.has_shapes and mask is not None:
+        if self.has_shapes:
+            assert mask is not None
             x = vectors + F.embedding(cells_of(mask, math.isqrt(len(self.position) - 1)), self.position)
         else:
             x = vectors + self.position[: vectors.shape[1]]

@@ -118,8 +118,8 @@ class TokenizerDecoder(nn.Module):
 
     @property
     def bits_per_sample(self) -> float:
-        """Tokens × Σ log2(codebook size); for text of a caption that fills every position."""
-        return self.num_tokens * self.quantizer.bits
+        """Tokens × Σ log2(codebook size); of a caption that fills every position, or an image of as many patches."""
+        return (self.num_tokens - self.has_shapes) * self.quantizer.bits
 
     @property
     def device(self) -> torch.device:
@@ -138,11 +138,13 @@ class TokenizerDecoder(nn.Module):
         if self.modality != "image" or torch.compiler.is_compiling():  # reading values would break the graph
             return mask
         if self.has_shapes:
-            wrong = mask != shape_mask(shapes_of(mask), mask.shape[1])
-            for row in wrong.any(dim=1).nonzero().flatten().tolist():
+            wrong = (mask != shape_mask(shapes_of(mask), mask.shape[1])).any(dim=1) | (
+                mask.sum(dim=1) == self.num_tokens
+            )
+            for row in wrong.nonzero().flatten().tolist():
                 raise ShapeError(
-                    f"ids[{row}]: got an absent token (all ids -1) inside of an image; expected one after its first "
-                    "row, which tells its columns, whole rows, and absent tokens after the last one"
+                    f"ids[{row}]: got absent tokens (all ids -1) that are those of no image; expected one after its "
+                    "first row, which tells its columns, whole rows, and absent tokens after the last one"
                 )
             return mask
         return None if bool(mask.all()) else mask

@@ -311,6 +311,7 @@ class ImageTokenizer(Tokenizer):
             pixels = [self.preprocess(image) for image in require_images(images)]
             images = torch.stack(pixels) if pixels else self.tower.example()[:0].byte()
         elif isinstance(self.tower, NaFlexTower):
+            images = images.to(self.device)
             if not torch.compiler.is_compiling():
                 self.tower.require_places(images)
         elif (

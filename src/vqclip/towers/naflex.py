@@ -16,6 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError, ShapeError
+from vqclip.nn.precision import full_precision
 from vqclip.nn.shapes import LONGEST, PatchBudget, mark_columns, shape_mask
 from vqclip.towers.base import TowerConfig, set_training
 from vqclip.towers.image import ImageTower, load_weights, require_network_args, require_one_source, timm_errors
@@ -71,7 +72,8 @@ class NaFlexNetwork(nn.Module):
             shape = shape.amax(dim=0).expand(2, -1)
         high, wide = self.rows[shape[0, :, None], rows], self.columns[shape[1, :, None], columns]
         table = self.model.embeds.pos_embed[0]
-        return (high[..., None] * wide[..., None, :]).flatten(2).to(table.dtype) @ table.flatten(0, 1)
+        with full_precision(table.device):
+            return (high[..., None] * wide[..., None, :]).flatten(2).to(table.dtype) @ table.flatten(0, 1)
 
 
 def _interpolations(cells: int, sides: int, options: dict[str, Any]) -> Tensor:

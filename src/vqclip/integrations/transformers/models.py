@@ -107,7 +107,7 @@ class FolderModel(PreTrainedModel):
         stored: the module.
 
     Raises:
-        ConfigError: there is no module, such as from ``AutoModel.from_config``.
+        ConfigError: there is no module, such as from ``AutoModel.from_config``, or its images have any shape.
     """
 
     base_model_prefix = ""
@@ -119,6 +119,11 @@ class FolderModel(PreTrainedModel):
         if stored is None:
             name = type(self).__name__
             raise ConfigError(f"{name}: got a configuration without weights; expected {name}.from_pretrained")
+        if getattr(getattr(stored, "image", stored), "has_shapes", False):
+            raise ConfigError(
+                "image.tower.kind: got naflex, whose images have any shape, which models of transformers do not take; "
+                "expected a tokenizer with an image_size"
+            )
         setattr(self, self.stored_name, stored)
         self.post_init()
 
