@@ -140,7 +140,7 @@ def read_once(path: str, cache: Path, cache_gib: float, options: argparse.Namesp
             "workers": options.workers,
         }
     )
-    data = config.build(image_size=SIDE, tokenize=tokenize, batch_size=options.batch, seed=0)
+    data = config.build(size=SIDE, tokenize=tokenize, batch_size=options.batch, seed=0)
     steps = len(data) // options.batch
     begun, used = time.perf_counter(), cpu_seconds()
     for _ in data.batches(0, steps):

@@ -33,7 +33,7 @@ def open_data(folder: Path, seed: int = 0, batch_size: int = G, **options) -> Tr
         ClassShardsConfig(path=folder / "c"),
     )
     config = DataConfig(sources=sources, **{"workers": 0, **options})
-    return config.build(image_size=SIZE, tokenize=tokenize, batch_size=batch_size, seed=seed)
+    return config.build(size=SIZE, tokenize=tokenize, batch_size=batch_size, seed=seed)
 
 
 def global_batch(parts: list[Batch]) -> tuple[torch.Tensor, ...]:

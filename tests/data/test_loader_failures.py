@@ -120,7 +120,7 @@ def new_workers() -> Callable[[], list[int]]:
 
 def failing(folder: Path, function, **options) -> TrainData:
     config = DataConfig(sources=(CaptionShardsConfig(path=str(folder)),), **{"workers": 1, **options})
-    return config.build(image_size=SIZE, tokenize=function, batch_size=4, seed=0)
+    return config.build(size=SIZE, tokenize=function, batch_size=4, seed=0)
 
 
 def test_errors_in_workers_keep_their_traceback(folder: Path) -> None:

@@ -184,7 +184,7 @@ def export_files(request: pytest.FixtureRequest) -> Export:
 
 def training(config: SourceConfigBase, workers: int = 0) -> TrainData:
     data = DataConfig(sources=(config,), workers=workers)  # type: ignore[arg-type]
-    return data.build(image_size=SIZE, tokenize=tokenize, batch_size=G, seed=3)
+    return data.build(size=SIZE, tokenize=tokenize, batch_size=G, seed=3)
 
 
 def first_files(config: SourceConfigBase) -> list[Path]:

@@ -89,7 +89,7 @@ def test_a_kind_of_another_package(site: Path, tmp_path: Path) -> None:
     tree = load_config(
         Tree, None, [f"data.sources=[{{kind: numbers, path: {tmp_path}, weight: 2.0}}]", "data.workers=1"]
     )
-    (batch,) = tree.data.build(image_size=SIZE, tokenize=tokenize, batch_size=G, seed=0).batches(0, 1)
+    (batch,) = tree.data.build(size=SIZE, tokenize=tokenize, batch_size=G, seed=0).batches(0, 1)
     assert all(caption.startswith("number ") for caption in batch.captions)
     (tmp_path / "tree.yaml").write_text(to_yaml(tree))
     assert load_config(Tree, tmp_path / "tree.yaml") == tree
