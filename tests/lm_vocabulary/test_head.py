@@ -1,9 +1,11 @@
 """Heads over several codebooks: which codes a prediction sees, what it can learn, and how it draws."""
 
 import math
+import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pydantic import ValidationError
 
 from vqclip.errors import ConfigError, ShapeError
@@ -186,8 +188,27 @@ def test_embedding_sums_its_codes_and_leaves_absent_ones_out():
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiles_into_one_graph(kind):
     model, ids, hidden = head(kind), codes(), torch.randn(2, 4, 16)
+    seed = [3] * (kind == "bits")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(hidden, ids, *seed), model(hidden, ids, *seed))
     compiled = torch.compile(model.nats, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(hidden, ids), model.nats(hidden, ids))
+
+
+@pytest.mark.parametrize("masks", ["first", "random"])
+def test_padding_changes_no_hidden_digit(masks):
+    model, ids, hidden = head("bits", masks=masks), codes(), torch.randn(2, 4, 16)
+    padded = model(F.pad(hidden, (0, 0, 0, 2)), F.pad(ids, (0, 0, 0, 2), value=-1), 5)
+    torch.testing.assert_close(padded, model(hidden, ids, 5))
+    assert model(hidden, ids, 6) != model(hidden, ids, 5)
+
+
+def test_impossible_values_are_never_drawn():
+    model = head("bits", (12,) * 3, levels=(4, 3)).eval()
+    for temperature, guidance in ((1e6, 1.0), (1e6, 3.0)):
+        drawn = model.sample(torch.randn(200, 16), seed=0, temperature=temperature, guidance=guidance)
+        assert drawn.min() == 0
+        assert drawn.max() == 11
 
 
 def test_one_codebook_and_many_codes():
@@ -225,5 +246,12 @@ def test_wrong_settings_are_told():
         head("bits", (12,), levels=(4, 2))
     with pytest.raises(ShapeError, match="rows: got"):
         head("bits", (1000**3,) * 2000, levels=(1000,) * 3)
+    for shape, guidance, expected in (
+        ((1, 16), 2.0, "(2B, 16)"),
+        ((2, 15), 1.0, "(B, 16)"),
+        ((2, 1, 16), 1.0, "(B, 16)"),
+    ):
+        with pytest.raises(ShapeError, match=re.escape(f"hidden: got shape {shape}, expected {expected}")):
+            head("bits").sample(torch.zeros(shape), seed=0, guidance=guidance)
     with pytest.raises(ConfigError, match="temperature: got -1"):
         head("depth").sample(torch.zeros(1, 16), seed=0, temperature=-1)

@@ -27,11 +27,8 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS, MAX_LAYERS, MAX_WIDTH
 from vqclip.lm_vocabulary.embedding import require_rows
-from vqclip.lm_vocabulary.head import CodesHead
-from vqclip.seeds import derive_seed
-
-IMPOSSIBLE = -1e4
-"""Logit of a value that a digit does not have: exp gives 0, and float16 can hold it."""
+from vqclip.lm_vocabulary.head import IMPOSSIBLE, CodesHead
+from vqclip.nn.dropout import hash32
 
 
 class MaskedBitsHead(CodesHead):
@@ -88,18 +85,21 @@ class MaskedBitsHead(CodesHead):
         Args:
             hidden: as of `nats`.
             ids: as of `nats`.
-            seed: key of the draws, another one for each step and rank: ``derive_seed(seed, step, rank)``.
+            seed: key of the draws beside a token's row and column, so that padding changes none; another one for each
+                step and rank: ``derive_seed(seed, step, rank)``.
 
         Raises:
             ShapeError: see `nats`.
         """
         ids = self._require(hidden, ids)
         digits = self._to_digits(ids)
-        present, generator = digits >= 0, torch.Generator().manual_seed(derive_seed(seed, "hidden digits"))
+        present = digits >= 0
         count = present.sum(dim=-1, keepdim=True)
-        known = (torch.rand(*ids.shape[:2], 1, generator=generator).to(hidden.device) * count).floor()
+        row, column, digit = (torch.arange(size, device=ids.device) for size in digits.shape)
+        drawn = hash32(hash32(row ^ seed % 2**32)[:, None] ^ column)[..., None]
+        known = (drawn.double() / 2**32 * count).long()
         if self.config.masks == "random":
-            order = torch.rand(digits.shape, generator=generator).to(hidden.device).masked_fill(~present, 2)
+            order = hash32(drawn ^ hash32(digit + 1)).masked_fill(~present, 2**32)
             is_known = order.argsort(dim=-1).argsort(dim=-1) < known
         else:
             is_known = present.cumsum(dim=-1) <= known

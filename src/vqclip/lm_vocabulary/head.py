@@ -26,6 +26,9 @@ from vqclip.lm_vocabulary.embedding import require_rows
 from vqclip.lm_vocabulary.layouts import require_codes
 from vqclip.seeds import derive_seed
 
+IMPOSSIBLE = -1e4
+"""Logit of a value that cannot be: exp gives 0, and float16 can hold it."""
+
 
 class CodesEmbedding(nn.Module):
     """Sums the embeddings of a token's C codes, one table a codebook; an id of -1 adds nothing.
@@ -127,10 +130,14 @@ class CodesHead(nn.Module, ABC):
 
         Raises:
             ConfigError: a negative temperature.
+            ShapeError: hidden states of another shape.
         """
         if not temperature >= 0:
             raise ConfigError(f"temperature: got {temperature}, expected 0 (the likeliest code) or more")
         guided = guidance != 1
+        if hidden.ndim != 2 or hidden.shape[1] != self.width or len(hidden) % (1 + guided):
+            expected = f"(2B, {self.width}), as there is guidance" if guided else f"(B, {self.width})"
+            raise ShapeError(f"hidden: got shape {tuple(hidden.shape)}, expected {expected}")
         steps = self._columns()
         values = torch.full((len(hidden) // (1 + guided), steps[-1].stop), -1, device=hidden.device)
         for step, columns in enumerate(steps):
@@ -138,6 +145,7 @@ class CodesHead(nn.Module, ABC):
             if guided:
                 given, free = logits.chunk(2)
                 logits = free + guidance * (given - free)
+            logits = logits.masked_fill(logits < IMPOSSIBLE / 2, -torch.inf)  # at any temperature
             key = derive_seed(seed, "codes", token, step)
             values[:, columns] = _draw(logits.flatten(0, 1), temperature, key).view(logits.shape[:2])
         return self._to_ids(values)
