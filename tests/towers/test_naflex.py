@@ -289,6 +289,13 @@ def test_a_frozen_tower_trains_heads(tmp_path, mixed):
     assert losses[-1] < losses[0]
 
 
+def test_it_compiles_to_one_graph():
+    image = built(PRODUCT).image
+    images = image.batch(pictures())
+    compiled = torch.compile(image, backend="eager", fullgraph=True)(images)
+    assert torch.equal(compiled.ids, image(images).ids)
+
+
 def test_a_run_is_planned(tmp_path, mixed):
     tree = tree_of(tmp_path, mixed)
     assert plan_step(TrainConfig.model_validate(tree), processes=1).peak > 0
