@@ -310,11 +310,6 @@ def test_a_tokenizer_runs_its_tower_only_without_features():
     assert not model.image.tower.is_frozen
     assert torch.equal(model.image.tower_features(images).detach(), features[0])
     model.image.tower.forward = model.text.tower.forward = None
-
-    def mask(tokens):
-        return tokens > 0
-
-    model.text.mask = mask
     given = model(images[:, :, :0, :0], tokens, *features)
     assert torch.equal(given.image.embedding, trained.image.embedding)
     assert torch.equal(given.text.embedding, trained.text.embedding)

@@ -203,7 +203,7 @@ class Quantizer(nn.Module, ABC):
             mask: as of `forward`.
 
         Returns:
-            ``(..., D)``, equal bit for bit to ``decode(truncate(ids, stages))`` for the ids of `forward`. Its gradient
+            ``(..., D)``, equal bit for bit to ``decode(truncate(ids, stages))`` for the ids of `encode`. Its gradient
             reaches no code of a later stage.
 
         Raises:
