@@ -6,6 +6,7 @@ padded to it, so its features depend neither on the others of its batch nor on t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -219,9 +220,13 @@ class NaFlexTowerConfig(TowerConfig):
                 that does not fit.
         """
         from timm import create_model
+        from timm.models.naflexvit import NaFlexVitCfg
 
         with timm_errors(self, f"with max_tokens {self.max_tokens}"):
             model = create_model(self.name, pretrained=self.pretrained, num_classes=0, global_pool="", **self.args)
+            known = {field.name for field in dataclasses.fields(NaFlexVitCfg)}
+            if unknown := [name for name in self.args if name not in known]:  # older versions of timm ignore them
+                raise TypeError(f"unexpected argument {unknown[0]!r}")
             side = self._patch_size(model)
             mean, std = load_weights(model, self.checkpoint)
             size = PatchBudget(side, self.max_tokens)
