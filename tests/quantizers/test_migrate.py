@@ -86,7 +86,7 @@ def test_ids_are_equal_and_training_goes_on(name: str) -> None:
     assert len(ids) == 2
     ids = rearrange(ids, "g b n q -> b n (g q)") if name.startswith("grouped") else ids
     assert torch.equal(out.ids, ids.reshape(*out.ids.shape).long())
-    if name != "vq, heads":
+    if name not in ("vq, heads", "residual vq, diveq"):  # that library adds noise in evaluation, too
         torch.testing.assert_close(out.vectors, vectors, rtol=1e-5, atol=1e-5)
 
     ours = from_vector_quantize_pytorch(module, inner=True).train()
@@ -161,7 +161,8 @@ def test_quantize_dropout_leaves_as_many_stages() -> None:
 
 
 def test_noise_of_diveq_has_the_variance_of_that_library() -> None:
-    one = peer.VectorQuantize(dim=4, codebook_size=8, directional_reparam=True, directional_reparam_variance=0.02)
+    settings = {"directional_reparam_variance": 0.02, "threshold_ema_dead_code": 2}
+    one = peer.VectorQuantize(dim=4, codebook_size=8, directional_reparam=True, **settings)
     several = peer.ResidualVQ(dim=4, codebook_size=8, num_quantizers=2, diveq=True, rotation_trick=False)
     stage = from_vector_quantize_pytorch(several).stages[0]
     assert stage.learning == "diveq"
