@@ -96,6 +96,7 @@ def main() -> None:
     if options.one:
         train_here(folder, options.one, options.seeds[0], options.steps)
         return
+    print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     if not (folder / "test").exists():
         cut_images(folder)
     jobs = [(arm, seed) for seed in options.seeds for arm in ARMS]

@@ -39,6 +39,7 @@ class PlainTokenizer(nn.Module):
     """
 
     num_tokens = 1
+    has_shapes = False
 
     def __init__(self, modality: str, codes: int):
         super().__init__()
@@ -50,8 +51,11 @@ class PlainTokenizer(nn.Module):
         self.quantizer = SimpleNamespace(extent=Prefix(1, 1), places=((0, 0),))
         self.device = torch.device("cpu")
 
-    def transform(self, image: Tensor) -> Tensor:
-        return image
+    class transform:
+        size = 1
+
+        def __new__(cls, image: Tensor) -> Tensor:
+            return image
 
     class preprocess:
         context_length = 1

@@ -51,6 +51,10 @@ if TYPE_CHECKING:
 TokenizerT = TypeVar("TokenizerT", bound="Tokenizer")
 
 
+_LATER = {"package": None, "pos_embed": "learned", "norm_layer": "layernorm", "mlp_layer": "mlp", "qk_norm": False}
+"""Settings of towers that came later, and their defaults, with which a tower is as before."""
+
+
 class TokenizerOutput(NamedTuple):
     """Output of a tokenizer in training."""
 
@@ -199,10 +203,12 @@ class Tokenizer(TokenizerDecoder, ABC):
         del section["tower"]["train"]  # how it was trained is no part of a tokenizer
         for projection, name in itertools.product(("project_in", "project_out"), ("dropout", "input_dropout")):
             section[projection].pop(name, None)
+        # As in the folders and fingerprints from before these settings.
         if self.config.reduce is None:
-            del section["reduce"]  # as in the folders and fingerprints from before this setting
-        if section["tower"].get("package", "") is None:
-            del section["tower"]["package"]  # likewise
+            del section["reduce"]
+        for name, default in _LATER.items():
+            if section["tower"].get(name, "") == default:
+                del section["tower"][name]
         return section | tokens | {"embed_dim": self.embed_dim}
 
 
