@@ -24,8 +24,8 @@ from vqclip.errors import ConfigError, ShapeError, name_section
 from vqclip.nn.inputs import require_ids
 from vqclip.nn.precision import full_precision
 from vqclip.quantizers import Product, QuantizerConfig, QuantizerOutput
-from vqclip.quantizers.base import check_ids
 from vqclip.quantizers.stats import random_integers
+from vqclip.quantizers.vectors import check_ids
 from vqclip.seeds import derive_seed
 from vqclip.towers.image import Normalize
 

@@ -9,13 +9,14 @@ from typing import Annotated
 
 from pydantic import Field
 
-from vqclip.quantizers.base import Prefix, Quantizer, QuantizerOutput
+from vqclip.quantizers.base import Quantizer, QuantizerOutput
 from vqclip.quantizers.binary import BSQ, LFQ, BinaryLossWeights, BSQConfig, LFQConfig
 from vqclip.quantizers.fsq import FSQ, FSQConfig, Identity, IdentityConfig
 from vqclip.quantizers.nearest import SimVQ, SimVQConfig
 from vqclip.quantizers.nested import Product, ProductConfig, Residual, ResidualConfig
 from vqclip.quantizers.other_programs import codebook_matrix, from_vector_quantize_pytorch
 from vqclip.quantizers.stats import Order, Stats, sync
+from vqclip.quantizers.vectors import Prefix
 from vqclip.quantizers.vq import VQ, VQConfig, VQLossWeights
 
 QuantizerConfig = Annotated[

@@ -20,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from vqclip.nn.precision import full_precision
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.vectors import (
     MAX_COUNTED_CODES,
+    Prefix,
+    check_ids,
     histogram,
     straight_through,
     summary,
@@ -40,42 +42,6 @@ log = logging.getLogger(__name__)
 
 MAX_FORWARDS_WITHOUT_UPDATE = 128
 """Maximum number of forwards with gradients in training mode without an `update`; one more is reported."""
-
-
-class Prefix(NamedTuple):
-    """The first stages of every `Residual` and the first codebooks of every `Product`.
-
-    Stages of nested `Residual` and codebooks of nested `Product` are counted through, outermost first.
-    """
-
-    stages: int
-    """Number of stages, at least 1; 0 without codes."""
-    codebooks: int
-    """Number of codebooks of a stage, at least 1; 0 without codes."""
-
-    def __str__(self) -> str:
-        words = (("stage", self.stages), ("codebook", self.codebooks))
-        return ", ".join(f"{number} {word}{'s' * (number > 1)}" for word, number in words)
-
-    def shorter(self) -> list[Prefix]:
-        """Return the prefixes to evaluate: by stages with all codebooks, by codebooks with all stages, and this one.
-
-        Numbers of stages and of codebooks are 1, 2, 3, ... up to 8, or 1, 2, 4, ... of more. Without codes there is no
-        prefix.
-        """
-        counts = [{most, *(n for n in range(1, most) if most <= 8 or n.bit_count() == 1)} for most in self]
-        found = {Prefix(number, self.codebooks) for number in counts[0]}
-        found |= {Prefix(self.stages, number) for number in counts[1]}
-        # By stages, then by codebooks.
-        return sorted(
-            (each for each in found if min(each)),
-            key=lambda each: (each == self, each.codebooks < self.codebooks, each),
-        )
-
-    def share(self, of: Prefix, to: Prefix) -> Prefix:
-        """Return the prefix that is the same share of ``to`` as this one is of ``of``, rounded up."""
-        stages, codebooks = (-(-part * new // old) for part, old, new in zip(self, of, to, strict=True))
-        return Prefix(stages, codebooks)
 
 
 @dataclass(eq=False)
@@ -492,27 +458,6 @@ class Quantizer(nn.Module, ABC):
         keep = mask.reshape(-1)
         # Padding may contain anything, also NaN; it must not reach a statistic or a gradient.
         return self._bound(tokens.masked_fill(~keep[:, None, None], 0)), keep
-
-
-def check_ids(name: str, sizes: Sequence[int], ids: Tensor) -> None:
-    """Raise a `ShapeError` for ids of a wrong width or dtype, or out of range."""
-    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
-        raise ShapeError(f"{name}: ids are {ids.dtype}, expected integers")
-    if ids.ndim == 0 or ids.shape[-1] != len(sizes):
-        raise ShapeError(
-            f"{name}: ids have shape {tuple(ids.shape)}, expected (..., {len(sizes)}): one id per codebook"
-        )
-    if torch.compiler.is_compiling():  # the check below depends on values, which a graph cannot
-        return
-    largest = torch.tensor([size - 1 for size in sizes], device=ids.device)
-    wide = ids.long()  # a narrow dtype could not hold the sizes
-    wrong = (wide < -1) | (wide > largest)
-    if bool(wrong.any()):
-        *_, codebook = (int(index) for index in wrong.nonzero()[0])
-        raise ShapeError(
-            f"{name}: id {int(wide[wrong][0])} in codebook {codebook}, expected 0 to {int(largest[codebook])}, or "
-            "-1 for none"
-        )
 
 
 def resolve_weights(name: str, defaults: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:

@@ -1,21 +1,58 @@
-"""Arithmetic on vectors, ids and counts of codes for all quantizers (C codebooks with K codes each)."""
+"""Arithmetic on vectors, ids, their prefixes and counts of codes for all quantizers (C codebooks with K codes each)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor
 
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.precision import gpu_memory
 
 SHORT = 1e-6
 """Shorter vectors have no direction."""
 MAX_COUNTED_CODES = 2**20
 """Codebooks with more codes are not counted, because of the size of the histogram."""
+
+
+class Prefix(NamedTuple):
+    """The first stages of every `Residual` and the first codebooks of every `Product`.
+
+    Stages of nested `Residual` and codebooks of nested `Product` are counted through, outermost first.
+    """
+
+    stages: int
+    """Number of stages, at least 1; 0 without codes."""
+    codebooks: int
+    """Number of codebooks of a stage, at least 1; 0 without codes."""
+
+    def __str__(self) -> str:
+        words = (("stage", self.stages), ("codebook", self.codebooks))
+        return ", ".join(f"{number} {word}{'s' * (number > 1)}" for word, number in words)
+
+    def shorter(self) -> list[Prefix]:
+        """Return the prefixes to evaluate: by stages with all codebooks, by codebooks with all stages, and this one.
+
+        Numbers of stages and of codebooks are 1, 2, 3, ... up to 8, or 1, 2, 4, ... of more. Without codes there is no
+        prefix.
+        """
+        counts = [{most, *(n for n in range(1, most) if most <= 8 or n.bit_count() == 1)} for most in self]
+        found = {Prefix(number, self.codebooks) for number in counts[0]}
+        found |= {Prefix(self.stages, number) for number in counts[1]}
+        # By stages, then by codebooks.
+        return sorted(
+            (each for each in found if min(each)),
+            key=lambda each: (each == self, each.codebooks < self.codebooks, each),
+        )
+
+    def share(self, of: Prefix, to: Prefix) -> Prefix:
+        """Return the prefix that is the same share of ``to`` as this one is of ``of``, rounded up."""
+        stages, codebooks = (-(-part * new // old) for part, old, new in zip(self, of, to, strict=True))
+        return Prefix(stages, codebooks)
 
 
 def tokens_at_a_time(device: torch.device, numbers: int, most: int) -> int:
@@ -134,3 +171,24 @@ def summary(name: str, each: Tensor, used: Tensor | None = None) -> Tensor:
     if name == "oldest":
         return each.max()
     return each.mean() if used is None else each.sum() / used.sum()
+
+
+def check_ids(name: str, sizes: Sequence[int], ids: Tensor) -> None:
+    """Raise a `ShapeError` for ids of a wrong width or dtype, or out of range."""
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise ShapeError(f"{name}: ids are {ids.dtype}, expected integers")
+    if ids.ndim == 0 or ids.shape[-1] != len(sizes):
+        raise ShapeError(
+            f"{name}: ids have shape {tuple(ids.shape)}, expected (..., {len(sizes)}): one id per codebook"
+        )
+    if torch.compiler.is_compiling():  # the check below depends on values, which a graph cannot
+        return
+    largest = torch.tensor([size - 1 for size in sizes], device=ids.device)
+    wide = ids.long()  # a narrow dtype could not hold the sizes
+    wrong = (wide < -1) | (wide > largest)
+    if bool(wrong.any()):
+        *_, codebook = (int(index) for index in wrong.nonzero()[0])
+        raise ShapeError(
+            f"{name}: id {int(wide[wrong][0])} in codebook {codebook}, expected 0 to {int(largest[codebook])}, or "
+            "-1 for none"
+        )
