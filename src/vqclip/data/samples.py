@@ -145,14 +145,15 @@ class SampleMaker:
         if "image" not in stored:
             decoded = _decode(self.sources[source], index, raw, self._max_pixels, self.transform.min_side)
             image = self.transform(decoded, self._augmentation.at(view, sample_id))
-        choice = self._choose_caption(source, raw, hash_integers(self._caption_seed, epoch, sample_id))
+        choice = self._choose_caption(source, raw, epoch, sample_id) if len(raw.captions) > 1 else 0
         entries = {"image": (view, self.views or 1), "text": (choice, len(raw.captions))}
         features = {name: each.read(sample_id, *entries[each.settings.modality]) for name, each in stored.items()}
         return Sample(image, raw.captions[choice], sample_id, raw.label, features)
 
-    def _choose_caption(self, source: int, raw: RawSample, draw: np.ndarray) -> int:
-        """Return the number of the caption that a uniform uint64 draws, by the weight of its key if there are any."""
-        weights, count = self.caption_weights[source], len(raw.captions)
+    def _choose_caption(self, source: int, raw: RawSample, epoch: int, sample_id: int) -> int:
+        """Return the number of a drawn caption, by the weight of its key if there are any."""
+        draw, count = hash_integers(self._caption_seed, epoch, sample_id), len(raw.captions)
+        weights = self.caption_weights[source]
         if not (weights and raw.keys):
             return int(draw % np.uint64(count))
         bounds = np.cumsum([weights[key] / raw.keys.count(key) for key in raw.keys])

@@ -15,6 +15,7 @@ import torch
 import torchvision.transforms.v2.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
+from torch.nn.functional import interpolate
 from torchvision.transforms import InterpolationMode
 
 from vqclip.config import Config
@@ -102,7 +103,6 @@ class TrainTransform:
         self.size = size
         self.shape = (3, size, size) if isinstance(size, int) else size.shape
         """Shape of the result."""
-        self._interpolation = InterpolationMode(config.interpolation)
         narrowest = config.scale[0] * min(config.ratio[0], 1 / config.ratio[1], 1.0)
         side = size if isinstance(size, int) else size.largest_short_side
         self.min_side = math.ceil(side / math.sqrt(narrowest)) if config.dct_scaling else None
@@ -117,7 +117,7 @@ class TrainTransform:
         ratio = config.ratio[0] * own, config.ratio[1] * own
         top, left, height, width = _random_box(image.shape[1], image.shape[2], config.scale, ratio, rng)
         sides = _sides(size, height, width)
-        image = _resize(image[:, top : top + height, left : left + width], sides, self._interpolation)
+        image = _resize(image[:, top : top + height, left : left + width], sides, config.interpolation)
         if config.rotation > 0 or config.translation > 0:
             turn, right, down = rng.uniform(-1, 1, 3).tolist()
             image = F.affine(
@@ -155,7 +155,6 @@ class EvalTransform:
     def __init__(self, config: EvalTransformConfig, size: Size):
         self.config = config
         self.size = size
-        self._interpolation = InterpolationMode(config.interpolation)
 
     def __call__(self, image: Tensor) -> Tensor:
         """Transform ``(3, H, W)`` uint8 → ``(3, S, S)``, or the patches of `PatchBudget.cut`, uint8."""
@@ -167,7 +166,7 @@ class EvalTransform:
             side = min(height, width)
             top, left = (height - side) // 2, (width - side) // 2
             image = image[:, top : top + side, left : left + side]
-        image = _resize(image, sides, self._interpolation)
+        image = _resize(image, sides, self.config.interpolation)
         return image if isinstance(size, int) else size.cut(image)
 
 
@@ -189,11 +188,13 @@ def _sides(size: Size, height: int, width: int) -> tuple[int, int]:
     return rows * size.patch_size, columns * size.patch_size
 
 
-def _resize(image: Tensor, sides: tuple[int, int], interpolation: InterpolationMode) -> Tensor:
+def _resize(image: Tensor, sides: tuple[int, int], interpolation: Interpolation) -> Tensor:
+    if image.shape[1:] == sides:
+        return image
     if image.stride(0) == 1:
         # A crop of a decoded (channels-last) image: torch's vectorised kernel needs it contiguous (2x at 224 px).
         image = image[None].contiguous(memory_format=torch.channels_last)[0]
-    return F.resize(image, list(sides), interpolation=interpolation, antialias=True)
+    return interpolate(image[None], sides, mode=interpolation, antialias=True)[0]
 
 
 def _random_box(
