@@ -150,10 +150,15 @@ def boastful_tar(path: Path, claims: int) -> Path:
     return _with_sum(path, bytearray(info.tobuf(tarfile.USTAR_FORMAT)))
 
 
+def with_checksum(data: bytearray, at: int = 0) -> bytearray:
+    """The data, with a checksum that fits in the tar header at a place."""
+    data[at + 148 : at + 156] = b" " * 8
+    data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
+    return data
+
+
 def _with_sum(path: Path, header: bytearray) -> Path:
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header[:512])
-    path.write_bytes(bytes(header) + bytes(10_240 - len(header)))
+    path.write_bytes(bytes(with_checksum(header)) + bytes(10_240 - len(header)))
     return path
 
 

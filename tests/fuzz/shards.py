@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 from PIL import Image
 
+from tests.data.hostile import with_checksum
 from tests.data.making import caption_members, encode, member_places, open_tars, pixels
 from tests.fuzz.mutate import NUMBERS, mutated
 from vqclip.data.decode import decode_image
@@ -71,8 +72,7 @@ def case(draw: random.Random, known: list[bytes]) -> bytes:
             if data[at + 257 : at + 262] == b"ustar" or draw.random() < 0.01:
                 if draw.random() < 0.1:  # a header's type or size
                     data[at + draw.choice((124, 130, 134, 156))] = draw.choice(b"0123457LKxgS\0 \x80\xff")
-                data[at + 148 : at + 156] = b" " * 8
-                data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + _BLOCK])
+                with_checksum(data, at)
     return bytes(data)
 
 

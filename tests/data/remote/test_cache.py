@@ -142,9 +142,7 @@ def test_the_folder_may_be_removed(folder: Folder) -> None:
     assert folder.keys == "a"
 
 
-def test_a_full_disk_and_a_folder_of_another_user_are_explained(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_and_a_folder_of_another_user_are_explained(folder, monkeypatch):
     folder.use("a")
     for code, text in ((errno.ENOSPC, "No space left on device"), (errno.EACCES, "Permission denied")):
 

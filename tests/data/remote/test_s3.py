@@ -97,9 +97,7 @@ def test_each_request_is_sent_once(bucket: Any, pauses: list[float], monkeypatch
         assert time.monotonic() - start < 100  # all of it would take 200
 
 
-def test_an_object_that_changes_while_it_comes_is_fetched_again(
-    bucket: Any, tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_that_changes_while_it_comes_is_fetched_again(bucket, tmp_path, pauses, monkeypatch):
     monkeypatch.setattr(transfer, "_BLOCK", 4096)
     bucket[0].pipe_file("bucket/c/0.tar", b"a" * 10_000)
     read, changes = transfer._object_blocks, [b"b" * 10_000]

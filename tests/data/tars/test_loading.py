@@ -94,9 +94,7 @@ def test_batches_of_local_shards(folder: Path, expected: list[tuple[torch.Tensor
     assert [one == other for one, other in pairs] == [True, False, True]
 
 
-def test_batches_of_shards_on_a_server(
-    folder: Path, expected: list[tuple[torch.Tensor, ...]], server: FaultyServer, cache: Path
-) -> None:
+def test_batches_of_shards_on_a_server(folder, expected, server, cache):
     url = server.add(folder, "/data")
     data = open_chunks(url)
     server.requests.clear()
@@ -112,28 +110,6 @@ def test_batches_of_shards_on_a_server(
     assert open_chunks(folder).fingerprint == data.fingerprint
 
 
-LAYOUTS = ((0,), (0, 0), (0, 1), (0, 0, 1), (0,) * 8, (0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 1, 1, 2, 2, 3, 3))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1, 5])
-@pytest.mark.parametrize("place", ["local", "http", "s3"])
-def test_batches_of_all_layouts(
-    folder: Path, expected: list[tuple[torch.Tensor, ...]], place: str, workers: int, request: pytest.FixtureRequest
-) -> None:
-    where: Path | str = folder
-    if place == "http":
-        where = request.getfixturevalue("server").add(folder, "/data")
-    elif place == "s3":
-        files, _ = request.getfixturevalue("bucket")
-        put(files, folder, "chunks")
-        where = "s3://bucket/chunks"
-    data = open_chunks(where, workers=workers)
-    for nodes in LAYOUTS if workers == 0 else ((0,), (0, 0, 1)):
-        require_same(data, expected, nodes)
-        require_same(data, expected, nodes, start=5)
-
-
 # ---- what does not fit
 
 
@@ -143,13 +119,7 @@ def one_source(url: str, gib: float = 1.0) -> CaptionShardsConfig:
     )
 
 
-def test_indexes_that_do_not_fit(
-    folder: Path,
-    server: FaultyServer,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_indexes_that_do_not_fit(folder, server, tmp_path, caplog, monkeypatch):
     url = server.add(folder / "a", "/a")
     size = sum(len(data) for data in server.files.values()) / 2**30
     with pytest.raises(
@@ -196,9 +166,7 @@ def test_other_indexes_that_cannot_be_used(folder: Path, monkeypatch: pytest.Mon
 # ---- interruptions
 
 
-def test_the_cache_may_go_and_shards_may_change(
-    folder: Path, expected: list[tuple[torch.Tensor, ...]], cache: Path, server: FaultyServer
-) -> None:
+def test_the_cache_may_go_and_shards_may_change(folder, expected, cache, server):
     data = open_chunks(server.add(folder, "/data"))
     batches = data.batches()
     for number, (batch, (ids, *_)) in enumerate(zip(batches, expected, strict=False)):

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import tarfile
 import threading
 import time
 from collections.abc import Sequence
@@ -13,16 +12,15 @@ import pytest
 from tests.data import serving
 from tests.data.making import caption_members, count_calls, make_index, write_tar
 from tests.data.serving import FaultyServer
-from tests.data.tars.test_index import read, tiny
+from tests.data.tars.test_index import tiny
 from vqclip.data.remote.files import RemoteShard, Shard
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.table_file import open_table, save_table
 from vqclip.data.tars import make
 from vqclip.data.tars import open as module
-from vqclip.data.tars.index import TarIndex, open_index, scan_chunk
+from vqclip.data.tars.index import TarIndex, open_index
 from vqclip.data.tars.make import IndexMaker, Parts
-from vqclip.data.tars.members import scan_shard
 from vqclip.data.tars.open import cached_index, data_folder, find_index, index_name
 from vqclip.errors import DataError, StorageError
 
@@ -39,28 +37,6 @@ def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(make, "scan_shard", count)
     return names
-
-
-def test_only_changed_shards_are_read_again(tmp_path: Path, scanned: list[str]) -> None:
-    shards = tiny(tmp_path / "a")
-    parts = Parts(tmp_path / "parts")
-    first = make_index(shards, tmp_path / "1", 4, parts).facts.content
-    assert sorted(scanned) == [path.name for path in shards]
-    scanned.clear()
-    assert make_index(shards, tmp_path / "2", 4, parts).facts.content == first
-    assert make_index(shards[:5], tmp_path / "3", 7, parts).samples == 13
-    assert scanned == []
-    tiny(tmp_path / "b", (0, 3, 8, 2, 0, 2, 5, 0))[2].replace(shards[2])
-    changed = make_index(shards, tmp_path / "4", 4, parts)
-    assert scanned == ["2.tar"]
-    assert (changed.samples, changed.facts.content == first) == (19, False)
-    for number in range(len(changed)):
-        scan_chunk(changed, number, read(changed, number, shards), shards)
-    scanned.clear()
-    for damaged in (tmp_path / "parts").iterdir():  # that of the former shard too
-        damaged.write_bytes(damaged.read_bytes()[:-40] + bytes(40))
-    assert make_index(shards, tmp_path / "5", 4, parts).facts.content == changed.facts.content
-    assert len(scanned) == len(shards)
 
 
 def test_crafted_parts(tmp_path: Path, scanned: list[str]) -> None:
@@ -121,9 +97,7 @@ def test_a_shard_that_is_written_to_meanwhile(tmp_path: Path, monkeypatch: pytes
         maker.read_all()
 
 
-def test_shards_at_urls_are_read_in_streams(
-    tmp_path: Path, server: FaultyServer, pauses: list[float], cache: Path
-) -> None:
+def test_shards_at_urls_are_read_in_streams(tmp_path, server, pauses, cache):
     shards = [write_tar(tmp_path / f"{n}.tar", caption_members(4 * n, 4)) for n in range(3)]
     for path in shards:
         server.files[f"/{path.name}"], server.tags[f"/{path.name}"] = path.read_bytes(), f'"{path.name}"'
@@ -160,17 +134,6 @@ def test_an_error_of_a_server_stops_all(tmp_path: Path, server: FaultyServer, pa
         maker.read_all(2)
     assert time.monotonic() - start < 5
     assert threading.active_count() < 20
-
-
-@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_blocks_of_any_size_make_the_same_part(tmp_path: Path, kind: int) -> None:
-    data = tiny(tmp_path, (6,), kind)[0].read_bytes()
-    parts = [
-        scan_shard(tmp_path / "0.tar", [data[at : at + size] for at in range(0, len(data), size)], len(data))
-        for size in (len(data), 512, 700, 5000)
-    ]
-    assert all(each.digests.tobytes() == parts[0].digests.tobytes() for each in parts)
-    assert all(each.begins.tolist() == parts[0].begins.tolist() for each in parts)
 
 
 # ---- Where an index is looked for, and which one is used.
@@ -221,9 +184,7 @@ def test_index_beside_local_data_or_in_the_cache(tmp_path: Path, caplog: pytest.
     assert find_index(shards) is None
 
 
-def test_index_at_a_url_is_fetched_once(
-    tmp_path: Path, server: FaultyServer, pauses: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_index_at_a_url_is_fetched_once(tmp_path, server, pauses, caplog):
     shards = tiny(tmp_path)
     there = remote(*(f"{server.url}/a/{path.name}?key=secret" for path in shards))
     assert find_index(there) is None
@@ -248,9 +209,7 @@ def test_index_at_a_url_is_fetched_once(
     assert find_index(there) is None
 
 
-def test_damaged_and_crafted_indexes_at_a_url(
-    tmp_path: Path, server: FaultyServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_and_crafted_indexes_at_a_url(tmp_path, server, caplog, monkeypatch):
     shards = tiny(tmp_path)
     there = remote(*(f"{server.url}/a/{path.name}" for path in shards))
     good = make_index(shards, tmp_path / "index").path.read_bytes()

@@ -31,9 +31,7 @@ def test_names_with_dots(tmp_path: Path, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("in_chunks", [False, True])
-def test_members_that_extend_a_sample_are_no_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_chunks: bool
-) -> None:
+def test_members_that_extend_a_sample_are_no_samples(tmp_path, monkeypatch, in_chunks):
     monkeypatch.setattr(make, "MOST_WITH_MEMBERS", 0 if in_chunks else 1 << 40)
     members: dict[str, bytes] = {}
     for key in ("0", "1.5", "2"):

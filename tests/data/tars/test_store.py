@@ -72,9 +72,7 @@ def test_a_page_in_place_of_a_part_is_tried_again(server: FaultyServer, url: str
         (status(206, Content_Range=f"bytes 0-9/{len(BODY)}"), "sent bytes 0-9/255744; asked for bytes 100-299", 4),
     ],
 )
-def test_what_does_not_pass_is_an_error(
-    server: FaultyServer, url: str, pauses: list[float], fault: serving.Fault, message: str, tries: int
-) -> None:
+def test_what_does_not_pass_is_an_error(server, url, pauses, fault, message, tries):
     server.for_ever["/0.tar"] = fault
     text = str(refusal(url))
     assert text.startswith(f"{url}: cannot be fetched: ")
@@ -112,9 +110,7 @@ def open_now() -> int:
 
 
 @pytest.mark.parametrize(("allowed", "most"), [(40, 10), (10**6, 20), (resource.RLIM_INFINITY, 20), (3, 1)])
-def test_files_stay_open_within_a_share_of_the_limit(
-    tmp_path: Path, allowed: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_stay_open_within_a_share_of_the_limit(tmp_path, allowed, most, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (allowed, allowed))
     files, before = OpenFiles(), open_now()
     for number in [*range(20), 0, 19]:
