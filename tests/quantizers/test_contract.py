@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.training import differences
+from vqclip.config.messages import kinds_of
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.quantizers import (
     FSQ,
@@ -53,7 +54,6 @@ CONFIGS = {
     "fsq, symmetric": FSQConfig(levels=(8, 5, 2), layout="symmetric"),
     "fsq, uniform": FSQConfig(levels=(8, 5, 2), layout="uniform"),
     "bsq": BSQConfig(bits=9, **SOFT),
-    "bsq of 2^63 codes": BSQConfig(bits=63, loss_weights=NO_GAP, **SOFT),
     "vq": VQConfig(dim=6, codebook_size=32),
     "vq, plain": VQConfig(dim=6, codebook_size=7, kmeans=False, dead_below=0, gradient="straight_through"),
     "vq, learned": VQConfig(dim=4, codebook_size=16, learning="gradient"),
@@ -83,14 +83,12 @@ CONFIGS = {
     "residual of vq, beam": ResidualConfig(layer=VQConfig(dim=5, codebook_size=16), depth=3, beam=4),
     "product of vq": ProductConfig(layer=VQConfig(dim=3, codebook_size=16), codebooks=3),
     "product of bsq": ProductConfig(layer=BSQConfig(bits=4, **SOFT), codebooks=2),
-    "product of simvq": ProductConfig(layer=SimVQConfig(dim=3, codebook_size=8), codebooks=2),
     "product of residual of vq": ProductConfig(
         layer=ResidualConfig(layer=VQConfig(dim=3, codebook_size=8), depth=2), codebooks=2
     ),
     "product of residual of vq, diveq": ProductConfig(
         layer=ResidualConfig(layer=VQConfig(dim=3, codebook_size=8, learning="diveq"), depth=2), codebooks=2
     ),
-    "product of fsq": ProductConfig(layer=FSQConfig(levels=(5, 4, 3)), codebooks=3),
     "product of lfq": ProductConfig(layer=LFQConfig(bits=5, **SOFT), codebooks=2),
     "product of product": ProductConfig(layer=ProductConfig(layer=LFQConfig(bits=3, **SOFT), codebooks=2), codebooks=2),
     "product of identity": ProductConfig(layer=IdentityConfig(dim=2), codebooks=2),
@@ -177,13 +175,6 @@ class TestOutput:
             assert same_bits(quantizer.decode(out.ids), out.vectors)
         assert torch.isfinite(out.vectors).all()
 
-    def test_decode_equals_vectors(self, discrete: Quantizer) -> None:
-        x = vectors_for(discrete, 200, 5)
-        out = discrete(x)
-        assert same_bits(discrete.decode(out.ids), out.vectors)
-        wide = discrete(x.double())
-        assert torch.equal(discrete.decode(wide.ids).double(), wide.vectors)
-
     def test_decoded_vectors_quantize_to_their_own_ids(self, discrete: Quantizer) -> None:
         """Two ids never share a vector: a random id is found again in its vector."""
         generator = torch.Generator().manual_seed(0)
@@ -211,15 +202,6 @@ class TestOutput:
         torch.testing.assert_close(total, discrete.decode(ids), rtol=1e-6, atol=1e-7)
         with pytest.raises(ShapeError, match=rf"got codebook {len(matrix)}, expected 0 to"):
             codebook_matrix(discrete, len(matrix))
-
-    @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - DISCRETE.keys()))
-    def test_where_there_are_no_codes_there_is_nothing_to_decode(self, name: str) -> None:
-        quantizer = CONFIGS[name].build()
-        assert quantizer.codebook_sizes == ()
-        with pytest.raises(ShapeError, match=r"Identity has no codebook.*use FSQ or LFQ"):
-            quantizer.decode(quantizer(vectors_for(quantizer, 2, 3)).ids)
-        with pytest.raises(ShapeError, match="got codebook 0, expected none: it has no codebook"):
-            codebook_matrix(quantizer, 0)
 
     def test_the_same_in_any_mode_and_arrangement(self, quantizer: Quantizer) -> None:
         x, mask = vectors_for(quantizer, 3, 4).requires_grad_(), ragged_mask(3, 4)
@@ -473,8 +455,6 @@ class TestGraphs:
         torch._dynamo.reset()
         ids = quantizer(vectors_for(quantizer, 4, 6)).ids
         if not quantizer.codebook_sizes:
-            with pytest.raises(ShapeError, match="no codebook"):
-                quantizer.decode(ids)
             return
         decode = torch.compile(quantizer.decode, fullgraph=True, backend="aot_eager")
         assert torch.equal(decode(ids), quantizer.decode(ids))
@@ -513,8 +493,10 @@ class TestErrors:
 
     def test_ids(self, quantizer: Quantizer) -> None:
         if not quantizer.codebook_sizes:
-            with pytest.raises(ShapeError, match="no codebook"):
+            with pytest.raises(ShapeError, match=r"Identity has no codebook.*use FSQ or LFQ"):
                 quantizer.decode(torch.zeros(3, 0, dtype=torch.int64))
+            with pytest.raises(ShapeError, match="got codebook 0, expected none: it has no codebook"):
+                codebook_matrix(quantizer, 0)
             return
         ids = quantizer(vectors_for(quantizer, 3)).ids
         with pytest.raises(ShapeError, match=r"torch\.float32, expected integers"):
@@ -529,6 +511,10 @@ class TestErrors:
                 broken[1, -1] = wrong
                 with pytest.raises(ShapeError, match=rf"id {wrong} in codebook {ids.shape[-1] - 1}, expected 0 to"):
                     quantizer.decode(broken)
+
+
+def test_every_family_is_here() -> None:
+    assert {config.kind for config in CONFIGS.values()} == set(kinds_of(QuantizerConfig))
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())

@@ -181,57 +181,6 @@ def test_all_statistics_travel_in_one_collective(ranks: RankPool) -> None:
                 assert a[name].shape == b[name].shape
 
 
-def all_ddp_gradients(configs: Sequence[QuantizerConfig], split: Sequence[int]) -> list[list[Tensor]]:
-    return [ddp_gradients(config, split) for config in configs]
-
-
-def ddp_gradients(config: QuantizerConfig, split: Sequence[int]) -> list[Tensor]:
-    """A linear layer under the quantizer, two forwards before one backward, gradients averaged as DDP does."""
-    torch.manual_seed(0)
-    quantizer = config.build().double()
-    layer = torch.nn.Linear(4, quantizer.dim, dtype=torch.float64)
-    model: torch.nn.Module = torch.nn.Sequential(layer, quantizer)
-    x, weights = (global_batch(dim)[0] for dim in (4, quantizer.dim))
-    if dist.is_distributed():
-        model = dist.wrap_ddp(model)
-        x, weights = (t.split(list(split))[dist.rank()] for t in (x, weights))
-    world = len(split)
-    first, second = model(x), model(-x)
-    mine = (first.vectors * weights).sum() + (second.vectors * weights).sum()  # this rank's part of a sum
-    losses = quantizer.losses(first.stats + second.stats)  # the whole loss, on every rank
-    (world * mine + sum(losses.values(), torch.zeros(()))).backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def test_two_forwards_before_one_backward_under_ddp(ranks: RankPool) -> None:
-    names = (
-        "fsq",
-        "lfq",
-        "product of lfq",
-        "bsq",
-        "vq",
-        "simvq",
-        "vq, learned",
-        "vq, ibq",
-        "vq, diveq",
-        "residual of vq",
-    )
-    configs = [CONFIGS[name] for name in (*names, "product of residual of vq")]
-    expected = all_ddp_gradients(configs, (16,))
-    for found in ranks(2, all_ddp_gradients, configs, (12, 4)):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_reads_like_a_mapping_of_sums() -> None:
-    stats = Stats({"tokens": torch.tensor(3)})
-    assert list(stats) == ["tokens"]
-    assert stats["tokens"] == 3
-    assert "codes" not in stats
-    assert dict(stats) == stats.sums
-    with pytest.raises(TypeError):
-        stats["tokens"] = torch.tensor(4)
-
-
 def test_addition() -> None:
     a, b = Stats({"tokens": torch.tensor(3)}), Stats({"tokens": torch.tensor(4)})
     assert (a + b)["tokens"] == 7
@@ -242,12 +191,6 @@ def test_addition() -> None:
         a + b.local()
     with pytest.raises(TypeError):
         a + 3
-
-
-def test_detach_cuts_the_gradient() -> None:
-    stats = LFQ(3)(torch.randn(4, 3, requires_grad=True)).stats
-    assert stats["token_entropy"].requires_grad
-    assert not any(total.requires_grad for total in dict(stats.detach()).values())
 
 
 def test_one_process_is_all_ranks() -> None:

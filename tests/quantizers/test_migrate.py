@@ -45,18 +45,8 @@ MODULES: dict[str, Any] = {
         dim=8, codebook_size=256, num_quantizers=3, quantize_dropout=True, soft_clamp_input_value=2.0
     ),
     "simvq": lambda: peer.SimVQ(dim=8, codebook_size=64),
-    "residual simvq": lambda: peer.ResidualSimVQ(dim=8, codebook_size=64, num_quantizers=3, rotation_trick=False),
     "grouped vq": lambda: peer.GroupedResidualVQ(dim=8, groups=2, num_quantizers=3, codebook_size=32),
-    "grouped vq, learned": lambda: peer.GroupedResidualVQ(
-        dim=8, groups=2, num_quantizers=2, codebook_size=32, learnable_codebook=True, ema_update=False
-    ),
-    "grouped fsq": lambda: peer.GroupedResidualFSQ(dim=8, groups=2, levels=[8, 5, 4, 3], num_quantizers=2),
-    "grouped lfq": lambda: peer.GroupedResidualLFQ(dim=8, groups=2, codebook_size=16, num_quantizers=2),
     "vq, frozen": lambda: peer.VectorQuantize(dim=8, codebook_size=64, freeze_codebook=True),
-    "residual vq, frozen": lambda: peer.ResidualVQ(dim=8, codebook_size=32, num_quantizers=2, freeze_codebook=True),
-    "grouped vq, frozen": lambda: peer.GroupedResidualVQ(
-        dim=8, groups=2, num_quantizers=2, codebook_size=32, ema_update=False
-    ),
 }
 
 WIDTHS = {"fsq": 4, "fsq, symmetric": 4, "fsq, codebooks": 6, "residual fsq": 4}
@@ -108,9 +98,7 @@ def test_ids_are_equal_and_training_goes_on(name: str) -> None:
     [
         (lambda: peer.VectorQuantize(dim=8, codebook_size=32, accept_image_fmap=True), (2, 8, 5, 6)),
         (lambda: peer.VectorQuantize(dim=8, codebook_size=32, channel_last=False, codebook_dim=4), (2, 8, 30)),
-        (lambda: peer.SimVQ(dim=8, codebook_size=32, channel_first=True), (2, 8, 30)),
         (lambda: peer.LFQ(codebook_size=256, dim=8, channel_first=True), (2, 8, 30)),
-        (lambda: peer.FSQ([4] * 8, channel_first=True), (2, 8, 30)),
     ],
 )
 def test_channels_before_positions_are_moved_by_the_caller(module: Any, shape: tuple[int, ...]) -> None:
@@ -130,20 +118,9 @@ def test_channels_before_positions_are_moved_by_the_caller(module: Any, shape: t
         (lambda: peer.VectorQuantize(dim=16, codebook_size=8, codebook_dim=4), "projects its input.*inner=True"),
         (lambda: peer.VectorQuantize(dim=4, codebook_size=8, kmeans_init=True), "kmeans init not done"),
         (lambda: peer.VectorQuantize(dim=4, codebook_size=8, affine_param=True), "affine param"),
-        (lambda: peer.ResidualVQ(dim=4, codebook_size=(8, 4), num_quantizers=2), "codebook sizes that differ"),
         (lambda: peer.ResidualVQ(dim=4, codebook_size=8, num_quantizers=2, use_cosine_sim=True), "use cosine sim"),
         (lambda: peer.SimVQ(dim=4, codebook_size=8, frozen_codebook_dim=6), "transform other than a square matrix"),
         (lambda: peer.ResidualLFQ(dim=4, codebook_size=16, num_quantizers=2, spherical=True), "spherical"),
-        (
-            lambda: peer.LFQ(codebook_size=16, dim=4, spherical=True, codebook_scale=0.5),
-            "spherical with a codebook scale",
-        ),
-        (
-            lambda: peer.ResidualVQ(
-                dim=4, codebook_size=8, num_quantizers=4, quantize_dropout=True, quantize_dropout_multiple_of=2
-            ),
-            "quantize dropout multiple of",
-        ),
         (lambda: peer.FSQ([4, 4], orthogonal_rotation=True), "orthogonal rotation"),
         (lambda: peer.ResidualFSQ(levels=[4, 4], num_quantizers=2, dim=2, bound_hard_clamp=False), "hard clamp off"),
     ],

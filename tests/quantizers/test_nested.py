@@ -140,24 +140,6 @@ def test_a_wide_search_finds_the_nearest_sum(shared: bool) -> None:
     assert errors[0].mean() > errors[1].mean() > errors[2].mean() >= least.mean() - 1e-5
 
 
-def test_a_wide_search_in_a_shared_codebook_keeps_different_sums() -> None:
-    """Codes in another order are the same sum: a search over sets of codes finds the same."""
-    quantizer = Residual(VQ(3, 5, kmeans=False), 4, shared=True, beam=3)
-    codes = quantizer.stages[0].codebook[0]
-    for x in torch.randn(40, 3, generator=torch.Generator().manual_seed(0)):
-        kept = {()}
-        for _ in range(quantizer.depth):
-            longer = {
-                tuple(sorted((*each, code)))
-                for each in kept
-                for code in torch.cdist((x - codes[[*each]].sum(dim=0))[None], codes)[0]
-                .topk(3, largest=False)
-                .indices.tolist()
-            }
-            kept = sorted(longer, key=lambda each: float((x - codes[[*each]].sum(dim=0)).square().sum()))[:3]
-        assert tuple(sorted(quantizer.encode(x).tolist())) == kept[0]
-
-
 def test_a_shared_codebook_learns_from_every_stage() -> None:
     torch.manual_seed(0)
     quantizer = Residual(VQ(2, 8, decay=0.9, kmeans=False, dead_below=0), 3, shared=True).double()
@@ -298,8 +280,6 @@ def test_wrong_numbers() -> None:
             Residual(layer, 2, beam=beam)
     with pytest.raises(ConfigError, match="beam is 2 with dropout"):
         Residual(VQ(3, 4), 2, dropout=True, beam=2)
-    with pytest.raises(ValidationError, match="beam is 2, expected 1"):
-        ResidualConfig(layer={"kind": "lfq", "bits": 3}, depth=2, beam=2)
     for layer in (FSQ((4,), "uniform"), Product(LFQ(3), 2)):
         with pytest.raises(
             ConfigError, match="shared is True, .* no codebook to share; expected a layer of VQ or SimVQ"
@@ -308,8 +288,6 @@ def test_wrong_numbers() -> None:
     with pytest.raises(ValidationError, match="no codebook to share"):
         ResidualConfig(layer={"kind": "product", "codebooks": 2, "layer": {"kind": "bsq"}}, depth=2, shared=True)
     assert ResidualConfig(layer=ProductConfig(layer=VQConfig(dim=2), codebooks=2), depth=2, shared=True).build().shared
-    with pytest.raises(ValidationError, match="depth is 2 and least 5"):
-        ResidualConfig(layer=VQConfig(dim=2), depth=2, least=5)
 
 
 def nested():
@@ -326,19 +304,6 @@ def test_columns_of_nested_quantizers_by_hand():
     assert quantizer.columns(2, 1) == [0, 2]
     assert quantizer.columns() == list(range(24))
     assert Residual(Residual(LFQ(3), 2), 3).columns(stages=4) == [0, 1, 2, 3]
-
-
-def test_first_stages_are_a_quantizer_of_their_own():
-    torch.manual_seed(0)
-    x = torch.randn(50, 24)
-    deep = Product(Residual(FSQ((5, 5, 5), "uniform"), 4), 8)
-    ids = deep.encode(x)
-    for depth in range(1, 5):
-        alone = Product(Residual(FSQ((5, 5, 5), "uniform"), depth), 8)
-        kept = deep.truncate(ids, stages=depth)
-        assert torch.equal(kept[..., deep.columns(depth)], alone.encode(x))
-        assert torch.equal(deep.decode(kept), alone(x).vectors)
-    assert torch.equal(deep.truncate(ids), ids)
 
 
 @pytest.mark.parametrize("learning", ["ema", "gradient", "ibq", "diveq"])
@@ -385,20 +350,6 @@ def test_left_out_codebooks_are_zero():
     assert kept.dtype == torch.int64
     assert torch.equal(quantizer.decode(kept)[:, :9], out.vectors[:, :9])
     assert (quantizer.decode(kept)[:, 9:] == 0).all()
-
-
-def test_prefixes_to_evaluate():
-    assert FSQ((4, 4)).extent.shorter() == [(1, 1)]
-    assert Residual(LFQ(3), 3).extent.shorter() == [(1, 1), (2, 1), (3, 1)]
-    assert [each.codebooks for each in Product(LFQ(3), 12).extent.shorter()] == [1, 2, 4, 8, 12]
-    assert Product(Residual(LFQ(3), 3), 2).extent.shorter() == [(1, 2), (2, 2), (3, 1), (3, 2)]
-    assert Identity(4).extent.shorter() == []
-
-
-def test_share_of_other_ids():
-    assert Prefix(1, 3).share(Prefix(4, 4), Prefix(2, 2)) == (1, 2)
-    assert Prefix(4, 4).share(Prefix(4, 4), Prefix(3, 16)) == (3, 16)
-    assert Prefix(1, 1).share(Prefix(4, 4), Prefix(0, 0)) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,6 @@ FAMILIES: dict[str, QuantizerConfig] = {
     "residual of product of lfq": ResidualConfig(
         layer=ProductConfig(layer=LFQConfig(bits=2, entropy_temperature=1.0), codebooks=2), depth=2, dropout=True
     ),
-    "residual of product of vq": ResidualConfig(
-        layer=ProductConfig(layer=VQConfig(dim=2, codebook_size=8, **BUSY), codebooks=2), depth=2, dropout=True
-    ),
 }
 
 SPLITS = {"2, one of them empty": (16, 0), "4 unequal": (7, 1, 5, 3)}
@@ -258,16 +255,3 @@ def test_vq_trains_under_ddp(ranks: RankPool, sync_codebook: bool) -> None:
     assert bool(calls) == sync_codebook
     assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(codes, other_codes, strict=True)) == sync_codebook
-
-
-def update_alone() -> int:
-    """Rank 0 updates an unsynchronised codebook while rank 1 has left."""
-    if dist.rank() == 1:
-        return 0
-    quantizer = VQConfig(dim=4, codebook_size=8, sync_codebook=False).build()
-    quantizer.update(quantizer(torch.randn(30, 4)).stats)
-    return int(quantizer.step)
-
-
-def test_an_unsynchronised_update_waits_for_no_one(ranks: RankPool) -> None:
-    assert ranks(2, update_alone, timeout=20.0) == [1, 0]

@@ -1,19 +1,15 @@
 """VQ: the nearest code, the moving means, k-means, and tokens that take the place of dead codes."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.quantizers.test_contract import CONFIGS
-from tests.ranks import RankPool
-from vqclip import dist
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.io.tensors import module_digest
 from vqclip.nn.dropout import GaussianNoise, set_dropout_keys
-from vqclip.quantizers import BSQ, VQ, Quantizer, Residual, ResidualConfig, SimVQ, SimVQConfig, VQConfig, VQLossWeights
+from vqclip.quantizers import BSQ, VQ, Quantizer, Residual, SimVQ, VQConfig
 from vqclip.quantizers.gradients import rotation
 from vqclip.quantizers.nearest import nearest
 from vqclip.quantizers.new_codes import find_new, kmeans, replacements
@@ -21,8 +17,6 @@ from vqclip.quantizers.stats import Draw, Order, Stats, stream
 from vqclip.quantizers.vq import _warn_skipped
 from vqclip.towers.image import Normalize
 from vqclip.train.optim import parameter_groups
-from vqclip.train.step import broadcast_module
-from vqclip.train.tasks.base import Task
 
 
 def clusters(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -112,24 +106,6 @@ def test_a_token_that_is_not_finite_moves_no_code(name: str, bad: float, caplog:
         assert caplog.text.count("contained NaN or infinity, so that it moved no code") == 1
 
 
-def test_kmeans_waits_for_tokens() -> None:
-    quantizer = VQ(2, 4)
-    quantizer.update(quantizer(torch.zeros(0, 2)).stats)
-    assert not quantizer.started
-    quantizer.update(quantizer(torch.randn(50, 2)).stats)
-    assert quantizer.started
-
-
-def test_a_loaded_codebook_is_not_started_again() -> None:
-    trained, other = VQ(2, 4), VQ(2, 4)
-    trained.update(trained(torch.randn(50, 2)).stats)
-    for mine, theirs in zip(other.buffers(), trained.buffers(), strict=True):
-        mine.copy_(theirs)  # not by load_state_dict
-    before = other.codebook.clone()
-    other.update(other(torch.randn(50, 2)).stats)
-    assert (other.codebook - before).abs().max() < 1
-
-
 def test_a_codebook_stored_as_started_is_not_started_again() -> None:
     """The first update of codes without k-means, loaded before they were trained, replaced them all."""
     stored = VQ(2, 4, kmeans=False)
@@ -145,19 +121,6 @@ def test_a_codebook_stored_as_started_is_not_started_again() -> None:
     assert not loaded.started
 
 
-def started_after_a_broadcast() -> list[bool]:
-    found = []
-    for first_has_started in (False, True):
-        quantizer = VQ(2, 4, kmeans=(dist.rank() == 0) != first_has_started)
-        broadcast_module(quantizer)
-        found.append(quantizer.started)
-    return found
-
-
-def test_whether_codes_have_started_is_broadcast_with_them(ranks: RankPool) -> None:
-    assert ranks(2, started_after_a_broadcast) == [[False, True]] * 2
-
-
 def test_the_digest_is_of_what_determines_the_outputs() -> None:
     """`skipped` counted in it; statistics of the images, which are no part of the state, must."""
     quantizer, other = VQ(2, 4), VQ(2, 4)
@@ -166,15 +129,6 @@ def test_the_digest_is_of_what_determines_the_outputs() -> None:
     other.load_state_dict(quantizer.state_dict())
     assert module_digest(quantizer) == module_digest(other)
     assert module_digest(Normalize(8, (0.5,) * 3, (0.5,) * 3)) != module_digest(Normalize(8, (0.5,) * 3, (0.4,) * 3))
-
-
-def test_a_step_of_training_restores_the_codebook_alone() -> None:
-    quantizer = ResidualConfig(layer=VQConfig(dim=5, codebook_size=16), depth=2).build()
-    task = mock.Mock(quantizers=lambda: {"image": quantizer})
-    with mock.patch.object(VQ, "has_started", None):
-        found = Task.tensors_to_update(task)
-    stored = [value for name, value in quantizer.state_dict().items() if not name.endswith("has_started")]
-    assert sorted(each.data_ptr() for each in found) == sorted(each.data_ptr() for each in stored)
 
 
 def test_statistics_of_evaluation_are_refused() -> None:
@@ -215,19 +169,11 @@ def test_codes_do_not_decay() -> None:
         (lambda: VQ(1, 8, cosine=True), "VQ with cosine: got 1 channel, .* at least 2"),
         (lambda: BSQ(1), "BSQ: got 1 channel, .* at least 2"),
         (lambda: VQ(3, 8, learning="both"), "learning is 'both'"),
-        (lambda: VQ(3, 8, gradient="none"), "gradient is 'none'"),
         (lambda: VQ(3, 8, loss_weights={"codebook": 1.0}), "codebook, but with learning: ema"),
-        (lambda: VQ(3, 8, loss_weights={"nonsense": 1.0}), "no loss is named"),
         (lambda: VQ(3, 8, learning="gradient", loss_weights={"codebook": 0.0}), "nothing would move the codes"),
-        (
-            lambda: VQ(3, 8, learning="diveq", loss_weights={"index": 1.0}),
-            "diveq there is no such loss; .*learning: ibq",
-        ),
         (lambda: VQ(3, 8, learning="ibq", sync_codebook=False), "learning: ibq, but DDP averages"),
-        (lambda: VQ(3, 8, learning="ibq", gradient="rotation"), "gradient is 'rotation' with learning: ibq"),
         (lambda: VQConfig(dim=3, learning="diveq", gradient="straight_through"), "learning: diveq, .* leave it out"),
         (lambda: VQConfig(dim=3, learning="ibq", noise_variance=0.1), "noise_variance is 0.1 with learning: ibq"),
-        (lambda: VQ(3, 8, learning="diveq", noise_variance=-0.1), "noise_variance is -0.1 .* at least 0"),
         (lambda: SimVQ(3, 8, loss_weights={"codebook": 0.0}), "only that loss moves the codes"),
         (lambda: VQ(3, 8, learning="gradient", sync_codebook=False), "DDP averages the gradients of codes"),
     ],
@@ -235,17 +181,6 @@ def test_codes_do_not_decay() -> None:
 def test_wrong_settings(build, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
-
-
-def test_weights_of_the_configuration() -> None:
-    assert VQConfig(dim=3).build().loss_weights == {"commitment": 0.25}
-    assert VQConfig(dim=3, learning="diveq").build().loss_weights == {}
-    assert SimVQ(3, 8, loss_weights={"codebook": 2.0}).spawn().loss_weights == {"commitment": 0.25, "codebook": 2.0}
-    assert SimVQ(3, 8, loss_weights={"commitment": 0.0}).spawn().loss_weights == {"codebook": 1.0}
-    learned = VQConfig(dim=3, learning="gradient", loss_weights=VQLossWeights(commitment=0.5))
-    assert learned.build().loss_weights == {"commitment": 0.5, "codebook": 1.0}
-    assert VQ(3, 8, learning="gradient", loss_weights={"commitment": 0.5}).loss_weights["codebook"] == 1
-    assert SimVQConfig(dim=3).build().loss_weights == {"commitment": 0.25, "codebook": 1.0}
 
 
 def test_blocks_start_as_simvq_and_then_move_codes_that_no_vector_has() -> None:
@@ -263,14 +198,6 @@ def test_blocks_start_as_simvq_and_then_move_codes_that_no_vector_has() -> None:
         optimizer.step()
     assert (quantizer.codes() != before).any(dim=-1).all()
     assert all((each.grad != 0).any() for each in quantizer.projector.parameters())
-
-
-def test_a_functional_call_takes_the_state_dict() -> None:
-    quantizer, x = VQ(4, 8, kmeans=False), torch.randn(5, 4)
-    state = {name: each.clone() for name, each in quantizer.state_dict().items()}
-    expected = quantizer(x).ids
-    quantizer.codebook.zero_()
-    assert torch.equal(torch.func.functional_call(quantizer, state, x).ids, expected)
 
 
 def test_frozen_codes_need_no_update(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,27 +294,6 @@ def test_runs_in_evaluation_mode_and_restores_the_mode(name):
     assert torch.allclose(tower(inputs)[mask], found[mask], atol=1e-5)
 
 
-def test_captions_without_their_last_columns_have_the_same_features():
-    tower, tokens = tower_and_inputs("text, not causal", 5)
-    assert torch.equal(frozen_features(tower, tokens[:, :9]), frozen_features(tower, tokens)[:, :9])
-
-
-def test_a_tokenizer_runs_its_tower_only_without_features():
-    torch.manual_seed(0)
-    model = tiny_model(FSQ, FSQ).build()
-    images = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
-    tokens = model.text.preprocess(["a", "a red star", "two"])
-    trained = model(images, tokens)
-    with torch.no_grad():
-        features = [model.image.tower(images), model.text.tower(tokens)]
-    assert not model.image.tower.is_frozen
-    assert torch.equal(model.image.tower_features(images).detach(), features[0])
-    model.image.tower.forward = model.text.tower.forward = None
-    given = model(images[:, :, :0, :0], tokens, *features)
-    assert torch.equal(given.image.embedding, trained.image.embedding)
-    assert torch.equal(given.text.embedding, trained.text.embedding)
-
-
 def test_pixels_get_their_gradient_through_a_frozen_tower():
     """A tokenizer without trainable weights can be part of a loss on images."""
     torch.manual_seed(0)

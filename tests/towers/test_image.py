@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from vqclip.config import load_config
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.towers.image import ConvolutionalTowerConfig, Normalize, TimmTowerConfig
 from vqclip.towers.open_clip import OpenCLIPImageTowerConfig
@@ -138,27 +137,6 @@ def test_weights_that_cannot_be_fetched_are_a_clear_error(monkeypatch):
         TimmTowerConfig(name="vit_tiny_patch16_224", image_size=224, pretrained=True).build()
 
 
-CONFIG = ConvolutionalTowerConfig(image_size=32, channels=[8, 16, 24])
-
-
-@pytest.fixture
-def tower():
-    torch.manual_seed(0)
-    return CONFIG.build()
-
-
-def test_each_stage_halves_the_picture(tower):
-    assert (tower.num_tokens, tower.width) == (16, 24)
-    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    assert tower(images).shape == (2, 16, 24)
-    assert tower(images[:0]).shape == (0, 16, 24)
-
-
-def test_no_sample_sees_another(tower):
-    images = torch.rand(3, 3, 32, 32)
-    torch.testing.assert_close(tower(images)[:1], tower(images[:1]))
-
-
 @pytest.mark.parametrize(
     ("size", "channels", "per_group", "message"),
     [
@@ -171,11 +149,3 @@ def test_no_sample_sees_another(tower):
 def test_sizes_that_the_stages_do_not_halve_or_group_are_refused(size, channels, per_group, message):
     with pytest.raises(ValueError, match=message):
         ConvolutionalTowerConfig(image_size=size, channels=channels, channels_per_group=per_group)
-
-
-def test_the_smallest_groups_and_stages():
-    for size, per_group in ((16, 2), (32, 1)):
-        config = ConvolutionalTowerConfig(image_size=size, channels=[8] * 4, channels_per_group=per_group)
-        assert config.build().num_tokens == (size // 16) ** 2
-    with pytest.raises(ConfigError, match=r"channels\[1\]: got 0 \(int\); expected an integer >= 1"):
-        load_config(ConvolutionalTowerConfig, overrides=["image_size=32", "channels=[8, 0]"])

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 import vqclip
 from tests.data.making import write_tar
 from tests.models import LFQ, PRODUCT, RESIDUAL, tiny_model
-from tests.training import contrastive_step, largest_difference, metrics, retrieval, run, run_tree, timeless, weights
+from tests.training import contrastive_step, largest_difference, metrics, retrieval, run, run_tree, weights
 from vqclip.data import Batch
 from vqclip.data.transforms import EvalTransformConfig, TrainTransformConfig
 from vqclip.demo.answers import Answers
@@ -27,8 +27,6 @@ from vqclip.pixels import attach
 from vqclip.pixels.decoder import ConvolutionalPixelsConfig
 from vqclip.tokenize_dataset.job import _layout
 from vqclip.towers.naflex import NaFlexTowerConfig
-from vqclip.train import Callback
-from vqclip.train import run as train
 from vqclip.train.plan import plan_step
 from vqclip.train.tasks.contrastive import TrainConfig
 
@@ -240,53 +238,21 @@ def tree_of(folder, shards, **changes):
     return run_tree(folder, shards, LFQ, model__image__tower=tower(), train__steps=8, **changes)
 
 
-def test_one_two_and_three_processes_train_the_same_model(ranks, tmp_path, mixed):
+def test_one_and_three_processes_train_the_same_model(ranks, tmp_path, mixed):
+    """With stored views and microbatches, and the evaluation of what it exports."""
+    changes = {"data__transform": {"scale": [0.4, 1.0], "flip": 0.5}, "train__batch_size": 11, "data__views": 2}
+    changes |= {"train__micro_batches": 2, "evaluation": retrieval(mixed)}
     outcomes = {}
-    for world_size in (1, 2, 3):
+    for world_size in (1, 3):
         folder = tmp_path / str(world_size)
-        changes = {"data__transform": {"scale": [0.4, 1.0], "flip": 0.5}, "train__batch_size": 11}
         ranks(world_size, run, tree_of(folder, mixed, **changes), str(tmp_path / "cache"), init=False)
         outcomes[world_size] = metrics(folder), weights(folder, 8)
-    lines, model = outcomes[1]
-    assert len(lines) == 8
-    for world_size in (2, 3):
-        others, other_model = outcomes[world_size]
-        for line, other in zip(lines, others, strict=True):
-            for name in (name for name in line if name.startswith(("loss/", "grad_norm", "temperature/", "image/"))):
-                assert other[name] == pytest.approx(line[name], rel=1e-6), (world_size, line["step"], name)
-        assert largest_difference(model, other_model) < 1e-6
-
-
-class Killed(Callback):
-    def on_step_end(self, training):
-        if training.done == 6:
-            raise SystemExit("killed")
-
-
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path, mixed):
-    """With stored views and microbatches, and the evaluation of what it exports."""
-    changes = {
-        "data__views": 2,
-        "train__micro_batches": 2,
-        "train__checkpoint_every": 4,
-        "evaluation": retrieval(mixed),
-        "data__workers": 1,
-    }
-    one, two = (tree_of(tmp_path / name, mixed, **changes) for name in ("whole", "parts"))
-    run(one, str(tmp_path / "cache"))
-    with pytest.raises(SystemExit, match="killed"):
-        train(TrainConfig.model_validate(two), [Killed()])
-    assert len(run(two, str(tmp_path / "cache"))["sample_ids"]) == 4
-    assert timeless(tmp_path / "whole") == timeless(tmp_path / "parts")
-    assert largest_difference(*(weights(tmp_path / name, 8) for name in ("whole", "parts"))) == 0
-
-
-def test_a_frozen_tower_trains_heads(tmp_path, mixed):
-    tree = tree_of(tmp_path, mixed, model__image__reduce={"kind": "mean"})
-    tree["model"]["image"]["tower"]["train"] = "none"
-    run(tree, str(tmp_path / "cache"))
-    losses = [line["loss/total"] for line in metrics(tmp_path)]
-    assert losses[-1] < losses[0]
+    (lines, model), (others, other_model) = outcomes.values()
+    assert any("eval/pairs/codes_only/i2t_r1" in line for line in lines)
+    for line, other in zip(lines, others, strict=True):
+        for name in (name for name in line if name.startswith(("loss/", "grad_norm", "temperature/", "image/"))):
+            assert other[name] == pytest.approx(line[name], rel=1e-6), (line["step"], name)
+    assert largest_difference(model, other_model) < 1e-6
 
 
 def test_it_compiles_to_one_graph():
@@ -301,25 +267,15 @@ def test_a_run_is_planned(tmp_path, mixed):
     assert plan_step(TrainConfig.model_validate(tree), processes=1).peak > 0
 
 
+TEACHER = {"kind": "embeddings", "teacher": {"kind": "open_clip", "model": "ViT-B-32", "pretrained": "openai"}}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"data__views": 1, "data__feature_cache": {"modalities": ["image"]}}, "kind: got naflex.*feature_cache"),
-        (
-            {
-                "distillation": [
-                    {
-                        "kind": "embeddings",
-                        "teacher": {"kind": "open_clip", "model": "ViT-B-32", "pretrained": "openai"},
-                    }
-                ]
-            },
-            "kind: got naflex.*distillation of embeddings",
-        ),
-        (
-            {"model__image__pixels": {"decoder": {"kind": "convolutional"}}},
-            r"model\.image.*got pixels with tower\.kind naflex",
-        ),
+        ({"distillation": [TEACHER]}, "kind: got naflex.*distillation of embeddings"),
+        ({"model__image__pixels": {"decoder": {"kind": "convolutional"}}}, "got pixels with tower.kind naflex"),
     ],
 )
 def test_what_needs_squares_is_refused(tmp_path, mixed, changes, message):
@@ -333,7 +289,6 @@ def test_what_needs_squares_is_refused(tmp_path, mixed, changes, message):
     ("changes", "message"),
     [
         ({"args": ARGS | {"rope_type": "axial"}}, "rope_type"),
-        ({"args": ARGS | {"pos_embed": "factorized"}}, "pos_embed"),
         ({"args": ARGS | {"patch_drop_rate": 0.1}}, "patch_drop_rate"),
         ({"args": ARGS | {"depht": 2}}, "depht"),
         ({"name": "vit_tiny_patch16_224", "args": {}}, "expected a NaFlexVit"),
