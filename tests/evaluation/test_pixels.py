@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from pydantic import ValidationError
 
-from tests.evaluation.made import IDENTITY, caption_shards, class_shards, colour_of, png, tiny_clip, write_tar
+from tests.evaluation.made import IDENTITY, caption_shards, class_shards, colour_of, png, tiny_clip
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.data.decode import decode_image
 from vqclip.errors import ConfigError, NonFiniteError
@@ -176,43 +176,6 @@ def test_pairs_have_r_at_1(folder):
     [without] = evaluate(with_decoder(), [captions(folder, meaning=False)])
     assert without.chance == {}
     assert without.pixels == result.pixels
-
-
-def run(folder):
-    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
-    model = CLIP.from_pretrained(folder / "model").train()
-    tasks = [classes(folder, max_bad_fraction=0.5), captions(folder, codecs=("webp",), limit=4)]
-    return [result.to_json() for result in evaluate(model, tasks)]
-
-
-def require_close(found, expected):
-    for result, other in zip(found, expected, strict=True):
-        for row, known in zip(result["pixels"]["rows"], other["pixels"]["rows"], strict=True):
-            assert row["figures"] == pytest.approx(known["figures"], rel=1e-4)
-            assert row["intervals"].keys() == known["intervals"].keys()
-            for figure, interval in row["intervals"].items():
-                assert interval == pytest.approx(known["intervals"][figure], rel=1e-4)
-            assert {**row, "figures": 0, "intervals": 0} == {**known, "figures": 0, "intervals": 0}
-        for mode, figures in result["figures"].items():
-            assert figures == pytest.approx(other["figures"][mode], rel=1e-4)
-        assert {**result, "pixels": 0, "figures": 0} == {**other, "pixels": 0, "figures": 0}
-
-
-def test_ranks_together_find_what_one_finds_where_images_are_left_out(ranks, folder):
-    broken = {f"s{i:07d}.{end}": data for i in (1, 2) for end, data in (("png", b"no image"), ("cls", b"0"))}
-    write_tar(folder / "classes" / "test" / "2.tar", broken)
-    alone = run(folder)
-    assert alone[0]["notes"][0] == "2 of 24 images cannot be used and are left out"
-    for found in ranks(3, run, folder):
-        require_close(found, alone)
-
-
-def test_batch_sizes_change_nothing(folder):
-    model = with_decoder()
-    found = [evaluate(model, [classes(folder, limit=6, batch_size=size)]) for size in (1, 4, 100)]
-    first, *others = [[result.to_json() for result in each] for each in found]
-    for other in others:
-        require_close(other, first)
 
 
 def test_a_decoder_of_another_size_than_the_tower(folder):

@@ -11,15 +11,7 @@ from tests.evaluation.made import IDENTITY, PlainModel, class_shards, tiny_clip
 from tests.evaluation.test_zero_shot import number_shards
 from vqclip.data import ClassShardsConfig
 from vqclip.errors import DataError
-from vqclip.evaluation import (
-    KnnConfig,
-    LinearProbeConfig,
-    ZeroShotConfig,
-    evaluate,
-    prepare,
-    probes,
-    ranking,
-)
+from vqclip.evaluation import KnnConfig, LinearProbeConfig, ZeroShotConfig, evaluate, prepare, probes, ranking
 from vqclip.evaluation.probes import fit_logistic, logits, vote
 
 

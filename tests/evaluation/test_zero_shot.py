@@ -46,15 +46,6 @@ def test_perfect_codes_score_100_percent_and_the_blind_continuous_path_scores_ch
     assert json.loads(json.dumps(result.to_json()))["usage"]["text"]["tokens"] == 12
 
 
-def test_wrong_codes_score_nothing(tmp_path, monkeypatch):
-    folder = number_shards(tmp_path, [0, 1, 2], 12)
-    model = PlainModel(12)
-    model.image.embed = lambda ids, precision="fp32": F.one_hot((ids[:, 0, 0] + 6) % 12, 12) * model.image.weight
-    (result,) = evaluate(model, [ZeroShotConfig(data=ClassShardsConfig(path=folder))])
-    # 11 classes at one score, the right one among them; and one wrong one above.
-    assert result.figures["codes_only"] == pytest.approx({"top1": 0.0, "top5": 4 / 11, "mean_per_class": 0.0})
-
-
 def test_real_model_against_a_plain_loop(tmp_path):
     folder, model = class_shards(tmp_path), tiny_clip()
     config = ZeroShotConfig(data=ClassShardsConfig(path=folder), batch_size=5, workers=1)
@@ -99,22 +90,6 @@ def test_scenes_and_image_folders_are_evaluated_too(tmp_path):
     assert (plain.samples, plain.classes, plain.captions) == (4, 2, 2)
     assert plain.figures["codes_only"]["top1"] in (0, 0.25, 0.5, 0.75, 1)
     assert plain.figures["codes_only"] == plain.figures["quantized"]
-
-
-def test_errors_name_file_and_sample(tmp_path):
-    folder = class_shards(tmp_path / "a")
-    config = ZeroShotConfig(data=ClassShardsConfig(path=folder))
-    (folder / "classnames.txt").write_text("red\ngreen\nblue\n")
-    with pytest.raises(DataError, match=r"0\.tar: sample s0{6}3: \.cls contains '3'; expected a class number, 0 to 2"):
-        evaluate(tiny_clip(), [config])
-    folder = class_shards(tmp_path / "b")
-    write_tar(
-        folder / "test" / "0.tar",
-        {f"{key}.{end}": each for key in "xyz" for end, each in (("png", b"\x89PNG\r\n\x1a\n"), ("cls", b"0"))},
-    )
-    (folder / "zeroshot_classification_templates.txt").write_text("{c}\n")
-    with pytest.raises(DataError, match=r"(?s)cannot be used.*0\.tar: sample x: "):
-        evaluate(tiny_clip(), [ZeroShotConfig(data=ClassShardsConfig(path=folder))])
 
 
 @pytest.mark.parametrize("change", [{"templates": ("a picture",)}, {"templates": ("{c}",), "templates_file": "t"}])

@@ -6,19 +6,15 @@ import pytest
 import torch
 
 import vqclip
-from tests.checkpoint.making import save_checkpoint
 from tests.models import FSQ, RESIDUAL, RESIDUAL_FSQ, VQ, tiny_model
-from tests.pixels.test_decoder import BATCH_TOLERANCE, CONFIGS
+from tests.pixels.test_decoder import CONFIGS
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransformConfig
-from vqclip.errors import CheckpointError, ConfigError, NonFiniteError, ShapeError, VqclipError
+from vqclip.errors import ConfigError, NonFiniteError, ShapeError
 from vqclip.model import CLIP
 from vqclip.pixels import attach
 from vqclip.tokenizer.decoder import TokenizerDecoder
-from vqclip.tokenizer.folder import load_weights
 from vqclip.tokenizer.saving import write_tokenizer_files
-from vqclip.tokenizer.stored import fingerprint
-from vqclip.train.export import export_checkpoint
 
 BOTH_KINDS = pytest.mark.parametrize("folders", CONFIGS, indirect=True)
 
@@ -54,17 +50,6 @@ def test_every_way_to_load_a_folder_gives_the_decoder(folders):
         assert not loaded.pixels.training
         assert loaded.decode_pixels(ids.int()).equal(expected)
     assert vqclip.load_tokenizer(folder, "text").pixels is None
-
-
-def test_ids_embeddings_and_fingerprint_do_not_depend_on_a_decoder(folders):
-    model, without, folder = folders
-    plain, other = (vqclip.load_tokenizer(each, "image") for each in (without, folder))
-    ids = plain.encode(images())
-    assert other.encode(images()).equal(ids)
-    assert other.embed(ids).equal(plain.embed(ids))
-    assert fingerprint(other) == fingerprint(plain) == fingerprint(model.image)
-    assert (folder / "model.safetensors").read_bytes() == (without / "model.safetensors").read_bytes()
-    assert not (without / "pixels.safetensors").exists()
 
 
 def test_a_tokenizer_saves_the_decoder_that_it_was_loaded_with(folders, tmp_path):
@@ -114,30 +99,6 @@ def test_pixels_come_from_the_first_stages_and_the_embedding_from_all(tmp_path):
         tokenizer.decode_pixels(ids, stages=3)
 
 
-@BOTH_KINDS
-def test_batches_of_any_size_give_the_same_images(folders):
-    tokenizer = folders[0].image
-    ids = torch.randint(0, 64, (64, 4, 3))
-    whole = tokenizer.decode_pixels(ids)
-    for size in (1, 7):
-        parts = torch.cat([tokenizer.decode_pixels(part) for part in ids.split(size)])
-        torch.testing.assert_close(parts, whole, rtol=0, atol=BATCH_TOLERANCE)
-
-
-def test_weights_of_a_model_with_a_decoder_are_loaded_into_one_with_a_decoder(folders):
-    """As when a run resumes; its model folder is the same as an exported one."""
-    model, without, folder = folders
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for weight in other.parameters():
-            weight.add_(1)
-    load_weights(folder, other)
-    assert all(other.state_dict()[name].equal(value) for name, value in model.state_dict().items())
-    assert any(name.startswith("image.pixels.") for name in model.state_dict())
-    with pytest.raises(CheckpointError, match="missing image.pixels"):
-        load_weights(without, other)
-
-
 def test_nothing_is_written_for_a_decoder_with_nan(folders, tmp_path):
     model = copy.deepcopy(folders[0])
     with torch.no_grad():
@@ -148,29 +109,6 @@ def test_nothing_is_written_for_a_decoder_with_nan(folders, tmp_path):
     with pytest.raises(NonFiniteError):
         write_tokenizer_files(tmp_path / "nan", model.section(), model.state_dict())
     assert not (tmp_path / "nan").exists()
-
-
-def test_a_decoder_keeps_its_type(folders, tmp_path):
-    model = copy.deepcopy(folders[0])
-    model.image.pixels.double()
-    model.save_pretrained(tmp_path / "wide")
-    again = vqclip.load_tokenizer(tmp_path / "wide", "image", encode=False)
-    assert {each.dtype for each in again.pixels.parameters()} == {torch.float64}
-    assert again.pool.position.dtype == torch.float32
-    ids = torch.zeros(1, 4, 3, dtype=torch.int64)
-    assert again.decode_pixels(ids).dtype == torch.float32
-    assert again.decode_pixels(ids).equal(model.image.decode_pixels(ids))
-
-
-def test_pixels_of_vectors_have_gradients_and_are_not_clamped(folders):
-    tokenizer = folders[0].image
-    vectors = tokenizer.quantizer.decode(torch.zeros(2, 4, 3, dtype=torch.int64)).requires_grad_()
-    with torch.no_grad():
-        list(tokenizer.pixels.parameters())[-1].fill_(3.0)  # the bias of the colours
-    made = tokenizer.pixels_of(vectors)
-    made.square().sum().backward()
-    assert vectors.grad.abs().sum() > 0
-    assert made.max() > 1
 
 
 def test_images_can_be_shown():
@@ -187,20 +125,3 @@ def test_images_can_be_shown():
     ):
         with pytest.raises(ShapeError, match=message):
             to_pil(wrong)
-
-
-def test_a_tokenizer_without_a_decoder_says_so(folders):
-    tokenizer = vqclip.load_tokenizer(folders[1], "image", encode=False)
-    with pytest.raises(
-        VqclipError, match=r"this image tokenizer has no pixel decoder; expected a folder with pixels\."
-    ):
-        tokenizer.decode_pixels(torch.zeros(1, 4, 3, dtype=torch.int64))
-
-
-def test_a_checkpoint_is_exported_with_its_decoder(folders, tmp_path):
-    model, _, folder = folders
-    optimizer = torch.optim.SGD(model.named_parameters())
-    save_checkpoint(tmp_path / "run" / "checkpoints", 7, optimizer, model.save_pretrained)
-    exported = export_checkpoint(tmp_path / "run", None)
-    for name in ("model.safetensors", "pixels.safetensors", "config.json"):
-        assert (exported / name).read_bytes() == (folder / name).read_bytes()
