@@ -194,8 +194,18 @@ def first_files(config: SourceConfigBase) -> list[Path]:
     return sorted(folder.rglob("*.jpg"))[:1]
 
 
-def test_same_batches_as_shards(export: Export, samples, shards, tmp_path: Path) -> None:
-    expected, data = training(shards), training(export(samples, tmp_path))
+def test_same_samples_and_batches_as_shards(export: Export, samples, shards, tmp_path: Path) -> None:
+    """Also in a copy for a spawned worker; each sample has a name of its own."""
+    config = export(samples, tmp_path)
+    source = pickle.loads(pickle.dumps(config.build()))
+    assert [source.read(index) for index in range(len(source))] == samples
+    assert len({source.key(index) for index in range(COUNT)}) == COUNT
+    assert len({source.place(index) for index in range(COUNT)}) == COUNT
+    assert sum(int(shard["samples"]) for shard in source.shards) == len(source) == COUNT
+    assert os.fspath(tmp_path) in source.name(0)
+    with pytest.raises(IndexError):
+        source.read(COUNT)
+    expected, data = training(shards), training(config)
     assert same(
         [global_batch([batch]) for batch in expected.batches(0, 4)], [global_batch([b]) for b in data.batches(0, 4)]
     )
@@ -251,18 +261,3 @@ def test_a_file_that_changes_in_use_is_named(export_files: Export, samples, tmp_
     image.unlink()
     with pytest.raises(StorageError, match="cannot be read: No such file"):  # not a bad sample: it was there
         source.read(0)
-
-
-def test_a_copy_in_a_spawned_worker(export: Export, samples, tmp_path: Path) -> None:
-    source = pickle.loads(pickle.dumps(export(samples, tmp_path).build()))
-    assert [source.read(index) for index in range(len(source))] == samples
-
-
-def test_names_and_parts(export: Export, samples, tmp_path: Path) -> None:
-    source = export(samples, tmp_path).build()
-    assert len({source.key(index) for index in range(COUNT)}) == COUNT
-    assert len({source.place(index) for index in range(COUNT)}) == COUNT
-    assert sum(int(shard["samples"]) for shard in source.shards) == len(source) == COUNT
-    assert os.fspath(tmp_path) in source.name(0)
-    with pytest.raises(IndexError):
-        source.read(COUNT)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.making import encode, pixels
-from vqclip.data import FileSource, open_sources, parse_source
+from vqclip.data import FileSource, parse_source
 from vqclip.data.prepare import open_images
 from vqclip.data.sources import files
 from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
@@ -78,10 +78,8 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
         ("file,title\na.jpg,x\n", ["image=files"], "no column 'files'; its columns: 'file', 'title'; did you"),
         ("filepath,title\na.jpg,x,y\n", [], "none of the first 1 rows can be used; row 2: 3 columns"),
         ("a.jpg,x,y\nb.jpg,x,y\n", [], "seems to have no header, since its first row is 'a.jpg', 'x', 'y'; name"),
-        ("x\thttps://host/a.jpg\n", [], "seems to have no header"),
         ("image,caption\ne.jpg,x\n", [], "images of the table are in "),
         ("filepath,title\nnone.jpg,x\n", [], "none of the 1 images can be read; the first: "),
-        ("filepath,title\na.jpg,x\n", ["label=cls"], "label: no column 'cls'"),
         ("filepath,title\na.jpg,x\n", ["where={split: train}"], "where: no column 'split'"),
         ("filepath,title,split\na.jpg,x,y\n", ["where={split: train}"], "where: no row has these values"),
         ("filepath,cls\na.jpg,3\n", ["label=cls"], "the classes are numbers without names (3), which prompts would"),
@@ -93,7 +91,6 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
         ),
         ("filepath,label\na.jpg,n01440764\n", [], "the classes are WordNet ids without names (n01440764)"),
         ("filepath,title\n/none/a.jpg,x\n", [], "No such file or directory. Is this a path of another machine?"),
-        ("filepath,cls\na.jpg,\n", ["label=cls"], "row 2: a.jpg: the class is empty"),
         (f"filepath,cls\na.jpg,{'1' * 5000}\n", ["label=cls", "classnames=[a, b]"], "row 2: a.jpg: class '111"),
         (f"{'x' * 100_000},{'y' * 100_000}\n1,2\n", [], "its columns: 'xxx"),
         (
@@ -243,9 +240,7 @@ PEOPLE = [
 @pytest.mark.parametrize(
     ("name", "content", "overrides", "expected", "note"), PEOPLE, ids=[f"{n}-{row[0]}" for n, row in enumerate(PEOPLE)]
 )
-def test_tables_as_people_have_them(
-    folder: Path, name: str, content, overrides: str, expected: dict, note: str
-) -> None:
+def test_tables_as_people_have_them(folder, name, content, overrides, expected, note):
     text = content if isinstance(content, (str, bytes)) else json.dumps(content)
     for path in ("sub/b.jpg", "sub/d.jpg", "000000000139.jpg", name):
         (folder / path).parent.mkdir(exist_ok=True, parents=True)
@@ -303,13 +298,8 @@ def test_a_file_that_comes_later_is_found_at_the_next_start(folder: Path) -> Non
     ("content", "message"),
     [
         ("[", "is not JSON"),
-        ("[]", "no rows; expected one for each image"),
         ("3", "got a int; expected a list of objects"),
         ('{"a": 3, "b": [1]}', "its keys: 'a', 'b'; expected a list of objects"),
-        (
-            '[{"drawing": "a.jpg", "caption": "x"}]',
-            "image: no column has a usual name of the images; name it, image=COLUMN",
-        ),
         (
             '{"images": [{"id": 1}], "annotations": [{"image_id": 1, "bbox": []}]}',
             "annotations have no caption and no category",
@@ -434,16 +424,6 @@ def test_a_file_that_is_written_while_it_is_indexed(folder: Path, monkeypatch: p
         table(folder, "filepath,title\na.jpg,x\n")
 
 
-def test_after_preparation_files_are_not_compared_a_second_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "t.csv").write_text("filepath,title\na.jpg,x\nb.jpg,y\n")
-    config, compared, stat = parse_source(folder / "t.csv"), [], files.state_of
-    monkeypatch.setattr(files, "state_of", lambda path: compared.append(path) or stat(path))
-    open_sources([config])
-    assert len(compared) == 2
-    config.build()  # later, files may have changed
-    assert len(compared) == 4
-
-
 def test_search_and_export_read_tables(folder: Path) -> None:
     (folder / "t.csv").write_text("filepath,title\na.jpg,x\n")
     images = open_images(str(folder / "t.csv"))
@@ -455,7 +435,7 @@ def test_a_damaged_table_or_index_is_made_again(folder: Path, cache: Path) -> No
     expected = [source.read(0), source.read(1), source.fingerprint]
     for stored in sorted((cache / "index").glob("*.safetensors")):
         whole = stored.read_bytes()
-        for place in range(0, len(whole), 41):
+        for place in range(0, len(whole), 197):
             stored.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
             again = source.config.build()
             assert [again.read(0), again.read(1), again.fingerprint] == expected

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.data.loading import open_data, text
 from tests.data.making import encode, pixels
 from tests.ranks import RankPool
 from vqclip import dist
@@ -51,14 +50,6 @@ def refusal(path: Path | str, **options) -> str:
     with pytest.raises(VqclipError) as error:
         read_all(path, **options)
     return str(error.value)
-
-
-def test_a_saved_data_set(tmp_path: Path) -> None:
-    made().save_to_disk(tmp_path / "a")
-    source = parse_source(tmp_path / "a").build()
-    assert [source.read(index) for index in range(10)] == EXPECTED
-    assert source.name(3) == f"{tmp_path}/a: row 3"
-    assert [each["samples"] for each in source.shards] == [10]
 
 
 def test_splits(tmp_path: Path) -> None:
@@ -213,9 +204,7 @@ class Unreachable(Exception):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_packed_rows_need_no_hub(
-    tmp_path: Path, streaming: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_packed_rows_need_no_hub(tmp_path, streaming, monkeypatch, caplog):
     answers: list[object] = [SimpleNamespace(sha="a" * 40)]
 
     def ask(*_: object, **__: object) -> object:
@@ -274,11 +263,3 @@ def test_all_ranks_read_the_commit_that_the_first_one_found(tmp_path: Path, rank
     made().to_parquet(tmp_path / "a.parquet")
     results = ranks(2, revision_on_rank, tmp_path)
     assert results == [(["01" * 20], 1), (["01" * 20], 0)]
-
-
-@pytest.mark.parametrize("kind", ["full", "windowed"])
-def test_training_streams(tmp_path: Path, kind: str) -> None:
-    order = {"kind": kind, **({"chunk": 4, "window": 2} if kind == "windowed" else {})}
-    data = open_data(tmp_path, sources=(streamed(tmp_path),), order=order, batch_size=5)
-    captions = [text(row) for batch in data.batches(0, 2) for row in batch.texts]
-    assert sorted(captions) == CAPTIONS

@@ -4,11 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from pydantic import TypeAdapter
 
-from tests.data.making import caption_members, caption_shards, class_folder, encode, pixels, write_tar
-from vqclip.data import CaptionShardsConfig, ClassShardsConfig, ScenesSourceConfig, SourceConfig
-from vqclip.data.sources.paths import expand_braces, find_shards
+from tests.data.making import caption_members, caption_shards, class_folder, write_tar
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig
+from vqclip.data.sources.paths import find_shards
 from vqclip.errors import DataError
 
 
@@ -89,15 +88,6 @@ def test_fingerprint_tells_content_not_place(tmp_path: Path) -> None:
     assert CaptionShardsConfig(path=str(folder), captions="txt_lines").build().fingerprint != first
 
 
-def test_classes(tmp_path: Path) -> None:
-    source = ClassShardsConfig(path=class_folder(tmp_path)).build()
-    assert source.classnames == ("cat", "dog", "red panda")
-    assert source.templates == ("a photo of a {c}", "the {c}")
-    sample = source.read(5)
-    assert (sample.label, sample.captions) == (2, ("a photo of a red panda", "the red panda"))
-    assert sample.image == encode(pixels(5))
-
-
 def test_tars_beside_the_class_names(tmp_path: Path) -> None:
     folder = class_folder(tmp_path)
     shutil.move(folder / "train" / "0.tar", folder / "0.tar")
@@ -121,18 +111,6 @@ def test_wrong_class_folders(tmp_path: Path) -> None:
     assert "classnames.txt: cannot be read" in refusal(ClassShardsConfig(path=folder).build)
 
 
-def test_scenes(tmp_path: Path) -> None:
-    drawing = {"train": 4, "val": 2, "test": 99, "heldout": 22, "image_size": 32}
-    config = TypeAdapter(SourceConfig).validate_python({"kind": "scenes", "drawing": drawing})
-    assert isinstance(config, ScenesSourceConfig)
-    source = config.build()
-    assert len(source) == 4
-    assert source.read(0).captions[0]
-    test = config.model_copy(update={"split": "test"}).build()
-    assert test.read(0).label >= 0
-    assert test.classnames
-
-
 # ---- what paths stand for
 
 
@@ -140,15 +118,6 @@ def test_shards_whose_names_break_lines(tmp_path: Path) -> None:
     write_tar(tmp_path / "a\nstep 1: forged.tar", caption_members(0, 1))
     message = refusal(CaptionShardsConfig(path=str(tmp_path)).build)
     assert message == f"'{tmp_path}/a\\nstep 1: forged.tar': a line break in the name of a shard; rename it"
-
-
-def test_braces() -> None:
-    assert expand_braces("a/{08..11}.tar") == ["a/08.tar", "a/09.tar", "a/10.tar", "a/11.tar"]
-    assert expand_braces("{a,b}{1..2}") == ["a1", "a2", "b1", "b2"]
-    assert expand_braces("{3..1}") == ["3", "2", "1"]
-    assert expand_braces("plain") == ["plain"]
-    assert "at most 10000000" in refusal(expand_braces, "{0..9999}{0..9999}{0..9999}")
-    assert "more than 10000000" in refusal(expand_braces, "{0..99999999999999}")
 
 
 def test_what_paths_stand_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Data sets of torchvision as samples."""
 
-import json
 import os
 import pickle
 import re
@@ -93,9 +92,6 @@ def test_links_are_followed(tmp_path: Path, cache: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     source = TorchvisionConfig(name="ImageFolder", root=Path("root")).build()
     assert source.read(4) == RawSample(encode(pixels(3)), ("a photo of a dog",), 1)
-    assert (
-        len(json.dumps(TorchvisionConfig(name="ImageFolder", root=Path("root")).open_data().identity)) < 500
-    )  # of any number
 
 
 def cifar(folder: Path) -> Path:
@@ -138,7 +134,6 @@ def test_no_other_data_set_reads_pickles() -> None:
         ({"name": "FakeData", "root": "x"}, "arguments: FakeData takes no .root.; expected size"),
         ({"name": "FakeData", "arguments": {"size": 3}}, "classnames: missing; FakeData does not have the names"),
         ({"name": "FakeData", "arguments": {"size": 0}}, "torchvision FakeData: has no rows"),
-        ({"name": "Flickr8k", "root": "x"}, "arguments: Flickr8k needs ann_file"),
         (
             {**FAKE, "classnames": ("cat",), "arguments": {"size": 9, "num_classes": 5}},
             "expected a class number, 0 to 0",
