@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image, features
 
 from tests.data import hostile
@@ -332,31 +330,6 @@ def test_scaling_belongs_to_the_run_and_enlarges_no_crop(tmp_path: Path) -> None
     images = [SampleMaker([source], each.build(30), 0, 10**6).make(0, 0, 0)[0].image for each in (config, scaling)]
     assert not torch.equal(*images)
     assert (images[0].float() - images[1].float()).abs().mean() < 12
-
-
-SAMPLES = [
-    *(encode(pixels(10, 30, 30), kind) for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")),
-    encode(pixels(10, 30, 30), "TIFF", compression="tiff_lzw"),
-    encode(pixels(11, 30, 30, channels=4), "PNG"),
-    encode(pixels(11, 30, 30, channels=4), "WEBP", lossless=True),
-    encode(Image.fromarray(pixels(12, 30, 30)).quantize(), "PNG"),
-]
-
-
-@settings(max_examples=400, deadline=None)
-@given(
-    st.sampled_from(SAMPLES), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=6)
-)
-def test_damaged_files_are_refused_or_decoded(data: bytes, changes: list[tuple[int, int]]) -> None:
-    damaged = bytearray(data)
-    for place, value in changes:
-        damaged[place % len(damaged)] = value
-    try:
-        image = decode_image(bytes(damaged), max_pixels=10**6)
-    except DataError:
-        return
-    assert image.shape[0] == 3
-    assert image.dtype == torch.uint8
 
 
 def test_scans_of_a_jpeg_are_counted_before_it_is_decoded() -> None:

@@ -1,6 +1,4 @@
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -86,7 +84,7 @@ def test_every_sample_once_an_epoch_and_draws_change_with_it(folder: Path) -> No
     assert len(torch.unique(images, dim=0)) > 60  # of 120; crops of so small a picture may coincide
 
 
-@pytest.mark.parametrize("kind", ["shards", "folder", "csv", "jsonl", "parquet", "paths in parquet"])
+@pytest.mark.parametrize("kind", ["shards", "folder", "csv", "parquet"])
 def test_captions_are_drawn_by_the_weights_of_their_keys(tmp_path: Path, kind: str) -> None:
     """The same captions from every kind of source; sample 3 has no short one."""
     rows = [{"short": f"s{n}" if n != 3 else "", "long": [f"l{n}", f"m{n}"]} for n in range(12)]
@@ -106,17 +104,11 @@ def test_captions_are_drawn_by_the_weights_of_their_keys(tmp_path: Path, kind: s
     elif kind == "csv":
         lines = [f'{name},{row["short"]},"{row["long"]}"' for name, row in zip(names, rows, strict=True)]
         (tmp_path / kind).write_text("\n".join(["filepath,short,long", *lines]))
-    elif kind == "jsonl":
-        lines = [json.dumps({"filepath": name, **row}) for name, row in zip(names, rows, strict=True)]
-        (tmp_path / kind).write_text("\n".join(lines))
-        given["kind"] = "json"
     else:
         pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'vqclip[parquet]'")
         pq = pytest.importorskip("pyarrow.parquet")
-        column = images if kind == "parquet" else names
-        rows = [{"image": image, **row} for image, row in zip(column, rows, strict=True)]
+        rows = [{"image": image, **row} for image, row in zip(images, rows, strict=True)]
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / kind)
-        given["kind"] = "parquet"
     data = open_data(tmp_path, sources=(TypeAdapter(SourceConfig).validate_python(given),))
     epochs = 200 if kind == "shards" else 5
     drawn = [text(row) for batch in data.batches(0, epochs * 12 // G) for row in batch.texts]
@@ -125,32 +117,12 @@ def test_captions_are_drawn_by_the_weights_of_their_keys(tmp_path: Path, kind: s
     if kind == "shards":
         shares = [sum(each[0] == letter for each in drawn if each[1:] != "3") / 2200 for letter in "slm"]
         assert shares == [pytest.approx(wanted, abs=0.03) for wanted in (0.7, 0.15, 0.15)]
-    other = open_data(tmp_path, sources=(TypeAdapter(SourceConfig).validate_python(given | CHANGED[given["kind"]]),))
+    other = open_data(tmp_path, sources=(TypeAdapter(SourceConfig).validate_python(given | CHANGED[kind]),))
     assert other.fingerprint != data.fingerprint
 
 
-CHANGED = {kind: {"captions": {"short": 1.0, "long": 1.0}} for kind in ("csv", "json", "parquet")}
+CHANGED = {kind: {"captions": {"short": 1.0, "long": 1.0}} for kind in ("csv", "parquet")}
 CHANGED |= {kind: {"json_keys": {"short": 1.0, "long": 1.0}} for kind in ("shards", "folder")}
-
-
-def test_seeds_differ_in_order_captions_and_crops(folder: Path) -> None:
-    one, other = (global_batches(open_data(folder, seed=seed), 0, 3, 1) for seed in (0, 1))
-    assert not torch.equal(one[0][0], other[0][0])
-    assert same(one, global_batches(open_data(folder, seed=0), 0, 3, 1))
-
-
-def test_the_windowed_order_reads_runs_of_a_source(folder: Path) -> None:
-    shards = (CaptionShardsConfig(path=str(folder / "a")),)
-    ids = torch.cat([ids for ids, *_ in global_batches(open_data(folder, sources=shards, order=WINDOWED), 0, 4, 1)])
-    assert sorted(ids[:17].tolist()) == list(range(17))
-    for first in (0, 6):  # windows of two chunks of three samples
-        window = set(ids[first : first + 6].tolist())
-        assert len(window) == 6
-        assert sum((each + 1) % 17 in window for each in window) >= 4
-    assert not torch.equal(ids[:17].sort().values, ids[:17])
-    assert same(
-        *(global_batches(open_data(folder, order=order), 0, 2, 1) for order in ("windowed", {"kind": "windowed"}))
-    )
 
 
 def test_the_global_generators_are_left_alone(folder: Path) -> None:
@@ -167,17 +139,6 @@ def test_more_ranks_than_samples(folder: Path) -> None:
     assert batch.texts.shape == (0, 40)
     assert batch.sample_ids.dtype == torch.int64
     assert batch.places.shape == (0,)
-
-
-def test_places_in_the_global_batch(folder: Path) -> None:
-    data = open_data(folder)
-    (whole,) = data.batches(3, 4)
-    assert whole.places.tolist() == list(range(G))
-    for rank in range(3):
-        (part,) = data.batches(3, 4, rank=rank, nodes=(0, 0, 0))
-        assert part.global_size == G
-        assert part.sizes[rank] == len(part)
-        assert torch.equal(whole.sample_ids[part.places], part.sample_ids)
 
 
 def test_ranks_of_a_node_read_what_it_owns(folder: Path) -> None:
@@ -214,34 +175,11 @@ def test_fingerprint(folder: Path) -> None:
     assert [source.get("slots") for source in weighted] == [None, "33/5", None]
 
 
-@pytest.mark.parametrize("order", ["full", "windowed"])
-def test_a_sample_passes_seven_calls_to_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str) -> None:
-    """The path in the docstring of `vqclip.data`, `fill` and `os.pread` included."""
-    source = CaptionShardsConfig(path=str(caption_shards(tmp_path, (4,))))
-    data = DataConfig(sources=(source,), order=order, workers=0).build(SIZE, tokenize, 4, 0)
-    paths: set[tuple[str, ...]] = set()
-    read = os.pread
-
-    def count(*arguments: int) -> bytes:
-        frame, names = sys._getframe(1), ["pread"]
-        while frame is not None and names[-1] != "fill":
-            names.append(frame.f_code.co_name)
-            frame = frame.f_back
-        paths.add(tuple(reversed(names)))
-        return read(*arguments)
-
-    monkeypatch.setattr(os, "pread", count)
-    next(data.batches(0, 1))
-    assert paths == {("fill", "make", "_make", "read", "read", "read", "pread")}
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ({"kind": "torchvision", "name": "MNIST", "root": "{}"}, ".root: got "),
-        ({"kind": "csv", "path": "s3://bucket/a.csv"}, ".path: got s3://bucket/a.csv; kind: csv reads files on this"),
         ({"kind": "folder", "path": "{}/none"}, ": {}/none: no such folder"),
-        ({"kind": "hf", "path": "{}/none"}, ": "),
     ],
 )
 def test_errors_name_the_key_path(tmp_path: Path, source: dict, message: str) -> None:

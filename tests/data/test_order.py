@@ -1,31 +1,23 @@
 import itertools
-import pickle
 from collections import Counter
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from benchmarks.order import start, start_full
+from benchmarks.order import start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vqclip.data.batch import share_sizes
-from vqclip.data.draws import KeyedGenerator, hash_integers, permute
+from vqclip.data.draws import hash_integers, permute
 from vqclip.data.order import FullOrder, GlobalOrder, WindowedOrder
-from vqclip.data.windows import Windows, apportion
+from vqclip.data.windows import Windows
 
 Order = FullOrder | WindowedOrder
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=4)
 WINDOWED = WindowedOrder(chunk=4, window=3)
 ORDERS = pytest.mark.parametrize("kind", [FullOrder(), WINDOWED], ids=["full", "windowed"])
-
-
-@settings(deadline=None)
-@given(size=st.one_of(st.integers(1, 40), st.integers(41, 5000)), key=st.integers(0, 2**64 - 1))
-def test_permutation_is_a_bijection(size: int, key: int) -> None:
-    image = permute(np.arange(size), size, np.uint64(key))
-    assert np.array_equal(np.sort(image), np.arange(size))
 
 
 def test_every_permutation_of_a_few_is_about_as_likely() -> None:
@@ -48,7 +40,7 @@ def test_large_domains_look_shuffled() -> None:
 
 
 @ORDERS
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(sizes=SIZES, seed=st.integers(0, 2**63), epoch=st.integers(0, 5), batch=st.integers(1, 80))
 def test_each_sample_exactly_once_an_epoch(kind: Order, sizes: list[int], seed: int, epoch: int, batch: int) -> None:
     order = kind.build(sizes, [1.0] * len(sizes), seed, batch)
@@ -68,9 +60,7 @@ def test_each_sample_exactly_once_an_epoch(kind: Order, sizes: list[int], seed: 
     epochs=st.integers(1, 9),
     batch=st.integers(1, 80),
 )
-def test_weights_are_kept_to_one_appearance_and_batches_have_no_sample_twice(
-    kind: Order, sizes: list[int], weights: list[float], seed: int, epochs: int, batch: int
-) -> None:
+def test_weights_are_kept_to_one_appearance_and_batches_have_no_sample_twice(kind, sizes, weights, seed, epochs, batch):
     order = kind.build(sizes, weights[: len(sizes)], seed, batch)
     end = order.begin(epochs)
     slots = order[np.arange(end)]
@@ -168,9 +158,7 @@ def test_a_window_reads_its_chunks_and_no_others(size: int, chunk: int, window: 
 
 @settings(deadline=None, max_examples=40)
 @given(size=st.integers(1, 900), chunk=st.integers(1, 9), window=st.integers(1, 120), key=st.integers(0, 2**64 - 1))
-def test_a_round_has_a_sample_of_every_chunk_and_goes_through_the_lanes(
-    size: int, chunk: int, window: int, key: int
-) -> None:
+def test_a_round_has_a_sample_of_every_chunk_and_goes_through_the_lanes(size, chunk, window, key):
     windows = Windows(size, chunk, window, key)
     places = np.arange(size)
     chunks, lanes = windows.samples(places) // windows.chunk, windows.lane_of(places)
@@ -185,12 +173,6 @@ def test_a_round_has_a_sample_of_every_chunk_and_goes_through_the_lanes(
             assert np.array_equal(lanes[place : place + count], np.arange(count) % windows.lanes)
             place += count
         assert place == min(size, end * windows.chunk)
-
-
-def test_a_window_as_large_as_the_source_shuffles_all_samples() -> None:
-    first = WindowedOrder(chunk=100, window=400).build([40_000], [1.0], 1)[np.arange(2_000)].sample
-    assert abs(first.mean() - 20_000) < 1_000
-    assert len(np.unique(first // 100)) > 380  # 2,000 draws of 400 chunks
 
 
 @pytest.mark.parametrize("topics", [50, 1000])
@@ -217,36 +199,6 @@ def test_orders_of_billions_cost_no_memory(kind: Order) -> None:
     chunks = np.unique(slots.sample[slots.source == 0] // 128)
     assert len(chunks) > 3_800
     assert slots.sample.max() < 1_300_000_000
-
-
-@settings(deadline=None)
-@given(slots=st.lists(st.integers(1, 50), min_size=1, max_size=5))
-def test_shares_grow_with_the_epoch_and_end_at_the_whole(slots: list[int]) -> None:
-    shares = np.stack([apportion(slots, count) for count in range(sum(slots) + 1)])
-    assert (shares.sum(axis=1) == np.arange(sum(slots) + 1)).all()
-    assert (np.diff(shares, axis=0) >= 0).all()
-    assert shares[-1].tolist() == slots
-    exact = np.arange(sum(slots) + 1)[:, None] * np.array(slots) / sum(slots)
-    assert np.abs(shares - exact).max() <= max(1, len(slots) / 2)
-
-
-def test_keyed_generator() -> None:
-    generator = KeyedGenerator(seed=1)
-    first = generator.at(2, 3).random(5)
-    odd = generator.at(2, 4)
-    odd.integers(7, dtype=np.uint32)  # leaves half a word behind
-    assert np.array_equal(generator.at(2, 3).random(5), first)
-    fresh = np.random.Generator(np.random.Philox(key=[1, 0], counter=[0, 0, 2, 3]))
-    assert np.array_equal(fresh.random(5), first)
-    sent = pickle.loads(pickle.dumps(generator))  # to a worker that is not forked
-    assert np.array_equal(sent.at(2, 3).random(5), first)
-    for other in (generator.at(3, 3), generator.at(2, 4), KeyedGenerator(2).at(2, 3)):
-        assert not np.isin(other.random(5), first).any()
-
-
-@pytest.mark.parametrize("change", [(1, 2, 4), (1, 3, 3), (2, 2, 3), (2, 1, 3), (1, 2), (1, 2, 3, 0)])
-def test_hash_depends_on_every_part_and_their_order(change: tuple[int, ...]) -> None:
-    assert hash_integers(1, 2, 3) != hash_integers(*change)
 
 
 # ---- nodes and ranks
@@ -276,9 +228,7 @@ def nodes_of(order: GlobalOrder, step: int, nodes: list[int]) -> np.ndarray:
     nodes=st.lists(st.integers(0, 4), min_size=1, max_size=12),
     step=st.integers(0, 50),
 )
-def test_the_parts_of_all_ranks_are_the_global_batch(
-    kind: Order, sizes: list[int], batch: int, nodes: list[int], step: int
-) -> None:
+def test_the_parts_of_all_ranks_are_the_global_batch(kind, sizes, batch, nodes, step):
     order = kind.build(sizes, [1.0, 0.5, 2.0][: len(sizes)], 5, batch)
     whole = order[step * batch + np.arange(batch)]
     places = []
@@ -290,14 +240,6 @@ def test_the_parts_of_all_ranks_are_the_global_batch(
             assert np.array_equal(each, everyone[mine])
         places += mine.tolist()
     assert sorted(places) == list(range(batch))
-
-
-@EITHER
-def test_one_node_and_the_full_order_take_every_nth_sample(kind: Order) -> None:
-    order = kind.build([5000], [1.0], 5, 50)
-    nodes = [0, 0, 0] if kind is SMALL else [0, 1, 1]
-    for rank in range(3):
-        assert order.deal(7, rank, nodes)[1].tolist() == list(range(rank, 50, 3))
 
 
 def test_a_node_gets_samples_of_its_own_lanes_only_where_the_numbers_divide() -> None:
@@ -362,10 +304,3 @@ def test_memory_before_the_first_batch(samples, tmp_path):
     assert first["samples"] == further["samples"]
     assert len(set(first["samples"])) == 64
     assert max(first["samples"]) < samples
-
-
-@pytest.mark.slow
-def test_the_full_order_takes_memory_for_each_sample(tmp_path, monkeypatch):
-    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
-    found = start_full(10**6, tmp_path)
-    assert 60 < found["after"]["uss"] - found["before"]["uss"] < 120

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vqclip.data.lookup import Recent, locate
+from vqclip.data.lookup import Recent
 from vqclip.data.table_file import Table, Texts, find_table, open_table, save_table
 from vqclip.errors import DataError
 
@@ -61,17 +61,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path: Path, caplog: pyte
     assert find_table(tmp_path / "missing", {}, "x", lambda table: table) is None
 
 
-def test_a_disk_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="the index of the data cannot be written"):
-        save_table(tmp_path / "file" / "a.table", {}, ARRAYS, "the data")
-
-
 # ---- what is looked up and kept
-
-
-def test_an_index_is_in_the_last_interval_that_begins_before_it() -> None:
-    assert [locate([0, 2, 2, 5], index) for index in range(5)] == [(0, 0), (0, 1), (2, 0), (2, 1), (2, 2)]
 
 
 def test_the_values_used_last_are_kept() -> None:

@@ -51,25 +51,14 @@ def test_training_draws_from_its_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_no_draws_no_change() -> None:
+def test_flips_and_all_quarter_turns_move_pixels_alone() -> None:
     square = image(0, 32, 32)
     config = TrainTransformConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0))
+    flipping, turning = (config.model_copy(update=each) for each in ({"flip": 1.0}, {"quarter_turns": True}))
     assert torch.equal(config.build(32)(square, rng()), square)
-
-
-def test_flips() -> None:
-    square = image(0, 32, 32)
-    transform = TrainTransformConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0), flip=1.0).build(32)
-    assert torch.equal(transform(square, rng()), square.flip(2))
-
-
-def test_quarter_turns_are_all_drawn() -> None:
-    square = image(0, 32, 32)
-    transform = TrainTransformConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0), quarter_turns=True).build(32)
-    turns = [
-        next(k for k in range(4) if torch.equal(out, square.rot90(k, (1, 2)))) for out in _results(transform, square)
-    ]
-    assert set(turns) == {0, 1, 2, 3}
+    assert torch.equal(flipping.build(32)(square, rng()), square.flip(2))
+    turned = _results(turning.build(32), square)
+    assert {next(k for k in range(4) if torch.equal(out, square.rot90(k, (1, 2)))) for out in turned} == {0, 1, 2, 3}
 
 
 def _results(transform, square: torch.Tensor) -> list[torch.Tensor]:
@@ -140,10 +129,8 @@ def test_wrong_tensors_are_named(bad: torch.Tensor) -> None:
     ("change", "message"),
     [
         ({"scale": (0.9, 0.5)}, r"scale: got \[0.9, 0.5\]; expected \[smallest, largest\]"),
-        ({"scale": (1e-6, 1e-6)}, "greater than or equal to 0.01"),
         ({"scale": (0.5, 1.5)}, "at most 1.0"),
         ({"ratio": (2.0, 1.0)}, "ratio: got"),
-        ({"flip": 1.5}, "less than or equal to 1"),
     ],
 )
 def test_wrong_configuration(change: dict, message: str) -> None:

