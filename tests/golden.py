@@ -28,7 +28,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from PIL import Image
@@ -38,7 +37,7 @@ from tests.data.making import write_tar
 from tests.data.serving import FaultyServer
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, LFQ, PRODUCT, tiny_model
 from tests.ranks import RankPool
-from tests.training import metrics, run_tree
+from tests.training import before_steps, metrics, run_tree
 from vqclip.scenes.splits import train_samples
 from vqclip.train import run as train
 from vqclip.train.step import TrainStep
@@ -192,15 +191,13 @@ def run_rank(tree: dict[str, Any], cache: str) -> list[list[tuple[int, str, str]
     """Train as one rank; return place, hash of id and caption, and hash of pixels, of each sample of each step."""
     os.environ["VQCLIP_CACHE"] = cache
     seen: list[list[tuple[int, str, str]]] = []
-    step = TrainStep.__call__
 
-    def recording(self: TrainStep, batch: Any, number: int) -> Any:
+    def record(step: TrainStep, batch: Any, number: int) -> None:
         stored = batch.features.get("image", batch.images)
         rows = zip(batch.places.tolist(), batch.sample_ids.tolist(), batch.texts, stored, strict=True)
         seen.append([(place, _digest(f"{key}", text), _digest(image)) for place, key, text, image in rows])
-        return step(self, batch, number)
 
-    with mock.patch.object(TrainStep, "__call__", recording):
+    with before_steps(record):
         train(load_task_config(tree))
     return seen
 

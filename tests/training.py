@@ -1,10 +1,11 @@
 """Small runs of the real training loop for tests: the tiny model on a few drawn shards."""
 
+import contextlib
 import copy
 import functools
 import os
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
@@ -28,14 +29,7 @@ from vqclip.train.tasks.contrastive import ContrastiveTask
 from vqclip.train.tasks.kinds import load_task_config
 
 STEPS = 20
-TIMES = (
-    "images_per_second",
-    "tokens_per_second",
-    "data_wait",
-    "exchange_wait",
-    "tflops_per_second",
-    "memory_gib",
-)
+TIMES = ("images_per_second", "tokens_per_second", "data_wait", "exchange_wait", "tflops_per_second", "memory_gib")
 """Metrics that differ between equal runs."""
 
 
@@ -71,20 +65,39 @@ def identity_of(tree: dict[str, Any]) -> dict[str, Any]:
     return config.run_identity(config.build_task(torch.device("cpu"), torch.float32), {})
 
 
+@contextlib.contextmanager
+def before_steps(action: Callable[[TrainStep, Any, int], object]) -> Iterator[None]:
+    """Call ``action(step, batch, number)`` before each training step within the block."""
+    step = TrainStep.__call__
+
+    def acting(self: TrainStep, batch: Any, number: int) -> Any:
+        action(self, batch, number)
+        return step(self, batch, number)
+
+    with mock.patch.object(TrainStep, "__call__", acting):
+        yield
+
+
 def run(tree: dict[str, Any], cache: str) -> dict[str, Any]:
     """Train in this process (a rank, or alone) and tell what happened."""
     os.environ["VQCLIP_CACHE"] = cache
     config = load_task_config(tree)
     seen: list[list[int]] = []
-    step = TrainStep.__call__
-
-    def recording(self: TrainStep, batch: Any, number: int) -> Any:
-        seen.append(batch.sample_ids.tolist())
-        return step(self, batch, number)
-
-    with mock.patch.object(TrainStep, "__call__", recording):
+    with before_steps(lambda step, batch, number: seen.append(batch.sample_ids.tolist())):
         result = train(config)
     return {"sample_ids": seen, "finished": result.finished}
+
+
+def run_until(stop: int, tree: dict[str, Any], cache: str) -> None:
+    """Die in step number ``stop``, without a last save."""
+
+    def die(step: TrainStep, batch: Any, number: int) -> None:
+        if number == stop:
+            raise KeyboardInterrupt
+
+    with before_steps(die), contextlib.suppress(KeyboardInterrupt):
+        run(tree, cache)
+        raise AssertionError("it has not died")
 
 
 def run_compiled(tree: dict[str, Any], cache: str, backend: str) -> tuple[int, int]:

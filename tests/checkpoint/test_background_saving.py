@@ -2,19 +2,17 @@
 
 import itertools
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.models import BUSY_RESIDUAL
-from tests.training import run_tree
+from tests.training import before_steps, run_tree
 from vqclip import checkpoint
 from vqclip.errors import CheckpointError, NonFiniteError
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
 from vqclip.train.checkpointer import Checkpointer
-from vqclip.train.step import TrainStep
 
 EVERY = 3
 STEPS = 7
@@ -32,17 +30,11 @@ def config(tmp_path, shards, monkeypatch):
 
 
 @pytest.fixture
-def steps_run(monkeypatch):
+def steps_run():
     """Numbers of the steps that have been run so far."""
     numbers: list[int] = []
-    step = TrainStep.__call__
-
-    def counting(self, batch, number):
-        numbers.append(number)
-        return step(self, batch, number)
-
-    monkeypatch.setattr(TrainStep, "__call__", counting)
-    return numbers
+    with before_steps(lambda step, batch, number: numbers.append(number)):
+        yield numbers
 
 
 def files(folder):
@@ -111,41 +103,16 @@ def test_a_failed_write_ends_the_run_at_the_next_step(config, monkeypatch, steps
 
 def test_an_error_in_the_training_leaves_the_last_checkpoint_whole(config, monkeypatch, steps_run):
     found = held_back(monkeypatch, steps_run)
-    step = TrainStep.__call__
 
-    def failing(self, batch, number):
+    def fail(step, batch, number):
         if number == EVERY + 1:
             raise NonFiniteError("the loss is NaN")
-        return step(self, batch, number)
 
-    monkeypatch.setattr(TrainStep, "__call__", failing)
     settings = config("failing")
-    with pytest.raises(NonFiniteError):
+    with before_steps(fail), pytest.raises(NonFiniteError):
         train(settings)
     assert found == {EVERY: EVERY + 1}
     assert checkpoint.latest(settings.run.path / "checkpoints").name == "step-00000003"
-
-
-def test_no_thread_outlives_a_run(config):
-    before = threading.active_count()
-    train(config("alone"))
-    assert threading.active_count() == before
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_staged_tensors_are_copies_in_the_same_memory(dtype):
-    owner = SimpleNamespace(_staged={})
-    tensor = torch.arange(12).reshape(3, 4).to(dtype).T
-    first = Checkpointer._to_host(owner, "a", tensor)
-    memory, kept = first.data_ptr(), tensor.clone()
-    tensor.zero_()
-    assert first.equal(kept)
-    assert first.dtype == dtype
-    assert first.is_contiguous()
-    second = Checkpointer._to_host(owner, "a", tensor)
-    assert second.data_ptr() == memory
-    assert second.equal(tensor)
-    assert Checkpointer._to_host(owner, "a", tensor[:2]).shape == (2, 3)
 
 
 def test_tied_tensors_are_stored_apart(tmp_path):

@@ -136,16 +136,6 @@ def test_every_evaluation_writes_its_report(tree, tmp_path):
     assert "report.html" in str(result)
 
 
-def test_details_that_cannot_be_written_end_no_run(tree, tmp_path, caplog):
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "report").write_text("in the way")
-    with caplog.at_level(logging.WARNING):
-        assert run(tree).finished
-    (first, second) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("report: ")]
-    assert "cannot be written after step 2; the run continues without it: " in first
-    assert str(tmp_path / "tiny" / "report") in second
-
-
 def test_what_watches_a_run_changes_no_bit(tree, tmp_path, monkeypatch):
     """A report, a tracker, a callback, and the count of FLOPs."""
     weights = []

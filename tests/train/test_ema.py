@@ -20,7 +20,7 @@ from vqclip.model import CLIP
 from vqclip.runlog.records import read_best
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
-from vqclip.train.ema import Ema, EmaConfig, checked_averages, replace_weights
+from vqclip.train.ema import Ema, EmaConfig, checked_averages
 from vqclip.train.export import load_model
 
 LEARNED_VQ = VQ | {"learning": "gradient"}
@@ -78,40 +78,6 @@ def test_an_average_begins_when_its_weight_is_trained():
     model.move(3)
     ema.update(3, APPLIED)
     assert ema.averages["late"].tolist() == [6.0] * 3
-
-
-def test_a_skipped_step_changes_no_average_and_begins_none():
-    model = Walk()
-    ema = Ema(EmaConfig(decay=0.5, warmup=False), dict(model.named_parameters()))
-    ema.update(0, SKIPPED)
-    ema.settle(skipped=True)
-    assert ema.averages == {}
-    for step in range(2):
-        model.move(step)
-        ema.update(step, APPLIED)
-        before = ema.averages["first"].clone()
-        ema.update(step, SKIPPED)
-        ema.settle(skipped=True)
-        assert torch.equal(ema.averages["first"], before)
-
-
-def test_weights_change_places_with_averages_and_come_back():
-    model = Walk()
-    ema = Ema(EmaConfig(decay=0.5), dict(model.named_parameters()))
-    with replace_weights(model, ema.averages):  # before the first update
-        assert model.first.tolist() == [0, 0]
-    for step in range(2):
-        model.move(step)
-        ema.update(step, APPLIED)
-    before, place = model.first.clone(), model.first.data_ptr()
-    with replace_weights(model, ema.averages):
-        assert model.first.data_ptr() == ema.averages["first"].data_ptr()  # no copy
-        assert not torch.equal(model.first, before)
-        assert model.first.requires_grad
-    with pytest.raises(ZeroDivisionError), replace_weights(model, ema.averages):
-        raise ZeroDivisionError
-    assert torch.equal(model.first, before)
-    assert model.first.data_ptr() == place
 
 
 def test_evaluation_and_export_use_the_averages(tmp_path, shards):

@@ -166,25 +166,6 @@ def test_a_tensor_left_on_the_cpu_is_found():
                 step(make_batch(number, step.task.model), number)
 
 
-def test_what_a_gpu_would_refuse_or_wait_for_is_refused():
-    with fake_cuda() as gpu:
-        x = torch.ones(3, device=GPU)
-        for fails, message in (
-            (lambda: x + torch.ones(3), "expected one device"),
-            (lambda: x + torch.ones(()), "expected one device"),
-            (lambda: x[torch.tensor([0])], "expected one device"),
-            (lambda: x.cpu(), "the host waits"),
-            (lambda: torch.ones(3).copy_(x), "the host waits"),
-            (lambda: torch.rand(3, device=GPU, generator=torch.Generator()), "a generator of the CPU"),
-        ):
-            with pytest.raises(RuntimeError, match=message):
-                fails()
-        assert gpu.reads == 0
-        assert x[x > 0].sum().item() == 3
-        assert gpu.reads == 2
-    assert not hasattr(torch.zeros(1), "twin")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_tests_for_gpus_run_on_a_cpu():

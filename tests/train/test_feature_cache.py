@@ -358,17 +358,6 @@ def test_a_full_disk_is_reported_before_any_work(tmp_path, shards):
     assert not shards_of(tmp_path)
 
 
-def test_a_folder_that_cannot_be_locked_is_refused(tmp_path, shards):
-    """Such as a shared one that others may only read."""
-    denied = PermissionError(13, "Permission denied")
-    with (
-        mock.patch.object(ProcessLock, "try_acquire", side_effect=denied),
-        mock.patch("vqclip.train.main.RunLock.acquire"),
-        pytest.raises(ConfigError, match=r"feature_cache.folder: .*/lock cannot be opened \(Permission denied\)"),
-    ):
-        run(tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT), str(tmp_path / "cache"))
-
-
 def test_a_finished_folder_is_only_read(tmp_path, shards, features):
     """So it may be on a read-only file system."""
     for lock in features.glob("*/lock"):

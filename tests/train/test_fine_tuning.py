@@ -7,16 +7,7 @@ from safetensors.torch import load_file
 
 from tests.models import BUSY_VQ, VQ
 from tests.train.test_resume import assert_same_run
-from tests.training import (
-    all_equal,
-    averages,
-    identity_of,
-    largest_difference,
-    metrics,
-    run,
-    run_tree,
-    weights,
-)
+from tests.training import all_equal, averages, identity_of, largest_difference, metrics, run, run_tree, weights
 
 STEPS = 12
 
@@ -28,11 +19,7 @@ def fine_tuning(folder, shards, quantizer=BUSY_VQ, **changes):
         "layer_decay": {"image": 0.7, "text": 0.8},
         "overrides": [{"pattern": "*.pool.*", "lr_ratio": 2.0}, {"pattern": "image.tower.*", "weight_decay": 0.01}],
     }
-    tree["train"] |= {
-        "keep_checkpoints": 9,
-        "ema": {"decay": 0.9},
-        "bottleneck": {"open_steps": 2, "close_steps": 6},
-    }
+    tree["train"] |= {"keep_checkpoints": 9, "ema": {"decay": 0.9}, "bottleneck": {"open_steps": 2, "close_steps": 6}}
     tree["model"]["image"]["tower"]["train"] = {"lora": {"rank": 2, "alpha": 8}}
     tree["model"]["text"]["tower"]["train"] = {"from_step": 6}
     return tree

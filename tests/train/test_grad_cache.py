@@ -20,7 +20,7 @@ from tests.quantizers.test_distributed import collectives
 from tests.ranks import RankError
 from tests.test_world_size import ENTROPY_LFQ
 from tests.training import contrastive_step
-from vqclip import dist, quantizers
+from vqclip import dist
 from vqclip.data import Batch
 from vqclip.dist._torch_versions import REDUCE_SCATTER
 from vqclip.errors import ReplayError
@@ -111,18 +111,12 @@ def test_equals_one_process_under_ddp(ranks, name, sizes, micro_batches):
         assert_alike(found, expected, 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "tolerance"),
-    [
-        *((name, "fp32", 1e-6) for name in QUANTIZERS),
-        *((name, "bf16", 5e-3) for name in ("lfq with entropy loss", "residual of vq with dropout")),
-    ],
-)
-def test_in_other_precisions(name, precision, tolerance):
-    """Of one step: after several, rounding has flipped a code somewhere. Measured: 9.2e-7 and 2.1e-3 at most."""
-    gradients, *_ = steps(QUANTIZERS[name], precision=precision, count=1)
-    found, *_ = steps(QUANTIZERS[name], precision=precision, count=1, micro_batches=4)
-    assert_alike([found], [gradients], tolerance, floor=1.0)
+@pytest.mark.parametrize("name", ["lfq with entropy loss", "residual of vq with dropout"])
+def test_in_bf16(name):
+    """Of one step: after several, rounding has flipped a code somewhere. Measured: 2.1e-3 at most."""
+    gradients, *_ = steps(QUANTIZERS[name], precision="bf16", count=1)
+    found, *_ = steps(QUANTIZERS[name], precision="bf16", count=1, micro_batches=4)
+    assert_alike([found], [gradients], 5e-3, floor=1.0)
 
 
 def at_once(step, microbatches, number):
@@ -178,21 +172,6 @@ def test_what_does_not_repeat_itself_is_named(precision, how):
     ):
         step(batch_number(0, model), 0)
     assert all(value.equal(before[name]) for name, value in model.named_parameters())
-
-
-class RestlessFSQ(quantizers.FSQ):
-    """Gives other vectors in the second pass."""
-
-    def forward(self, x, mask=None):
-        out = super().forward(x, mask)
-        return dataclasses.replace(out, vectors=out.vectors * (1.5 if torch.is_grad_enabled() else 1.0))
-
-
-def test_a_quantizer_that_does_not_repeat_itself_is_named():
-    model, step = model_and_step(FSQ, micro_batches=2)
-    model.image.quantizer.__class__ = RestlessFSQ
-    with pytest.raises(ReplayError, match=r"the first module with other outputs: model\.image\.quantizer[. ]"):
-        step(batch_number(0, model), 0)
 
 
 def restless_on_one_rank():

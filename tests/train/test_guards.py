@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, tiny_model
 from tests.ranks import for_each
 from tests.train.test_pixels import ADVERSARIAL, DETAIL, pixel_tree
-from tests.training import StopAfter, run_tree
+from tests.training import StopAfter, before_steps, run_tree
 from vqclip import dist
 from vqclip.data import Batch
 from vqclip.errors import DistributedError, NonFiniteError
@@ -77,15 +77,6 @@ def test_what_is_not_finite_stops_or_is_left_out(value):
         check(guards, 2, {"total": value})
 
 
-def test_guards_go_on_where_they_were():
-    first, second = (GuardConfig(on_nonfinite="skip", spikes=SpikeConfig(window=10)).build() for _ in range(2))
-    for step in range(12):
-        check(first, step, {"total": 1.0 if step != 5 else math.nan})
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.skipped == 1
-    assert check(second, 12, {"total": 5.0}).reason == check(first, 12, {"total": 5.0}).reason
-
-
 def disturb(step, kind):
     """Harm this rank's copy of the state."""
     weight = step.model.image.pool.head.weight
@@ -110,14 +101,11 @@ def train_disturbed(tree, cache, kind, after):
             disturb(self, kind)
         return result
 
-    TrainStep.__call__ = disturbed
-    try:
-        train(TrainConfig.model_validate(tree))
-        return None
-    except (NonFiniteError, DistributedError) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        TrainStep.__call__ = call
+    with mock.patch.object(TrainStep, "__call__", disturbed):
+        try:
+            train(TrainConfig.model_validate(tree))
+        except (NonFiniteError, DistributedError) as error:
+            return f"{type(error).__name__}: {error}"
 
 
 @pytest.mark.parametrize(
@@ -242,7 +230,7 @@ CASES = {
     "fsdp": (BUSY_VQ, {"train__parallel": "fsdp"}),
     "decoder and discriminators": (FSQ, {"model__image__pixels": PIXELS}),
 }
-FEW = {1: ("muon", "lamb"), 2: ("residual, 3 microbatches", "fsdp")}
+FEW = {1: ("muon",), 2: ("residual, 3 microbatches", "fsdp")}
 
 
 @pytest.mark.parametrize(
@@ -327,15 +315,7 @@ def test_a_run_that_must_end_has_the_weights_from_before_the_bad_step(ranks, tmp
 def test_a_stop_after_a_bad_step_is_its_error(tmp_path, shards):
     """Of a step that nothing else asks the verdict of: no report, no checkpoint, no evaluation."""
     settings = tree(tmp_path, shards, FSQ, guards={}, train__checkpoint_every=1000)
-    call = TrainStep.__call__
-
-    def harmed(self, batch, number):
-        hook = poison(self.model.text, "loss")
-        try:
-            return call(self, batch, number)
-        finally:
-            hook.remove()
-
-    with mock.patch.object(TrainStep, "__call__", harmed), pytest.raises(NonFiniteError, match="step 0: total = nan"):
+    harmed = before_steps(lambda step, batch, number: poison(step.model.text, "loss"))
+    with harmed, pytest.raises(NonFiniteError, match="step 0: total = nan"):
         train(load_task_config(settings), [StopAfter(1)])
     assert not list((tmp_path / "tiny" / "checkpoints").glob("*"))

@@ -76,25 +76,6 @@ def test_columns_needed():
     assert text.needed_tokens(torch.zeros(2, 12, dtype=torch.int64)) == 8
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_masked_equals_cropped(causal):
-    model = built(PRODUCT, causal)
-    tokens = model.text.preprocess(SHORT)
-    results = []
-    for columns in (24, 8):
-        model.zero_grad()
-        out = model.text(tokens[:, :columns])
-        (out.embedding * torch.arange(16)).sum().backward()
-        results.append((out, [p.grad.clone() for p in model.text.parameters()]))
-    (full, full_gradients), (cropped, cropped_gradients) = results
-    assert cropped.ids.shape == (4, 8, 2)
-    assert torch.equal(cropped.ids, full.ids[:, :8])
-    assert (full.ids[:, 8:] == -1).all()
-    torch.testing.assert_close(cropped.embedding, full.embedding, rtol=0, atol=1e-12)
-    torch.testing.assert_close(cropped_gradients, full_gradients, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(dict(cropped.stats), dict(full.stats))
-
-
 @pytest.mark.parametrize("columns", [8, 16, 24])
 def test_stored_ids_give_the_training_embedding_of_the_same_columns_bit_for_bit(columns):
     text = built(PRODUCT, dtype=torch.float32).text

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import shutil
@@ -21,8 +20,8 @@ from tests.ranks import start_process
 from tests.training import (
     StopAfter,
     all_equal,
+    before_steps,
     differences,
-    largest_difference,
     metrics,
     retrieval,
     run,
@@ -42,7 +41,6 @@ from vqclip.train import run as train
 from vqclip.train.loop import train as train_loop
 from vqclip.train.step import TrainStep
 from vqclip.train.summary import render
-from vqclip.train.tasks.contrastive import towers_draw
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 STEPS = 24
@@ -166,25 +164,14 @@ def differences_after_a_resume(tree, cache):
     return compared
 
 
-@pytest.mark.parametrize(
-    ("tower", "processes", "parallel"),
-    [
-        ("tiny", 1, "ddp"),
-        ("captions", 2, "ddp"),
-        ("captions", 2, "fsdp"),
-    ],
-)
-def test_a_resumed_run_equals_the_one_that_saved_in_every_attribute(
-    tmp_path, shards, ranks, tower, processes, parallel
-):
-    """Nothing that later steps depend on lives outside of the checkpoint, on any rank; also with a tower that ships."""
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_resumed_run_equals_the_one_that_saved_in_every_attribute(tmp_path, shards, ranks, parallel):
+    """Nothing that later steps depend on lives outside of the checkpoint, on any rank; with a tower that ships."""
     changes = {"train__parallel": parallel, "guards": {"spikes": {"window": 10}}}
     tree = busy_tree(tmp_path, shards, train__steps=9, **changes)
-    if tower != "tiny":
-        shipped = load_config(TrainConfig, CONFIGS / f"{tower}.yaml").model.image.tower
-        tree["model"]["image"]["tower"] = shipped.model_dump(mode="json")
-    cache = str(tmp_path / "cache")
-    assert ranks(processes, differences_after_a_resume, tree, cache, init=False) == [[]] * processes
+    shipped = load_config(TrainConfig, CONFIGS / "captions.yaml").model.image.tower
+    tree["model"]["image"]["tower"] = shipped.model_dump(mode="json")
+    assert ranks(2, differences_after_a_resume, tree, str(tmp_path / "cache"), init=False) == [[], []]
 
 
 def test_a_stopped_run_saves_and_goes_on(tmp_path, shards, whole, cache):
@@ -211,18 +198,13 @@ def test_two_ranks_stop_at_the_same_step(tmp_path, shards, ranks):
 
 def run_with_one_signal(tree, cache):
     """Train; the last rank alone gets a signal."""
-    step = TrainStep.__call__
 
-    def signalling(self, batch, number):
+    def signal_myself(step, batch, number):
         if number == 4 and dist.rank() == dist.world_size() - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, batch, number)
 
-    TrainStep.__call__ = signalling
-    try:
+    with before_steps(signal_myself):
         return run(tree, cache)
-    finally:
-        TrainStep.__call__ = step
 
 
 @pytest.mark.faults
@@ -237,23 +219,6 @@ def test_four_ranks_go_on_bit_for_bit(tmp_path, shards, ranks):
     parts = ranks(4, run, stopped, cache, init=False)
     assert len(parts[0]["sample_ids"]) == STEPS - done
     assert_same_run(tmp_path / "whole", tmp_path / "stopped")
-
-
-@pytest.mark.slow
-def test_two_ranks_go_on_as_four(tmp_path, shards, ranks):
-    cache = str(tmp_path / "cache")
-    whole, stopped = (run_tree(tmp_path / name, shards, train__steps=STEPS) for name in ("whole", "stopped"))
-    parts = ranks(2, run, whole, cache, init=False)
-    samples = [sorted(itertools.chain(*step)) for step in zip(*(part["sample_ids"] for part in parts), strict=True)]
-    parts = ranks(2, run_with_one_signal, stopped, cache, init=False)
-    done = len(parts[0]["sample_ids"])
-    assert 4 < done < STEPS
-    parts = ranks(4, run, stopped, cache, init=False)
-    rest = [sorted(itertools.chain(*step)) for step in zip(*(part["sample_ids"] for part in parts), strict=True)]
-    assert rest == samples[done:]
-    assert largest_difference(weights(tmp_path / "whole", STEPS), weights(tmp_path / "stopped", STEPS)) < 1e-6
-    losses = [[line["loss/total"] for line in metrics(tmp_path / name)] for name in ("whole", "stopped")]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 def train_in_own_folder(tree, folder, cache):
@@ -282,18 +247,14 @@ def watched_steps():
         yield steps
 
 
-@pytest.mark.parametrize("disk", ["flipped", "empty"])
-def test_one_rank_reads_a_checkpoint_for_all(tmp_path, shards, ranks, disk):
+def test_one_rank_reads_a_checkpoint_for_all(tmp_path, shards, ranks):
+    """The copy on the disk of the other one is damaged."""
     cache = str(tmp_path / "cache")
     tree = run_tree(Path("runs"), shards, BUSY_RESIDUAL, train__steps=4)
     ranks(2, train_in_own_folder, tree, tmp_path, cache, init=False)
-    if disk == "flipped":
-        shutil.copytree(tmp_path / "0", tmp_path / "1", dirs_exist_ok=True)
-        with (tmp_path / "1/runs/tiny/checkpoints/step-00000004/model/model.safetensors").open("r+b") as file:
-            file.seek(-1000, os.SEEK_END)
-            byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 1]))
+    shutil.copytree(tmp_path / "0", tmp_path / "1", dirs_exist_ok=True)
+    damaged = tmp_path / "1/runs/tiny/checkpoints/step-00000004/model/model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     tree["train"]["steps"], tree["run"]["resume_allow"] = 6, ["train.steps"]
     one, other = ranks(2, train_in_own_folder, tree, tmp_path, cache, init=False)
     assert all_equal(one, other)
@@ -323,14 +284,6 @@ def test_other_processes_are_refused_where_towers_draw_by_rank(tmp_path, shards,
     message = "processes (dropout is drawn by rank): 1 in the checkpoint, 2 now"
     assert all(message in error for error in ranks(2, train_on_ranks, random, cache, init=False))
     assert ranks(2, train_on_ranks, fixed, cache, init=False) == [True, True]
-
-
-def test_whether_towers_draw_leaves_the_generator_alone(tmp_path, shards):
-    for tree, draws in ((run_tree(tmp_path, shards), False), (with_drop_path(tmp_path, shards), True)):
-        model = TrainConfig.model_validate(tree).model.build()
-        before = torch.get_rng_state()
-        assert towers_draw(model) is draws
-        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_may_differ_is_named_one_by_one(tmp_path, shards, caplog, monkeypatch):
@@ -528,10 +481,9 @@ def test_a_best_that_cannot_be_is_refused_at_the_start(tmp_path, changes, messag
         load_config(TrainConfig, path)
 
 
-@pytest.mark.parametrize("name", ["step-00000004", ".replaced-step-00000004"])
-def test_a_folder_with_anything_to_resume_from_is_refused_on_request(tmp_path, shards, name):
+def test_a_folder_with_anything_to_resume_from_is_refused_on_request(tmp_path, shards):
     """A save that was killed while it replaced a checkpoint leaves one that `auto` resumes from."""
-    (tmp_path / "tiny" / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "tiny" / "checkpoints" / ".replaced-step-00000004").mkdir(parents=True)
     tree = run_tree(tmp_path, shards)
     tree["run"]["resume"] = "never"
     with pytest.raises(ConfigError, match="run.resume: got 'never', but .*checkpoints contains checkpoints"):
@@ -542,7 +494,6 @@ def test_a_folder_with_anything_to_resume_from_is_refused_on_request(tmp_path, s
     ("key", "value", "difference"),
     [
         ("optim__lr", 2e-3, "optim.lr: 0.001 in the checkpoint, 0.002 now"),
-        ("optim__clip_grad_norm", None, "optim.clip_grad_norm: 1.0 in the checkpoint, None now"),
         ("optim__betas", [0.9, 0.95], r"optim.betas\[1\]: absent in the checkpoint, 0.95 now"),
         (
             "train__steps",
@@ -550,8 +501,6 @@ def test_a_folder_with_anything_to_resume_from_is_refused_on_request(tmp_path, s
             r"is of a run of 4 steps, and this one asks for 5. .*\n  'run.resume_allow=\[train.steps\]'\n",
         ),
         ("data__transform", {"flip": 0.5}, r"transform\.flip: .* in the checkpoint, .* now"),
-        ("data__max_pixels", 1000, "max_pixels: .* in the checkpoint, 1000 now"),
-        ("run__seed", 1, "run.seed: 0 in the checkpoint, 1 now"),
         ("model__embed_dim", 8, "model.embed_dim: 16 in the checkpoint, 8 now"),
     ],
 )

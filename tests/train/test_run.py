@@ -188,19 +188,6 @@ def in_a_thread(function, *args):
     return found[0]
 
 
-def test_a_run_in_a_thread_is_stopped_from_outside(tmp_path, shards):
-    event = threading.Event()
-
-    class StopWhenSet(Callback):
-        def on_step_end(self, training):
-            event.set()  # as another thread would
-            if event.is_set():
-                training.request_stop("the button")
-
-    result = in_a_thread(train, run_tree(tmp_path, shards, train__steps=9), [StopWhenSet()])
-    assert (result.step, result.stopped) == (1, "the button")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -228,16 +215,12 @@ def test_mistakes_are_errors_of_ours(config, message):
         train(config)
 
 
-def test_callbacks_are_instances(tmp_path, shards):
-    with pytest.raises(
-        ConfigError, match=r"callbacks\[0\]: got <class .*expected an instance of vqclip.train.Callback"
-    ):
-        train(run_tree(tmp_path, shards), [Callback])
-
-
-def test_one_text_is_no_list_of_overrides(tmp_path, shards):
+def test_wrong_callbacks_and_overrides_are_refused(tmp_path, shards):
+    tree = run_tree(tmp_path, shards)
+    with pytest.raises(ConfigError, match=r"callbacks\[0\]: got <class .*expected an instance of vqclip.train.Callb"):
+        train(tree, [Callback])
     with pytest.raises(ConfigError, match="got the string 'optim.lr=1'; expected a list"):
-        train(run_tree(tmp_path, shards), overrides="optim.lr=1")
+        train(tree, overrides="optim.lr=1")
 
 
 def test_a_run_that_hangs_warns_and_goes_on(tmp_path, shards, monkeypatch, caplog):

@@ -389,6 +389,7 @@ def test_mistakes(run, store, capsys):
         ),
         (["copy-run", URL.rpartition("/")[0], str(run)], "no run there: there are files, but no config.yaml"),
         (["copy-run", "runs/base", str(run)], "expected a URL of a run"),
+        (["copy-run", URL, "/proc/x"], "/proc/x: cannot be written (No such file or directory); expected a new folder"),
         (
             ["copy-run", "http://host/runs/base", str(run)],
             "got http://host/runs/base; expected a local folder, or a URL",
@@ -419,8 +420,3 @@ def test_objects_that_are_folders_too_are_named(run, store, tmp_path, capsys):
     assert not run.exists()
     with pytest.raises(StorageError, match="is an object, and a folder of"), opened(tmp_path / "other"):
         pass
-
-
-def test_a_folder_that_cannot_be_written_is_named(run, store, capsys):
-    assert main(["copy-run", URL, "/proc/x"]) == 2
-    assert "/proc/x: cannot be written (No such file or directory); expected a new folder" in capsys.readouterr().err

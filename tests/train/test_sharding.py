@@ -199,7 +199,6 @@ def test_evaluations_gather_once_and_a_rank_may_run_alone(ranks, tmp_path, shard
     [
         ({"parallel": "fsdp", "compile": True}, "parallel 'fsdp' and compile true"),
         ({"parallel": "fsdp", "precision": "fp16"}, "parallel 'fsdp' and precision fp16"),
-        ({"parallel": "hsdp", "compile": True}, "parallel 'hsdp' and compile true"),
         ({"parallel": "hsdp", "bucket_mb": 50}, "parallel 'hsdp' and bucket_mb 50; expected bucket_mb null, or ddp"),
     ],
 )

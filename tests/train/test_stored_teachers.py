@@ -3,7 +3,6 @@
 import gc
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +10,9 @@ import torch
 from tests.models import tiny_model
 from tests.train.test_distillation import folders, pretrained, term  # noqa: F401 (fixtures)
 from tests.train.test_feature_cache import cache_of, shards, tree_of  # noqa: F401 (fixture)
-from tests.training import all_equal, identity_of, run, timeless, weights
+from tests.training import all_equal, before_steps, identity_of, run, timeless, weights
 from vqclip.train import TrainConfig
 from vqclip.train.distillation import FeatureTerm
-from vqclip.train.step import TrainStep
 from vqclip.train.teachers import EmbeddingTeacher
 
 BOTH = ("image", "text")
@@ -27,17 +25,16 @@ def tree(folder, shards, terms, cache=None, frozen=BOTH, **changes):  # noqa: F8
 
 def train(folder, *args, **changes):
     """Train, and count the teachers that exist in the first step."""
-    step, counted = TrainStep.__call__, []
+    counted = []
 
-    def stepping(self, batch, number):
+    def count(step, batch, number):
         if not counted:
             gc.collect()
             every = gc.get_objects()
             counted.append(sum(issubclass(type(each), EmbeddingTeacher) for each in every))
             counted[0] += sum(type(each) is FeatureTerm and each.teacher is not None for each in every)
-        return step(self, batch, number)
 
-    with mock.patch.object(TrainStep, "__call__", stepping):
+    with before_steps(count):
         run(tree(folder, *args, **changes), str(folder))
     return counted[0]
 
@@ -73,24 +70,6 @@ def test_features_for_towers_that_train(tmp_path, shards, folders):  # noqa: F81
     assert train(tmp_path / "stored", shards, terms, cache_of(tmp_path), ()) == 0
     assert_same_run(tmp_path / "plain", tmp_path / "stored")
     assert [name.partition("-")[0] for name in stored_folders(tmp_path)] == ["image"] * 2 + ["text"] * 2
-
-
-@pytest.mark.slow
-def test_a_tower_and_its_copy_as_a_teacher_share_their_features(tmp_path, shards, pretrained):  # noqa: F811
-    checkpoint = {"model__image__tower__checkpoint": pretrained}
-    run(tree(tmp_path / "a", shards, [], cache_of(tmp_path), ("image",), **checkpoint), str(tmp_path))
-    before = stored_folders(tmp_path)
-    config = tree(
-        tmp_path / "b",
-        shards,
-        [{"kind": "image_features", "teacher": {"kind": "initial"}}],
-        cache_of(tmp_path),
-        (),
-        **checkpoint,
-        model__image__tower__train={"last": 1},
-    )
-    run(config, str(tmp_path))
-    assert stored_folders(tmp_path) == before
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.towers.transformers_models import make_image, make_text
-from tests.training import all_equal, largest_difference, metrics, run, run_tree, weights
+from tests.training import run, run_tree
 from vqclip import checkpoint, load_tokenizer
 from vqclip.data.tokens.shards import TokenRecord
 from vqclip.errors import OtherRunError
@@ -32,29 +32,6 @@ def tree_of(folder, shards, towers, **changes):
         tower = {"kind": "transformers", "name": str(towers / part)}
         tree["model"][part]["tower"] = tower | ({"context_length": 12} if part == "text" else {})
     return tree
-
-
-def without_key_biases(model):
-    """All but the biases of keys, on which no attention depends: they start at 0, and their gradient is rounding."""
-    return {name: each for name, each in model.items() if not name.endswith(("k_proj.bias", "self.key.bias"))}
-
-
-@pytest.mark.slow
-def test_runs_agree_on_any_number_of_processes_and_resume_exactly(ranks, tmp_path, shards, towers):
-    cache = str(tmp_path / "cache")
-    for world_size in (1, 2):
-        tree = tree_of(tmp_path / str(world_size), shards, towers)
-        ranks(world_size, run, tree, cache, init=False)
-    one, two = (weights(tmp_path / name, ALL) for name in "12")
-    assert largest_difference(without_key_biases(one), without_key_biases(two)) < 1e-6
-    lines = metrics(tmp_path / "1")
-    assert lines[-1]["loss/total"] < lines[0]["loss/total"]
-    half = tree_of(tmp_path / "half", shards, towers, data__workers=1, train__checkpoint_every=HALF)
-    run(half, cache)
-    assert all_equal(weights(tmp_path / "half", ALL), one)  # tokenized in a worker
-    shutil.rmtree(tmp_path / "half" / "tiny" / "checkpoints" / f"step-{ALL:08d}")
-    run(half, cache)
-    assert all_equal(weights(tmp_path / "half", ALL), one)
 
 
 def edit(path, change):
@@ -93,9 +70,9 @@ def test_a_run_whose_towers_have_other_settings_in_their_folders_does_not_resume
     run(tree, cache)
 
 
-@pytest.mark.parametrize("train", ["all", "none", {"lora": {"rank": 2}}], ids=["all", "none", "lora"])
+@pytest.mark.parametrize("train", ["all", {"lora": {"rank": 2}}], ids=["all", "lora"])
 def test_checkpoints_and_exports_need_no_folder_of_the_towers(tmp_path, shards, towers, train):
-    """Whether the weights of towers are in a checkpoint, beside it, or both."""
+    """Whether the weights of towers are in a checkpoint, or in it and beside it."""
     own = shutil.copytree(towers, tmp_path / "towers")
     tree = tree_of(tmp_path / "run", shards, own)
     for part in ("image", "text"):
