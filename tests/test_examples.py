@@ -1,6 +1,5 @@
 """The examples, on tiny data and with an untrained tokenizer: that they run, and tell what they should."""
 
-import ast
 import importlib.util
 import json
 import math
@@ -18,10 +17,8 @@ from tests.data.making import class_folder
 from tests.evaluation.made import caption_shards, image_folder
 from tests.models import PRODUCT, tiny_model
 from tests.training import run_tree
-from vqclip.errors import ConfigError, DataError, VqclipError
+from vqclip.errors import ConfigError, VqclipError
 from vqclip.pixels import ConvolutionalPixelsConfig, attach
-from vqclip.scenes.drawing import SHAPES
-from vqclip.scenes.scene import COLOURS
 
 search = command("search")
 
@@ -124,21 +121,6 @@ def test_caption_and_draw_judges_both_directions(example, tokenizer, captions):
         )
 
 
-def test_caption_and_draw_learns_four_images_by_heart():
-    """Four images of one token each and four captions: each is found from the other."""
-    module = load("caption_and_draw")
-    torch.manual_seed(0)
-    vectors = torch.randn(2, 8, 3)
-    codes = module.DelayedCodes((8, 8))
-    ids = torch.tensor([[[1, 5]], [[2, 3]], [[7, 0]], [[4, 4]]])
-    words = module.Words(CAPTIONS)
-    said, streams = words.encode(CAPTIONS), codes.to_vocabulary(ids)
-    model = module.CaptionAndDraw(vectors, codes, streams.shape[1], len(words.names), words.length, width=32)
-    module.train(model, streams, said, updates=150, seed=0)
-    assert words.decode(module.write_captions(model, streams)) == CAPTIONS
-    assert torch.equal(module.draw_images(model, said, codes), ids)
-
-
 DRAW_QUICKLY = ["--scenes=24", "--judged=6", "--judge-updates=10", "--rounds=3"]
 DRAW_QUICKLY += [f"--{prefix}updates=2" for prefix in ("", "depth-", "bits-")]
 
@@ -161,26 +143,6 @@ def test_draw_scenes_judges_real_reconstructed_and_drawn_images(example, tmp_pat
 def test_draw_scenes_needs_a_pixel_decoder(tokenizer):
     with pytest.raises(VqclipError, match="pixel decoder"):
         load("draw_scenes").main([str(tokenizer)])
-
-
-def test_scenes_of_one_kind_are_what_their_captions_say():
-    module = load("draw_scenes")
-    scenes = module.scenes_of_one_kind(1, 9, 16)
-    for caption, (number, colour, shape) in zip(scenes.captions, scenes.kinds.tolist(), strict=True):
-        words = (list(COLOURS)[colour], SHAPES[shape], ("", "two|pair of", "three")[number])
-        assert all(re.search(word, caption) for word in words)
-    assert scenes.kinds[:, 0].bincount().tolist() == [3, 3, 3]
-
-
-def test_masked_generator_draws_four_images_by_heart():
-    module = load("draw_scenes")
-    torch.manual_seed(0)
-    vectors, text = torch.randn(2, 8, 3), torch.randn(4, 2, 5)
-    ids = torch.randint(8, (4, 3, 2), generator=torch.Generator().manual_seed(0))
-    model = module.MaskedGenerator(vectors, tokens=3, text_tokens=2, text_width=5, width=32)
-    module.train_masked(model, text, ids, updates=100, seed=0)
-    drawn = module.draw_masked(model, text, rounds=3, guidance=2.0, seed=0)
-    assert (drawn == ids).float().mean() > 0.7 > 0.4 > (drawn == ids.roll(1, dims=0)).float().mean()
 
 
 @pytest.mark.parametrize("kind", ["depth", "bits"])
@@ -276,43 +238,9 @@ def test_lancedb_finds_what_search_finds(example, tokenizer, tmp_path):
     assert sorted(by_lance[1:]) == sorted(ours)
 
 
-@pytest.mark.slow
-def test_mistakes_in_the_search_example(example, tokenizer, tmp_path):
-    pytest.importorskip("lancedb", reason="pip install 'vqclip[lancedb]'")
-    folder, index, out = image_folder(tmp_path / "images", per_class=1), str(tmp_path / "index"), tmp_path / "lancedb"
-    assert search(["build", "--tokenizer", str(tokenizer), "--data", str(folder), "--out", index]) == 0
-    with pytest.raises(DataError, match="--where: got 'itm < 3'; expected .* No field named itm. Valid fields are"):
-        example("search_lancedb", tokenizer, index, "red", "--out", out, "--where", "itm < 3")
-
-
 def found_by_us(query, index, example):
     lines = example(search, "query", *index, query, "-k", "5")
     return [f"{query!r}: {score} {name}" for _, score, name in (line.split(maxsplit=2) for line in lines)]
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
-def test_help_says_how_it_is_called(name, capsys):
-    with pytest.raises(SystemExit) as ended:
-        load(name).main(["--help"])
-    assert ended.value.code == 0
-    assert f"python examples/{name}.py" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *(path for path in EXAMPLES.glob("*.py") if path.stem not in QUICK),
-        *(EXAMPLES.parent / "benchmarks").glob("*.py"),
-        EXAMPLES.parent / "scripts" / "readme_images.py",
-    ],
-    ids=lambda path: f"{path.parent.name}/{path.name}",
-)
-def test_long_programs_say_what_they_do_and_how_long_it_takes(path):
-    source = path.read_text(encoding="utf-8")
-    said = introduction(ast.get_docstring(ast.parse(source)))
-    assert re.search(r"about (?:half an?|\d+) (?:seconds|minutes?|hours?) on two CPU cores\b.*\.$", said)
-    assert 'print(__doc__.partition("\\n\\n    ")[0], file=sys.stderr)' in source
-    assert "description=__doc__" in source
 
 
 def test_missing_data_is_told_in_a_line(tokenizer, tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from tests.data.making import caption_shards
 from tests.tokenize_dataset.making import shards, tokenizer_folder
 from tests.training import run_tree
 from vqclip.cli.main import COMMANDS, main
-from vqclip.data import TokenDataset
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,21 +72,6 @@ def test_options_and_commands_that_were_meant(given: list[str], meant: str, caps
 def test_an_option_that_is_a_key_is_named(given: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *given]) == 2
     assert meant in capsys.readouterr().err
-
-
-def test_tokenize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
-    tokenizer = tokenizer_folder(tmp_path / "tokenizer")
-    pattern = str(shards(tmp_path / "in", (3, 2)) / "{00000..00001}.tar")
-    command = ["tokenize", "--tokenizer", tokenizer, "--data", pattern, "--out", str(tmp_path / "out")]
-    assert main([*command, "--batch-size", "2", "--device", "cpu"]) == 0
-    assert re.search(
-        r"shards: 2 written, 0 already finished; \d+ samples/s\n.*5 samples in 2 shards", capsys.readouterr().out
-    )
-    assert len(TokenDataset(tmp_path / "out")) == 5
-    assert main([*command, "--batch-size", "3", "--device", "cpu"]) == 2
-    assert "batch_size: 2 there, 3 now" in capsys.readouterr().err
-    assert main([*command, "--batch-size", "0"]) == 2
 
 
 @pytest.mark.parametrize(

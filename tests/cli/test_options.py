@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 
-from tests.data.making import caption_shards, class_folder
 from vqclip.cli.clip_benchmark import Eval
 from vqclip.cli.data import Check, ContextLength, Index, Pack
 from vqclip.cli.evaluate import EvaluateTask
@@ -19,11 +18,8 @@ from vqclip.cli.tokenize import Tokenize
 from vqclip.config import Config
 from vqclip.data import CsvConfig
 from vqclip.data.decode import MAX_PIXELS
-from vqclip.data.prepare import open_images
-from vqclip.data.sources.class_names import ClassFolder
 from vqclip.data.tars.make import CHUNK
 from vqclip.data_tools.pack import Options as PackOptions
-from vqclip.errors import ConfigError, DataError
 from vqclip.evaluation import MODES, KnnConfig, LinearProbeConfig, ZeroShotConfig
 from vqclip.evaluation.images import ImagesConfig
 from vqclip.report.images import MAX_SIDE
@@ -98,27 +94,6 @@ def test_words_may_be_given_as_options(capsys):
     assert "got 'b'; expected no further word" in capsys.readouterr().err
 
 
-def test_data_of_tokenize(monkeypatch, tmp_path):
-    built = mock.Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr("vqclip.tokenize_dataset.job.tokenize", built)
-    shards = caption_shards(tmp_path / "s", (1, 1))
-    (tmp_path / "a.csv").touch()
-    for given, expected in (
-        (f"{shards}/00000.tar {shards}/00001.tar json_keys=[a,b,c] captions=json", "shards"),
-        ("s3://bucket/folder", "shards"),
-        (f"{class_folder(tmp_path / 'c')} split=train", "classes"),
-        (f"{tmp_path}/a.csv captions=text image=file", "csv"),
-        ("anything kind=tsv", "tsv"),
-    ):
-        assert main(["tokenize", "--tokenizer", "t", "--out", "o", "--data", *given.split()]) == 130
-        assert built.call_args.args[0].data.kind == expected
-    first, *_, table, _ = (call.args[0].data for call in built.call_args_list)
-    assert (len(first.path), first.json_keys) == (2, ("a", "b", "c"))
-    assert (table.captions, table.image) == ("text", "file")
-    assert main(["tokenize", "--tokenizer", "t", "--out", "o", "--data", str(shards), "weight=2"]) == 2
-    assert main(["tokenize", "--tokenizer", "t", "--out", "o", "--data", str(tmp_path / "none")]) == 1
-
-
 @pytest.mark.parametrize("name", [name for name, (path, _) in COMMANDS.items() if path])
 def test_help_names_the_command_as_it_is_typed_and_describes_each_option(name, capsys):
     command = load_command(name)
@@ -128,27 +103,6 @@ def test_help_names_the_command_as_it_is_typed_and_describes_each_option(name, c
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: vqclip {name} [-h]")
     assert "python -m" not in shown
-
-
-def test_no_command_guesses_among_splits(tmp_path):
-    class_folder(tmp_path / "one")
-    assert ClassFolder(str(tmp_path / "one")).choose_split(None) == "train"
-    assert len(open_images(str(tmp_path / "one"))) > 0
-    class_folder(tmp_path / "two")
-    class_folder(tmp_path / "two", split="test")
-    assert ClassFolder(str(tmp_path / "two")).choose_split("train") == "train"
-    for opening in (lambda path: ClassFolder(path).choose_split(None), open_images):
-        with pytest.raises(ConfigError, match=r"split: missing; expected one of those in .*two: 'test', 'train'"):
-            opening(str(tmp_path / "two"))
-    with pytest.raises(ConfigError, match="split: unknown key"):
-        open_images(str(caption_shards(tmp_path / "pairs", (1,))), ["split=val"])
-    with pytest.raises(ConfigError, match=r"split: missing; expected the name of a split of https://host.invalid/x"):
-        ClassFolder("https://host.invalid/x").choose_split(None)
-    with pytest.raises(DataError, match="none: no such folder"):
-        ClassFolder(str(tmp_path / "none")).choose_split(None)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty: found no \*.tar or \*.tar.gz in it"):
-        ClassFolder(str(tmp_path / "empty")).choose_split(None)
 
 
 @pytest.mark.parametrize(

@@ -96,14 +96,6 @@ def test_groups_are_sorted_by_psnr_and_the_table_has_the_mean(page):
     assert abs(float(mean) - sum(rates) / 12) < 0.1
 
 
-def test_some_images_are_spread_over_the_data(page):
-    found = shown(page("--limit", "3"))[::9]
-    files = sorted(page.source.rglob("[!.]*.png"), key=lambda path: (path.parent != page.source, path))
-    arrays = [torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) for path in files[::4]]
-    expected = [page.tokenizer.transform(each).permute(1, 2, 0).numpy() for each in arrays]
-    assert sorted(each.tobytes() for each in found) == sorted(each.tobytes() for each in expected)
-
-
 def test_other_sizes_of_decoder_and_page(tmp_path):
     tokenizer(tmp_path / "tokenizer", image_size=32)
     source, output = pictures(tmp_path / "images"), tmp_path / "page.html"
@@ -112,21 +104,6 @@ def test_other_sizes_of_decoder_and_page(tmp_path):
     assert {image.shape for image in shown(output.read_text())} == {(32, 32, 3)}
     assert main([*given, "--side", "16"]) == 0
     assert {image.shape for image in shown(output.read_text())} == {(16, 16, 3)}
-
-
-def test_detail_stages_follow_all_ids(tmp_path):
-    detail = {"quantizer": FSQ, "stages": 2, "channels": 8, "max_channels": 8}
-    image, source = tokenizer(tmp_path / "tokenizer", FSQ, detail=detail), pictures(tmp_path / "images")
-    output = tmp_path / "page.html"
-    assert main([str(tmp_path / "tokenizer"), "--data", str(source), "-o", str(output), "--limit", "1"]) == 0
-    text, images = require_harmless(output.read_text()).text, shown(output.read_text())
-    for label, bits in (("all ids", 24), ("all ids, 1 of 2 detail stages", 48), ("all ids, 2 of 2 detail stages", 72)):
-        assert f"{label} {bits} bits" in text
-    original = torch.from_numpy(images[0].copy()).permute(2, 0, 1)[None]
-    ids = image.encode_pixels(original)
-    for stages in range(3):
-        expected = (255 * image.decode_pixels(ids, detail=stages)[0]).round().permute(1, 2, 0).numpy()
-        assert np.abs(images[1 + 2 * stages].astype(float) - expected).max() <= 1
 
 
 def test_hostile_captions_stay_texts(tmp_path, page):
@@ -208,7 +185,7 @@ def test_every_image_is_written_under_its_name_at_its_own_size(folders, capsys):
     assert np.abs(np.array(found["square.png"]) - expected).max() <= 1
 
 
-@pytest.mark.parametrize("size", [(40, 64), (64, 40), (64, 63)])
+@pytest.mark.parametrize("size", [(40, 64), (64, 63)])
 def test_nothing_moves_and_no_white_comes_in(folders, size, monkeypatch):
     """With a decoder that gives back the square, twice as large, the image is the same but for its resolution."""
     across, down = np.meshgrid(np.linspace(0, 200, size[1]), np.linspace(0, 100, size[0]))

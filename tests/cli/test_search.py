@@ -15,17 +15,6 @@ from vqclip.search.index import build_index
 main = command("search")
 
 
-def test_a_folder_of_pictures_is_a_source(tmp_path):
-    source = open_images(str(pictures(tmp_path)))
-    names = [source.place(number) for number in range(12)]
-    assert len(source) == 12
-    assert names == sorted(names)
-    assert source.read(11).captions == ("<i>9 &",)
-    (tmp_path / "none").mkdir()
-    with pytest.raises(DataError, match="the folder is empty"):
-        open_images(str(tmp_path / "none"))
-
-
 def test_pictures_that_cannot_be_read_are_left_out_and_counted(tmp_path):
     (pictures(tmp_path) / "03a.png").write_bytes(b"no picture")
     source, tokenizer = open_images(str(tmp_path)), built().image

@@ -56,25 +56,8 @@ weights: {a: .nan, b: x}
     ("schema", "text", "overrides", "line"),
     [
         (Tree, "layer: {kind: bits, zzz: 1}", [], "c.yaml:1: layer.zzz: unknown key; expected one of kind, bits"),
-        (
-            Needed,
-            "",
-            [],
-            'c.yaml: layer: missing; expected a section whose kind is "grid", "bits" or "several"',
-        ),
-        (Tree, "optim:\n  learning_rate: 1\n  betas: [0.9, 0.1]\n", [], "c.yaml:1: optim: betas must not fall"),
-        (
-            Tree,
-            "",
-            ["fused=true"],
-            'override "fused=true": fused: unknown key; did you mean "optim.fused"?',
-        ),
-        (
-            Tree,
-            "",
-            ["optim.weights=1"],
-            'override "optim.weights=1": optim.weights: unknown key; did you mean "weights"?',
-        ),
+        (Needed, "", [], 'c.yaml: layer: missing; expected a section whose kind is "grid", "bits" or "several"'),
+        (Tree, "", ["fused=true"], 'override "fused=true": fused: unknown key; did you mean "optim.fused"?'),
         (
             Tree,
             "layer:\n  kind: grid\n  levels: [2]\n",
@@ -94,11 +77,6 @@ def test_a_line_names_file_or_override_and_key(problems, schema, text, overrides
     assert problems(text, *overrides, schema=schema) == [line]
 
 
-def test_a_missing_key_without_a_file():
-    with pytest.raises(ConfigError, match=r"^layer: missing; expected"):
-        load_config(Needed)
-
-
 def test_words_of_other_programs_are_translated():
     for word, path in (("learning_rate", "optim.lr"), ("learningrate", "optim.lr"), ("optim.base_lr", "optim.lr")):
         assert suggest_keys(key_paths(), word) == suggest_keys(_key_paths(TrainConfig), word) == [path]
@@ -113,27 +91,6 @@ def test_words_of_other_programs_are_translated():
         load_config(TrainConfig, Path(__file__).parents[2] / "configs" / "base.yaml", ["optim.learningrate=3"])
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("layer: {kind: grid, levels: []}", "expected a list, each an integer >= 2, of length >= 1"),
-        ("layer: {kind: bits, bits: 63}", "expected an integer >= 1 and <= 62"),
-        ("optim: {learning_rate: 0}", "got 0 (int); expected a number > 0"),
-        ("optim: 3", "got 3 (int); expected a section with keys learning_rate, betas"),
-        ("optim: null", "got null; expected a section"),
-        ("layer: [1]", "got [1] (list); expected a section whose kind is"),
-        ("name: true", "got true (bool); expected a string"),
-        ("weights: {a: 1e999}", "expected a finite number"),
-        ("weights: [1]", "expected a mapping"),
-        ("name: [" + "abcdefgh, " * 100 + "]", "..."),
-    ],
-)
-def test_wording(problems, text, expected):
-    (line,) = problems(text)
-    assert expected in line
-    assert len(line) < 250
-
-
 def test_messages_cannot_steer_a_terminal_or_forge_lines(problems):
     text = '"\\e[2Jx\\nc.yaml:9: forged": 1\nname: ["\\u202e"]\n'
     lines = problems(text, "\x1b[2J=1", "optim.\u202e=2")
@@ -146,22 +103,6 @@ def test_messages_are_short(problems):
     (line,) = problems("", "a" * 100_000 + "=1")
     assert len(line) < 500
     assert len(problems("\n".join(f"k{n}: 1" for n in range(3000)))) <= 202
-
-
-@pytest.mark.parametrize(
-    ("word", "paths"),
-    [
-        ("learning-rate", ["optim.learning_rate"]),
-        ("optim.fused", ["optim.fused"]),
-        ("learnin_rate", ["optim.learning_rate"]),
-        ("bits", ["layer.bits", "needed.bits"]),
-        ("nonsense", []),
-        ("-", []),
-        ("", []),
-    ],
-)
-def test_keys_that_a_word_may_stand_for(word, paths):
-    assert suggest_keys(_key_paths(Tree), word) == paths
 
 
 class Pairs(Config):

@@ -72,12 +72,6 @@ def test_what_the_generator_takes_for_public_is_what_the_module_exports(module, 
         assert hasattr(runtime, name)
 
 
-def test_a_name_without_docstring_is_noticed(tmp_path):
-    (tmp_path / "vqbare.py").write_text('"""Doc."""\n\n__all__ = ["One", "two"]\n\nOne = int\n"""Doc."""\ntwo = 2\n')
-    module = griffe.load("vqbare", search_paths=[str(tmp_path)])
-    assert bare(module, "vqbare") == ["two"]
-
-
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_holds_every_name(package, tmp_path):
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]

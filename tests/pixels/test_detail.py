@@ -17,7 +17,6 @@ QUANTIZERS = {
     "fsq": FSQ,
     "product": {"kind": "product", "codebooks": 2, "layer": FSQ},
     "residual vq": {"kind": "residual", "depth": 2, "layer": {"kind": "vq", "dim": 3, "codebook_size": 8}},
-    "lfq": {"kind": "lfq", "bits": 3},
     "vq": {"kind": "vq", "dim": 3, "codebook_size": 8},
     "residual fsq": {"kind": "residual", "depth": 2, "layer": FSQ | {"layout": "uniform"}},
 }
@@ -202,10 +201,7 @@ def test_a_decoder_without_detail_says_so():
             {"channels": 2**15, "max_channels": 2**16},
             r"branch\.layers\.1\.weight: got shape \(8, 12, 3, 3\), expected \(32768, 12",
         ),
-        (
-            {"quantizer": {"kind": "identity", "dim": 3}},
-            "pixels: detail.quantizer: got kind 'identity', which has no",
-        ),
+        ({"quantizer": {"kind": "identity", "dim": 3}}, "pixels: detail.quantizer: got kind 'identity', which has no"),
     ],
 )
 def test_a_folder_with_other_detail_settings_is_refused_before_memory_is_taken(vq_folder, tmp_path, values, message):

@@ -1,6 +1,5 @@
 """One job at a time in a run folder."""
 
-import errno
 import multiprocessing
 import os
 import shutil
@@ -154,29 +153,6 @@ def test_a_start_of_several_ranks_and_a_callback_that_copies_the_folder_keep_the
     tree = run_tree(tmp_path, caption_shards(tmp_path / "shards", counts=(12,)), train__steps=2, optim__warmup_steps=1)
     (pid, _), (_, holders) = ranks(2, train_and_copy, tree, str(tmp_path / "cache"), init=False)
     assert holders == [f"process {pid} on {socket.gethostname()}"] * 4
-
-
-class FullFile:
-    """A file on a full disk: what is buffered cannot be written, when it is closed either."""
-
-    def __init__(self, *args, **kwargs):
-        self.file = open(*args, **kwargs)  # noqa: SIM115
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
-
-    def flush(self):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def close(self):
-        self.file.close()
-        self.flush()
-
-
-def test_a_full_disk_names_the_lock_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("vqclip.io.atomic.open_lock", lambda path: FullFile(path, "a+", encoding="utf-8"))
-    with pytest.raises(OSError, match=rf"{LOCK_FILE}"), RunLock(tmp_path) as lock:
-        lock.acquire()
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):

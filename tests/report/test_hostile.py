@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -222,19 +221,6 @@ def test_numbers_of_any_kind(tmp_path, number):
     for body in (dict.fromkeys(keys, number), nested | {"captions": captions}, {"results": [result]}):
         (folder / "summary.json").write_text(json.dumps(body))
         require_harmless(write_report(folder).read_text())
-
-
-def test_a_million_lines_of_metrics(tmp_path):
-    folder = make_run(tmp_path / "run", steps=100)
-    text = '{"step": %d, "loss/total": 1.5, "eval/a/continuous/b": 0.5}\n'
-    (folder / "metrics.jsonl").write_text("".join(text % step for step in range(10**6)))
-    start = time.process_time()
-    text = write_report(folder).read_text()
-    assert time.process_time() - start < 5
-    assert len(text) < 300_000
-    assert "step 999,999" in text
-    curves = [value or "" for name, value in require_harmless(text).attributes if name == "d"]
-    assert max(value.count("L") for value in curves) > 100  # whole, not cut as texts are
 
 
 def test_pipes_and_folders_in_place_of_files(tmp_path):

@@ -299,20 +299,17 @@ def test_windows_are_the_same_on_any_number_of_ranks_and_after_a_resume(ranks):
             assert found == [expected, expected]
 
 
-@pytest.mark.parametrize(("lr", "start"), [(0.05, "DEAD: "), (1e-3, "no sign of collapse")])
-def test_a_dead_run_says_so(tmp_path, shards, caplog, monkeypatch, lr, start):
+def test_a_dead_run_says_so(tmp_path, shards, caplog, monkeypatch):
     monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
-    changes = {"train__steps": 50, "train__report_every": 10, "train__precision": "fp32", "optim__lr": lr}
+    changes = {"train__steps": 50, "train__report_every": 10, "train__precision": "fp32", "optim__lr": 0.05}
     with caplog.at_level("WARNING"):
         summary = train(TrainConfig.model_validate(run_tree(tmp_path, shards, **changes))).summary
     written = json.loads((tmp_path / "tiny" / "summary.json").read_text())["health"]
     assert written == summary.health
-    assert written["verdict"].startswith(start)
-    assert written["verdict"] in render(summary).splitlines()[-1] or lr < 0.05
+    assert written["verdict"].startswith("DEAD: ")
+    assert written["verdict"] in render(summary).splitlines()[-1]
     warned = [record.getMessage() for record in caplog.records if "step" in record.getMessage()]
     assert [f"step {each['step']}: {each['text']}" for each in written["warnings"]] == warned
-    assert bool(warned) == (lr == 0.05)
-    if warned:
-        assert written["warnings"][0]["step"] <= 20
-        for sign in ("all image embeddings of a batch are equal", "the loss is 2.48", "1 of 64 codes in use"):
-            assert sign in written["verdict"]
+    assert written["warnings"][0]["step"] <= 20
+    for sign in ("all image embeddings of a batch are equal", "the loss is 2.48", "1 of 64 codes in use"):
+        assert sign in written["verdict"]
