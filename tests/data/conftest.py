@@ -1,4 +1,3 @@
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,15 +13,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("VQCLIP_CACHE", str(folder))
     return folder
-
-
-@pytest.fixture(scope="session")
-def real_data() -> Path:
-    """The folder of real data sets."""
-    folder = os.environ.get("VQCLIP_DATA")
-    if not folder:
-        pytest.skip("needs real data: set VQCLIP_DATA to a folder with captions_noto_emoji, captions_pomological, ...")
-    return Path(folder)
 
 
 @pytest.fixture

@@ -1,5 +1,3 @@
-import base64
-import io
 import json
 import re
 import struct
@@ -86,9 +84,7 @@ def plant(folder: Path) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_all_planted_faults_are_found_and_named(
-    tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_planted_faults_are_found_and_named(tmp_path, workers, capsys):
     planted, out = plant(tmp_path / "in"), tmp_path / "report.json"
     options = ["--context-length", str(CONTEXT), "--workers", str(workers), "--json", str(out), "--min-side", "8"]
     assert main(["check", str(tmp_path / "in"), *options]) == 1
@@ -189,15 +185,6 @@ def test_overlap_with_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"sample 000000002: same pixels as {tmp_path}/there/0.tar: sample 000000013" in shown
 
 
-def test_lengths_of_captions(tmp_path: Path) -> None:
-    shard = write_tar(tmp_path / "0.tar", caption_members(0, 4))
-    report = check(shard, tokenize=BPE(77).with_lengths)
-    assert report.captions["captions"] == 4
-    assert report.captions["longest"] == 4
-    assert "cut" not in report.captions
-    assert "the longest 4" in format_report(report)
-
-
 def test_a_damaged_shard_does_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for shard in range(3):
         path = write_tar(tmp_path / "in" / f"{shard}.tar", caption_members(10 * shard, 4))
@@ -244,23 +231,6 @@ def test_images_and_captions_equal_those_of_the_training_loader(config: Path, ep
     assert all(torch.equal(tile.images[0], image) for tile, image in zip(tiles, images, strict=True))
     assert [[*tile.captions[0].pieces] for tile in tiles] == [inputs.vocabulary.pieces(each)[0] for each in captions]
     assert not torch.equal(tiles[0].images[0], tiles[0].images[1])
-
-
-def images_of(sheet: Path) -> list[np.ndarray]:
-    found = re.findall(r'src="data:image/png;base64,([^"]+)"', sheet.read_text())
-    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(each)))) for each in found]
-
-
-def test_the_command_shows_what_the_loader_gives(config: Path, tmp_path: Path) -> None:
-    sheet = tmp_path / "sheet.html"
-    options = ["--count", "5", "--views", "3", "data.transform.flip=0"]
-    assert main(["show", "--config", str(config), "--out", str(sheet), *options]) == 0
-    inputs = ModelInputs.load(config, ["data.transform.flip=0"])
-    data = inputs.config.data.build(inputs.size, inputs.vocabulary.with_lengths, 8, 5)
-    batch, images = next(data.batches()), images_of(sheet)
-    assert len(images) == 15
-    for number in range(5):
-        assert np.array_equal(images[3 * number], batch.images[number].permute(1, 2, 0).numpy())
 
 
 def test_a_source_without_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

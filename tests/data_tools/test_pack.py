@@ -1,6 +1,5 @@
 import hashlib
 import json
-import os
 import shutil
 import tarfile
 from pathlib import Path
@@ -67,6 +66,8 @@ def test_every_caption_and_every_byte_come_back(tmp_path: Path) -> None:
     first = CaptionShardsConfig(path=str(tmp_path / "out")).build()
     assert first.read(2).captions == Made().read(2).captions[:1]
     assert json.loads((tmp_path / "out" / "00002_stats.json").read_text())["successes"] == 3
+    with tarfile.open(tmp_path / "out" / "00000.tar") as tar:
+        assert {(each.mtime, each.uname, each.gname, each.uid) for each in tar} == {(0, "", "", 0)}
 
 
 @pytest.mark.parametrize("labelled", [False, True])
@@ -125,29 +126,6 @@ def test_an_interrupted_job_continues_with_the_same_bytes(tmp_path: Path) -> Non
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
-def shards_with_damage(folder: Path, bad: int) -> CaptionShardsConfig:
-    members = caption_members(0, 10)
-    for number in range(bad):
-        members[f"{number:09d}.jpg"] = b"no image"
-    write_tar(folder / "0.tar", members)
-    return CaptionShardsConfig(path=str(folder))
-
-
-def test_bad_samples_are_left_out_up_to_a_share_and_named(tmp_path: Path) -> None:
-    source = shards_with_damage(tmp_path / "in", 2).build()
-    with pytest.raises(
-        DataError, match=r"2 samples cannot be used; --bad-fraction allows 1.*\n.*sample 000000000: not"
-    ):
-        pack(source, options(tmp_path / "out", bad_fraction=0.1))
-    assert not (tmp_path / "out" / "manifest.json").exists()
-    done = pack(source, options(tmp_path / "out", bad_fraction=0.2))
-    assert done.manifest is not None
-    assert (done.manifest.samples, done.manifest.bad) == (8, {"image format": 2})
-    lines = (tmp_path / "out" / "bad_samples.jsonl").read_text().splitlines()
-    assert [json.loads(line)["key"] for line in lines] == ["000000000", "000000001"]
-    assert CaptionShardsConfig(path=str(tmp_path / "out")).build().key(0) == "000000002"
-
-
 def test_what_does_not_fit_is_refused_before_it_is_written(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path)._replace(free=9_000)
     with (
@@ -199,10 +177,3 @@ def test_shards_are_not_written_into_a_folder_of_images(tmp_path: Path, capsys: 
     assert main(["pack", str(tmp_path), str(tmp_path / "packed")]) == 2
     assert "is inside SOURCE, whose folders are data; expected a folder elsewhere" in capsys.readouterr().err
     assert not (tmp_path / "packed").exists()
-
-
-def test_headers_hold_neither_time_nor_user(tmp_path: Path) -> None:
-    pack(Made(), options(tmp_path / "out"))
-    with tarfile.open(tmp_path / "out" / "00000.tar") as tar:
-        assert {(each.mtime, each.uname, each.gname, each.uid) for each in tar} == {(0, "", "", 0)}
-    assert os.listdir(tmp_path / "out" / "records") != []

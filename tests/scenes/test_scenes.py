@@ -17,49 +17,20 @@ from tests.commands import command
 from tests.scenes.parser import parse, untrue
 from vqclip.errors import DataError
 from vqclip.scenes import HELD_OUT, TRAINED, ScenesConfig, ScenesPaths, make, make_scenes
-from vqclip.scenes.captions import Meaning, Phrase, describe, groups, holds
-from vqclip.scenes.drawing import FIELD_CELLS, SHAPES, distance_field, draw_scene
+from vqclip.scenes.captions import Meaning, Phrase, describe, groups
+from vqclip.scenes.drawing import SHAPES, draw_scene
 from vqclip.scenes.scene import (
     BACKGROUNDS,
     COLOURS,
-    OBJECT_COUNTS,
     SIZES,
     Draws,
     Scene,
     SceneObject,
     backgrounds_for,
     difference,
-    lab,
     sample_scene,
 )
-from vqclip.scenes.splits import class_names, labelled_samples, train_samples, val_samples
-
-
-def test_colours_are_far_apart_and_stand_out() -> None:
-    assert np.allclose(lab((255, 255, 255)), [100, 0, 0], atol=0.1)
-    assert min(difference(a, b) for a, b in itertools.combinations(COLOURS.values(), 2)) > 30
-    for pair in itertools.combinations(COLOURS, 2):
-        assert backgrounds_for(frozenset(pair)), pair
-    assert {b for c in COLOURS for b in backgrounds_for(frozenset([c]))} == set(BACKGROUNDS)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_shapes_fill_the_unit_circle_without_leaving_it(shape: str) -> None:
-    field = distance_field(shape)
-    axis = np.linspace(-1.5, 1.5, FIELD_CELLS)
-    radius = np.hypot(*np.meshgrid(axis, axis))
-    reach = radius[field < 0].max()
-    assert 0.8 < reach < 1.1
-    assert 0.2 < (field < 0).mean() * 9 / np.pi < 1  # share of the unit circle
-    # A distance: its slope is 1, except on the ridges.
-    slope = np.hypot(*np.gradient(field, axis[1] - axis[0]))
-    assert np.median(slope) == pytest.approx(1, abs=0.02)
-
-
-def test_shapes_look_different() -> None:
-    masks = {shape: distance_field(shape) < 0 for shape in SHAPES}
-    for a, b in itertools.combinations(SHAPES, 2):
-        assert (masks[a] & masks[b]).sum() / (masks[a] | masks[b]).sum() < 0.9, (a, b)
+from vqclip.scenes.splits import train_samples, val_samples
 
 
 def test_objects_lie_inside_and_apart() -> None:
@@ -93,16 +64,6 @@ def test_drawing_shows_the_colour_where_the_object_is(size: int) -> None:
         assert nearest < 25
 
 
-def test_edges_are_soft_and_position_is_exact() -> None:
-    thing = SceneObject("black", "circle", "large", 0.4, 0.55, 0.3, 0.0)
-    pixels = draw_scene(Scene((thing,), "cream"), 128, Draws(3)).astype(float).mean(2)
-    y, x = np.nonzero(pixels < 70)
-    assert (x.mean() + 0.5) / 128 == pytest.approx(0.4, abs=0.015)
-    assert (y.mean() + 0.5) / 128 == pytest.approx(0.55, abs=0.015)
-    row = pixels[int(0.55 * 128), : int(0.2 * 128)]
-    assert ((row > 80) & (row < 170)).any()
-
-
 def thing(colour: str, shape: str, x: float, y: float, size: str = "small") -> SceneObject:
     return SceneObject(colour, shape, size, x, y, 0.15, 0.0)
 
@@ -110,7 +71,7 @@ def thing(colour: str, shape: str, x: float, y: float, size: str = "small") -> S
 @pytest.mark.parametrize("detail", [0.0, 0.5, 1.0])
 def test_every_caption_reads_back_as_claims_that_are_true(detail: float) -> None:
     seen = Counter()
-    for index in range(1500):
+    for index in range(1500 if detail == 0.5 else 300):
         draws = Draws(1, index)
         scene = sample_scene(draws, TRAINED[index % len(TRAINED)], TRAINED)
         caption, meaning = describe(scene, draws, detail)
@@ -140,33 +101,12 @@ def test_the_verifier_of_these_tests_sees_untrue_captions() -> None:
         assert untrue(parse(caption), scene), caption
 
 
-def test_lenient_reading_takes_a_slant_for_above_and_left() -> None:
-    scene = Scene((thing("red", "star", 0.3, 0.3), thing("blue", "ring", 0.7, 0.7)), "grey")
-    phrases = (Phrase(1, "red", "star"), Phrase(1, "blue", "ring"))
-    for relation in ("left of", "above"):
-        assert not holds(Meaning(phrases, relation), scene)
-        assert holds(Meaning(phrases, relation), scene, lenient=True)
-
-
 def test_held_out_combinations_are_balanced() -> None:
     assert len(set(HELD_OUT) | set(TRAINED)) == len(HELD_OUT) + len(TRAINED) == len(COLOURS) * len(SHAPES) == 121
     assert set(Counter(c for c, _ in HELD_OUT).values()) == {2}
     assert set(Counter(s for _, s in HELD_OUT).values()) == {2}
     assert {c for c, _ in HELD_OUT} == set(COLOURS)
     assert {s for _, s in HELD_OUT} == set(SHAPES)
-
-
-def test_train_never_shows_a_held_out_combination_and_val_shows_nothing_else() -> None:
-    train = [o.combination for s in train_samples(0, 600, 32) for o in s.scene.objects]
-    val = [o.combination for s in val_samples(0, 200, 32) for o in s.scene.objects]
-    assert set(train) == set(TRAINED)
-    assert set(val) == set(HELD_OUT)
-
-
-def test_scenes_of_one_two_and_three_objects_have_their_share_of_train() -> None:
-    counts = Counter(len(s.scene.objects) for s in train_samples(0, 1000, 32))
-    for objects, share in OBJECT_COUNTS.items():
-        assert abs(counts[objects] / 1000 - share) < 0.05, objects  # three deviations of a count of 650 are 0.045
 
 
 def test_a_picture_depends_on_its_index_alone() -> None:
@@ -179,7 +119,7 @@ def test_a_picture_depends_on_its_index_alone() -> None:
 
 
 def test_val_captions_are_true_of_their_own_picture_alone() -> None:
-    samples = list(val_samples(0, 200, 32))
+    samples = list(val_samples(0, 100, 32))
     for i, sample in enumerate(samples):
         claims = parse(sample.caption or "")
         fits = [
@@ -204,19 +144,6 @@ def test_val_asking_for_more_than_can_be_told_apart_is_refused(monkeypatch: pyte
     monkeypatch.setattr("vqclip.scenes.splits.describe", describe_tersely)
     with pytest.raises(DataError, match=r"val image \d+ .* ask for fewer"):
         list(val_samples(0, 40_000, 32, attempts=3))
-
-
-@pytest.mark.parametrize(("split", "classes", "shown"), [("test", 99, TRAINED), ("heldout", 121, HELD_OUT)])
-def test_labelled_splits(split: str, classes: int, shown) -> None:
-    names = class_names(split)
-    assert len(set(names)) == len(names) == classes
-    samples = list(labelled_samples(0, split, 2 * len(shown), 32))
-    assert set(Counter(s.label for s in samples).values()) == {2}
-    for sample in samples:
-        (thing,) = sample.scene.objects
-        assert sample.label is not None
-        assert names[sample.label] == f"{thing.colour} {thing.shape}"
-        assert thing.combination in shown
 
 
 main = command("data")
@@ -292,6 +219,7 @@ def test_labelled_shards_have_clip_benchmark_layout(paths: ScenesPaths, split: s
         facts = json.loads(found[name.replace(".cls", ".json")])
         (thing,) = facts["scene"]["objects"]
         assert names[label] == facts["class"] == f"{thing['colour']} {thing['shape']}"
+        assert ((thing["colour"], thing["shape"]) in HELD_OUT) == (split == "heldout")
         Image.open(io.BytesIO(found[name.replace(".cls", ".jpg")])).load()
 
 
@@ -325,18 +253,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (paths.root / make.STAMP).write_text("{}")
     with pytest.raises(DataError, match=r"not complete .*delete this folder"):
         make_scenes(tmp_path, SMALL)
-
-
-def test_unwritable_cache_is_named(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
     with pytest.raises(DataError, match="VQCLIP_CACHE"):
-        make_scenes(blocked, SMALL)
-
-
-def test_default_place_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path))
-    assert make_scenes(config=SMALL).root.parent == tmp_path
+        make_scenes(shard.with_name("00000.tar"), SMALL)  # which is no folder
 
 
 def test_the_command_draws(paths: ScenesPaths, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,2 +1,1 @@
 from tests.data.conftest import cache as cache
-from tests.data.conftest import real_data as real_data
