@@ -37,7 +37,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     before = path.read_bytes()
     save_table(path, FACTS, ARRAYS, "x")
     assert path.read_bytes() == before
-    assert find_table(path, {"version": 2}, "x", lambda table: table) is None
+    assert find_table(path, {"version": 2}, "x") is None
     with pytest.raises(DataError, match="version is 1; expected 2"):
         open_table(path, {"version": 2})
 
@@ -54,11 +54,11 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path: Path, caplog: pyte
         path.write_bytes(data[:size])
         with pytest.raises(DataError):
             open_table(path, {})
-    assert find_table(path, {}, "the data", lambda table: table) is None
+    assert find_table(path, {}, "the data") is None
     assert "damaged index of the data is made again" in caplog.text
     path.write_bytes(data)
-    assert isinstance(find_table(path, {}, "x", lambda table: table), Table)
-    assert find_table(tmp_path / "missing", {}, "x", lambda table: table) is None
+    assert isinstance(find_table(path, {}, "x"), Table)
+    assert find_table(tmp_path / "missing", {}, "x") is None
 
 
 # ---- what is looked up and kept

@@ -41,11 +41,7 @@ from vqclip.io.json_files import describe_differences, read_json
 
 FeatureDtype = Literal["fp32", "fp16", "bf16"]
 
-TORCH_DTYPES: dict[FeatureDtype, torch.dtype] = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
+TORCH_DTYPES: dict[FeatureDtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 FORMAT = {"format": "vqclip features", "format_version": 4}
 """Format of the files; another one has other folders."""
 _LAYOUT = FolderLayout(FORMAT, ".safetensors", "data.feature_cache", "data.feature_cache.folder")
@@ -277,8 +273,7 @@ class FeatureReader:
             raise self._damage(number, f"sample {sample_id} has no features")
         if len(rows) != entries:
             raise StorageError(
-                f"{path}: sample {sample_id} has features of {len(rows)} views or captions, expected {entries}; delete "
-                "the folder",
+                f"{path}: sample {sample_id} has {len(rows)} views or captions, expected {entries}; delete the folder",
                 "changed features",
             )
         data = bytearray(shard["rows"][rows[entry]].data)

@@ -85,7 +85,6 @@ class EvalSet:
         max_bad_fraction: bad samples are left out and logged; more than `allowed_bad` are an error. The default
             tolerates none, since skipping samples changes what is measured. A rank knows only its own bad samples: the
             caller compares the sum over all ranks with `allowed`.
-        max_pixels: larger images are bad samples.
         timeout_s: longest wait for a worker; 0 waits forever.
     """
 
@@ -99,7 +98,6 @@ class EvalSet:
         workers: int = 0,
         limit: int | None = None,
         max_bad_fraction: float = 0.0,
-        max_pixels: int = MAX_PIXELS,
         timeout_s: float = 240.0,
     ):
         self.source = source
@@ -111,7 +109,6 @@ class EvalSet:
         self._batch_size = batch_size
         self._mine = range(rank, self.size, world_size)
         self._workers = workers
-        self._max_pixels = max_pixels
         self._timeout_s = timeout_s
 
     def __len__(self) -> int:
@@ -156,5 +153,5 @@ class EvalSet:
         )
 
     def _read(self, index: int) -> tuple[Tensor, RawSample]:
-        sample, image = read_decoded(self.source, index, self._max_pixels)
+        sample, image = read_decoded(self.source, index, MAX_PIXELS)
         return self._transform(image), sample

@@ -88,8 +88,7 @@ class DataConfig(LoaderOptions):
         """
         if self.held_out is not None and isinstance(self.order, WindowedOrder):  # its chunks are those of the shards
             raise ConfigError(
-                f"data.held_out: got {self.held_out:g} with data.order.kind windowed; expected the order full, or null "
-                "and other shards in evaluation"
+                f"data.held_out: got {self.held_out:g} with data.order.kind windowed; expected null, or the order full"
             )
         sources: list[SourceConfigBase] = [*self.sources]
         if isinstance(self.order, WindowedOrder):  # the chunks of an index divide those of the order

@@ -1,9 +1,9 @@
 """Draw, pack and index the data before anything is read, and open them.
 
 rank 0 resolves what may move, such as the branch of a data set
-the ranks with one cache folder divide the parts among themselves: pieces to be packed into tars, shards to be indexed
+the ranks with one cache folder divide the work among themselves: pieces to be packed into tars, shards to be indexed
 repeat: pack or index for ten seconds; meet, so that an error or a request to stop on one rank ends all
-until no rank has parts left
+until no rank has work left
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from vqclip import dist
 from vqclip.data.remote.urls import display_url
-from vqclip.data.sources.base import Part, ShardedSource, Source, SourceConfigBase
+from vqclip.data.sources.base import Preparation, ShardedSource, Source, SourceConfigBase
 from vqclip.data.sources.files import FileSource, FileSourceConfig
 from vqclip.data.sources.folder import FolderConfig
 from vqclip.data.sources.kinds import parse_source
@@ -36,8 +36,6 @@ _ROUND_S = 10.0
 """Seconds of work after which a rank finishes its current shard and meets the others."""
 _WAIT_S = 0.2
 """Seconds between two looks at what another job is making."""
-_Named: TypeAlias = list[tuple[str, Part]]
-"""Parts, each with the key path of its source."""
 
 
 def open_sources(sources: Sequence[SourceConfigBase], keys: Sequence[str] = ()) -> list[Source]:
@@ -72,10 +70,10 @@ def open_sources(sources: Sequence[SourceConfigBase], keys: Sequence[str] = ()) 
 
     pins = _ask_first([0], pin_all)
     opening: list[SourceConfigBase | Packing] = []
-    parts: _Named = []
+    work: list[tuple[str, Preparation]] = []
 
     def open_all(paths: Sequence[str | None]) -> list[str | None]:
-        """Open what is packed, and list the parts; return the folders of packed tars."""
+        """Open what is packed, and list the work; return the folders of packed tars."""
         for key, source, pin, path in zip(keys, sources, pins, paths, strict=True):
             with name_section(key):
                 data: SourceConfigBase | Packing = source.model_copy(update=pin)
@@ -83,7 +81,7 @@ def open_sources(sources: Sequence[SourceConfigBase], keys: Sequence[str] = ()) 
                     files = data.image_files() if path is None else None
                     data = files or Packing(data, path=None if path is None else Path(path))
                 opening.append(data)
-                parts.extend((key, part) for part in data.shards())
+                work.extend((key, each) for each in data.preparations())
         return [str(each.folder.path) if isinstance(each, Packing) else None for each in opening]
 
     # The first rank opens the data before the others, so that they are drawn or fetched once.
@@ -91,7 +89,7 @@ def open_sources(sources: Sequence[SourceConfigBase], keys: Sequence[str] = ()) 
     with dist.raise_on_all_ranks():
         if dist.rank() != group[0]:
             open_all(paths)
-    left = parts[group.index(dist.rank()) :: len(group)][::-1]
+    left = work[group.index(dist.rank()) :: len(group)][::-1]
     for _ in progress.in_rounds(_prepare(left), _ROUND_S):
         pass
     with dist.raise_on_all_ranks():
@@ -108,27 +106,27 @@ def _ask_first(group: Sequence[int], work: Callable[[], T]) -> T:
     return cast(T, value)
 
 
-def _prepare(left: _Named) -> Iterator[int]:
-    """Remove parts from the end of the list and prepare them; yield after each."""
+def _prepare(left: list[tuple[str, Preparation]]) -> Iterator[int]:
+    """Do work from the end of the list, each with the key path of its source; yield after each."""
     while left:
-        key, part = left.pop()
+        key, work = left.pop()
         with name_section(key):
-            if prepare_shard(part) is False:  # another job is making it
-                left.insert(0, (key, part))
+            if prepare_shard(work) is False:  # another job does it
+                left.insert(0, (key, work))
                 time.sleep(_WAIT_S)
         yield 1
 
 
-def prepare_shard(shard: Part) -> Any:
+def prepare_shard(prepare: Preparation) -> object:
     """Index one shard if its index is missing or outdated; return False if another job is about to have made it.
 
     Raises:
         DataError: it is damaged, or cannot be read.
     """
     try:
-        return shard.prepare()
+        return prepare()
     except OSError as error:
-        raise DataError(f"{shard.name}: cannot be indexed: {error}") from error
+        raise DataError(f"the data cannot be indexed: {error}") from error
 
 
 def _ranks_with_this_cache() -> list[int]:

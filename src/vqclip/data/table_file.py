@@ -10,9 +10,9 @@ import itertools
 import json
 import logging
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.numpy
@@ -23,7 +23,6 @@ from vqclip.io.json_files import add_checksum, verify_checksum
 from vqclip.io.tensors import open_tensors
 
 logger = logging.getLogger("vqclip.data")
-T = TypeVar("T")
 
 _CHECKSUMS = "checksums"
 
@@ -135,23 +134,22 @@ def open_table(path: Path, expected: Mapping[str, object], verify: bool | Collec
     return Table({key: value for key, value in facts.items() if key not in (_CHECKSUMS, "sha256")}, arrays)
 
 
-def find_table(path: Path, expected: Mapping[str, object], name: str, make: Callable[[Table], T]) -> T | None:
-    """Return what is made of a stored table, see `open_table`; None if there is none, damaged or of other facts.
+def find_table(path: Path, expected: Mapping[str, object], name: str) -> Table | None:
+    """Open a table, see `open_table`; return None if it is missing, damaged or of other facts.
 
     Args:
         path: the file.
         expected: some of its facts, such as version and name of the data.
         name: name of the data, for the warning that the file is damaged.
-        make: function of the table; anything that it raises means damage.
     """
     if not path.is_file():
         return None
     try:
         table = open_table(path, {})
-        return make(table) if all(table.facts.get(key) == value for key, value in expected.items()) else None
-    except Exception as error:  # `make` of a damaged table may raise nearly anything
+    except DataError as error:
         logger.warning("%s: damaged index of %s is made again (%s)", path, name, error)
         return None
+    return table if all(table.facts.get(key) == value for key, value in expected.items()) else None
 
 
 def _sums(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:

@@ -339,8 +339,7 @@ def format_report(report: CheckReport, examples: int = 3) -> str:
     if count := len(report.warnings.get("same image file", ())):
         lines.append(
             f"samples with the image of an earlier one: {count:,} ({100 * count / samples:.2f} %); in one batch they "
-            "are false negatives of each other, and retrieval counts them as wrong: give an image once, with all its "
-            "captions"
+            "are false negatives, and retrieval counts them as wrong: give an image once, with all its captions"
         )
     if report.classes:
         counts = report.classes.values()

@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -130,7 +130,7 @@ class _PieceWriter:
 
 
 def _open_stream(data: Source | PackedConfig, options: Options) -> Stream:
-    return data.open_stream(data.open_data()) if isinstance(data, PackedConfig) else _Slices(data, options.shard_size)
+    return data.find().open() if isinstance(data, PackedConfig) else _Slices(data, options.shard_size)
 
 
 def pack(data: Source | PackedConfig, options: Options) -> WorkResult:
@@ -147,8 +147,8 @@ def pack(data: Source | PackedConfig, options: Options) -> WorkResult:
     start, made, samples = time.monotonic(), 0, 0
     if isinstance(data, PackedConfig):
         data = data.model_copy(update=data.pins())
-        opened = data.open_data()
-        stream, identity = data.open_stream(opened), data.identity(opened)
+        packable = data.find()
+        stream, identity = packable.open(), packable.identity
     else:
         stream, identity = _Slices(data, options.shard_size), data.fingerprint
     folder = _open_folder(data, stream, identity, options)
@@ -180,7 +180,7 @@ def pack(data: Source | PackedConfig, options: Options) -> WorkResult:
     return WorkResult(made, found, folder.missing(), samples, time.monotonic() - start, manifest, note)
 
 
-def _open_folder(data: Source | PackedConfig, stream: Stream, identity: dict[str, Any], options: Options) -> WorkFolder:
+def _open_folder(data: Source | PackedConfig, stream: Stream, identity: object, options: Options) -> WorkFolder:
     """Make the folder of the shards, beside the names of the classes; or compare what is there."""
     names = stream.classnames
     templates = (data.templates if stream.has_prompts else ()) if isinstance(data, PackedConfig) else data.templates

@@ -19,8 +19,6 @@ from vqclip.data.windows import Windows
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.files import format_bytes
 
-__all__ = ["DataCounts", "count_source", "format_plan", "make_plan"]
-
 _CHUNK_BYTES, _SHARD_BYTES, _MEMBER_BYTES, _TABLE_BYTES = 24, 96, 50, 80
 """Bytes in the index of a chunk, of a shard, and of a sample if it has their members; of a sample in the cache beside
 its data."""
@@ -89,8 +87,7 @@ def make_plan(
         chunk = order.chunk if order else each.chunk
         if chunk % each.chunk:
             raise ConfigError(
-                f"data.order.chunk: got {chunk}; expected a multiple of {each.chunk}, the samples of a chunk of the "
-                "index"
+                f"data.order.chunk: got {chunk}; expected a multiple of {each.chunk}, the samples of the index"
             )
         chunks = -(-each.samples // each.chunk)
         requests = each.at_urls * (chunks + each.shards - 1)

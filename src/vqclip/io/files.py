@@ -7,7 +7,6 @@ import errno
 import os
 import re
 import stat
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,10 +14,7 @@ from typing import BinaryIO, NamedTuple
 
 from vqclip.errors import CheckpointError, DataError
 
-PICKLED = (
-    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill", ".npy", ".npz", ".h5"),
-    ".msgpack",
-)
+PICKLED = (*(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill", ".npy", ".npz", ".h5"), ".msgpack")
 """Endings of files of weights that could run code, or that nothing here reads; they are named, and never opened."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 """Names of models on the hub: ``owner/name``."""
@@ -43,14 +39,6 @@ class Stamp(NamedTuple):
 def cache_folder() -> Path:
     """Return the folder of indexes and drawn data: environment variable VQCLIP_CACHE, else ~/.cache/vqclip."""
     return Path(os.environ.get("VQCLIP_CACHE") or Path.home() / ".cache" / "vqclip")
-
-
-def order_of_use(time_ns: int) -> int:
-    """Return a number by which files are sorted, the least recently used first, from the time of the last use.
-
-    Times more than a minute ahead come from a clock that was wrong, so those files are first, in their own order.
-    """
-    return time_ns if time_ns < time.time_ns() + 60 * 10**9 else time_ns - 2**64
 
 
 def expand_home(path: str | Path) -> Path:

@@ -117,11 +117,7 @@ def _layout(parts: Mapping[str, Part]) -> tuple[bytes, dict[str, int], int]:
     for name in sorted(parts, key=lambda name: (rank[parts[name].dtype], name)):
         part = parts[name]
         starts[name], end = end, end + math.prod(part.shape) * part.dtype.itemsize
-        entries[name] = {
-            "dtype": _CODES[part.dtype],
-            "shape": list(part.shape),
-            "data_offsets": [starts[name], end],
-        }
+        entries[name] = {"dtype": _CODES[part.dtype], "shape": list(part.shape), "data_offsets": [starts[name], end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text

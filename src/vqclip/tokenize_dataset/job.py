@@ -18,6 +18,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -90,10 +91,6 @@ class Options(Config):
     """Threads of each process on the CPU; more processes are faster than more threads."""
     tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Largest share of samples that may be unusable; they are left out."""
-    max_pixels: int = MAX_PIXELS
-    """Larger images are unusable."""
-    timeout_s: float = 240.0
-    """Longest wait for a worker."""
 
 
 def tokenize(options: Options) -> WorkResult:
@@ -147,8 +144,7 @@ def tokenize_on_ray(options: Options, ray: RayOptions) -> WorkResult:
     require_pyarrow()
     if not hasattr(options.data, "build_part"):
         raise ConfigError(
-            f"--engine ray: got data of kind {options.data.kind}; expected tars (kind shards or classes): pack them "
-            "first (vqclip data pack), or use --engine local"
+            f"--engine ray: got data of kind {options.data.kind}; expected tars (vqclip data pack), or --engine local"
         )
     made, seen, bad, folder = 0, 0, list[str](), None
     with connect_to_ray(ray, options.threads + options.workers, options.device) as cluster:
@@ -212,8 +208,7 @@ def _wait_for(out: Path, shard: int, folder: WorkFolder | None) -> tuple[WorkFol
             return folder, record
         if time.monotonic() > end:
             raise ConfigError(
-                f"--out: this machine does not see what a worker of Ray wrote to {out}; expected a folder that all "
-                "machines share, under the same path"
+                f"--out: this machine does not see what a worker of Ray wrote to {out}; expected a shared folder"
             )
         time.sleep(1)
 
@@ -252,7 +247,7 @@ class ShardMaker:
             precision=options.precision,
             device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
             threads=options.threads,
-            max_pixels=options.max_pixels,
+            max_pixels=MAX_PIXELS,
             made_with={name: importlib.metadata.version(name) for name in _MADE_WITH},
             data=data,
             shards=tuple(facts),
@@ -276,14 +271,12 @@ class ShardMaker:
         """
         encoders, options, settings = self._encoders, self._options, self._settings
         transform = None if encoders.image is None else encoders.image.transform
-        reader = BatchReader(source, first, options.batch_size, transform, options.max_pixels)
+        reader = BatchReader(source, first, options.batch_size, transform)
         batches = slices_of(self.ids[shard], options.batch_size)
         records: list[TokenRecord] = []
         left_out: list[dict[str, Any]] = []
         with explain_worker_deaths("tokenize"):
-            for batch, images in ordered_map(
-                reader, batches, options.workers, timeout_s=options.timeout_s, section="tokenize"
-            ):
+            for batch, images in ordered_map(reader, batches, options.workers, timeout_s=240.0, section="tokenize"):
                 for each in batch.bad:
                     key = source.key(each.sample_id - first)
                     left_out.append({"sample_id": each.sample_id, "key": key, "kind": each.kind, "reason": each.reason})
@@ -356,27 +349,16 @@ def _layout(tokenizer: ImageTokenizer | TextTokenizer | None) -> IdLayout | None
         raise ConfigError(f"--tokenizer: {tokenizer.modality}: {problem_message(error.errors()[0])}") from None
 
 
+@dataclass(frozen=True)
 class BatchReader:
-    """Reads batches of one shard, by the ids of their samples; workers get a copy of it.
+    """Reads batches of one shard, by the ids of their samples; workers get a copy of it."""
 
-    Args:
-        source: source of the samples.
-        first: number of the source's first sample in the whole data set.
-        batch_size: B.
-        transform: ``(3, H, W)`` uint8 → ``(3, S, S)`` uint8; None if no images are wanted.
-        max_pixels: larger images are bad samples.
-    """
-
-    def __init__(
-        self,
-        source: ShardedSource,
-        first: int,
-        batch_size: int,
-        transform: Callable[[Tensor], Tensor] | None,
-        max_pixels: int,
-    ):
-        self._source, self._first, self._batch_size = source, first, batch_size
-        self._transform, self._max_pixels = transform, max_pixels
+    source: ShardedSource
+    first: int
+    """Number of the source's first sample in the whole data set."""
+    batch_size: int
+    transform: Callable[[Tensor], Tensor] | None
+    """``(3, H, W)`` uint8 → ``(3, S, S)`` uint8; None if no images are wanted."""
 
     def __call__(self, ids: Sequence[int]) -> tuple[SamplesRead[TokenRecord], Tensor | None]:
         """Read some consecutive samples, at most B.
@@ -392,15 +374,15 @@ class BatchReader:
 
         def read(sample_id: int) -> TokenRecord:
             nonlocal images
-            index = sample_id - self._first
-            if self._transform is None:
-                sample = self._source.read(index)
+            index = sample_id - self.first
+            if self.transform is None:
+                sample = self.source.read(index)
             else:
-                sample, decoded = read_decoded(self._source, index, self._max_pixels)
-                image = self._transform(decoded)
-                images = image.new_zeros(self._batch_size, *image.shape) if images is None else images
+                sample, decoded = read_decoded(self.source, index, MAX_PIXELS)
+                image = self.transform(decoded)
+                images = image.new_zeros(self.batch_size, *image.shape) if images is None else images
                 images[sample_id - ids[0]] = image
-            return TokenRecord(self._source.key(index), sample_id, sample.label, sample.captions, None, None)
+            return TokenRecord(self.source.key(index), sample_id, sample.label, sample.captions, None, None)
 
         return read_in_order(read, ids), images
 

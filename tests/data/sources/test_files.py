@@ -42,7 +42,7 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
         ",three": "row 4: the path of the image is empty",
         "../a.jpg,four": "row 5: ../a.jpg: ../a.jpg: leaves the folder",
         "b.jpg, ": "row 6: b.jpg: the caption is empty",
-        "https://host/a.jpg,six": "a URL; expected a file on this machine",
+        "https://host/a.jpg,six": "a URL; expected a file",
         "big.jpg,seven": "row 8: big.jpg: image of 67108865 bytes; at most 67108864",
         "d.jpg,eight": "row 9: d.jpg: cannot be read: Is a directory",
         "p.jpg,nine": "row 10: p.jpg: cannot be read: not a regular file",

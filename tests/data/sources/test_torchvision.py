@@ -57,7 +57,7 @@ def test_files_keep_their_bytes(tmp_path: Path) -> None:
     source = config.build()
     assert source.classnames == ("cat", "dog")
     assert source.read(4) == RawSample(encode(pixels(3)), ("a photo of a dog",), 1)
-    before, stream = source.fingerprint, config.open_data()
+    before, stream = source.fingerprint, config.find().open()
     os.utime(tmp_path / "dog" / "3.jpg", ns=(1, 1))
     with pytest.raises(StorageError, match="row 4: .*3.jpg has changed since it was listed"):
         list(stream.read(0))
@@ -127,7 +127,7 @@ def test_no_other_data_set_reads_pickles() -> None:
         ({"name": "MNIST"}, "arguments: MNIST needs root"),
         (
             {"name": "MNIST", "root": "none"},
-            "root: got none, where files of MNIST are missing or damaged; expected .*, or download: true",
+            "root: got none, where files of MNIST are missing or damaged; set download: true",
         ),
         ({"name": "MNIST", "root": "x", "arguments": {"trian": 1}}, "MNIST takes no 'trian'; .*did you mean .train"),
         ({"name": "FakeData", "arguments": {"transform": "x"}}, "takes no 'transform'; functions cannot be set"),
@@ -161,7 +161,7 @@ def test_samples_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_image_of_another_type_is_a_bad_sample() -> None:
-    stream = TorchvisionConfig(**FAKE).open_data()
+    stream = TorchvisionConfig(**FAKE).find().open()
     stream._data = [(torch.zeros(3, 4, 4), 0)] * 12
     error = next(stream.read(0)).sample
     assert "FakeData: row 0: image is torch.float32" in str(error)

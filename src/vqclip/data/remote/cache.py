@@ -25,7 +25,6 @@ from typing import NamedTuple
 from vqclip.data.remote.retry import Deadline
 from vqclip.errors import StorageError
 from vqclip.io.atomic import hold_lock, is_at, remove_unlocked, try_lock
-from vqclip.io.files import order_of_use
 
 FILLED = 0.95
 """Fraction of the limit that is left in use when files are removed."""
@@ -81,8 +80,7 @@ class BoundedCache:
                 # The folder may be removed at any time; then it is made again.
                 if not isinstance(error, FileNotFoundError) or deadline.left < 0:
                     raise StorageError(
-                        f"{self.folder}: cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder with "
-                        "room, or lower remote.cache_gib"
+                        f"{self.folder}: cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder with room"
                     ) from None
             if deadline.left < 0:
                 raise StorageError(
@@ -151,8 +149,7 @@ class BoundedCache:
         """
         if size > self.limit:
             raise StorageError(
-                f"{path}: has {size} bytes, and the cache may take {self.limit} "
-                f"(remote.cache_gib={self.limit / 2**30:g}): not kept"
+                f"{path}: has {size} bytes, and the cache may take {self.limit} (remote.cache_gib): raise it"
             )
         while True:
             with hold_lock(self.folder / "lock"):
@@ -167,8 +164,7 @@ class BoundedCache:
             if deadline.left < 0:
                 raise StorageError(
                     f"no room for {size} bytes in {self.folder}, after {deadline.spent:.1f} s of remote.total_s="
-                    f"{deadline.total_s:g}: other processes fill it. Raise remote.cache_gib, or use fewer "
-                    "data.workers"
+                    f"{deadline.total_s:g}: other processes fill it. Raise remote.cache_gib, or lower data.workers"
                 )
             time.sleep(_LONGEST_PAUSE_S)
 
@@ -199,7 +195,8 @@ class BoundedCache:
                 elif entry.name in ("ledger", "lock"):
                     continue
                 else:
-                    whole.append((order_of_use(status.st_mtime_ns), status.st_size, entry.path))
+                    used = status.st_mtime_ns  # a minute ahead: by a clock that was wrong, so these are removed first
+                    whole.append((used - 2**64 * (used > time.time_ns() + 60 * 10**9), status.st_size, entry.path))
                 size, files = size + status.st_size, files + 1
         if size + more > self.limit or files >= _FILES:
             for _, each, path in sorted(whole):

@@ -1,8 +1,7 @@
 """Files at URLs: fetched with retries, listed, read by ranges, and written; and the shards that a URL names.
 
 fetch(url, options, read_body)   one try: open_url -> Body(length, blocks) -> read_body; again if it breaks
-fetch_bytes, fetch_text          of small files, within a limit
-find_facts, list_files           sizes and tags
+fetch_bytes                      of a small file, within a limit
 RemoteFolder                     files below a URL in an object store, to write to
 """
 
@@ -20,15 +19,14 @@ from vqclip.data.remote.retry import Deadline, FetchError, RemoteConfig, Transfe
 from vqclip.data.remote.transfer import (
     Body,
     ChangedError,
-    FileFacts,
     Span,
-    list_urls,
+    find_facts,
+    list_files,
     object_store,
     open_url,
     translate_errors,
-    url_facts,
 )
-from vqclip.data.remote.urls import display_url, file_name, local_path, protocol_of
+from vqclip.data.remote.urls import display_url, local_path, path_in_url, protocol_of
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.files import cache_folder
 
@@ -97,32 +95,6 @@ def fetch_bytes(url: str, options: TransferConfig, limit: int) -> bytes:
     return fetch(url, options, read_body)
 
 
-def fetch_text(url: str, options: TransferConfig, limit: int) -> str:
-    """Download a small UTF-8 file; see `fetch_bytes`.
-
-    Raises:
-        DataError: it is not UTF-8.
-    """
-    try:
-        return fetch_bytes(url, options, limit).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{display_url(url)}: not UTF-8: {error.reason} at byte {error.start}") from None
-
-
-def find_facts(url: str, options: TransferConfig) -> FileFacts:
-    """Return size and tag of a file, and whether ranges of it can be read; raises StorageError if it is unreachable."""
-    return retry(lambda deadline: url_facts(url, options.timeout_s, deadline), url, options)
-
-
-def list_files(pattern: str, options: TransferConfig) -> dict[str, FileFacts]:
-    """Return size and tag of the files that match a glob in an object store, by bucket and path.
-
-    Raises:
-        StorageError: the store cannot be reached, or the protocol's package is not installed.
-    """
-    return retry(lambda deadline: list_urls(pattern, options.timeout_s, deadline), pattern, options)
-
-
 def is_tar(name: str) -> bool:
     """Return whether a file's name is that of a shard: .tar, .tar.gz or .tgz."""
     return name.endswith(TAR_ENDINGS)
@@ -146,7 +118,7 @@ class RemoteShard:
     @property
     def name(self) -> str:
         """The last part of its path."""
-        return file_name(self.url)
+        return path_in_url(self.url).rpartition("/")[2]
 
     def read(self, first: int, end: int, length: int, deadline: Deadline | None = None) -> bytes:
         """Download a range of the shard into memory; it is not cached.
@@ -270,12 +242,9 @@ def require_writable(folder: str) -> str:
         DataError: another protocol.
         ConfigError: a URL that cannot be written to.
     """
-    protocol = protocol_of(folder)
-    if protocol is None:
-        return folder
-    if protocol == "file":
-        return local_path(folder)
-    if protocol not in STORES or set(folder) & set("?#*"):
+    if (local := local_path(folder)) is not None:
+        return local
+    if protocol_of(folder) not in STORES or set(folder) & set("?#*"):
         raise ConfigError(
             f"got {display_url(folder)}; expected a local folder, or a URL of {', '.join(STORES)} without ?, # and *"
         )

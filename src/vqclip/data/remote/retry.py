@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable
 from typing import Annotated, TypeVar
@@ -119,7 +117,9 @@ def retry(
             return action(deadline)
         except FetchError as failure:
             last = failure
-        pause = max(_pause(url, number), min(last.after_s, _LONGEST_ASKED_S))
+        share = int.from_bytes(os.urandom(4), "big") / 2**32  # so that processes do not retry together
+        pause = min(_FIRST_PAUSE_S * 2.0 ** (number - 1), _LONGEST_PAUSE_S) * (1 - share / 2)
+        pause = max(pause, min(last.after_s, _LONGEST_ASKED_S))
         if not last.again or number == options.tries or pause >= deadline.left:
             break
         logger.warning(
@@ -132,13 +132,3 @@ def retry(
         f"in {deadline.spent:.1f} s of {section}.total_s={deadline.total_s:g}",
         "storage" if last.again else "gone",
     )
-
-
-def _pause(url: str, number: int) -> float:
-    """Return the pause after a failed try in seconds: doubled every time, less a fraction keyed by (URL, try, process).
-
-    So processes that failed together do not retry together. No random generator is used.
-    """
-    key = f"{url}\n{number}\n{socket.gethostname()}\n{os.getpid()}".encode("utf-8", "surrogateescape")
-    fraction = int.from_bytes(hashlib.sha256(key).digest()[:4], "big") / 2**32
-    return min(_FIRST_PAUSE_S * 2.0 ** (number - 1), _LONGEST_PAUSE_S) * (1 - fraction / 2)

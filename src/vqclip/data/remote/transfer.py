@@ -1,4 +1,8 @@
-"""One try to download a file or a range of it: by urllib3, from object stores by fsspec. `retry` makes more of one."""
+"""Transfers by urllib3, and from object stores by fsspec.
+
+open_url                 one try to download a file or a range of it; `vqclip.data.remote.files.fetch` makes several
+find_facts, list_files   sizes and tags
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from urllib.parse import unquote, urljoin
 import urllib3
 from urllib3.util import Timeout, Url, make_headers, parse_url
 
-from vqclip.data.remote.retry import Deadline, FetchError
+from vqclip.data.remote.retry import Deadline, FetchError, TransferConfig, retry
 from vqclip.data.remote.urls import protocol_of, redact_message
 from vqclip.errors import StorageError
 
@@ -113,43 +117,49 @@ def open_url(url: str, timeout_s: float, deadline: Deadline, span: Span | None =
         yield Body(length, _check_blocks(read, length, url, timeout_s, deadline))
 
 
-def url_facts(url: str, timeout_s: float, deadline: Deadline) -> FileFacts:
+def find_facts(url: str, options: TransferConfig) -> FileFacts:
     """Return size and tag of a file, and whether ranges of it can be read.
 
     Raises:
-        FetchError: it cannot be reached, or the server announces no size.
-        StorageError: the protocol's package is not installed.
+        StorageError: it cannot be reached, the server announces no size, or the protocol's package is not installed.
     """
-    with translate_errors(url):
-        if protocol_of(url) not in _OVER_HTTP:
-            facts = _call("info", url, timeout_s, deadline)
-            return FileFacts(int(facts["size"]), _tag(facts))
-        has_ranges = True
-        try:
-            response, _ = _open_file(url, timeout_s, deadline, Span(0, 1, None))
-            total = response.headers["Content-Range"].partition("/")[2]
-            length = int(total) if total.isdigit() else None
-        except (NoRangesError, ChangedError) as error:  # an empty file has no first byte
-            response, length = _open_file(url, timeout_s, deadline, None)
-            has_ranges = isinstance(error, ChangedError)
-        response.close()
-    if length is None:
-        raise FetchError("the server announces no size (Content-Length), so it cannot be indexed", again=False)
-    return FileFacts(length, _tag(response.headers), has_ranges)
+
+    def once(deadline: Deadline) -> FileFacts:
+        with translate_errors(url):
+            if protocol_of(url) not in _OVER_HTTP:
+                facts = _call("info", url, options.timeout_s, deadline)
+                return FileFacts(int(facts["size"]), _tag(facts))
+            has_ranges = True
+            try:
+                response, _ = _open_file(url, options.timeout_s, deadline, Span(0, 1, None))
+                total = response.headers["Content-Range"].partition("/")[2]
+                length = int(total) if total.isdigit() else None
+            except (NoRangesError, ChangedError) as error:  # an empty file has no first byte
+                response, length = _open_file(url, options.timeout_s, deadline, None)
+                has_ranges = isinstance(error, ChangedError)
+            response.close()
+        if length is None:
+            raise FetchError("the server announces no size (Content-Length), so it cannot be indexed", again=False)
+        return FileFacts(length, _tag(response.headers), has_ranges)
+
+    return retry(once, url, options)
 
 
-def list_urls(pattern: str, timeout_s: float, deadline: Deadline) -> dict[str, FileFacts]:
+def list_files(pattern: str, options: TransferConfig) -> dict[str, FileFacts]:
     """Return size and tag of the files that match a glob in an object store, by bucket and path.
 
     Raises:
-        FetchError: the store cannot be reached.
-        StorageError: the protocol's package is not installed.
+        StorageError: the store cannot be reached, or the protocol's package is not installed.
     """
-    with translate_errors(pattern):
-        object_store(pattern, timeout_s).invalidate_cache()  # a second listing must see what is new
-        found = _call("glob", pattern, timeout_s, deadline, detail=True)
-        files = ((str(name), each) for name, each in found.items() if each.get("type", "file") == "file")
-        return {name: FileFacts(int(each["size"]), _tag(each)) for name, each in files}
+
+    def once(deadline: Deadline) -> dict[str, FileFacts]:
+        with translate_errors(pattern):
+            object_store(pattern, options.timeout_s).invalidate_cache()  # a second listing must see what is new
+            found = _call("glob", pattern, options.timeout_s, deadline, detail=True)
+            files = ((str(name), each) for name, each in found.items() if each.get("type", "file") == "file")
+            return {name: FileFacts(int(each["size"]), _tag(each)) for name, each in files}
+
+    return retry(once, pattern, options)
 
 
 def object_store(url: str, timeout_s: float) -> Any:

@@ -79,12 +79,15 @@ def protocol_of(path: str) -> str | None:
 _EXPECTED = f"expected a local path or a URL of one of {', '.join(PROTOCOLS)}"
 
 
-def local_path(url: str) -> str:
-    """Return the path in ``file:///path``.
+def local_path(path: str) -> str | None:
+    """Return a local path, also that in ``file:///path``; None for other URLs.
 
     Raises:
-        DataError: it names another machine.
+        DataError: see `protocol_of`; or it names another machine.
     """
+    protocol, url = protocol_of(path), path
+    if protocol != "file":
+        return path if protocol is None else None
     host, slash, path = url.partition("://")[2].partition("/")
     if host not in ("", "localhost") or not slash:
         raise DataError(f"{_mask(url)}: names the host {host!r}; expected file:///path, which is on this machine")
@@ -140,11 +143,6 @@ def beneath(url: str, name: str) -> str:
     """Return the URL of a file in the folder at a URL; query and fragment stay at the end."""
     end = _end_of_path(url)
     return f"{url[:end].rstrip('/')}/{name}{url[end:]}"
-
-
-def file_name(url: str) -> str:
-    """Return the last part of the path, without credentials."""
-    return path_in_url(url).rpartition("/")[2]
 
 
 def path_in_url(url: str) -> str:

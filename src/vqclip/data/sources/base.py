@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 from typing_extensions import Self
@@ -27,13 +27,9 @@ Place = Annotated[str, BeforeValidator(_to_place)]
 """A path or URL."""
 
 
-class Part(NamedTuple):
-    """Part of a source that is prepared, such as indexed, before the first sample is read."""
-
-    name: str
-    """Name for messages."""
-    prepare: Callable[[], object]
-    """Prepares the part unless it is; returns False if another process is about to have done it."""
+Preparation: TypeAlias = Callable[[], object]
+"""Work before the first sample of a source is read, such as to index a shard, unless it is done; returns False if
+another process is about to have done it."""
 
 
 class RawSample(NamedTuple):
@@ -104,7 +100,7 @@ class ShardedSource(Source, Protocol):
 class SourceConfigBase(Config):
     """Configuration of a source; the base class of all kinds, those of other packages included.
 
-    A kind is a subclass with a literal ``kind``, `build`, and `shards` if there is something to prepare.
+    A kind is a subclass with a literal ``kind``, `build`, and `preparations` if there is something to prepare.
     """
 
     kind: str
@@ -139,7 +135,7 @@ class SourceConfigBase(Config):
         """
         return {}
 
-    def shards(self) -> Sequence[Part]:
+    def preparations(self) -> Sequence[Preparation]:
         """Return what is indexed before the first sample is read, for `vqclip.data.open_sources`; by default none.
 
         Raises:
@@ -167,9 +163,8 @@ def read_image(file: Path, name: str) -> bytes:
     limit = MAX_BYTES["image"]
     try:
         data = read_bounded(file, limit)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"{name}: cannot be read: {reason}", "unreadable file") from None
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read: {error.strerror}", "unreadable file") from None
     if len(data) > limit:
         raise DataError(f"{name}: more than {limit} bytes, which are not read", "too many bytes")
     return data

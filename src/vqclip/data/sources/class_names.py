@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from vqclip.data.remote.files import Shard, fetch_text, is_tar
+from vqclip.data.remote.files import Shard, fetch_bytes, is_tar
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import beneath, display_url, local_path, protocol_of
 from vqclip.data.sources.paths import find_shards
@@ -130,8 +130,7 @@ class Classes:
             raise ValueError("the class is empty")
         if value in self._twice:
             raise DataError(
-                f"{self._path}: class {value[:80]!r}: classnames has it more than once; use numbers in the table, or "
-                "give each class its own name"
+                f"{self._path}: class {value[:80]!r}: classnames has it more than once; use numbers, or other names"
             )
         number = value.partition(".")[0] if re.fullmatch(r"\d+\.0+", value) else value
         if not self.names:
@@ -181,11 +180,9 @@ class ClassFolder:
     """
 
     def __init__(self, path: str | Path, remote: RemoteConfig | None = None):
-        protocol = protocol_of(str(path))
         self._remote = remote or RemoteConfig()
-        self._place: Path | str = str(path)  # a URL
-        if protocol in (None, "file"):
-            self._place = expand_home(path if protocol is None else local_path(str(path))).absolute()
+        local = local_path(str(path))
+        self._place: Path | str = str(path) if local is None else expand_home(local).absolute()
 
     def name(self, file: str) -> str:
         """Return the path of a file or folder in this folder, for messages."""
@@ -193,16 +190,17 @@ class ClassFolder:
             return str(self._place / file)
         return display_url(beneath(self._place, file))
 
-    def read(self, file: str, expected: str) -> str:
-        """Read a text file; raises DataError if it is missing, too large or not UTF-8."""
-        if isinstance(self._place, str):
-            return fetch_text(beneath(self._place, file), self._remote, _MAX_BYTES).removeprefix("\ufeff")
+    def read(self, file: str, expected: str, limit: int = _MAX_BYTES) -> str:
+        """Read a text file; raises DataError if it is missing, larger than a limit or not UTF-8."""
         try:
-            data = read_bounded(self._place / file, _MAX_BYTES)
+            if isinstance(self._place, str):
+                data = fetch_bytes(beneath(self._place, file), self._remote, limit)
+            else:
+                data = read_bounded(self._place / file, limit)
         except OSError as error:
             raise DataError(f"{self.name(file)}: cannot be read ({error.strerror}); expected {expected}") from None
-        if len(data) > _MAX_BYTES:
-            raise DataError(f"{self.name(file)}: more than {_MAX_BYTES} bytes; expected {expected}")
+        if len(data) > limit:
+            raise DataError(f"{self.name(file)}: more than {limit} bytes; expected {expected}")
         try:
             return data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -222,12 +220,10 @@ class ClassFolder:
         place = beneath(self._place, split)
         if protocol_of(place) not in ("http", "https"):
             return find_shards([place], self._remote)
-        file = beneath(self._place, f"{split}/{_COUNT}".lstrip("/"))
-        text = fetch_text(file, self._remote, _MAX_COUNT_BYTES).strip()
+        file, expected = f"{split}/{_COUNT}".lstrip("/"), f"the number of shards, at most {_MAX_COUNT}"
+        text = self.read(file, expected, _MAX_COUNT_BYTES).strip()
         if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _MAX_COUNT):
-            raise DataError(
-                f"{display_url(file)}: got {text[:20]!r}; expected the number of shards, at most {_MAX_COUNT}"
-            )
+            raise DataError(f"{self.name(file)}: got {text[:20]!r}; expected {expected}")
         return find_shards([beneath(place, f"{number}.tar") for number in range(int(text))], self._remote)
 
     def choose_split(self, split: str | None) -> str:

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from vqclip.data.remote.urls import display_url, local_path, protocol_of
-from vqclip.data.sources.base import MAX_BYTES, Part, Place, RawSample, SourceConfigBase
+from vqclip.data.remote.urls import display_url, local_path
+from vqclip.data.sources.base import MAX_BYTES, Place, Preparation, RawSample, SourceConfigBase
 from vqclip.data.sources.class_names import Prompts
 from vqclip.data.sources.columns import CaptionFiles, ColumnConfig, Row, caption_path, require_usable
 from vqclip.data.sources.listing import PROBLEM, FileTable, TableBuilder, checksum, list_images, state_of, versions
@@ -68,13 +68,9 @@ class FileSourceConfig(SourceConfigBase):
 
     def local_file(self, path: str | Path) -> Path:
         """Return the absolute form of a path on this machine; raises ConfigError for a URL."""
-        protocol = protocol_of(str(path))
-        if protocol not in (None, "file"):
-            raise ConfigError(
-                f"path: got {display_url(str(path))}; kind: {self.kind} reads files on this machine (shards may be at "
-                "URLs)"
-            )
-        return expand_home(path if protocol is None else local_path(str(path))).absolute()
+        if (local := local_path(str(path))) is None:
+            raise ConfigError(f"path: got {display_url(str(path))}; kind: {self.kind} reads files on this machine")
+        return expand_home(local).absolute()
 
     def caption_files(self, table: FileTable) -> CaptionFiles | None:
         """Return the captions in files beside the images; None if they are in the table or are prompts."""
@@ -87,23 +83,20 @@ class FileSourceConfig(SourceConfigBase):
             DataError: see `table`, or the cache cannot be written.
         """
         file, name = self._stem().with_suffix(".table.safetensors"), str(self.listing)
-        table = find_table(file, versions(name), name, lambda stored: FileTable(*stored))
-        if table is None or not table.is_current:
+        stored = find_table(file, versions(name), name)
+        if stored is None or not (table := FileTable(*stored)).is_current:
             table = self.table()
             save_table(file, table.facts | versions(name), table.arrays, name)
         return table
 
-    def shards(self) -> Sequence[Part]:
+    def preparations(self) -> Sequence[Preparation]:
         """Return the parts that are indexed, after making the table; for `vqclip.data.open_sources`.
 
         Raises:
             DataError: see `table`.
         """
         table = self.load_table()
-        return [
-            Part(f"{self.listing}: images from {start} on", partial(self.index, table, start))
-            for start in range(0, len(table), PART_SIZE)
-        ]
+        return [partial(self.index, table, start) for start in range(0, len(table), PART_SIZE)]
 
     def index(self, table: FileTable, start: int, is_checked: bool = False) -> dict[str, np.ndarray]:
         """Return the index of the files of a part, after indexing those that have changed since.
@@ -127,13 +120,13 @@ class FileSourceConfig(SourceConfigBase):
         text = "\0".join([*paths, second])
         facts = {**versions(name), "paths": checksum(text.encode("utf-8", "surrogatepass"))}
         file = self._stem().with_suffix(f".{start // PART_SIZE:05d}.safetensors")
-        found = find_table(file, facts, name, lambda stored: {**stored.arrays})
+        found = find_table(file, facts, name)
         if found is not None and is_checked:
-            return found
+            return found.arrays
         shape = (len(paths), 2 if second else 1)
         states, digests = np.full((*shape, 2), MISSING - 1, np.int64), np.zeros((*shape, 32), np.uint8)
         if found is not None:
-            states[:], digests[:] = found["states"], found["digests"]
+            states[:], digests[:] = found.arrays["states"], found.arrays["digests"]
         index: dict[str, np.ndarray] = {"states": states, "digests": digests}
         changed, root = set[int](), self.root
         for row, known in enumerate(states.tolist()):  # lists are faster to index
@@ -317,14 +310,13 @@ class FileSource:
                 data = stream.read(size)
         except DataError:
             raise
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
+        except OSError as error:
             if size == MISSING and column == 1 and isinstance(error, FileNotFoundError):
                 folder, _, ending = second.rpartition("/")
                 where = f"in {folder}" if folder else "beside it"
                 raise DataError(f"{name}: has no {ending} {where}", "missing member") from None
             kind = DataError if size == MISSING else StorageError  # it was not readable, or is not so any more
-            raise kind(f"{name}: cannot be read: {reason}", "unreadable file") from None
+            raise kind(f"{name}: cannot be read: {error.strerror}", "unreadable file") from None
         if len(data) != size:
             raise StorageError(f"{name}: {what} became shorter while it was read", "changed file")
         return data
@@ -337,7 +329,7 @@ def _hash(path: str) -> tuple[int, int, bytes]:
             before = Stamp.of(file.fileno())
             digest = hashlib.sha256(file.read() if before.size <= MAX_BYTES["image"] else b"")
             after = Stamp.of(file.fileno())
-    except (OSError, ValueError):
+    except OSError:
         return MISSING, MISSING, bytes(32)
     if before != after:
         raise DataError(f"{path}: was written to while it was indexed; start again when it is complete")
@@ -352,19 +344,15 @@ def resolve_path(text: str, root: Path) -> str:
     """
     if not text:
         raise DataError("the path of the image is empty", "missing member")
-    protocol = protocol_of(text)
-    if protocol not in (None, "file"):
+    if (path := local_path(text)) is None:
         raise DataError(
-            f"{display_url(text)}: a URL; expected a file on this machine (img2dataset downloads tables of URLs, and "
-            "those in Parquet are fetched with urls: fetch)",
+            f"{display_url(text)}: a URL; expected a file (img2dataset downloads URLs; Parquet has urls: fetch)",
             "URL",
         )
-    path = text if protocol is None else local_path(text)
     path = os.path.normpath(path) if os.pardir in path else path
     if path.split(os.sep, 1)[0] == os.pardir:
         raise DataError(
-            f"{_cut(text)}: leaves the folder {root}, which relative paths refer to; write the absolute path, or set "
-            "images (csv, json) to another folder",
+            f"{_cut(text)}: leaves the folder {root}; write the absolute path, or set images to another folder",
             "path outside",
         )
     return path

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from pydantic import Field, PrivateAttr
 from vqclip.data.lookup import name_errors
 from vqclip.data.remote.urls import mask_credentials
 from vqclip.data.sources.columns import Row
-from vqclip.data.sources.packed import Piece, packed_folders, stamp
+from vqclip.data.sources.packed import Packable, Piece, packed_folders, stamp
 from vqclip.data.sources.table import TableConfig, TableStream, read_batch
 from vqclip.data.work_folder import WorkFolder
 from vqclip.errors import ConfigError, DataError, StorageError
@@ -110,38 +111,29 @@ class HfConfig(TableConfig):
     def _facts(self) -> dict[str, Any]:
         return {**self.settings(), "revision": None, "folder": os.getcwd()}
 
-    def open_data(self, known: Mapping[str, Any] | None = None) -> Any:
-        """Open the split; a commit that is packed needs none, and stays the `identity` of its rows.
+    def find(self, known: Mapping[str, Any] | None = None) -> Packable:
+        """Find the split; see `PackedConfig.find`. A commit that is packed is not opened, and stays the same.
 
         Files that another process of this machine has found are opened without the hub, if they are the whole split.
         """
         if self._is_commit and (packed := self._find_packed()) is not None:
-            return packed.settings["source"]
+            return Packable(packed.settings["source"], lambda: HfStream(self, _load(self)))
         if known is not None and not self.streaming and re.fullmatch(r"\w*", self.split or ""):
             import datasets
 
             with contextlib.suppress(StorageError):  # this machine may have other files
                 paths = [path for path, _, _ in known["files"]]
                 if stamp(paths) == known["files"]:
-                    return datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path in paths])
-        return _load(self)
-
-    def identity(self, data: Any) -> dict[str, Any]:
-        """See `PackedConfig.identity`: the files of the data set, or the commit of one that is streamed."""
-        if isinstance(data, dict):
-            return data
-        folder = expand_home(self.path)
+                    data = datasets.concatenate_datasets([datasets.Dataset.from_file(path) for path in paths])
+                    return Packable(known, partial(HfStream, self, data))
+        data, folder = _load(self), expand_home(self.path)
         if not self.streaming:
             files: Any = stamp(each["filename"] for each in data.cache_files)
         elif folder.is_dir():
             files = stamp(sorted(each for each in folder.rglob("*") if each.is_file()))
         else:
-            files = self.revision
-        return {**self._facts(), "files": files}
-
-    def open_stream(self, data: Any) -> HfStream:
-        """See `PackedConfig.open_stream`."""
-        return HfStream(self, _load(self) if isinstance(data, dict) else data)
+            files = self.revision  # the commit
+        return Packable({**self._facts(), "files": files}, partial(HfStream, self, data))
 
 
 def is_saved_by_datasets(files: Collection[str]) -> bool:
@@ -224,24 +216,18 @@ class HfStream(TableStream):
             self._data = data.select_columns(self.columns)
             if self._streaming:  # a piece for each of its files
                 self.pieces = [Piece(config.where, 0)] * data.num_shards
+                self.ranges = [range(1 << 62)] * data.num_shards
                 return
             table = self._data.data.table
             table.select(self.columns).validate(full=True)  # as in `values`
-            size, rows = table.nbytes // max(len(data), 1), range(0, len(data), _PIECE_ROWS)
-            self.pieces = [Piece(config.where, size * min(_PIECE_ROWS, len(data) - first)) for first in rows]
-
-    def span(self, piece: int) -> tuple[str, int, int]:
-        """See `TableStream.span`; rows of a stream are counted in each of its files."""
-        span = (0, 1 << 62) if self._streaming else (piece * _PIECE_ROWS, (piece + 1) * _PIECE_ROWS)
-        return self._name, *span
+            size, rows = table.nbytes // max(len(data), 1), range(len(data))
+            self.ranges = [rows[first : first + _PIECE_ROWS] for first in rows[::_PIECE_ROWS]]
+            self.pieces = [Piece(config.where, size * len(each)) for each in self.ranges]
 
     def values(self, column: str) -> Iterator[list[Any]]:
         """See `TableStream.values`."""
         if self._streaming:
-            raise ConfigError(
-                f"{self}: classnames: missing; expected the names of the classes in column {column!r} (without "
-                "streaming they are found)"
-            )
+            raise ConfigError(f"{self}: classnames: missing; streaming does not find those in column {column!r}")
         self._data.data.table.select([column]).validate(full=True)  # otherwise reading could leave the file
         yield self._data.select_columns([column])[:].column(0).to_pylist()
 

@@ -119,9 +119,7 @@ def _validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     kind = value.get("kind")
     if kind is None and isinstance(value.get("path"), (str, Path, list, tuple)):
         path = value["path"]
-        kind = find_kind(
-            [*map(str, path if isinstance(path, (list, tuple)) else [path])], value.get("split") is not None
-        )
+        kind = find_kind([str(path)] if isinstance(path, (str, Path)) else path, value.get("split") is not None)
         value = {**value, "kind": kind}
     if kind is None or (isinstance(kind, str) and kind in KINDS):
         return handler(value)
@@ -147,8 +145,7 @@ def _class_of(kind: object) -> type[SourceConfigBase]:
         more = f"; from installed packages: {', '.join(others)}" if others else "; no installed package adds others"
         raise ConfigError(f"kind: got {kind!r}; expected one of {', '.join(KINDS)}{more}{close}")
     named = [point for point in points if point.name == kind]
-    packages = [point.dist.name if point.dist is not None else "an unknown package" for point in named]
-    where = ", ".join(f"{point.value} of {package}" for point, package in zip(named, packages, strict=True))
+    where = ", ".join(f"{point.value} of {getattr(point.dist, 'name', 'a package')}" for point in named)
     if len(named) != 1:
         raise ConfigError(f"kind {kind!r}: got {where}; expected one package")
     try:
@@ -167,7 +164,7 @@ def _class_of(kind: object) -> type[SourceConfigBase]:
     return found
 
 
-def find_kind(paths: Sequence[str], has_split: bool = False) -> str:
+def find_kind(paths: Sequence[str | Path], has_split: bool) -> str:
     """Return the kind of this package of the source at some files, folders, patterns or URLs.
 
     Args:
@@ -177,7 +174,7 @@ def find_kind(paths: Sequence[str], has_split: bool = False) -> str:
     Raises:
         DataError: there is nothing at the path, or it could be of no kind or of several, which are named.
     """
-    found = {_find_kind(each, has_split) for each in paths}
+    found = {_find_kind(str(each), has_split) for each in paths}
     if len(found) != 1:
         raise DataError(f"kind: missing; the paths are of the kinds {', '.join(sorted(found)) or 'none'}: name one")
     return found.pop()

@@ -38,7 +38,7 @@ from vqclip.data.sources.columns import (
     plain_text,
 )
 from vqclip.data.table_file import Texts
-from vqclip.errors import DataError
+from vqclip.errors import DataError, count_noun
 from vqclip.io.files import Stamp
 
 PROBLEM = -2
@@ -151,9 +151,9 @@ class TableBuilder:
             **facts: JSON values, which are kept.
         """
         if grouped := [count for count in self._counts if count > 1]:
+            images = count_noun(len(grouped), "image")
             self.notes.append(
-                f"rows of the same image file are one sample with all their captions: {len(grouped)} "
-                f"{'image' if len(grouped) == 1 else 'images'}, {sum(grouped)} rows"
+                f"rows of the same image file are one sample with all their captions: {images}, {sum(grouped)} rows"
             )
         if several := sum(count > 1 for count in Counter(path for path, _ in self._samples).values()):
             self.notes.append(
@@ -252,7 +252,7 @@ def list_images(
     if not len(builder):
         raise DataError(f"{path}: where: no row has these values; expected others, or leave it out")
     if left_out:
-        builder.notes.append(f"left out: {left_out} {'row' if left_out == 1 else 'rows'} without the values of where")
+        builder.notes.append(f"left out: {count_noun(left_out, 'row')} without the values of where")
     if 1 < len(splits) < _MAX_SPLITS:
         found = ", ".join(f"{each} {count}" for each, count in sorted(splits.items()))
         some = min(splits, key=lambda each: (each != "train", each))

@@ -1,7 +1,7 @@
 """Sources that are read forward: packed once into tars in the cache, which are then read like any others.
 
-    config.identity           settings, and sizes and times of files: another one has another folder
-    config.open_stream        its pieces, such as some row groups of a Parquet file, each read from beginning to end
+    config.find()             identity: settings, and sizes and times of files; another one has another folder
+    .open()                   its pieces, such as some row groups of a Parquet file, each read from beginning to end
     Packing, write_piece      one tar for each piece, written by any process of any job (`vqclip.data.work_folder`)
     PackedSource              reads the tars, sample by sample or in chunks
 
@@ -27,7 +27,7 @@ import numpy as np
 from vqclip.data.decode import image_format
 from vqclip.data.lookup import locate
 from vqclip.data.remote.retry import RemoteConfig
-from vqclip.data.sources.base import MAX_BYTES, Part, RawSample, Source, SourceConfigBase
+from vqclip.data.sources.base import MAX_BYTES, Preparation, RawSample, Source, SourceConfigBase
 from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, Templates
 from vqclip.data.sources.columns import CaptionFiles
 from vqclip.data.sources.paths import strip_common_folders
@@ -94,36 +94,26 @@ class Stream(Protocol):
         ...
 
 
+class Packable(NamedTuple):
+    """Data that can be packed, found and perhaps not opened yet."""
+
+    identity: Mapping[str, Any]
+    """JSON values that differ if the samples may differ: settings, and sizes and times of files."""
+    open: Callable[[], Stream]
+    """Opens the data; raises DataError if they are damaged, and ConfigError if settings do not fit them."""
+
+
 class PackedConfig(SourceConfigBase):
-    """Configuration of a source that is read forward; a kind implements `identity` and `open_stream`."""
+    """Configuration of a source that is read forward; a kind implements `find`."""
 
     templates: Templates = (DEFAULT_TEMPLATE,)
     """Prompts with `{c}` for the class name; used if the data have labels and no captions."""
 
-    def open_data(self, known: Mapping[str, Any] | None = None) -> Any:
-        """Open what `identity` and `open_stream` both need, so that it is opened once; by default nothing.
+    def find(self, known: Mapping[str, Any] | None = None) -> Packable:
+        """Find the data.
 
         Args:
-            known: the `identity` that another process of this machine has found, so that no server need be asked.
-
-        Raises:
-            DataError: the data are missing or damaged.
-            ConfigError: settings do not fit them.
-        """
-
-    def identity(self, data: Any) -> dict[str, Any]:
-        """Return JSON values that differ if the samples may differ: settings, and sizes and times of files.
-
-        Args:
-            data: from `open_data`.
-
-        Raises:
-            DataError: the data are missing.
-        """
-        raise NotImplementedError
-
-    def open_stream(self, data: Any) -> Stream:
-        """Open the data to be read forward; ``data`` is from `open_data`.
+            known: their identity, which another process of this machine has found, so that no server need be asked.
 
         Raises:
             DataError: the data are missing or damaged.
@@ -135,9 +125,9 @@ class PackedConfig(SourceConfigBase):
         """Return the image files that the data name, if these are read where they are; None: samples are packed."""
         return None
 
-    def packed_path(self, data: Any) -> Path:
-        """Return the path of the folder of the packed tars, which may be missing; ``data`` is from `open_data`."""
-        text = json.dumps([_LAYOUT.versions, self.identity(data)], sort_keys=True)
+    def packed_path(self, identity: Mapping[str, Any]) -> Path:
+        """Return the path of the folder of the packed tars of some data, which may be missing."""
+        text = json.dumps([_LAYOUT.versions, identity], sort_keys=True)
         name = f"{self.kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
         return cache_folder() / "packed" / name
 
@@ -167,28 +157,30 @@ class Packing:
         path: folder that another process has made; its data are then opened if a piece is to be written.
 
     Raises:
-        DataError: see `PackedConfig.open_stream`, or the disk has no room.
+        DataError: see `PackedConfig.find`, or the disk has no room.
     """
 
     def __init__(self, config: PackedConfig, path: Path | None = None):
         self.config = config
         self._stream: Stream | None = None
-        self._data: Any = None
         found = None if path is None else WorkFolder.existing(path, _LAYOUT)
-        self._is_found = found is not None
         if found is None:  # also if this process cannot read what another one has made
-            self._data = config.open_data()
-            path = path or config.packed_path(self._data)
-            found = WorkFolder.existing(path, _LAYOUT, in_cache=True) or self._make_folder(path)
+            data = config.find()
+            self._open = data.open
+            path = path or config.packed_path(data.identity)
+            found = WorkFolder.existing(path, _LAYOUT, in_cache=True) or self._make_folder(path, data.identity)
+        else:
+            identity = found.settings["source"]
+            self._open = lambda: config.find(identity).open()
         self.folder = found
 
-    def _make_folder(self, path: Path) -> WorkFolder:
+    def _make_folder(self, path: Path, identity: Mapping[str, Any]) -> WorkFolder:
         stream = self.stream
         if not stream.pieces:
             raise DataError(f"{stream}: has no rows")
         size = sum(piece.size for piece in stream.pieces)
         settings = {
-            "source": self.config.identity(self._data),
+            "source": identity,
             "revision": getattr(self.config, "revision", None),  # the commit of a data set of the hub
             "asked": getattr(self.config, "_asked", None),  # its branch
             "pieces": [list(piece) for piece in stream.pieces],
@@ -205,17 +197,14 @@ class Packing:
     def stream(self) -> Stream:
         """The opened data."""
         if self._stream is None:
-            if self._is_found:
-                self._data = self.config.open_data(self.folder.settings["source"])
-            self._stream = self.config.open_stream(self._data)
+            self._stream = self._open()
         return self._stream
 
-    def shards(self) -> Sequence[Part]:
+    def preparations(self) -> Sequence[Preparation]:
         """Return all pieces if one is to be packed, otherwise what is to be done for the tars."""
         if not self.folder.missing():
-            return self._tar_set(range(self.folder.items)).parts()
-        names = [name for name, _ in self.folder.settings["pieces"]]
-        return [Part(f"{name}: piece {piece}", partial(self._pack, piece)) for piece, name in enumerate(names)]
+            return self._tar_set(range(self.folder.items)).preparations()
+        return [partial(self._pack, piece) for piece in range(self.folder.items)]
 
     def _pack(self, piece: int) -> bool:
         """Pack and index a piece; return False if another process is packing it."""
@@ -223,8 +212,8 @@ class Packing:
             write_piece(self.folder, number, self.stream)
         if self.folder.record(piece) is None:
             return False
-        for part in self._tar_set([piece]).parts():
-            part.prepare()
+        for prepare in self._tar_set([piece]).preparations():
+            prepare()
         return True
 
     def build(self) -> Source:
@@ -252,10 +241,7 @@ def stamp(paths: Iterable[str | Path]) -> list[list[Any]]:
 
 
 def write_piece(
-    folder: WorkFolder,
-    piece: int,
-    stream: Stream,
-    check: Callable[[RawSample], object] | None = None,
+    folder: WorkFolder, piece: int, stream: Stream, check: Callable[[RawSample], object] | None = None
 ) -> ItemRecord:
     """Write the tar of a piece, and record it.
 
@@ -353,8 +339,8 @@ def sample_members(key: str, sample: RawSample, has_classes: bool, has_prompts: 
         except UnicodeEncodeError as error:
             raise DataError(f"caption with a lone surrogate at character {error.start}", "not UTF-8") from None
     for name, data in members.items():
-        if len(data) > MAX_BYTES.get(name, MAX_BYTES["image"]):
-            raise DataError(f".{name} of {len(data)} bytes; at most {MAX_BYTES[name]} are read", "too many bytes")
+        if len(data) > (limit := MAX_BYTES.get(name, MAX_BYTES["image"])):
+            raise DataError(f".{name} of {len(data)} bytes; at most {limit} are read", "too many bytes")
     return members
 
 

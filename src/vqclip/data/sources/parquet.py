@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from vqclip.data.remote.urls import digest, protocol_of
 from vqclip.data.sources.columns import Row, is_split
 from vqclip.data.sources.files import FileSourceConfig
 from vqclip.data.sources.listing import FileTable, TableBuilder, list_images
-from vqclip.data.sources.packed import Piece, stamp
+from vqclip.data.sources.packed import Packable, Piece, stamp
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.sources.table import TableConfig, TableStream, from_base64, kind_of, read_batch
 from vqclip.errors import ConfigError, DataError, printable
@@ -58,39 +59,35 @@ class ParquetConfig(TableConfig):
         """Return the Parquet files; raises DataError if there are none, or one is missing."""
         return find_shards([self.path] if isinstance(self.path, str) else self.path, self.remote, _ENDINGS)
 
-    def identity(self, data: None = None) -> dict[str, Any]:
-        """See `PackedConfig.identity`; a file at a URL counts by its URL."""
+    def find(self, known: Mapping[str, Any] | None = None) -> Packable:
+        """See `PackedConfig.find`; a file at a URL counts by its URL."""
         files = [
             [digest(path.url)] if isinstance(path, RemoteShard) else stamp([str(path)])[0] for path in self.files()
         ]
-        return {**self.settings(), "path": None, "files": files}
-
-    def open_stream(self, data: None = None) -> ParquetStream:
-        """See `PackedConfig.open_stream`."""
-        return ParquetStream(self)
+        return Packable({**self.settings(), "path": None, "files": files}, partial(ParquetStream, self))
 
     def image_files(self) -> _ImageFiles | None:
         """See `PackedConfig.image_files`; the first row with an image decides, if the images are a column of text."""
-        if self.packed_path(None).exists():  # found out before
+        if self.packed_path(self.find().identity).exists():  # found out before
             return None
         for path in self.files():
             with open_parquet(path) as opened:
                 column = self.columns(opened.schema_arrow, path, []).image
                 if kind_of(opened.schema_arrow.field(column).type) != "text":
                     return None
-                for batch in opened.iter_batches(_BATCH, columns=[column], use_threads=False):
-                    for row in read_batch(batch):
-                        if isinstance(row, DataError) or row[column] is None:
-                            continue
-                        text = row[column]
-                        if from_base64(text) is not None:
-                            return None
-                        self.require_allowed(text, str(path))
-                        if protocol_of(text) not in (None, "file"):
-                            return None
-                        if not isinstance(path, Path):
-                            raise ConfigError(f"{path}: a table at a URL has images or URLs in it; paths are not read")
-                        return _ImageFiles(path=str(path), parquet=self)
+                batches = opened.iter_batches(_BATCH, columns=[column], use_threads=False)
+                rows = (row for batch in batches for row in read_batch(batch) if not isinstance(row, DataError))
+                text = next((row[column] for row in rows if row[column] is not None), None)
+            if text is None:
+                continue
+            if from_base64(text) is not None:
+                return None
+            self.require_allowed(text, str(path))
+            if protocol_of(text) not in (None, "file"):
+                return None
+            if not isinstance(path, Path):
+                raise ConfigError(f"{path}: a table at a URL has images or URLs in it; paths are not read")
+            return _ImageFiles(path=str(path), parquet=self)
         return None
 
 
@@ -157,32 +154,27 @@ class ParquetStream(TableStream):
         with open_parquet(first) as opened:
             schema = opened.schema_arrow
         super().__init__(config, schema, str(first), first.parent if isinstance(first, Path) else None)
-        self._spans: list[tuple[int, int, int]] = []
-        pieces: list[Piece] = []
+        found: list[tuple[int, Piece, range]] = []
         for number, file in enumerate(self._files):
             with open_parquet(file) as opened:
                 self._require_same(opened.schema_arrow, schema, file)
-                pieces += self._divide(number, opened.metadata)
-        self.pieces = pieces
+                found += ((number, *each) for each in self._divide(file, opened.metadata))
+        self._file_of = [number for number, _, _ in found]
+        self.pieces, self.ranges = [piece for _, piece, _ in found], [rows for _, _, rows in found]
         # The names of files may begin with those of several splits, such as train-00000-of-00002.parquet.
         splits = Counter(re.split(r"[-_.]", str(file).rpartition("/")[2], maxsplit=1)[0] for file in self._files)
         if len(splits) > 1 and all(map(is_split, splits)):
-            found = ", ".join(f"{split} ({count})" for split, count in sorted(splits.items()))
+            shown = ", ".join(f"{split} ({count})" for split, count in sorted(splits.items()))
             one = next((name for name in ("train", "training") if name in splits), min(splits))
             reads = f"{str(first).rpartition('/')[0]}/{one}*.parquet"
-            self.notes += (f"files of splits {found} are read together; the path {reads} reads one",)
+            self.notes += (f"files of splits {shown} are read together; the path {reads} reads one",)
 
     def __str__(self) -> str:
         return self._name + (f" and {len(self._files) - 1} more" if self._files[1:] else "")
 
-    def span(self, piece: int) -> tuple[str, int, int]:
-        """See `TableStream.span`."""
-        file, start, stop = self._spans[piece]
-        return str(self._files[file]), start, stop
-
     def rows(self, piece: int, start: int) -> Iterator[Row]:
         """See `TableStream.rows`."""
-        return self.rows_of(self._spans[piece][0], start)
+        return self.rows_of(self._file_of[piece], start)
 
     def rows_of(self, file: int, start: int = 0) -> Iterator[Row]:
         """Yield number and values of the rows of a file from a row on; a row in a damaged group is an error."""
@@ -228,12 +220,11 @@ class ParquetStream(TableStream):
             if column not in schema.names or kind_of(schema.field(column).type) != kind_of(wanted):
                 got = schema.field(column).type if column in schema.names else "no such column"
                 raise DataError(
-                    f"{file}: {column}: {got}; {self._name} has {wanted}, and all files of a source have the same "
-                    "columns"
+                    f"{file}: {column}: {got}; {self._name} has {wanted}; all files of a source have the same columns"
                 )
 
-    def _divide(self, file: int, metadata: Any) -> Iterator[Piece]:
-        """Divide a file into pieces: whole row groups."""
+    def _divide(self, file: Shard, metadata: Any) -> Iterator[tuple[Piece, range]]:
+        """Yield the pieces of a file, whole row groups, and their rows."""
         start = at = size = 0
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
@@ -243,6 +234,5 @@ class ParquetStream(TableStream):
             )
             at += group.num_rows
             if size >= _PIECE_BYTES or at - start >= _PIECE_ROWS or number == metadata.num_row_groups - 1:
-                self._spans.append((file, start, at))
-                yield Piece(str(self._files[file]), size)
+                yield Piece(str(file), size), range(start, at)
                 start, size = at, 0

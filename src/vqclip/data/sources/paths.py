@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vqclip.data.remote.files import TAR_ENDINGS, Shard, remote_shards
 from vqclip.data.remote.retry import RemoteConfig
-from vqclip.data.remote.urls import display_url, local_path, protocol_of
+from vqclip.data.remote.urls import display_url, local_path
 from vqclip.errors import DataError
 from vqclip.io.files import expand_home
 
@@ -100,11 +100,8 @@ def _choices(content: str) -> list[str]:
 
 
 def _find(path: str, remote: RemoteConfig, endings: Sequence[str], allow_missing: bool) -> list[Shard]:
-    protocol = protocol_of(path)
-    if protocol is None:
-        return [*_find_local(path, endings, allow_missing)]
-    if protocol == "file":
-        return [*_find_local(local_path(path), endings, allow_missing)]
+    if (local := local_path(path)) is not None:
+        return [*_find_local(local, endings, allow_missing)]
     return [shard for url in expand_braces(path) for shard in remote_shards(url, remote, endings)]
 
 

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from vqclip.data.remote.files import Shard, is_tar
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import display_url
-from vqclip.data.sources.base import Part, Place, RawSample, SourceConfigBase
+from vqclip.data.sources.base import Place, Preparation, RawSample, SourceConfigBase
 from vqclip.data.sources.class_names import CLASSNAMES, ClassFolder, Prompts, read_lines, read_templates
 from vqclip.data.sources.columns import CaptionFiles, Weighted, decode_text
 from vqclip.data.sources.paths import find_shards
@@ -64,9 +64,9 @@ class TarConfig(SourceConfigBase):
         shards = self.tars() if shards is None else shards
         return TarSet(shards, self.remote, self.rules, self.bad_shards == "leave_out", self._chunk)
 
-    def shards(self) -> Sequence[Part]:
-        """See `SourceConfigBase.shards`."""
-        return self.tar_set().parts()
+    def preparations(self) -> Sequence[Preparation]:
+        """See `SourceConfigBase.preparations`."""
+        return self.tar_set().preparations()
 
     def build(self) -> TarSource:
         """Open the shards, after indexing those without an index."""
@@ -139,10 +139,16 @@ class TarSource:
     @property
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`."""
-        captions, rules = self._captions, self.tars.rules.to_json()
+        captions, rules, content = self._captions, self.tars.rules.to_json(), self.tars.index.facts.content
         facts = {"prompts_sha256": self._prompts.sha256} if captions is None else captions.fingerprint
         members = {"members": rules} if rules["image"] or rules["text"] else {}
-        return {"kind": self.config.kind, "samples": len(self), "sha256": self.tars.sha256, **facts, **members}
+        return {
+            "kind": self.config.kind,
+            "samples": len(self),
+            "sha256": content,
+            **facts,
+            **members,
+        }
 
 
 class CaptionShardsConfig(TarConfig):
@@ -249,16 +255,17 @@ def _require_members(tars: TarReader, kind: str, path: object) -> None:
     found = ", ".join(f".{name} ({count})" for name, count in sorted(facts.endings.items(), key=lambda e: -e[1])[:8])
     if not found:
         raise DataError(f"{path}: every tar is empty; expected samples, such as 000000000.jpg and 000000000.txt")
+    counts = dict(zip(KINDS, facts.members, strict=True))
     hint = " Set image_member and caption_member to the endings of the images and captions."
     if any(is_tar(f".{name}") for name in facts.endings):
         hint = " It contains tars: unpack it, and name their folder."
     elif facts.ambiguous:
         hint = f" {describe_left_out(tars.index)[-1]}."
-    elif tars.count("image") and kind == "txt" and tars.count("cls"):
+    elif counts["image"] and kind == "txt" and counts["cls"]:
         hint = " The samples have a .cls: is it a source of kind: classes?"
-    elif tars.count("image") and kind == "txt" and facts.complete[KINDS.index("json")]:
+    elif counts["image"] and kind == "txt" and facts.complete[KINDS.index("json")]:
         hint = " Captions in the .json? Set captions: json and json_keys."
-    elif tars.count("image") and tars.count(kind) and tars.index.keys is not None:
+    elif counts["image"] and counts[kind] and tars.index.keys is not None:
         image, other = (
             next(
                 tars.key(sample) for sample in range(len(tars)) if tars.index.member(sample, KINDS.index(each))[0] >= 0
@@ -294,9 +301,9 @@ class ScenesSourceConfig(SourceConfigBase):
         """Return whether images have classes."""
         return self.split in ("test", "heldout")
 
-    def shards(self) -> Sequence[Part]:
-        """See `SourceConfigBase.shards`; missing tars are drawn."""
-        return self._shards_config().shards()
+    def preparations(self) -> Sequence[Preparation]:
+        """See `SourceConfigBase.preparations`; missing tars are drawn."""
+        return self._shards_config().preparations()
 
     def build(self) -> TarSource:
         """Open the shards, after drawing and indexing them if necessary."""

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 from vqclip.data.lookup import map_ahead
 from vqclip.data.remote.files import fetch_bytes
 from vqclip.data.remote.retry import RemoteConfig
-from vqclip.data.remote.urls import display_url, protocol_of
+from vqclip.data.remote.urls import display_url, local_path, protocol_of
 from vqclip.data.sources.base import MAX_BYTES, RawSample, read_image
 from vqclip.data.sources.class_names import Classes
 from vqclip.data.sources.columns import (
@@ -132,7 +132,7 @@ def kind_of(stored: Any) -> str:
 class TableStream(ABC):
     """Base of the rows of a table, read forward; see `vqclip.data.sources.packed.Stream`.
 
-    A subclass sets `pieces`.
+    A subclass sets `pieces` and `ranges`.
 
     Args:
         config: the user's settings.
@@ -142,6 +142,8 @@ class TableStream(ABC):
     """
 
     pieces: Sequence[Piece]
+    ranges: Sequence[range]
+    """Numbers of the rows of each piece in its file."""
 
     def __init__(self, config: TableConfig, schema: Any, name: str, folder: Path | None):
         self._config, self._name, self._folder = config, name, folder
@@ -163,10 +165,6 @@ class TableStream(ABC):
         return self._name
 
     @abstractmethod
-    def span(self, piece: int) -> tuple[str, int, int]:
-        """Return the file of a piece, for messages, its first row, and the row after its last."""
-
-    @abstractmethod
     def rows(self, piece: int, start: int) -> Iterator[Row]:
         """Yield number and values of the rows of a piece's file from a row on, to its end, or what is wrong."""
 
@@ -180,8 +178,8 @@ class TableStream(ABC):
 
     def read(self, piece: int) -> Iterator[StreamSample]:
         """Yield the samples of a piece; see `Stream.read`. Where images may be at URLs, several are fetched at once."""
-        name, start, stop = self.span(piece)
-        groups, parse = self._group(self.rows(piece, max(start - 1, 0)), start, stop), partial(self._parse, where=name)
+        rows, parse = self.ranges[piece], partial(self._parse, where=self.pieces[piece].name)
+        groups = self._group(self.rows(piece, max(rows.start - 1, 0)), rows)
         if self._config.urls == "refuse":
             yield from map(parse, groups)
             return
@@ -215,15 +213,14 @@ class TableStream(ABC):
         count = len(classes.names)
         if count > _MANY_CLASSES and 2 * count > rows:
             raise ConfigError(
-                f"{self}: label: column {label!r} has {count} different texts in {rows} rows; are they captions? Set "
-                "captions to it, or classnames"
+                f"{self}: label: column {label!r} has {count} texts in {rows} rows; set captions to it, or classnames"
             )
         return classes
 
-    def _group(self, rows: Iterable[Row], start: int, stop: int) -> Iterator[_Group]:
-        """Yield the rows from ``start`` to ``stop``, those of one image and label together if they have captions.
+    def _group(self, rows: Iterable[Row], wanted: range) -> Iterator[_Group]:
+        """Yield the rows with the wanted numbers, those of one image and label together if they have captions.
 
-        A group belongs to the piece in which its first row is. The rows begin with the one before ``start``.
+        A group belongs to the piece in which its first row is. The rows begin with the one before the wanted ones.
         """
         former: object = None
         group: _Group | None = None
@@ -236,9 +233,9 @@ class TableStream(ABC):
             if group is not None:
                 yield group
                 group = None
-            if number >= stop:
+            if number >= wanted.stop:
                 return
-            if number >= start and not continues:  # otherwise it belongs to the piece before
+            if number >= wanted.start and not continues:  # otherwise it belongs to the piece before
                 group = _Group(number, row if isinstance(row, DataError) else [row])
         if group is not None:
             yield group
@@ -292,16 +289,13 @@ class TableStream(ABC):
                 return self._read_image(path, name)
         if not data:
             raise DataError(f"{name}: {self.image} is null: it has no image", "missing member")
-        limit = MAX_BYTES["image"]
-        if len(data) > limit:
-            raise DataError(f"{name}: image of {len(data)} bytes; at most {limit} are read", "too many bytes")
         return bytes(data)
 
     def _read_image(self, path: str, name: str) -> bytes:
         """Read or fetch the image at a path or URL."""
         self._config.require_allowed(path, name)
         try:
-            if protocol_of(path) not in (None, "file"):
+            if local_path(path) is None:
                 data = fetch_bytes(path, self._config.remote, MAX_BYTES["image"])
                 if _HTML.match(data):  # what servers send for images that are gone, with the status of success
                     raise StorageError(

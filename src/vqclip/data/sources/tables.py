@@ -104,10 +104,7 @@ class CsvConfig(ListConfig):
                 else:
                     yield number, {name: parse_cell(cells[place]) for name, place in places.items()}
         if unbalanced:
-            notes.append(
-                f"{len(unbalanced)} rows, such as {unbalanced[0]}, have a quote that does not close; their quotes are "
-                "ordinary characters"
-            )
+            notes.append(f"{len(unbalanced)} rows, such as {unbalanced[0]}, have an unclosed quote, read as it is")
 
 
 def _problem(cells: Sequence[str], width: int, separator: str) -> str | None:
@@ -150,8 +147,7 @@ def _name_columns(path: Path, cells: Sequence[str], notes: list[str]) -> list[st
         notes.append(f"no header: the first row is {shown}; columns: {names} are assumed, columns names others")
         return names
     raise DataError(
-        f"{path}: seems to have no header, since its first row is {shown}; name the columns, such as columns: "
-        "[caption, image]"
+        f"{path}: seems to have no header, since its first row is {shown}; name them, columns: [caption, image]"
     )
 
 
@@ -362,8 +358,7 @@ def _coco(content: dict[str, Any], path: Path, notes: list[str]) -> Iterator[Row
     has_captions = any("caption" in each for each in objects)
     if objects and not has_captions and not any("category_id" in each for each in objects):
         raise DataError(
-            f"{path}: annotations have no caption and no category_id; their keys: {quote_names(objects[0])}; expected "
-            "such as captions_train2017.json"
+            f"{path}: annotations have no caption and no category_id; their keys: {quote_names(objects[0])}"
         )
     for each in objects:
         number = each.get("category_id")

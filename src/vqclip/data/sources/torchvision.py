@@ -21,7 +21,7 @@ from vqclip.data.lookup import name_errors
 from vqclip.data.sources.base import RawSample, read_image
 from vqclip.data.sources.columns import find_texts, require_usable
 from vqclip.data.sources.listing import checksum
-from vqclip.data.sources.packed import PackedConfig, Piece, StreamSample, stamp
+from vqclip.data.sources.packed import Packable, PackedConfig, Piece, StreamSample, stamp
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.files import expand_home, walk_files
 
@@ -58,22 +58,15 @@ class TorchvisionConfig(PackedConfig):
     classnames: tuple[str, ...] = ()
     """Names of the classes; may be left out if the data set has them."""
 
-    def open_data(self, known: Mapping[str, Any] | None = None) -> TorchvisionStream:
-        """Open the data set; see `PackedConfig.open_data`.
+    def find(self, known: Mapping[str, Any] | None = None) -> Packable:
+        """Open the data set; see `PackedConfig.find`.
 
         Raises:
             ConfigError: an unknown class or argument, or pickles that are not allowed.
             DataError: its files are missing, or its samples are not images with a class number or captions.
         """
-        return TorchvisionStream(self)
-
-    def identity(self, data: TorchvisionStream) -> dict[str, Any]:
-        """See `PackedConfig.identity`."""
-        return data.identity
-
-    def open_stream(self, data: TorchvisionStream) -> TorchvisionStream:
-        """See `PackedConfig.open_stream`."""
-        return data
+        stream = TorchvisionStream(self)
+        return Packable(stream.identity, lambda: stream)
 
 
 def _find_class(config: TorchvisionConfig) -> type:
@@ -163,8 +156,7 @@ class TorchvisionStream:
                 if "download=True" not in str(error):
                     raise
                 raise DataError(
-                    f"root: got {config.root}, where files of {config.name} are missing or damaged; expected the "
-                    "folder that contains them, or download: true"
+                    f"root: got {config.root}, where files of {config.name} are missing or damaged; set download: true"
                 ) from error
             self._count = len(self._data)
         self.classnames, self.has_prompts = config.classnames or _class_names(self._data), True

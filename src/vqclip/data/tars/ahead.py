@@ -138,13 +138,7 @@ class ChunkSupply:
         ConfigError: the windows of all sources do not fit in the cache of the node.
     """
 
-    def __init__(
-        self,
-        readers: Mapping[int, TarReader],
-        order: WindowedGlobalOrder,
-        rank: int,
-        nodes: Sequence[int],
-    ):
+    def __init__(self, readers: Mapping[int, TarReader], order: WindowedGlobalOrder, rank: int, nodes: Sequence[int]):
         self._readers, self._order, self._rank, self._nodes = readers, order, rank, nodes
         mine = [other for other, node in enumerate(nodes) if node == nodes[rank]]
         self._local_rank, self._local_ranks = mine.index(rank), len(mine)

@@ -115,14 +115,12 @@ class TarWalk:
         if at < end:
             left = end - at
             raise DataError(
-                f"{path}: truncated at offset {at}: a tar header has {BLOCK} bytes, {left} are left; copy the "
-                "shard again"
+                f"{path}: truncated at offset {at}: a tar header has {BLOCK} bytes, {left} are left; copy it again"
             )
         if end == self._length:
             raise DataError(
-                f"{path}: ends at offset {end} without the end-of-archive mark, so members may be missing; copy the "
-                "shard again, or, if it is known to be complete, append the mark: head -c 1024 /dev/zero >> "
-                f"{path.name}"
+                f"{path}: ends at offset {end} without the end-of-archive mark, so members may be missing; copy it "
+                f"again, or append the mark to a complete one: head -c 1024 /dev/zero >> {path.name}"
             )
         if at > end or self._extended:
             raise DataError(f"{path}: a member crosses byte {end}, where a sample should end")

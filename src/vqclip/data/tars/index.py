@@ -45,7 +45,7 @@ logger = logging.getLogger("vqclip.data")
 INDEX_VERSION = 2
 """Version of the format, also in the names of indexes."""
 _FORMAT: dict[str, object] = {"format": "vqclip index of tars", "format_version": INDEX_VERSION}
-_REMEDY = "make it again: vqclip data index SOURCE"
+_REMEDY = "make the index again: vqclip data index SOURCE"
 _MISSING = 2**32 + np.array([-1, -2], np.int64)
 """`NONE` and `AMBIGUOUS` as offsets in an index."""
 Count = Annotated[int, Field(ge=0, le=2**50)]
@@ -232,8 +232,7 @@ def scan_chunk(
     if not fits or len(keys) != len(index.samples_of(chunk)):
         places = ", ".join(f"bytes {first} to {end} of {shards[number]}" for number, first, end in ranges)
         raise StorageError(
-            f"{places}: changed since they were indexed, or damaged ({reason}). Restore the former file, or make the "
-            "index again: vqclip data index SOURCE",
+            f"{places}: changed since they were indexed, or damaged ({reason}). Restore the file, or {_REMEDY}",
             "changed shard",
         )
     return SampleTable(Texts.join(keys), np.concatenate(offsets), np.concatenate(sizes))

@@ -29,14 +29,7 @@ from vqclip.data.lookup import map_ahead
 from vqclip.data.remote.files import RemoteFolder, Shard
 from vqclip.data.table_file import Texts
 from vqclip.data.tars.headers import BLOCK
-from vqclip.data.tars.index import (
-    IndexFacts,
-    TarIndex,
-    chunk_digest,
-    content_digest,
-    find_valid_index,
-    write_index,
-)
+from vqclip.data.tars.index import IndexFacts, TarIndex, chunk_digest, content_digest, find_valid_index, write_index
 from vqclip.data.tars.members import DIGEST, KINDS, USUAL, MemberRules, SampleTable, ShardScan, scan_shard
 from vqclip.data.tars.store import ShardFacts, read_shard, survey
 from vqclip.errors import DataError, StorageError, encodable
@@ -77,10 +70,6 @@ class Parts:
         if self._remote is not None:
             return set(self._remote.list())
         return {path.name for path in self._folder.glob("*.part")}
-
-    def has(self, name: str) -> bool:
-        """Return whether there is a part with this name."""
-        return (self._folder / name).exists() or (self._remote is not None and bool(self._remote.list(name)))
 
     def read(self, name: str) -> TarIndex | None:
         """Return a part; None if it is missing or damaged."""
@@ -130,16 +119,6 @@ class IndexMaker:
         there = self._parts.list()
         return [n for n, facts in enumerate(self.facts) if not facts.problem and self._part_name(n) not in there]
 
-    def read(self, number: int) -> None:
-        """Make the part of a shard, unless another process has made it.
-
-        Raises:
-            DataError: the shard is damaged.
-            StorageError: it cannot be fetched, or the part cannot be written.
-        """
-        if not self._parts.has(self._part_name(number)):
-            self._make_part(number)
-
     def read_all(self, workers: int = 1, report: Callable[[int], object] = lambda size: None) -> None:
         """Make all missing parts.
 
@@ -157,7 +136,7 @@ class IndexMaker:
         def read(number: int) -> None:
             try:
                 if not self._stopped.is_set():
-                    self.read(number)
+                    self.part(number)
             except StorageError:
                 self._stopped.set()
                 raise
@@ -196,11 +175,8 @@ class IndexMaker:
         """Return facts and arrays of the index; see `vqclip.data.tars.index`."""
         firsts, starts, digests, rest = [0], [np.zeros(0, np.int64)], bytearray(), b""
         shard_digests, step = bytearray(), chunk * DIGEST
-        keys, key_ends, places = (
-            bytearray(),
-            [np.zeros(0, np.int64)],
-            ([_NONE.astype(np.uint32)], [_NONE.astype(np.uint32)]),
-        )
+        keys, key_ends = bytearray(), [np.zeros(0, np.int64)]
+        places = [_NONE.astype(np.uint32)], [_NONE.astype(np.uint32)]
         members, complete = np.zeros(len(KINDS), np.int64), np.zeros(len(KINDS), np.int64)
         counts = {name: Counter[str]() for name in ("endings", "ignored", "ambiguous")}
         damaged, scattered = dict[str, str](), ""

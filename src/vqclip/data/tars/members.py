@@ -179,9 +179,7 @@ class _MemberScan:
                 return is_new
             if former_rank < rank:
                 return is_new
-        if (
-            former != ending or sample.offsets[column] != AMBIGUOUS
-        ):  # of equal names the last one counts, as tar -r means
+        if former != ending or sample.offsets[column] != AMBIGUOUS:  # of equal names the last counts, as with tar -r
             sample.offsets[column], sample.sizes[column], sample.endings[column] = member.offset, member.size, ending
         return is_new
 

@@ -1,9 +1,9 @@
 """Find, index and open a list of tars.
 
     find_index      the index beside the shards, or in the cache
-    TarSet.parts()  what is to be done before the first sample is read: copy shards that cannot be read at random
+    preparations    what is to be done before the first sample is read: copy shards that cannot be read at random
                     places, check the index, or read the shards that it lacks
-    TarSet.open()   index, or a new one in the cache  ->  TarReader
+    TarSet.open     index, or a new one in the cache  ->  TarReader
 
 The name of an index is a function of the names of the shards and of the rules by which their members are grouped, so
 training finds what `vqclip data index` wrote, and a folder can have an index for each list of shards.
@@ -25,7 +25,7 @@ from vqclip.data.remote.cache import BoundedCache
 from vqclip.data.remote.files import RemoteShard, Shard, fetch_bytes
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import beneath, display_url, path_in_url, protocol_of, split_query
-from vqclip.data.sources.base import Part
+from vqclip.data.sources.base import Preparation
 from vqclip.data.sources.paths import common_folder
 from vqclip.data.tars.index import INDEX_VERSION, TarIndex, find_valid_index, open_index
 from vqclip.data.tars.make import CHUNK, IndexMaker, Parts
@@ -61,8 +61,8 @@ class TarSet:
     named: Sequence[Shard] | None = None
     """The shards in messages, where some are copies; None: these."""
 
-    def parts(self) -> Sequence[Part]:
-        """Return what is to be done before the first sample is read; see `SourceConfigBase.shards`.
+    def preparations(self) -> Sequence[Preparation]:
+        """Return what is to be done before the first sample is read; see `SourceConfigBase.preparations`.
 
         Raises:
             DataError: a shard is missing; or they are at URLs, do not fit in the cache, and have no index.
@@ -70,12 +70,11 @@ class TarSet:
         """
         if (folder := self._find_unpacked()) is not None:
             missing = [item for item in range(folder.items) if folder.record(item) is None]
-            parts = [Part(str(folder.file(item)), partial(self._copy, folder, [item])) for item in missing]
-            return parts or self._with_copies(folder).parts()
+            return [partial(self._copy, folder, [item]) for item in missing] or self._with_copies(folder).preparations()
         if (index := self._find()) is not None:
-            return [Part(str(index.path), partial(_verify, index.path))]
+            return [partial(_verify, index.path)]
         maker = self._maker()
-        return [Part(str(self.shards[number]), partial(maker.read, number)) for number in maker.missing()]
+        return [partial(maker.part, number) for number in maker.missing()]
 
     def readable(self) -> TarSet:
         """Return the tars with copies in place of those that cannot be read at random places; missing ones are made.

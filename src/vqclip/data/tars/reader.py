@@ -144,10 +144,6 @@ class TarReader:
         """Return shard and sample, ``00003.tar/000031415``, without the folders that all shards have in common."""
         return f"{self.index.shard_name(self.index.shard_of(index))}/{self.key(index)}"
 
-    def count(self, kind: str) -> int:
-        """Return the number of samples with a member of this kind (see `KINDS`)."""
-        return self.index.facts.members[KINDS.index(kind)]
-
     @property
     def shards(self) -> list[dict[str, str | int]]:
         """File name, size, samples and ``sha256`` of every shard: that of the digests of its samples."""
@@ -157,11 +153,6 @@ class TarReader:
             {"name": encodable(shard.name), "bytes": size, "samples": count, "sha256": digest.tobytes().hex()}
             for shard, size, count, digest in facts
         ]
-
-    @property
-    def sha256(self) -> str:
-        """Checksum of the content; names and folders of the files do not matter."""
-        return self.index.facts.content
 
     def fetch(self, chunk: int) -> None:
         """Put a chunk into the node's cache, unless it is there."""
@@ -221,9 +212,8 @@ class TarReader:
                 return data
             if not chunk.data_at:
                 raise StorageError(
-                    f"{self.name(index)}: its bytes have changed since the chunk was verified, and neither size nor "
-                    "time of the shard has. Is the disk damaged, or was the shard written to? Restore it, or index it "
-                    "again",
+                    f"{self.name(index)}: its bytes have changed since the chunk was verified, but not size and time "
+                    "of the shard. Is the disk damaged, or was it written to? Restore the shard, or index it again",
                     "changed shard",
                 )
             self._remove(number)
@@ -261,8 +251,7 @@ class TarReader:
 
     def _damage_error(self, chunk: int) -> StorageError:
         return StorageError(
-            f"{self._cache.folder}: chunk {chunk} of {self.index.path} is damaged whenever it is read; check the disk, "
-            "or set VQCLIP_CACHE to a folder on another one"
+            f"{self._cache.folder}: chunk {chunk} of {self.index.path} is damaged whenever it is read; check the disk"
         )
 
     def _read_ranges(self, ranges: Sequence[ByteRange], deadline: Deadline | None = None) -> bytes:
@@ -290,9 +279,8 @@ class TarReader:
             except StorageError as error:
                 if is_last:
                     raise StorageError(
-                        f"{error} (It is chunk {chunk} of {self.index.path}, and was read twice. With another index, a "
-                        "run that has checkpoints reports the difference, and continues if run.resume_allow contains "
-                        "data.)",
+                        f"{error} (It is chunk {chunk} of {self.index.path}, and was read twice. With a new index, a "
+                        "run with checkpoints reports the difference; it continues if run.resume_allow contains data.)",
                         error.kind,
                     ) from None
                 logger.warning("%s; read again", error)  # it may have been damaged on the way
@@ -359,8 +347,4 @@ def _place_in_shard(ranges: Sequence[ByteRange], offset: int, size: int) -> Byte
         if at <= each.end - each.first:  # no member begins where its range does: its header is before it
             return ByteRange(each.shard, each.first + at, each.first + at + size)
         at -= each.end - each.first
-    raise StorageError(
-        "the index has other byte ranges than the one with which a chunk was verified; make it again: vqclip data "
-        "index SOURCE",
-        "changed shard",
-    )
+    raise StorageError("the index has other byte ranges than its chunk in the cache; make it again", "changed shard")

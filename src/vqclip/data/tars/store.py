@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from vqclip.data.remote.files import RemoteShard, Shard, fetch, find_facts, is_gzip, list_files
+from vqclip.data.remote.files import RemoteShard, Shard, fetch, is_gzip
 from vqclip.data.remote.retry import Deadline, FetchError
-from vqclip.data.remote.transfer import Body, FileFacts, NoRangesError
+from vqclip.data.remote.transfer import Body, FileFacts, NoRangesError, find_facts, list_files
 from vqclip.data.remote.urls import digest, path_in_url, protocol_of
 from vqclip.data.sources.paths import strip_common_folders
 from vqclip.data.tars.index import ByteRange, TarIndex
@@ -417,8 +417,7 @@ def gunzip(blocks: Iterable[bytes]) -> Iterator[bytes]:
             except zlib.error as error:
                 if not returned and block[:2] != b"\x1f\x8b":
                     raise GzipError(
-                        f"is not compressed by gzip: begins with {block[:16]!r}; call a plain tar .tar, and download "
-                        "again what is a page of HTML"
+                        f"is not compressed by gzip: begins with {block[:16]!r}; call a plain tar .tar"
                     ) from None
                 raise GzipError(f"damaged gzip data near byte {received}: {error}") from None
             returned += len(data)

@@ -62,8 +62,7 @@ class IdLayout(Config):
     def _check_size(self) -> IdLayout:
         if self.size > _MAX_IDS:
             raise ValueError(
-                f"{self.num_tokens} tokens with ids of {len(self.codebook_sizes)} codebooks; expected at most "
-                f"{_MAX_IDS} ids a sample"
+                f"{self.num_tokens} tokens of {len(self.codebook_sizes)} ids; expected at most {_MAX_IDS} ids a sample"
             )
         return self
 
@@ -212,8 +211,7 @@ def strip_padding(ids: np.ndarray, codebook_sizes: Sequence[int]) -> np.ndarray:
     count = int(real.sum())
     if (ids[:count] < 0).any() or not count:
         raise ShapeError(
-            f"ids: {count} tokens of {len(ids)} have ids; expected the first tokens to have ids of all "
-            f"{len(codebook_sizes)} codebooks"
+            f"ids: {count} tokens of {len(ids)} have ids; expected the first tokens to have ids of all codebooks"
         )
     return ids[:count].astype(id_type(codebook_sizes))
 
@@ -445,8 +443,7 @@ def _require_small(group: Any, image: IdLayout | None, text: IdLayout | None, pa
     most |= {"text_ids": columns["captions"].num_values * text.size} if text else {}
     if not 0 <= rows <= _ROWS or not 0 <= group.total_byte_size <= _GROUP_BYTES:
         raise DataError(
-            f"{path}: a group of {rows} rows and {group.total_byte_size} bytes; expected at most {_ROWS} rows and "
-            f"{_GROUP_BYTES} bytes"
+            f"{path}: a group of {rows} rows and {group.total_byte_size} bytes; at most {_ROWS} and {_GROUP_BYTES}"
         )
     for name, column in columns.items():
         if column.num_values > min(most.get(name, rows), _GROUP_BYTES // 4):  # nulls take no bytes
