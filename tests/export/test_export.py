@@ -1,7 +1,6 @@
 """Exported tokenizers against the ones they were made from.
 
-The default tests export one tiny tokenizer to ONNX and the encoders of some families to torch.export; `-m slow` exports
-every family of both modalities to both.
+The default tests export tiny tokenizers of some families; `-m slow` exports every family of both modalities.
 """
 
 from __future__ import annotations
@@ -47,9 +46,6 @@ FAMILIES = {
     "fsq-2^53": {"kind": "fsq", "levels": [100] * 8},
     "lfq-2^60": {"kind": "lfq", "bits": 60, "loss_weights": {"codebook_entropy_gap": 0}},
 }
-QUICK = {"fsq"}
-"""Every family is exported alone in tests/quantizers/test_contract.py."""
-SOME = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 CAPTIONS = ["a red star", "two small blue circles on a grey background, and more than fits", "x", ""]
 WORDS = ["one", "of", "the", "many", "#7"]
 
@@ -67,9 +63,9 @@ def batches(model, modality, sizes=(1, 3, 8)):
     return [model.text.preprocess([(CAPTIONS + WORDS)[n % 9] for n in range(b, 2 * b)]) for b in sizes]
 
 
-@pytest.mark.parametrize("family", SOME)
-def test_programs_encode_like_the_tokenizer(family):
-    model = built(FAMILIES[family])
+def test_programs_encode_like_the_tokenizer():
+    """Every family is exported alone in tests/quantizers/test_contract.py, and with towers below, slowly."""
+    model = built(FSQ)
     program = export_program(model.image, "encode").module()
     for batch in batches(model, "image"):
         assert torch.equal(program(batch), model.image.encode(batch))
@@ -88,10 +84,15 @@ def test_a_program_is_stored_and_loaded_and_leaves_the_tokenizer_as_it_was():
 
 
 @pytest.fixture(scope="module")
-def onnx(tmp_path_factory):
-    """A text tokenizer and its ONNX files, with weights in files of their own, as torch writes more than 1.5 GiB."""
+def onnx_packages():
+    """What ONNX files are written and run with."""
     pytest.importorskip("onnxscript")
     pytest.importorskip("onnxruntime")
+
+
+@pytest.fixture(scope="module")
+def onnx(tmp_path_factory, onnx_packages):
+    """A text tokenizer and its ONNX files, with weights in files of their own, as torch writes more than 1.5 GiB."""
     from torch.onnx._internal.exporter import _onnx_program
 
     tokenizer = built(LFQ).text
@@ -121,9 +122,7 @@ def test_onnx_equals_the_tokenizer(onnx):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
-def test_onnx_of_a_text_transformer_with_options(causal, tmp_path):
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
+def test_onnx_of_a_text_transformer_with_options(causal, tmp_path, onnx_packages):
     config = tiny_model(LFQ, LFQ)
     options = {"causal": causal, "pos_embed": "rope", "norm_layer": "rmsnorm", "mlp_layer": "swiglu", "qk_norm": True}
     tower = config.text.tower.model_copy(update=options)
@@ -140,9 +139,7 @@ def with_detail():
 
 
 @pytest.mark.slow
-def test_images_of_detail_ids_from_programs_and_onnx(tmp_path):
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
+def test_images_of_detail_ids_from_programs_and_onnx(tmp_path, onnx_packages):
     image = with_detail()
     images = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
     ids = image.encode_pixels(images)
@@ -247,14 +244,8 @@ def test_the_command_prints_no_credentials(onnx, monkeypatch, capsys):
     tokenizer, folder = onnx
     monkeypatch.setattr("vqclip.tokenizer.loading.load_tokenizer", lambda *_: tokenizer)
     monkeypatch.setattr("vqclip.data.prepare.open_images", lambda *_: None)
-    given = [
-        "--data",
-        "https://user:secret@example.org/{0..1}.tar?token=hidden",
-        "--compare-only",
-        "--out",
-        str(folder),
-    ]
-    assert main(["t", "--modality", "text", *given]) == 0
+    url = "https://user:secret@example.org/{0..1}.tar?token=hidden"
+    assert main(["t", "--modality", "text", "--data", url, "--compare-only", "--out", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "compared on: https://" in printed
     assert "secret" not in printed
@@ -284,8 +275,7 @@ def test_verify_counts_what_differs(onnx):
     assert found.rate == 1 - found.differing_ids / int((ours >= 0).sum())
 
 
-@pytest.mark.parametrize("part", ["decode", "embed"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("part", "bad"), [("decode", float("nan")), ("embed", float("inf"))])
 def test_an_export_that_gives_nan_is_an_error(onnx, monkeypatch, part, bad):
     run = getattr(OnnxTokenizer, part)
     monkeypatch.setattr(OnnxTokenizer, part, lambda self, ids: run(self, ids) * 0 + bad)
@@ -345,10 +335,8 @@ def test_programs_of_narrow_weights_are_compared():
 @pytest.mark.slow
 @pytest.mark.parametrize("modality", ["image", "text"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_as_onnx(family, modality, tmp_path):
+def test_every_family_as_onnx(family, modality, tmp_path, onnx_packages):
     """python -m pytest -m slow tests/export: about five minutes."""
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
     model = built(FAMILIES[family])
     tokenizer = getattr(model, modality)
     inputs = batches(model, modality)
@@ -356,11 +344,6 @@ def test_every_family_as_onnx(family, modality, tmp_path):
     found = verify_program(tokenizer, inputs)
     assert found.differing_ids == 0
     assert found.embeddings < 1e-5
-
-
-def test_options_that_would_do_nothing_are_refused(capsys):
-    assert main(["t", "--modality", "image", "--out", "o", "--limit", "3"]) == 2
-    assert "vqclip export: --limit: got it without --data" in capsys.readouterr().err
 
 
 # ---- Towers of vqclip models in open_clip models.
@@ -439,6 +422,7 @@ def test_the_command_finds_the_base_of_a_run(tmp_path, capsys):
 def test_options_that_do_not_go_together_are_refused(tmp_path, capsys):
     for arguments, message in [
         (["x", "--out", "o"], "--modality: got none"),
+        (["x", "--out", "o", "--modality", "image", "--limit", "3"], "--limit: got it without --data"),
         (["x", "--out", "o", "--modality", "image", "--base", "b"], "--base: got it without --open-clip"),
         (["x", "--out", "o", "--modality", "image", "--open-clip"], "--modality: got it with --open-clip"),
         (["x", "--out", "o", "--compare-only", "--open-clip"], "--compare-only: got it with --open-clip"),

@@ -16,7 +16,6 @@ from tests.models import WIDE_LFQ, tiny_model
 from vqclip.cli.main import main
 from vqclip.evaluation import MODES
 from vqclip.integrations.clip_benchmark import load_vqclip
-from vqclip.model import CLIP
 
 CLASSES = ("red", "green", "blue", "white", "a dark colour", "none of these", "x", "many small dots", "7")
 
@@ -97,28 +96,6 @@ def test_classification(model, classes, tmp_path):
     assert (classes / "ran").exists()  # so it would have been made
 
 
-def test_near_misses_of_sugar_crepe_from_codes_too(model, tmp_path):
-    items = {}
-    (tmp_path / "val2017").mkdir()
-    for i in range(12):
-        (tmp_path / "val2017" / f"{i}.png").write_bytes(png(colour_of(i % 4), seed=i))
-        items[str(i)] = {"filename": f"{i}.png", "caption": f"{i} dots", "negative_caption": f"no {i} dots"}
-    (tmp_path / "swap_att.json").write_text(json.dumps(items))
-    found = theirs(model, tmp_path, tmp_path / "out", "--dataset", "sugar_crepe/swap_att")
-    for mode in MODES:
-        clip, preprocess, tokenize = load_vqclip(mode, str(model))
-        with torch.no_grad():
-            images = [preprocess(Image.open(tmp_path / "val2017" / each["filename"])) for each in items.values()]
-            seen = clip.encode_image(torch.stack(images))
-            right, wrong = (
-                clip.encode_text(tokenize([each[key] for each in items.values()]))
-                for key in ("caption", "negative_caption")
-            )
-        nearer = ((seen * right).sum(dim=1) > (seen * wrong).sum(dim=1)).float().mean()
-        assert found[mode]["text_acc"] == pytest.approx(float(nearer))
-        assert 0 < nearer < 1
-
-
 def test_workers_adapt_webdataset(model, monkeypatch):
     for table in ("decoders", "imagespecs"):
         monkeypatch.setattr(autodecode, table, dict(getattr(autodecode, table)))
@@ -150,25 +127,19 @@ def test_retrieval_with_several_captions(model, tmp_path):
 
 
 def test_wrong_options(model, tmp_path, capsys):
-    CLIP.from_pretrained(model / "tokenizer").image.save_pretrained(tmp_path / "image")
     data = ("--dataset", "wds/made", "--dataset_root", str(tmp_path / "none"))
-    for arguments, status, message in [
-        ([], 2, "pretrained: missing; expected a list"),
-        (["--pretrained", str(model), "--amp"], 2, "--amp: expected --precision bf16 or fp16"),
-        (["--pretrained", str(model), "--pretrained_model=a,b"], 2, "--pretrained_model: expected --pretrained"),
-        (["--pretrained", str(model), "--task", "captioning"], 2, "which needs a model that writes text"),
-        (["--pretrained", str(model), "--output", "x.json"], 2, "expected {model} in it"),
-        (["--pretrained", str(model), str(model), "--output", "{model}"], 2, "expected {pretrained} in it"),
-        (["--pretrained", str(tmp_path / "gone"), *data], 2, "no such run, checkpoint or tokenizer folder here"),
-        (["--pretrained", str(tmp_path / "image"), *data], 2, "contains image tokenizer; expected one of modality"),
-        (["--pretrained", str(model), *data, "--model_cache_dir", "x"], 2, "HF_HOME sets it"),
-        (
-            ["--pretrained", str(model), *data],
-            2,
-            "none/test/nshards.txt: no such file, which clip_benchmark reads; expected",
-        ),
+    for arguments, message in [
+        ([], "pretrained: missing; expected a list"),
+        (["--pretrained", str(model), "--amp"], "--amp: expected --precision bf16 or fp16"),
+        (["--pretrained", str(model), "--pretrained_model=a,b"], "--pretrained_model: expected --pretrained"),
+        (["--pretrained", str(model), "--task", "captioning"], "which needs a model that writes text"),
+        (["--pretrained", str(model), "--output", "x.json"], "expected {model} in it"),
+        (["--pretrained", str(model), str(model), "--output", "{model}"], "expected {pretrained} in it"),
+        (["--pretrained", str(tmp_path / "gone"), *data], "no such run, checkpoint or tokenizer folder here"),
+        (["--pretrained", str(model), *data, "--model_cache_dir", "x"], "HF_HOME sets it"),
+        (["--pretrained", str(model), *data], "none/test/nshards.txt: no such file, which clip_benchmark reads; exp"),
     ]:
-        assert main(["clip-benchmark", "eval", *arguments, "--quiet"]) == status
+        assert main(["clip-benchmark", "eval", *arguments, "--quiet"]) == 2
         assert message in capsys.readouterr().err
     if not torch.cuda.is_available():
         assert main(["clip-benchmark", "eval", "--pretrained", str(model), "--task", "linear_probe"]) == 2

@@ -4,7 +4,6 @@ import copy
 import importlib
 import json
 import logging
-import subprocess
 import sys
 
 import numpy as np
@@ -185,16 +184,6 @@ def test_the_pipeline_gives_our_scores(folder, model, images, embeddings, caplog
     assert found == dict(zip(labels, logits.softmax(dim=-1)[0].tolist(), strict=True))
 
 
-def test_a_pipeline_from_a_folder(folder, images, tmp_path):
-    ours.VqclipModel.from_pretrained(folder).save_pretrained(tmp_path / "saved")
-    pipe = transformers.pipeline("zero-shot-image-classification", model=str(tmp_path / "saved"))
-    found = pipe(images[:2], candidate_labels=["red", "blue"], batch_size=2)
-    assert [len(each) for each in found] == [2, 2]
-    pipe.save_pretrained(tmp_path / "pipe")
-    again = transformers.pipeline("zero-shot-image-classification", model=str(tmp_path / "pipe"))
-    assert again(images[0], candidate_labels=["red", "blue"]) == pipe(images[0], candidate_labels=["red", "blue"])
-
-
 def test_what_is_pushed_has_a_card_and_can_be_loaded(folder, tmp_path, monkeypatch):
     hub = Hub(monkeypatch)
     ours.VqclipImageTokenizer.from_pretrained(folder).push_to_hub("somebody/model", private=True)
@@ -297,27 +286,3 @@ def test_the_missing_extra_is_named(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ConfigError, match=r"pip install 'vqclip\[transformers\]'"):
         importlib.import_module("vqclip.integrations.transformers")
-
-
-NEW_PROCESS = """
-import sys
-import torch
-import vqclip.integrations.transformers
-from transformers import AutoImageProcessor, AutoModel
-from PIL import Image
-model = AutoModel.from_pretrained(sys.argv[1])
-codes = model.encode(**AutoImageProcessor.from_pretrained(sys.argv[1])(Image.open(sys.argv[2]))).image_codes
-torch.save([codes, model.decode(codes)], sys.argv[3])
-"""
-
-
-@pytest.mark.slow
-def test_a_new_process_without_a_network_gets_equal_ids(folder, images, tmp_path):
-    ours.VqclipImageTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "saved")
-    images[2].save(tmp_path / "image.png")
-    arguments = [tmp_path / "saved", tmp_path / "image.png", tmp_path / "out.pt"]
-    subprocess.run(["unshare", "-rn", sys.executable, "-c", NEW_PROCESS, *arguments], check=True, timeout=200)
-    own = vqclip.load_tokenizer(folder, "image")
-    codes, vectors = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert codes.equal(own.encode(images[2]))
-    assert vectors.equal(own.decode(codes))
