@@ -217,36 +217,22 @@ def test_gradients_in_half_precision_are_summed_in_fp32(ranks):
     assert ranks(4, half_precision_backward)[0].item() == 258.0
 
 
-def reduce_all():
+def reduce_and_broadcast_in_place():
     r = dist.rank()
-    strided = torch.zeros(2, 2).add(r + 1)[:, 0]
-    out = dist.reduce_(strided)
-    return [dist.reduce_(torch.tensor([r, 3 - r]), op).tolist() for op in ("sum", "max")], out is strided, out
-
-
-def test_reduce_in_place(ranks):
-    for reduced, same, strided in ranks(2, reduce_all):
-        assert reduced == [[1, 5], [1, 3]]
-        assert same
-        assert strided.tolist() == [3, 3]
-
-
-def broadcast_all():
-    r = dist.rank()
-    strided = torch.zeros(2, 2).add(r + 1)[:, 0]
+    results = [dist.reduce_(torch.tensor([r, 3 - r]), op) for op in ("sum", "max")]
     values = [torch.tensor(r == 0), torch.tensor([r, 3 - r]), torch.nn.Parameter(torch.tensor([-0.0, r + 0.5]))]
-    same = dist.broadcast_(strided) is strided
-    return [dist.broadcast_(value).detach() for value in values], same, strided
+    results += [dist.broadcast_(value).detach() for value in values]
+    for function in (dist.reduce_, dist.broadcast_):
+        strided = torch.zeros(2, 2).add(r + 1)[:, 0]
+        assert function(strided) is strided
+        results.append(strided)
+    return [each.tolist() for each in results], results[4].signbit().tolist()
 
 
-def test_broadcast_in_place(ranks):
-    for (flag, integers, numbers), same, strided in ranks(3, broadcast_all):
-        assert flag
-        assert integers.tolist() == [0, 3]
-        assert numbers.tolist() == [0, 0.5]
-        assert numbers.signbit().tolist() == [True, False]
-        assert same
-        assert strided.tolist() == [1, 1]
+def test_reduce_and_broadcast_in_place(ranks):
+    for found, signs in ranks(3, reduce_and_broadcast_in_place):
+        assert found == [[3, 6], [2, 3], True, [0, 3], [0, 0.5], [6, 6], [1, 1]]
+        assert signs == [True, False]
     assert dist.broadcast_(torch.ones(2)).tolist() == [1, 1]
 
 
@@ -290,7 +276,9 @@ def test_ring_shifts_are_in_flight_side_by_side(ranks, sizes):
         dist.start_ring_shift([x], 2)
 
 
-def test_reduce_refuses_a_tensor_that_requires_a_gradient():
+def test_tensors_that_do_not_fit_are_refused():
+    with pytest.raises(ShapeError, match="at least one dimension"):
+        dist.all_gather(torch.tensor(1.0))
     with pytest.raises(DistributedError, match=r"requires a gradient.*replicated_sum"):
         dist.reduce_(torch.ones(2, requires_grad=True) * 2)
     with pytest.raises(DistributedError, match="'mean', expected one of sum, max"):
@@ -322,11 +310,6 @@ def gather_with_wrong_sizes():
 def test_a_gather_that_would_hang_or_mix_up_is_refused(ranks, fn, message):
     with pytest.raises(RankError, match=message):
         ranks(2, fn, timeout=20.0)
-
-
-def test_gather_of_a_scalar_is_refused():
-    with pytest.raises(ShapeError, match="at least one dimension"):
-        dist.all_gather(torch.tensor(1.0))
 
 
 def test_one_process_is_the_identity():

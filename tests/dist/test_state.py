@@ -103,6 +103,8 @@ COLLECTIVES = {
     "all_gather (sizes)": dist.all_gather,
     "replicated_sum": dist.replicated_sum,
     "reduce_": lambda x: dist.reduce_(x.detach()),
+    "reduce_scatter": lambda x: dist.reduce_scatter(x.detach(), [1, 1]),
+    "ring_shift": lambda x: dist.start_ring_shift([x.detach()], 2)(),
     "broadcast_json": dist.broadcast_json,
 }
 

@@ -43,16 +43,9 @@ class Job:
         self.marks.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(tree))
         (folder / "fault.json").write_text(json.dumps(fault))
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(processes),
-            *options,
-        ]
-        command = [*torchrun, "-m", "tests.faults.job", str(folder / "config.json"), str(folder / "fault.json")]
+        torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
+        program = ["-m", "tests.faults.job", str(folder / "config.json"), str(folder / "fault.json")]
+        command = [sys.executable, *torchrun, *options, *program]
         if shell:
             command = ["sh", "-c", f'{shell}; exec "$@"', "sh", *command]
         settings = {"OMP_NUM_THREADS": "1", "VQCLIP_CACHE": str(folder / "cache"), "MARKS": str(self.marks)}

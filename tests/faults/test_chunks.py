@@ -13,7 +13,7 @@ import pytest
 from tests.data.making import caption_shards
 from tests.data.serving import FaultyServer, reset, serving, status, truncated
 from tests.faults.jobs import global_batches, job
-from tests.training import all_equal, metrics, run_tree, timeless, weights
+from tests.training import all_equal, run_tree, timeless, weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 
@@ -77,25 +77,3 @@ def test_a_killed_run_on_a_server_is_the_local_run(tmp_path: Path, monkeypatch: 
 def disturb(server: FaultyServer, draw: random.Random) -> None:
     for name in server.files:
         server.faults[name] = [draw.choice([status(503), reset, truncated]) for _ in range(3)]
-
-
-def test_a_changed_object_ends_the_run_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "*")
-    shards = caption_shards(tmp_path / "shards", (17, 13, 6))
-    with serving() as server:
-        source = {"path": f"{server.add(shards)}/{{00000..00002}}.tar", "remote": {"tries": 2, "total_s": 30.0}}
-        tree = tree_in(tmp_path, source)
-        with job(tmp_path / "job", tree, {"do": "kill_myself", "rank": 1, "step": 12}) as running:
-            running.end()
-        for name, data in server.files.items():
-            server.files[name] = data.replace(b"caption ", b"Caption ")
-        shutil.rmtree(tmp_path / "job" / "cache" / "chunks")
-        with job(tmp_path / "job", tree, {}) as running:
-            assert running.end()[0] == 1
-            assert "changed since they were indexed" in running.output
-            assert "run.resume_allow" in running.output
-        for name in server.files:
-            server.files[name] = (shards / name[1:]).read_bytes()
-        with job(tmp_path / "job", tree, {}) as running:
-            assert running.end()[0] == 0, running.output
-    assert [line["step"] for line in metrics(tmp_path)][-1] == STEPS

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import Job, job
+from tests.faults.jobs import Job, children, job
 from tests.training import all_equal, retrieval, run, run_tree, timeless, weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
@@ -92,11 +92,11 @@ def test_a_stopped_job_saves_one_common_step_and_goes_on(
 
 
 def stopped_at(running):
-    """The marker, which is right about the newest checkpoint."""
+    """The marker, which is right about the newest checkpoint, if there is one."""
     facts = json.loads((running.run / "stopped.json").read_text())
-    (newest, *_) = sorted((path.name for path in (running.run / "checkpoints").iterdir()), reverse=True)
-    assert facts["checkpoint"] == f"checkpoints/{newest}"
-    assert newest == f"step-{facts['step']:08d}"
+    saved = sorted(path.name for path in (running.run / "checkpoints").glob("step-*"))
+    assert facts["checkpoint"] == (f"checkpoints/{saved[-1]}" if saved else None)
+    assert saved[-1:] == ([f"step-{facts['step']:08d}"] if facts["step"] else [])
     assert not (running.run / "summary.json").exists()
     return facts
 
@@ -111,37 +111,38 @@ def goes_on(ranks, folder, tree, whole, done):
     assert timeless(folder) == timeless(whole)
 
 
-@pytest.mark.parametrize(
-    ("mark", "fault", "changes"),
-    [
-        ("evaluation-0", {"each_evaluation_batch_s": 5.0}, {}),
-        ("saving-0", {"saving_s": 4.0}, {"train__checkpoint_every": 9}),
-    ],
-    ids=["in an evaluation", "while saving"],
-)
-def test_a_signal_finds_the_job_busy(tmp_path, shards, ranks, whole, mark, fault, changes):
-    """The evaluation would take 50 s and more."""
-    tree = tree_in(tmp_path, shards, **changes)
+BUSY = {
+    "starting": ("indexing-1", {"each_shard_s": 3.0}, [0]),
+    "in a step": ("step-4-1", {"each_step_s": 0.3}, range(4, STEPS)),
+    "in an evaluation": ("evaluation-0", {"each_evaluation_batch_s": 5.0}, [12]),
+    "while saving": ("saving-0", {"saving_s": 4.0}, range(9, 14)),
+}
+"""A mark that says so, the delays that make it take long, and the steps after which the job may stop."""
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["SIGTERM", "torchrun is killed"])
+@pytest.mark.parametrize("busy", BUSY)
+def test_a_busy_job_stops_in_order(tmp_path, shards, ranks, whole, busy, killed):
+    """Within seconds; also where torchrun alone is killed, and what it served, its store, is gone with it."""
+    mark, fault, steps = BUSY[busy]
+    tree = tree_in(tmp_path, shards, train__checkpoint_every=9)
     with job(tmp_path / "job", tree, fault) as running:
         running.wait_for_mark(mark)
-        running.process.send_signal(signal.SIGTERM)
+        left = running.ranks()
+        left += [child for pid in left for child in children(pid)]
+        running.process.send_signal(signal.SIGKILL if killed else signal.SIGTERM)
         running.wait_for_stop(WITHIN_S)
         running.end()
-    done = stopped_at(running)["step"]
-    assert done in ((12,) if mark == "evaluation-0" else range(9, 13))
-    goes_on(ranks, tmp_path, tree, whole, done)
-
-
-def test_a_signal_finds_the_job_starting(tmp_path, shards, ranks, whole):
-    tree = tree_in(tmp_path, shards)
-    with job(tmp_path / "job", tree, {"each_shard_s": 3.0}) as running:
-        running.wait_for_mark("indexing-1")
-        running.process.send_signal(signal.SIGTERM)
-        running.wait_for_stop(WITHIN_S)
-        running.end()
-    facts = json.loads((running.run / "stopped.json").read_text())
-    assert (facts["step"], facts["checkpoint"], facts["signal"]) == (0, None, "SIGTERM")
-    goes_on(ranks, tmp_path, tree, whole, 0)
+        end = time.monotonic() + 10
+        while alive := [pid for pid in left if Path(f"/proc/{pid}").exists()]:
+            assert time.monotonic() < end, f"{alive} of {left} are still there\n{running.output}"
+            time.sleep(0.02)
+    assert ("torchrun is gone" in running.output) == killed
+    assert "stopped after step" in running.output
+    facts = stopped_at(running)
+    assert facts["signal"] == "SIGTERM" or killed
+    assert facts["step"] in steps
+    goes_on(ranks, tmp_path, tree, whole, facts["step"])
 
 
 def test_a_signal_finds_one_rank_waiting_for_the_other(tmp_path, shards, ranks, whole):
@@ -156,34 +157,3 @@ def test_a_signal_finds_one_rank_waiting_for_the_other(tmp_path, shards, ranks, 
     assert status == 0, running.output
     assert stopped_at(running)["step"] in (5, 6)
     goes_on(ranks, tmp_path, tree, whole, stopped_at(running)["step"])
-
-
-@pytest.mark.parametrize(
-    ("mark", "fault", "steps"),
-    [
-        ("indexing-1", {"each_shard_s": 3.0}, [0]),
-        ("step-4-1", {"each_step_s": 0.3}, range(4, STEPS)),
-        ("evaluation-0", {"each_evaluation_batch_s": 5.0}, [12]),
-        ("saving-0", {"saving_s": 4.0}, range(9, 14)),
-    ],
-)
-def test_killing_torchrun_alone_stops_the_ranks(tmp_path, shards, ranks, whole, mark, fault, steps):
-    """Within seconds, in order: what torchrun served, its store, is gone with it."""
-    tree = tree_in(tmp_path, shards, train__checkpoint_every=9)
-    with job(tmp_path / "job", tree, fault) as running:
-        running.wait_for_mark(mark)
-        left = running.ranks()
-        left += [int(child) for pid in left for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        running.process.kill()
-        running.wait_for_stop(WITHIN_S)
-        end = time.monotonic() + 10
-        while alive := [pid for pid in left if Path(f"/proc/{pid}").exists()]:
-            assert time.monotonic() < end, f"{alive} of {left} are still there\n{running.output}"
-            time.sleep(0.02)
-    assert "torchrun is gone" in running.output
-    assert "stopped after step" in running.output
-    done = (
-        stopped_at(running)["step"] if steps != [0] else json.loads((running.run / "stopped.json").read_text())["step"]
-    )
-    assert done in steps
-    goes_on(ranks, tmp_path, tree, whole, done)

@@ -1,25 +1,20 @@
 """What the implementations without a square of logits promise beyond the contract of all losses."""
 
 import itertools
-import os
-import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.quantizers.test_distributed import collectives
-from tests.ranks import RankError, for_each
+from tests.ranks import for_each
 from vqclip import dist
 from vqclip.dist._torch_versions import REDUCE_SCATTER
 from vqclip.errors import ConfigError, DistributedError
-from vqclip.losses import ContrastiveLoss, Implementation, SigmoidLoss, tiled
+from vqclip.losses import ContrastiveLoss, SigmoidLoss, tiled
 
-IMPLEMENTATIONS = get_args(Implementation)
 KINDS = {"contrastive": (ContrastiveLoss, (14.0,)), "sigmoid": (SigmoidLoss, (10.0, -8.0))}
 
 
@@ -50,18 +45,6 @@ def tile_bytes(tile, kept) -> Iterator[None]:
 WITHOUT_SQUARE = list(tiled.EXCHANGES)
 
 
-@pytest.mark.parametrize("impl", WITHOUT_SQUARE)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("tile", "kept"), [(1, 0), (2000, 0), (2000, 2), (2000, 10**6), (10**9, 0)])
-def test_the_size_of_a_tile_does_not_matter(kind, impl, tile, kept):
-    loss, numbers = KINDS[kind]
-    expected = value_and_gradients(loss("gather"), *pairs(41), numbers)
-    with tile_bytes(tile, kept):
-        torch.testing.assert_close(
-            value_and_gradients(loss(impl), *pairs(41), numbers), expected, rtol=1e-12, atol=1e-14
-        )
-
-
 def assert_equals_one_process(results, expected):
     """Values and gradients of all ranks beside those of one process; see `vqclip.dist` for the factor."""
     value, image, text, *others = expected
@@ -69,25 +52,6 @@ def assert_equals_one_process(results, expected):
         torch.testing.assert_close([each[0], *each[3:]], [value, *others], rtol=1e-9, atol=1e-12)
     for k, whole in ((1, image), (2, text)):
         torch.testing.assert_close(torch.cat([r[k] for r in results]), len(results) * whole, rtol=1e-9, atol=1e-12)
-
-
-def in_fp32_on_a_rank(kind, impl, sizes):
-    loss, numbers = KINDS[kind]
-    mine = [t.float().split(sizes)[dist.rank()] for t in pairs(sum(sizes))]
-    return value_and_gradients(loss(impl), *mine, numbers)
-
-
-def test_fp32_on_many_ranks(ranks):
-    sizes = [5, 0, 6, 2]
-    cases = [(kind, impl, sizes) for kind in KINDS for impl in IMPLEMENTATIONS]
-    found = ranks(len(sizes), for_each, in_fp32_on_a_rank, cases)
-    for (kind, *_), results in zip(cases, zip(*found, strict=True), strict=True):
-        loss, numbers = KINDS[kind]
-        exact = value_and_gradients(loss("gather"), *(t.float().double() for t in pairs(sum(sizes))), numbers)
-        whole = [torch.cat([each[k] for each in results]) / len(sizes) for k in (1, 2)]
-        for each in results:
-            assert {tensor.dtype for tensor in each} == {torch.float32}
-            assert max(errors([each[0], *whole, *each[3:]], exact)) <= 5e-6
 
 
 def keys_on_rank_0(kind, impl):
@@ -233,30 +197,6 @@ def test_the_operator_is_sound(kind):
         torch.library.opcheck(op.default, (*strided, wants_grad), test_utils=checks)
 
 
-def dies_in_the_middle(impl, where):
-    if dist.rank() == 1:
-        setattr(dist, where, lambda *args, **kwargs: os._exit(9))
-    loss, numbers = KINDS["contrastive"]
-    value_and_gradients(loss(impl), *pairs(4), numbers)
-
-
-@pytest.mark.parametrize(
-    ("impl", "where", "named"),
-    [
-        ("tiled", "reduce_scatter", "reduce_"),
-        pytest.param("ring", "start_ring_shift", "ring_shift", marks=pytest.mark.slow),
-        pytest.param("gather", "all_gather", "all_gather", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_that_dies_in_the_loss_ends_the_others(ranks, impl, where, named):
-    began = time.monotonic()
-    with pytest.raises(RankError) as failure:
-        ranks(2, dies_in_the_middle, impl, where, timeout=20.0)
-    assert time.monotonic() - began < 20
-    assert re.search(rf"DistributedError: {named}.* failed on rank 0: ", str(failure.value))
-    assert "rank 1 of 2: the process died with exit code 9" in str(failure.value)
-
-
 @pytest.mark.parametrize("rows", [1, 2, 3, 31, 33, 4096])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
 def test_the_sum_of_softplus(rows, dtype, rtol):
@@ -268,16 +208,6 @@ def test_the_sum_of_softplus(rows, dtype, rtol):
         torch.testing.assert_close(tiled.softplus_sum(x).double(), exact, rtol=rtol, atol=0)
     assert tiled.softplus_sum(torch.full((rows, 2), torch.nan)).isnan()
     assert tiled.softplus_sum(torch.full((rows, 2), torch.inf)) == torch.inf
-
-
-@pytest.mark.parametrize(
-    ("memory", "dtype", "side"), [(80, torch.float32, 4352), (80, torch.float64, 3072), (0.1, torch.float32, 256)]
-)
-def test_tiles_follow_the_memory_of_a_gpu(memory, dtype, side, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(tiled, "gpu_memory", lambda device: int(memory * 2**30))
-        assert tiled.tile_side(torch.zeros(1, dtype=dtype)) == side
-    assert tiled.tile_side(torch.zeros(1)) == 1024
 
 
 def matrix(rows: int, columns: int, transposed: bool, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
