@@ -3,7 +3,7 @@
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,8 +46,8 @@ def _wait_for_fetches() -> Iterator[None]:
             thread.join(20)
 
 
-def sources(where: Path | str, remote: RemoteConfig | None = None) -> tuple[SourceConfigBase, ...]:
-    options = remote or RemoteConfig(tries=3, total_s=60.0)
+def sources(where: Path | str) -> tuple[SourceConfigBase, ...]:
+    options = RemoteConfig(tries=3, total_s=60.0)
     return (
         CaptionShardsConfig(path=f"{where}/a/{{00000..{len(COUNTS) - 1:05d}}}.tar", remote=options),
         CaptionShardsConfig(
@@ -67,15 +67,13 @@ def expected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.
         return global_batches(data, 0, STEPS, 1)
 
 
-def open_chunks(where: Path | str, remote: RemoteConfig | None = None, **options) -> TrainData:
-    data = open_data(Path(), sources=sources(where, remote), order=WINDOWED, **options)
+def open_chunks(where: Path | str) -> TrainData:
+    data = open_data(Path(), sources=sources(where), order=WINDOWED)
     assert all(isinstance(source.tars, TarReader) for source in data.samples.sources)
     return data
 
 
-def require_same(
-    data: TrainData, expected: list[tuple[torch.Tensor, ...]], nodes: Sequence[int], start: int = 0
-) -> None:
+def require_same(data, expected, nodes, start=0):
     assert same(global_batches(data, start, STEPS, len(nodes), nodes), expected[start:])
 
 
