@@ -119,6 +119,9 @@ def test_splits_and_weights_of_training_and_evaluation(tmp_path: Path) -> None:
     assert TypeAdapter(LabelledData).validate_python(section).split == "test"
     assert TypeAdapter(CaptionedData).validate_python({"kind": "scenes"}).split == "val"
     assert len(parse_source(class_folder(tmp_path / "one")).build()) == 6  # its only split
+    class_folder(tmp_path / "one", split="test")
+    with pytest.raises(ConfigError, match="split: missing; expected one of those in .*: 'test', 'train'"):
+        parse_source(tmp_path / "one").build()
 
 
 @pytest.mark.parametrize(
