@@ -41,7 +41,7 @@ def main() -> None:
     options = parser.parse_args()
     print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
     options.rows = (training.FSQ, training.UNGUARDED)
-    rounds = training.measure(options, make_scenes().train)
+    rounds = training.measure(options, make_scenes() / "train")
     training.report(rounds)
     ratios = [on["cpu"] / off["cpu"] for on, off in zip(*rounds.values(), strict=True)]
     low, high = confident_median(ratios)

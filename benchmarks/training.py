@@ -311,7 +311,7 @@ def main() -> None:
     from vqclip.scenes import make_scenes
 
     print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
-    rounds = measure(args, make_scenes().train)
+    rounds = measure(args, make_scenes() / "train")
     results = report(rounds)
     if args.json:
         args.json.write_text(json.dumps({"rounds": rounds, "ratios": results}, indent=2) + "\n")

@@ -47,12 +47,12 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def lazy_getattr(package: str) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a package that imports its ``_public`` module on first use."""
+def lazy_getattr(package: str, module: str = "_public") -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for a package that imports the module of its public names on first use."""
 
     def get(name: str) -> Any:
         if not name.startswith("_"):
-            public = vars(import_module(f"{package}._public"))
+            public = vars(import_module(f"{package}.{module}"))
             if name in public:
                 return public[name]
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import model_validator
@@ -20,23 +20,13 @@ from vqclip.tokenizer.loading import load_pixels, load_whole, read_tokenizer_con
 from vqclip.tokenizer.saving import save_and_push, save_folder
 from vqclip.tokenizer.stored import merged_state
 from vqclip.towers.base import rename_tower_errors
-from vqclip.towers.open_clip import InheritedWeights, find_inherited, share_models
-
-
-class BothTowersConfig(Config):
-    """One open_clip model for both towers."""
-
-    kind: Literal["open_clip"] = "open_clip"
-    model: str
-    """Name of the open_clip model, such as `ViT-B-16`."""
-    pretrained: str | None = None
-    """Tag of pretrained weights (`open_clip.list_pretrained()`) or the path of a local file; null: random weights."""
+from vqclip.towers.open_clip import InheritedWeights, OpenCLIPConfig, find_inherited, share_models
 
 
 class ModelConfig(Config):
     """Two tokenizers that share a joint embedding."""
 
-    towers: BothTowersConfig | None = None
+    towers: OpenCLIPConfig | None = None
     """Both towers from one model; leave `image.tower` and `text.tower` out, but for their `train`."""
     embed_dim: EmbedDim = 256
     """E, width of the joint embedding."""
@@ -235,7 +225,7 @@ def load_pretrained(folder: str | Path) -> CLIP | ImageModel:
         return _load_both(opened)
     image = load_whole(opened, "image")
     assert isinstance(image, ImageTokenizer)
-    return ImageModel(image.requires_grad_(False))
+    return ImageModel(image)
 
 
 def _load_both(opened: TokenizerFolder) -> CLIP:

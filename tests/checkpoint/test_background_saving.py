@@ -119,11 +119,11 @@ def test_tied_tensors_are_stored_apart(tmp_path):
     from safetensors.torch import load_file
 
     from vqclip.tokenizer.folder import WEIGHTS_FILE
-    from vqclip.tokenizer.saving import write_tokenizer_files
+    from vqclip.tokenizer.saving import write_weights
 
     tensor = torch.arange(6.0)
     state = {"one": tensor, "other": tensor, "part": tensor[2:], "turned": tensor.reshape(2, 3).T}
-    write_tokenizer_files(tmp_path, {}, state)
+    write_weights(tmp_path, state)
     stored = load_file(tmp_path / WEIGHTS_FILE)
     assert all(stored[name].equal(value) for name, value in state.items())
     assert len(list(itertools.chain(stored))) == 4

@@ -148,7 +148,7 @@ def test_pixels_of_labelled_and_of_captioned_images(command, run_folder, tmp_pat
     pairs = f", {{kind: pixels, name: pairs, data: {captioned}}}"
     tasks.write_text(f"evaluation: [{{kind: pixels, name: classes, data: {labelled}}}{pairs}]")
     code, out, err = command(run_folder, "--config", tasks)
-    assert (code, "classes': got kind pixels for a model without a pixel decoder" in err) == (2, True)
+    assert (code, "classes': this image tokenizer has no pixel decoder" in err) == (2, True)
     model = tiny_clip()
     decoder = PixelsConfig(image_size=8, decoder=ConvolutionalPixelsConfig(channels=4, channels_per_group=2))
     attach(model.image, decoder.build(model.image.quantizer.dim, model.image.num_tokens))

@@ -87,7 +87,7 @@ def test_what_cannot_be_used_is_refused_in_words(answers, call, message):
     ("given", "error", "message"),
     [
         (("image", None, "pictures"), ConfigError, "--data: got images without --index"),
-        (("identity", None, None), CheckpointError, "no codes"),
+        (("identity", None, None), ConfigError, "no codes"),
         (("text", "index", None), CheckpointError, "--index: .* is of image codes"),
         (("run", "image", None), CheckpointError, "index.json"),
         (("run", "index", "run"), DataError, "no image"),

@@ -245,9 +245,9 @@ def test_a_tokenizer_of_images_alone_has_all_figures_but_those_of_texts(folder):
 
 
 def test_a_model_without_a_decoder_is_refused(folder):
-    with pytest.raises(ConfigError, match="got kind pixels for a model without a pixel decoder"):
+    with pytest.raises(ConfigError, match="this image tokenizer has no pixel decoder"):
         evaluate(tiny_clip(), [classes(folder)])
-    with pytest.raises(ConfigError, match=r"^evaluation\[1\]: got kind pixels"):
+    with pytest.raises(ConfigError, match=r"^evaluation\[1\]: this image tokenizer has no"):
         prepare([ZeroShotConfig(data=classes(folder).data), classes(folder)], tiny_clip())
     prepare([classes(folder)], with_decoder())
     with pytest.raises(ValidationError, match=r"codecs[\s\S]*'png'"):

@@ -264,7 +264,7 @@ def test_wrong_inputs_and_folders_say_what_to_do(folder, model, images, tmp_path
             ours.VqclipVocabulary.from_pretrained(folder)(CAPTIONS, images=given)
         assert len(str(error.value)) < 500
     tiny_model(IDENTITY, IDENTITY).build().save_pretrained(tmp_path / "continuous")
-    with pytest.raises(ConfigError, match="the image quantizer has no codes; expected 'continuous'"):
+    with pytest.raises(ConfigError, match="got 'codes_only', but the image quantizer has no codes"):
         ours.VqclipModel.from_pretrained(tmp_path / "continuous")
     ours.VqclipModel.from_pretrained(tmp_path / "continuous", embeddings="continuous")
     config = ours.VqclipConfig(image={"embed_dim": 3})

@@ -16,7 +16,7 @@ from PIL import Image
 from tests.commands import command
 from tests.scenes.parser import parse, untrue
 from vqclip.errors import DataError
-from vqclip.scenes import HELD_OUT, TRAINED, ScenesConfig, ScenesPaths, make, make_scenes
+from vqclip.scenes import HELD_OUT, TRAINED, ScenesConfig, make, make_scenes
 from vqclip.scenes.captions import Meaning, Phrase, describe, groups
 from vqclip.scenes.drawing import SHAPES, draw_scene
 from vqclip.scenes.scene import (
@@ -157,7 +157,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def paths(cache: Path) -> ScenesPaths:
+def scenes(cache: Path) -> Path:
     return make_scenes(cache, SMALL)
 
 
@@ -175,17 +175,17 @@ def members(shards: list[Path]) -> dict[str, bytes]:
     return found
 
 
-def test_same_seed_same_bytes_other_seed_other_bytes(paths: ScenesPaths, tmp_path: Path) -> None:
+def test_same_seed_same_bytes_other_seed_other_bytes(scenes: Path, tmp_path: Path) -> None:
     again = make_scenes(tmp_path, SMALL)
-    assert contents(again.root) == contents(paths.root)
+    assert contents(again) == contents(scenes)
     other = make_scenes(tmp_path, ScenesConfig.model_validate(SMALL.model_dump() | {"seed": 1}))
-    assert other.root != again.root
-    assert (other.train / "00000.tar").read_bytes() != (again.train / "00000.tar").read_bytes()
+    assert other != again
+    assert (other / "train" / "00000.tar").read_bytes() != (again / "train" / "00000.tar").read_bytes()
 
 
 @pytest.mark.parametrize(("split", "count", "shards"), [("train", 40, 3), ("val", 20, 2)])
-def test_caption_shards_have_img2dataset_layout(paths: ScenesPaths, split: str, count: int, shards: int) -> None:
-    folder = getattr(paths, split)
+def test_caption_shards_have_img2dataset_layout(scenes: Path, split: str, count: int, shards: int) -> None:
+    folder = scenes / split
     tars = sorted(folder.glob("*.tar"))
     assert [t.name for t in tars] == [f"{i:05d}.tar" for i in range(shards)]
     found = members(tars)
@@ -206,8 +206,8 @@ def test_caption_shards_have_img2dataset_layout(paths: ScenesPaths, split: str, 
 
 
 @pytest.mark.parametrize("split", ["test", "heldout"])
-def test_labelled_shards_have_clip_benchmark_layout(paths: ScenesPaths, split: str) -> None:
-    folder = getattr(paths, split)
+def test_labelled_shards_have_clip_benchmark_layout(scenes: Path, split: str) -> None:
+    folder = scenes / split
     names = (folder / "classnames.txt").read_text().splitlines()
     assert all("{c}" in line for line in (folder / "zeroshot_classification_templates.txt").read_text().splitlines())
     tars = [folder / "test" / f"{i}.tar" for i in range(int((folder / "test" / "nshards.txt").read_text()))]
@@ -223,11 +223,11 @@ def test_labelled_shards_have_clip_benchmark_layout(paths: ScenesPaths, split: s
         Image.open(io.BytesIO(found[name.replace(".cls", ".jpg")])).load()
 
 
-def test_second_call_draws_nothing(paths: ScenesPaths, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {p: p.stat().st_mtime_ns for p in paths.root.rglob("*")}
+def test_second_call_draws_nothing(scenes: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {p: p.stat().st_mtime_ns for p in scenes.rglob("*")}
     monkeypatch.setattr(make, "_draw", lambda *_: pytest.fail("drew again"))
-    assert make_scenes(cache, SMALL) == paths
-    assert {p: p.stat().st_mtime_ns for p in paths.root.rglob("*")} == before
+    assert make_scenes(cache, SMALL) == scenes
+    assert {p: p.stat().st_mtime_ns for p in scenes.rglob("*")} == before
 
 
 def test_several_processes_at_once_end_with_one_whole_data_set(tmp_path: Path) -> None:
@@ -238,28 +238,28 @@ def test_several_processes_at_once_end_with_one_whole_data_set(tmp_path: Path) -
     for child in children:
         child.join(60)
     assert [child.exitcode for child in children] == [0, 0, 0]
-    assert [path for path in tmp_path.iterdir() if path.suffix != ".lock"] == [make_scenes(tmp_path, SMALL).root]
+    assert [path for path in tmp_path.iterdir() if path.suffix != ".lock"] == [make_scenes(tmp_path, SMALL)]
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
-    paths = make_scenes(tmp_path, SMALL)
-    shard = paths.train / "00001.tar"
+    scenes = make_scenes(tmp_path, SMALL)
+    shard = scenes / "train" / "00001.tar"
     shard.write_bytes(shard.read_bytes()[:100])
     with pytest.raises(DataError, match=r"train/00001\.tar: has 100 bytes, expected \d+; delete this folder"):
         make_scenes(tmp_path, SMALL)
     shard.unlink()
     with pytest.raises(DataError, match=r"train/00001\.tar: has 0 bytes, expected \d+; delete this folder"):
         make_scenes(tmp_path, SMALL)
-    (paths.root / make.STAMP).write_text("{}")
+    (scenes / make.STAMP).write_text("{}")
     with pytest.raises(DataError, match=r"not complete .*delete this folder"):
         make_scenes(tmp_path, SMALL)
     with pytest.raises(DataError, match="VQCLIP_CACHE"):
         make_scenes(shard.with_name("00000.tar"), SMALL)  # which is no folder
 
 
-def test_the_command_draws(paths: ScenesPaths, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_draws(scenes: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [f"{key}={value}" for key, value in SMALL.model_dump().items()]
     assert main(["draw", "--out", str(cache), *overrides]) == 0
-    assert str(paths.train) in capsys.readouterr().out
+    assert str(scenes / "train") in capsys.readouterr().out
     assert main(["draw", "--out", str(cache), "train=0"]) == 2
     assert "train" in capsys.readouterr().err

@@ -130,9 +130,9 @@ class TestPacking:
     @pytest.mark.parametrize(
         ("ids", "message"),
         [
-            (torch.full((1, 2, 1), 6), "numbers from 6 to 6, expected 0 to one less"),
-            (torch.full((1, 2, 1), -1), "numbers from -1"),
-            (torch.zeros(1, 3, 1, dtype=torch.int64), r"expected \(n, 2, 1\) integers"),
+            (torch.full((1, 2, 1), 6), "got id 6, expected codebook 0: 0 to 5"),
+            (torch.full((1, 2, 1), -1), "got -1, expected none"),
+            (torch.zeros(1, 3, 1, dtype=torch.int64), "got 3 tokens, expected 2"),
             (torch.zeros(1, 2, 1), "float32"),
         ],
     )
@@ -141,7 +141,7 @@ class TestPacking:
             Packing(2, (6,), False).pack(ids)
 
     def test_bytes_that_hold_no_id_are_refused(self):
-        with pytest.raises(ShapeError, match="numbers from 7 to 7"):
+        with pytest.raises(ShapeError, match="got id 7, expected codebook 0: 0 to 5"):
             Packing(2, (6,), False).unpack(torch.tensor([[255]], dtype=torch.uint8))
 
 
@@ -204,8 +204,6 @@ def test_the_code_search_of_a_codebook_of_few_bits_is_small():
     tokenizer = built(FSQ).image
     index = CodeIndex.build(tokenizer, torch.arange(64)[:, None, None].expand(64, 4, 1))
     assert index.nbytes == 64 * 3
-    assert CodeSearch(index, tokenizer).nbytes == 64 * 3
-    assert CodeSearch(index, tokenizer, keep=True).nbytes == 64 * (3 + 4 * 16)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +237,6 @@ def test_embeddings_and_faiss_find_what_search_finds():
     vectors = embeddings(index, tokenizer)
     torch.testing.assert_close(vectors, tokenizer.embed(ids).detach(), atol=1e-6, rtol=0)
     flat, exact = FaissSearch(index, tokenizer), CodeSearch(index, tokenizer)
-    assert flat.nbytes > 300 * 4 * 16
     torch.testing.assert_close(flat.search(queries(), 7).scores, exact.search(queries(), 7).scores, atol=1e-6, rtol=0)
     with pytest.raises(ConfigError, match="factory: got 'Nonsense'"):
         FaissSearch(index, tokenizer, "Nonsense")

@@ -20,6 +20,8 @@ from vqclip.data import CaptionShardsConfig, TokenDataset, decode_image, parse_s
 from vqclip.data.work_folder import WorkFolder
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.model import CLIP
+from vqclip.tokenizer.folder import TokenizerFolder
+from vqclip.tokenizer.loading import load_whole
 from vqclip.tokenizer.saving import write_config
 from vqclip.tokenizer.stored import fingerprint
 
@@ -277,7 +279,7 @@ def test_bad_samples_of_all_processes_count_together(tmp_path: Path, tokenizer: 
 def test_tokenizers_that_cannot_make_ids_are_refused(tmp_path: Path) -> None:
     shards(tmp_path / "in", (3,))
     plain = tokenizer_folder(tmp_path / "plain", image=IDENTITY)
-    with pytest.raises(ConfigError, match="the image tokenizer in .* has no codes"):
+    with pytest.raises(ConfigError, match="--tokenizer: the image quantizer has no codes"):
         run(plain, tmp_path / "in", tmp_path / "out")
     with pytest.raises(CheckpointError, match="no such folder"):
         run(str(tmp_path / "nothing"), tmp_path / "in", tmp_path / "out")
@@ -287,7 +289,7 @@ def test_tokenizers_that_cannot_make_ids_are_refused(tmp_path: Path) -> None:
     weights["text.pool.position"][0, 0] = float("nan")
     save_file(weights, broken / "model.safetensors")
     config = json.loads((broken / "config.json").read_text())
-    write_config(broken, {name: config[name] for name in ("image", "text", "temperature")})
+    write_config(broken, {name: config[name] for name in ("image", "text", "temperature")}, {})
     with pytest.raises(CheckpointError, match=r"contain NaN or infinity: text.pool.position"):
         run(str(broken), tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -306,14 +308,14 @@ def test_a_name_is_resolved_once(tmp_path: Path, tokenizer: str) -> None:
 def test_a_folder_that_changes_while_it_is_loaded_is_refused(tmp_path: Path, tokenizer: str) -> None:
     shards(tmp_path / "in", (3,))
 
-    def load(folder: Path, modality: str) -> object:
-        loaded = load_tokenizer(folder, modality)
+    def load(opened: TokenizerFolder, modality: str) -> object:
+        loaded = load_whole(opened, modality)
         if modality == "image":
-            tokenizer_folder(folder, seed=1)
+            tokenizer_folder(opened.path, seed=1)
         return loaded
 
     with (
-        mock.patch("vqclip.tokenize_dataset.job.load_tokenizer", load),
+        mock.patch("vqclip.tokenize_dataset.job.load_whole", load),
         pytest.raises(CheckpointError, match="changed while it was loaded"),
     ):
         run(tokenizer, tmp_path / "in", tmp_path / "out")

@@ -14,7 +14,7 @@ from vqclip.errors import ConfigError, NonFiniteError, ShapeError
 from vqclip.model import CLIP
 from vqclip.pixels import attach
 from vqclip.tokenizer.decoder import TokenizerDecoder
-from vqclip.tokenizer.saving import write_tokenizer_files
+from vqclip.tokenizer.saving import write_weights
 
 BOTH_KINDS = pytest.mark.parametrize("folders", CONFIGS, indirect=True)
 
@@ -107,7 +107,7 @@ def test_nothing_is_written_for_a_decoder_with_nan(folders, tmp_path):
         model.save_pretrained(tmp_path / "nan")
     assert not (tmp_path / "nan").exists()
     with pytest.raises(NonFiniteError):
-        write_tokenizer_files(tmp_path / "nan", model.section(), model.state_dict())
+        write_weights(tmp_path / "nan", model.state_dict())
     assert not (tmp_path / "nan").exists()
 
 

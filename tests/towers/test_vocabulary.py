@@ -154,7 +154,7 @@ def test_wrong_rows_are_refused():
     words = vocabulary(word_pieces())
     words.require_rows(words(CAPTIONS))
     for row, message in (
-        ([words.size], f"got the number {words.size}, expected 0 to"),
+        ([words.size], f"got the number {words.size}, expected -1 to"),
         ([-2], "got the number -2"),
         ([-1, -1, -1], "is empty"),
         ([2, -1, 3], "token after padding"),

@@ -11,8 +11,6 @@ from pydantic import Field
 from vqclip.cli.options import MODEL, WEIGHTS, Command, Text, Weights, Workers
 from vqclip.errors import ConfigError
 
-__all__ = ["Build", "Eval"]
-
 _REFUSED = {
     "--amp": "expected --precision bf16 or fp16, the autocast of the model; its logits stay in fp32",
     "--pretrained_model": "expected --pretrained with the models and --model with the modes",

@@ -1,4 +1,4 @@
-"""``vqclip data``: draw the scenes data set; pack, check, index, plan and show data of any kind; store features.
+"""``vqclip data``: draw the scenes data set; pack, check, index and show data of any kind; store features.
 
 Each command imports what it needs: several processes of ``vqclip data index`` start without the training code.
 """
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from vqclip.data import CaptionShardsConfig, ClassShardsConfig, Source
     from vqclip.data_tools.check import Finding
 
-__all__ = ["Check", "Draw", "Features", "Index", "Pack", "Show"]
-
 _MIN_SIDE, _IMAGE_SIZE, _CONTEXT = 32, 224, 77
 """Without a configuration: side of images below which `check` warns; side of images and tokens of texts in `show`."""
 _MORE_WITH_CONFIG = "keys of SOURCE, such as kind=csv; with --config those of the configuration"
@@ -68,9 +66,9 @@ class Draw(_DataCommand, words=(), reads="sizes and seed, such as image_size=224
         """Draw the scenes data set."""
         from vqclip.scenes.make import ScenesConfig, make_scenes
 
-        paths = make_scenes(self.out, load_config(ScenesConfig, None, self.keys))
+        folder = make_scenes(self.out, load_config(ScenesConfig, None, self.keys))
         for split in ("train", "val", "test", "heldout"):
-            print(f"{split:8} {getattr(paths, split)}")
+            print(f"{split:8} {folder / split}")
 
 
 class Pack(_DataCommand, words=("source", "out")):

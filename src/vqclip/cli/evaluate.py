@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from vqclip.evaluation import EvaluationConfig, Result
 
-__all__ = ["Evaluate", "EvaluateMteb", "EvaluateTask"]
-
 
 class _Evaluation(Command, words=("models",)):
     """An evaluation, with the tasks of a file or on data of its own."""

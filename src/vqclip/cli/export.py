@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from vqclip.data import Source
     from vqclip.export.to_onnx import AnyTokenizer
 
-__all__ = ["CopyRun", "Export", "ExportTokenizer", "batches"]
-
 _RANDOM_INPUTS = 64
 _WORDS = ("a", "red", "small", "blue", "old", "river", "star", "house", "of", "under", "tree", "7", "?")
 

@@ -28,8 +28,6 @@ from vqclip.runlog.console import (
 if TYPE_CHECKING:
     from vqclip.cli.options import Command
 
-__all__ = ["COMMANDS", "load_command", "main"]
-
 COMMANDS = {
     "train": ("train.Train", "train image and text tokenizers together"),
     "plan": ("plan.Plan", "say what a run needs before it starts: memory by part, bytes sent and read"),

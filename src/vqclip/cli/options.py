@@ -34,8 +34,6 @@ from vqclip.data.on_ray import Actors, Cpus, Gpus, RayOptions
 from vqclip.errors import ConfigError
 from vqclip.runlog.console import columns, fit_lines
 
-__all__ = ["Command", "OnRay", "local_path", "make_parser", "paths_and_overrides", "read_options", "require_page"]
-
 
 def _not_empty(given: str) -> str:
     if not given.strip():  # an unset shell variable gives an empty text

@@ -28,8 +28,6 @@ from vqclip.runlog.console import print_output
 if TYPE_CHECKING:
     from vqclip.tokenizer import ImageTokenizer
 
-__all__ = ["Demo", "Reconstruct", "Report"]
-
 
 class Report(Command, words=("runs",)):
     """Write the page of a run: figures, curves, codes on images, and a verdict; or one page that compares several.
@@ -115,13 +113,8 @@ class Reconstruct(Command, words=("tokenizer",)):
             require_page("--out", self.out)
         device = dist.choose_device(self.device, "--device")
         tokenizer = load_tokenizer(self.tokenizer, "image").to(device)
-        if tokenizer.pixels is None:
-            raise ConfigError(
-                f"{self.tokenizer}: has no pixel decoder; expected the tokenizer folder of a run that has trained one, "
-                "with `task: pixels` or with model.image.pixels"
-            )
-        if not tokenizer.codebook_sizes:
-            raise ConfigError("reconstruct: the image quantizer has no codes (Identity); expected one with a codebook")
+        tokenizer.require_pixels()
+        tokenizer.require_codes(f"{self.tokenizer}:")
         if self.images is None:
             self._write_page(tokenizer)
             return
@@ -146,7 +139,6 @@ class Reconstruct(Command, words=("tokenizer",)):
         from vqclip.io.atomic import write_text
         from vqclip.report.page import reconstructions_page
 
-        assert tokenizer.pixels is not None
         source, names = open_images(*paths_and_overrides(self.data)), ("batch_size", "workers", "limit")
         reading = {name: getattr(self, name) for name in names} | {"max_bad_fraction": self.bad_fraction}
         with explain_worker_deaths("reconstruct") if self.workers else contextlib.nullcontext():
@@ -155,7 +147,7 @@ class Reconstruct(Command, words=("tokenizer",)):
         facts = [f"{found.images:,} of {len(source):,} images of {shown}", f"tokenizer {place}"]
         if found.bad:
             facts.append(f"{found.bad:,} images cannot be used and are left out")
-        side = min(self.side, tokenizer.pixels.image_size)
+        side = min(self.side, tokenizer.require_pixels().image_size)
         repeat = mask_credentials(shlex.join(["vqclip", "reconstruct", *self.given]))
         write_text(self.out, reconstructions_page(f"Reconstructions of {shown}", found, facts, repeat, side=side))
         _, bits, figures = found.decodings[-1]

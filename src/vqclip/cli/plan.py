@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from vqclip.data import SourceConfigBase
     from vqclip.train.config import TaskConfig
 
-__all__ = ["Plan"]
-
 
 def _require_whole(given: float) -> int:
     if not 1 <= given < float("inf") or given != int(given):

@@ -28,8 +28,6 @@ from vqclip.runlog.console import print_output
 if TYPE_CHECKING:
     from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 
-__all__ = ["Build", "Query"]
-
 
 class Build(Command):
     """Make an index of the codes of images or captions.

@@ -21,10 +21,6 @@ from vqclip.cli.options import (
 )
 from vqclip.runlog.console import fit_lines
 
-__all__ = ["Tokenize"]
-
-_FIELDS = ("tokenizer", "modality", "batch_size", "workers", "precision", "device", "threads", "tolerance")
-
 
 class Tokenize(OnRay, failure=1, after_interrupt="run the same command to continue"):
     """Turn image-text shards into token shards with captions and sample ids, one for each input shard.
@@ -70,7 +66,7 @@ class Tokenize(OnRay, failure=1, after_interrupt="run the same command to contin
         data.require_no_weight("vqclip tokenize")
         if self.modality == "image" and isinstance(data, FolderConfig):
             data = data.with_all_images()
-        fields = {name: getattr(self, name) for name in _FIELDS}
+        fields = self.model_dump(include={*Options.model_fields} - {"data", "out"})
         job = Options(data=data, out=self.out.expanduser().absolute(), **fields)
         done = tokenize(job) if ray is None else tokenize_on_ray(job, ray)
         who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""

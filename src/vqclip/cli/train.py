@@ -10,6 +10,8 @@ import re
 import shlex
 import time
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +28,6 @@ from vqclip.runlog.console import fit_lines, print_output
 if TYPE_CHECKING:
     from vqclip.data import SourceConfigBase
     from vqclip.train.config import TaskConfig
-
-__all__ = ["Train"]
 
 _TIME_TO_REPORT_S = 5.0
 """Wait before a process other than the first of its machine ends."""
@@ -87,7 +87,10 @@ class Train(
             print_output(explain(self.explain))
             return 0
         if self.json_schema:
-            return self._print_schema()
+            from vqclip.train.tasks.kinds import TASKS
+
+            print_output(json.dumps(json_schema(reduce(or_, TASKS.values())), indent=2), for_programs=True)
+            return 0
         try:
             config = self._load()
         except (ConfigError, DataError) as error:
@@ -205,17 +208,6 @@ class Train(
         # With its whole path, so that other commands find the data of the run from any folder.
         source = parse_source(local_path(path) or path, [key for key in mine if not key.startswith(tuple(without))])
         return source, [key for key in self.keys if key not in mine]
-
-    def _print_schema(self) -> int:
-        import functools
-        import operator
-
-        from vqclip.train.tasks.kinds import TASKS
-
-        print_output(
-            json.dumps(json_schema(functools.reduce(operator.or_, TASKS.values())), indent=2), for_programs=True
-        )
-        return 0
 
     def _explain_option(self, option: str) -> str:
         """Return an error message that suggests keys: ``optim.lr=3`` for ``--lr=3`` and ``--lr 3``."""

@@ -44,18 +44,17 @@ def stored_sections() -> dict[str, Any]:
     return found
 
 
-def explain(path: str, task: str = "contrastive") -> str:
-    """Return what a key of a run is, or the keys of a section, in lines.
+def explain(path: str) -> str:
+    """Return what a key of a contrastive run is, or the keys of a section, in lines.
 
     Args:
         path: such as ``optim.lr``; a kind may choose a section, as in ``model.image.quantizer.fsq``.
-        task: of the configuration.
 
     Raises:
         ConfigError: there is no such key.
     """
     known, lines = stored_sections(), list[str]()
-    found = {"": known["tasks"][task]}
+    found = {"": known["tasks"]["contrastive"]}
     for part in re.sub(r"\[\d*\]", "", path).split("."):
         owners = [keys for name in found.values() if part in (keys := known["sections"][name]["keys"])]
         if part in found:
@@ -65,7 +64,7 @@ def explain(path: str, task: str = "contrastive") -> str:
             found = {kind: name for keys in owners for kind, name in keys[part]["sections"].items()}
         else:
             allowed = [key for name in found.values() for key in known["sections"][name]["keys"]]
-            raise ConfigError(f"{path}: unknown key{suggest_key(path, allowed, key_paths(task), is_anywhere=True)}")
+            raise ConfigError(f"{path}: unknown key{suggest_key((path,), allowed, key_paths())}")
     for kind, name in found.items():
         section = known["sections"][name]
         lines += ["", f"{f'kind {kind}: ' if kind != name else ''}{section['text']}"]
@@ -112,9 +111,7 @@ def _find_unknown_keys(file: Node, overrides: Sequence[str]) -> list[Problem]:
 
     def refuse(origin: Origin, path: tuple[str | int, ...], names: Iterable[str]) -> None:
         allowed = [key for name in names for key in known["sections"][name]["keys"]]
-        is_anywhere = len(path) == 1 or "kind" not in allowed  # a section of another kind has other keys
-        hint = suggest_key(str(path[-1]), allowed, key_paths(task), is_anywhere=is_anywhere)
-        problems.append(Problem(origin, path, f"unknown key{hint}"))
+        problems.append(Problem(origin, path, f"unknown key{suggest_key(path, allowed, key_paths(task))}"))
 
     def check(node: Node, sections: Mapping[str, str], path: tuple[str | int, ...]) -> None:
         if isinstance(node.value, list):

@@ -363,8 +363,7 @@ def _write_section(annotation: Any, word: str) -> str:
 
 def _describe_unknown_key(schema: type[BaseModel], place: SchemaLocation, owner: Node, node: Node) -> str:
     allowed = list(place.owner.model_fields) if place.owner else []
-    is_anywhere = len(place.path) == 1 or "kind" not in allowed  # a section of another kind has other keys
-    message = "unknown key" + suggest_key(str(place.path[-1]), allowed, _key_paths(schema), is_anywhere=is_anywhere)
+    message = "unknown key" + suggest_key(place.path, allowed, _key_paths(schema))
     kind = owner.child("kind")
     if kind is not None and kind.origin.is_override and not node.origin.is_override:
         section = path_text(place.path[:-1])
@@ -372,20 +371,20 @@ def _describe_unknown_key(schema: type[BaseModel], place: SchemaLocation, owner:
     return message
 
 
-def suggest_key(word: str, allowed: Sequence[str], paths: Iterable[str], *, is_anywhere: bool) -> str:
+def suggest_key(path: KeyPath, allowed: Sequence[str], paths: Iterable[str]) -> str:
     """Return the end of a message about an unknown key: keys that may be meant, or all that are allowed.
 
     Args:
-        word: the key, or its path.
+        path: of the key; of one that a user looks up, a single part with its dots.
         allowed: keys of its section.
         paths: paths of all keys.
-        is_anywhere: whether keys of other sections may be meant.
     """
+    word = str(path[-1])
     last = word.rpartition(".")[2]
     if (meant := _synonym(last)) in allowed:
         return did_you_mean([meant])
     close = _suggest_closest(last, allowed)
-    if not close and is_anywhere:
+    if not close and (len(path) == 1 or "kind" not in allowed):  # a section of another kind has other keys
         close = did_you_mean(suggest_keys(paths, word))
     return close or f"; expected one of {', '.join(allowed)}"
 

@@ -26,8 +26,6 @@ from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder, find_folder
 from vqclip.tokenizer.loading import load_tokenizer
 from vqclip.train.export import load_model
 
-__all__ = ["Answers", "Coded"]
-
 MAX_TEXT = 20_000
 """Longest caption or list of classes in characters; towers read far less."""
 MAX_CLASSES = 1000
@@ -82,8 +80,8 @@ class Answers:
             device: device of the tokenizers.
 
         Raises:
-            CheckpointError: a folder is damaged or contains no codes, or the index is of another tokenizer.
-            ConfigError: images without an index.
+            CheckpointError: a folder is damaged, or the index is of another tokenizer.
+            ConfigError: images without an index, or a tokenizer without codes or of images of any shape.
             DataError: the images are not those that the index was built from.
         """
         if images and index is None:
@@ -92,24 +90,15 @@ class Answers:
         if any((each / CONFIG_FILE).is_file() for each in (path, path / "tokenizer")):
             held = list(TokenizerFolder.open(find_folder(path)).config.modalities)
         image, text, scale = None, None, None
-        if held == ["image"]:
-            image = load_tokenizer(path, "image").to(device)
-        elif held == ["text"]:
+        if held == ["text"]:
             text = load_tokenizer(path, "text").to(device)
         else:
-            model = load_model(folder).model.to(device)
-            image, text, scale = model.image, model.text, float(model.logit_scale.detach().exp())
-        if image is not None and not isinstance(image.tower.size, int):
-            raise ConfigError(
-                f"{folder}: its images have any shape (image.tower.kind: naflex), which the demo does not show; "
-                "expected a tokenizer with an image_size"
-            )
-        for tokenizer in (image, text):
-            if tokenizer is not None and not tokenizer.codebook_sizes:
-                raise CheckpointError(
-                    f"{folder}: its {tokenizer.modality} tokenizer has no codes (quantizer: identity); expected one "
-                    "with codebooks"
-                )
+            model = load_model(folder, images_alone=True).model.to(device)
+            image, text = model.image, getattr(model, "text", None)
+            scale = None if text is None else float(model.logit_scale.detach().exp())
+        for tokenizer in filter(None, (image, text)):
+            tokenizer.require_image_size("the demo")
+            tokenizer.require_codes(f"{folder}:")
         if index is None:
             return Answers(image, text, scale)
         loaded = CodeIndex.load(index)

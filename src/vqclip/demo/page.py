@@ -16,11 +16,9 @@ from torch import Tensor
 from vqclip.data import mask_credentials
 from vqclip.data.sources.class_names import DEFAULT_TEMPLATE
 from vqclip.demo.answers import Answers, Coded
-from vqclip.errors import ConfigError, VqclipError, printable
+from vqclip.errors import ConfigError, VqclipError, import_extra, printable
 from vqclip.evaluation.image_details import codebook_names, token_grid
 from vqclip.report.images import draw_map, find_grid
-
-__all__ = ["build_page", "serve"]
 
 T = TypeVar("T")
 _CSS = """
@@ -157,10 +155,7 @@ def serve(folder: str, answers: Answers, host: str, port: int, ready: Callable[[
     local = {"NO_PROXY": "127.0.0.1,localhost", "GRADIO_ANALYTICS_ENABLED": "False"}
     with tempfile.TemporaryDirectory(prefix="vqclip-demo-") as uploads:
         os.environ |= local | {"GRADIO_TEMP_DIR": uploads}
-        try:
-            import gradio as gr
-        except ImportError as error:
-            raise ConfigError(f"vqclip demo needs Gradio ({error}): pip install 'vqclip[demo]'") from None
+        gr = import_extra("gradio", "demo", "vqclip demo ")
         theme = gr.themes.Base(font="system-ui", font_mono="ui-monospace")  # fonts of the visitor: none is fetched
         page = build_page(folder, answers)
         try:

@@ -196,23 +196,22 @@ class Methods:
         assert self._ids is not None
         ids, tokenizer = self._ids[self._done : self._done + count].long(), self._tokenizer
         self._done += count
-        if tokenizer.pixels is None or (detail := tokenizer.pixels.detail) is None:
+        if (detail := tokenizer.require_pixels().detail) is None:
             return ids
         sizes = detail.codebook_sizes
         save_ids(self._detail_file, tokenizer.encode_detail(inputs), sizes)
         return torch.cat((ids, load_ids(self._detail_file, sizes).long()), dim=-1)
 
     def _through_the_tower(self, inputs: Tensor) -> Decoded:
-        tokenizer = self._tokenizer
-        assert tokenizer.pixels is not None
-        inputs, detail = inputs.to(tokenizer.device), tokenizer.pixels.detail
+        tokenizer, decoder = self._tokenizer, self._tokenizer.require_pixels()
+        inputs, detail = inputs.to(tokenizer.device), decoder.detail
         x, mask = tokenizer.features(inputs)
         further = None if detail is None else detail.quantizer.continuous(detail.branch(inputs))
         continuous = to_uint8(tokenizer.pixels_of(tokenizer.quantizer.continuous(x, mask), further))
         yield BYPASSED, continuous if self._ids is not None else self._keep(continuous), None
         if self._ids is not None:
             further = None if detail is None else detail(inputs).vectors
-            stages, quantizer = tokenizer.pixels.stages, tokenizer.quantizer
+            stages, quantizer = decoder.stages, tokenizer.quantizer
             vectors = quantizer(x, mask).vectors if stages is None else quantizer.first_stages(x, stages, mask)
             yield QUANTIZED, to_uint8(tokenizer.pixels_of(vectors, further)), None
 

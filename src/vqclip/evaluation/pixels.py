@@ -17,7 +17,7 @@ from torchvision.transforms.v2 import InterpolationMode
 
 from vqclip.data import EvalBatch, Source, mask_credentials
 from vqclip.data.sources.class_names import DEFAULT_TEMPLATE
-from vqclip.errors import ConfigError, DataError
+from vqclip.errors import DataError
 from vqclip.evaluation.details import Details, Interval
 from vqclip.evaluation.encode import Encoded, Encoder, Mode, load_ids
 from vqclip.evaluation.image_details import ImageDetails, make_details
@@ -69,8 +69,8 @@ class PixelQualityConfig(ImagesConfig):
 
     def require(self, model: nn.Module) -> None:
         """Raise ConfigError if a model has no pixel decoder, or a network of the distances cannot be loaded."""
-        tokenizer = require_pixel_decoder(model.image)  # type: ignore[arg-type]
-        Distances(self.distances, _size(tokenizer), tokenizer.device)
+        tokenizer: Any = model.image
+        Distances(self.distances, tokenizer.require_pixels().image_size, tokenizer.device)
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
         """Store, decode and compare every image, and encode the reconstructions again.
@@ -79,8 +79,8 @@ class PixelQualityConfig(ImagesConfig):
             ConfigError: the model has no pixel decoder.
             DataError: the data cannot be used.
         """
-        tokenizer, partition = require_pixel_decoder(model.image), encoder.partition
-        size, sizes, preprocess = _size(tokenizer), tokenizer.codebook_sizes, tokenizer.config.preprocess
+        tokenizer, partition, size = model.image, encoder.partition, model.image.require_pixels().image_size
+        sizes, preprocess = tokenizer.codebook_sizes, tokenizer.config.preprocess
         images, meaning = self._encode_originals(model, encoder, name)
         if not images.annotations:
             raise DataError(f"{self.name}: got no image that can be used")
@@ -178,10 +178,10 @@ class PixelQualityConfig(ImagesConfig):
 
     def _mean_image(self, tokenizer: ImageTokenizer, source: Source, partition: RankPartition) -> Tensor:
         """Return the mean ``(3, S, S)`` uint8 of all images: the best image for all of them, by squared error."""
-        size = _size(tokenizer)
+        size, transform = tokenizer.require_pixels().image_size, pixel_transform(tokenizer)
         total, count = torch.zeros(1, 3, size, size, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         with partition.raise_on_all_ranks():
-            for batch in self.read(source, pixel_transform(tokenizer), partition):
+            for batch in self.read(source, transform, partition):
                 progress.heartbeat()
                 if len(batch):
                     total += batch.images.long().sum(dim=0)
@@ -190,7 +190,7 @@ class PixelQualityConfig(ImagesConfig):
         return (total.double() / count).round().to(torch.uint8)
 
     def _notes(self, model: CLIP, rows: Sequence[PixelRow], methods: Methods) -> list[str]:
-        notes, size = list[str](), _size(model.image)
+        notes, size = list[str](), model.image.require_pixels().image_size
         if self.meaning and not hasattr(model, "text"):
             notes.append("no zero-shot accuracy or R@1 of the reconstructions: the tokenizer is one of images alone")
         for metric, least in (("SSIM", SSIM_SIZE), ("MS-SSIM", MS_SSIM_SIZE)):
@@ -205,25 +205,10 @@ class PixelQualityConfig(ImagesConfig):
         return notes
 
 
-def require_pixel_decoder(tokenizer: ImageTokenizer) -> ImageTokenizer:
-    """Return the tokenizer; raise ConfigError if it has no pixel decoder."""
-    if tokenizer.pixels is None:
-        raise ConfigError(
-            "got kind pixels for a model without a pixel decoder; expected one that a run with "
-            "`task: pixels` or with model.image.pixels has trained, or no evaluation of this kind"
-        )
-    return tokenizer
-
-
 def describe_data(data: Any) -> str:
     """Return kind, path and split of data in words, without credentials."""
     parts = [data.kind, getattr(data, "path", None), (split := getattr(data, "split", None)) and f"split {split}"]
     return mask_credentials(" ".join(str(part) for part in parts if part))
-
-
-def _size(tokenizer: ImageTokenizer) -> int:
-    assert tokenizer.pixels is not None
-    return tokenizer.pixels.image_size
 
 
 def _rows(columns: Sequence[Sequence[str]], values: Sequence[Sequence[float]], methods: Methods) -> list[PixelRow]:

@@ -80,9 +80,8 @@ def decoded_prefixes(tokenizer: ImageTokenizer) -> list[DecodedPrefix]:
 
     Of a decoder that reads first stages alone, these are all that there are.
     """
-    assert tokenizer.pixels is not None
-    whole, detail = tokenizer.quantizer.extent, tokenizer.pixels.detail
-    extent = whole._replace(stages=tokenizer.pixels.stages or whole.stages)
+    decoder, whole = tokenizer.require_pixels(), tokenizer.quantizer.extent
+    detail, extent = decoder.detail, whole._replace(stages=decoder.stages or whole.stages)
     none = None if detail is None else 0
     found = [
         DecodedPrefix(prefix_label(each, whole) or ALL_IDS, prefix_bits(tokenizer, each), each, none)
@@ -112,8 +111,7 @@ def prefix_label(prefix: Prefix, whole: Prefix) -> str:
 
 def pixel_transform(tokenizer: ImageTokenizer) -> EvalTransform:
     """Return the transform of the originals: that of the tokenizer, at the size of the decoded images."""
-    assert tokenizer.pixels is not None
-    return tokenizer.config.preprocess.build(tokenizer.pixels.image_size)
+    return tokenizer.config.preprocess.build(tokenizer.require_pixels().image_size)
 
 
 def show_reconstructions(
@@ -249,8 +247,8 @@ def write_reconstructions(
             cannot be used, or a decoded pixel is NaN or infinite; raised on every rank.
     """
     names = dist.run_on_main(lambda: _begin_folder(tokenizer, images, out))  # so that all ranks have the same ones
-    assert tokenizer.pixels is not None
-    side, scale = tokenizer.tower.image_size, tokenizer.pixels.image_size / tokenizer.tower.image_size
+    side = tokenizer.tower.image_size
+    scale = tokenizer.require_pixels().image_size / side
     interpolation = InterpolationMode(tokenizer.config.preprocess.interpolation)
     partition, bad = RankPartition.create(True), list[str]()
     with partition.raise_on_all_ranks():

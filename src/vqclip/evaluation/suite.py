@@ -64,21 +64,20 @@ def scalar_names(tasks: Sequence[EvaluationConfig], *, codes: bool = True) -> li
     ]
 
 
-def prepare(tasks: Sequence[EvaluationConfig], model: nn.Module | None = None, *, distributed: bool = True) -> None:
-    """Open the data of every task; draw and index data that is not prepared yet.
+def prepare(tasks: Sequence[EvaluationConfig], model: nn.Module | None = None) -> None:
+    """Open the data of every task on all ranks; draw and index data that is not prepared yet.
 
     Training calls this first, so that a wrong path is reported before the work and not after it.
 
     Args:
         tasks: as for `evaluate`.
         model: model that will be evaluated, if there is one already.
-        distributed: as for `evaluate`.
 
     Raises:
         ConfigError: the model has no part that a task needs, such as a pixel decoder.
         DataError: the data cannot be used.
     """
-    partition = RankPartition.create(distributed)
+    partition = RankPartition.create(True)
     for number, task in enumerate(tasks):
         with name_section(f"evaluation[{number}]"):
             if model is not None:

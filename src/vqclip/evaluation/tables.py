@@ -11,7 +11,7 @@ from vqclip.errors import count_noun, printable
 from vqclip.evaluation.encode import MODES, Mode
 from vqclip.evaluation.results import PixelResult, Result
 
-_MODE_TITLES = ("continuous", "quantized", "codes only")
+MODE_TITLES = {"continuous": "continuous", "quantized": "quantized", "codes_only": "codes only"}
 _WIDE = 80
 """Columns of a table from which its heads are broken."""
 _DIRECTIONS = {"i2t": "image to text", "t2i": "text to image"}
@@ -30,7 +30,7 @@ _PIXEL_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
 def format_results(results: Sequence[Result]) -> str:
     """Return a table of the figures in percent and a table of the codes, with the notes below."""
     figures = [*_group_rows((_title(result), row) for result in results for row in _figure_rows(result))]
-    parts = [table(("%", *_MODE_TITLES, "chance"), figures, left=1)] if figures else []
+    parts = [table(("%", *MODE_TITLES.values(), "chance"), figures, left=1)] if figures else []
     parts += [_pixel_table(result, result.pixels) for result in results if result.pixels is not None]
     codes = [*_group_rows(dict.fromkeys((result.name, row) for result in results for row in _code_rows(result)))]
     if codes:
@@ -45,7 +45,7 @@ def format_results(results: Sequence[Result]) -> str:
 def format_line(result: Result) -> str:
     """Return the main figures of a result in one line, as the ids alone give them if there are codes."""
     mode, figures = main_figures(result)
-    title = f"{result.name} ({_MODE_TITLES[MODES.index(mode)]})"
+    title = f"{result.name} ({MODE_TITLES[mode]})"
     if result.pixels is not None:
         shown = [f"{key.upper()} {format_figure(key, value)}" for key, value in figures.items()]
         return printable(f"{title}: {', '.join(shown)}", one_line=True)

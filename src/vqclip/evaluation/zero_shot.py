@@ -202,18 +202,13 @@ def read_classes(path: Path, known: Sequence[str]) -> tuple[Names, ...]:
     else:
         try:
             content = _JSON.validate_python(json.loads(folder.read(path.name, _NAMES)))
-        except ValidationError as error:
-            problem = validation_problems(error)[0]
         except (ValueError, RecursionError) as error:
-            problem = str(error)
-        else:
-            found = [_names(path, each) for each in (_in_order(path, content, known))]
-            problem = ""
-        if problem:
+            problem = validation_problems(error)[0] if isinstance(error, ValidationError) else error
             raise DataError(
                 f"{path}: {problem}; expected a list with a name or a list of names for each class, or an object that "
                 "maps the data's class names to them"
-            )
+            ) from error
+        found = [_names(path, each) for each in _in_order(path, content, known)]
     if len(found) != len(known):
         raise DataError(f"{path}: got {len(found)} classes; expected {len(known)}, in the order of {_some(known)}")
     return tuple(found)

@@ -79,16 +79,8 @@ def export_program(tokenizer: AnyTokenizer, part: Part) -> ExportedProgram:
     """
     if part not in (parts := parts_of(tokenizer)):
         raise ConfigError(f"part: got {part!r}, expected one of {', '.join(parts)}, the parts of this tokenizer")
-    if tokenizer.has_shapes:
-        raise ConfigError(
-            "image.tower.kind: got naflex, whose images have any shape, which exported graphs cannot take; expected a "
-            "tower with an image_size"
-        )
-    if not tokenizer.codebook_sizes:
-        raise ConfigError(
-            f"export: the {tokenizer.modality} tokenizer's quantizer is {type(tokenizer.quantizer).__name__}, which "
-            "has no codes to encode to; expected a tokenizer trained with fsq, lfq, bsq, vq, simvq, residual or product"
-        )
+    tokenizer.require_image_size("an exported graph")
+    tokenizer.require_codes("export:")
     training = tokenizer.training
     tokenizer.eval()
     try:

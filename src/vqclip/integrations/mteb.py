@@ -106,11 +106,10 @@ def load(
         folder: of a run, a checkpoint or a tokenizer of images or of both modalities, or a hub name ``owner/name``.
         model_name: name in mteb's results; None: the hub name, or ``vqclip/`` and the name of the folder.
         revision: the revision that is expected, as mteb's ``load_model`` gives it; None: any.
-        mode: embeddings, as in `vqclip.evaluation`. ``codes_only``: from stored ids alone; ``quantized``: the training
-            path; ``continuous``: with the quantizers bypassed.
+        mode: see `vqclip.integrations.open_clip.load`, also for ``precision`` and ``weights``.
         device: cpu, cuda, ...; auto: a GPU if there is one.
         precision: autocast type.
-        weights: of a run or checkpoint with moving averages: averaged ones, or those of its step.
+        weights: averaged or current ones.
 
     Raises:
         CheckpointError: there is no model, or it is damaged.

@@ -136,12 +136,9 @@ def require_mode(tokenizers: Iterable[ImageTokenizer | TextTokenizer], mode: Mod
         raise ConfigError(f"mode: got {mode!r}, expected one of {', '.join(MODES)}")
     if precision not in get_args(Precision):
         raise ConfigError(f"precision: got {precision!r}, expected one of {', '.join(get_args(Precision))}")
-    for tokenizer in tokenizers:
-        if mode == "codes_only" and not tokenizer.codebook_sizes:
-            raise ConfigError(
-                f"mode: got 'codes_only', but the {tokenizer.modality} quantizer has no codes; expected "
-                "'continuous' or 'quantized'"
-            )
+    if mode == "codes_only":
+        for tokenizer in tokenizers:
+            tokenizer.require_codes("mode: got 'codes_only', but")
 
 
 def embed(tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor, mode: Mode, precision: Precision) -> Tensor:

@@ -38,7 +38,6 @@ class CodesEmbedding(nn.Module):
     Args:
         codebook_sizes: K of each codebook.
         width: H.
-        std: standard deviation of the sum at the start.
 
     Raises:
         ShapeError: more than 2^22 codes in all.
@@ -46,12 +45,12 @@ class CodesEmbedding(nn.Module):
 
     starts: Tensor
 
-    def __init__(self, codebook_sizes: tuple[int, ...], width: int, std: float = 1.0):
+    def __init__(self, codebook_sizes: tuple[int, ...], width: int):
         super().__init__()
         require_rows(sum(codebook_sizes))
         self.codebook_sizes, self.width = tuple(codebook_sizes), width
         self.table = nn.Embedding(sum(codebook_sizes), width)
-        nn.init.normal_(self.table.weight, std=std * len(codebook_sizes) ** -0.5)
+        nn.init.normal_(self.table.weight, std=len(codebook_sizes) ** -0.5)  # 1 of the sum
         starts = torch.tensor(list(accumulate(codebook_sizes[:-1], initial=0)))
         self.register_buffer("starts", starts, persistent=False)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from vqclip.config import Modality
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.lm_vocabulary.embedding import mean_rows, projected_rows, require_rows
-from vqclip.nn.inputs import to_int64
+from vqclip.nn.inputs import require_ids
 from vqclip.seeds import derive_seed
 
 INT64_IDS = 2**63
@@ -347,18 +347,11 @@ def require_room(sizes: Sequence[int], offset: int) -> None:
 
 
 def require_integers(name: str, ids: Tensor, ndim: int, shape: str) -> Tensor:
-    """Return integers of any type as int64.
-
-    Raises:
-        ShapeError: for anything but a tensor of integers with ``ndim`` axes; ``shape`` describes what is expected.
-    """
-    if not isinstance(ids, Tensor):
-        raise ShapeError(
-            f"{name}: got a {type(ids).__name__}, expected an int64 tensor {shape}; torch.tensor makes one"
-        )
-    if ids.ndim != ndim:
+    """Return integers with ``ndim`` axes as int64; for ``shape`` and errors see `require_ids`."""
+    wide = require_ids(ids, name, shape)
+    if wide.ndim != ndim:
         raise ShapeError(f"{name}: got shape {tuple(ids.shape)} and dtype {ids.dtype}, expected integers {shape}")
-    return to_int64(name, ids, shape)
+    return wide
 
 
 def require_codes(ids: Tensor, sizes: Sequence[int]) -> Tensor:

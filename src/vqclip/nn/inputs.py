@@ -50,23 +50,18 @@ def require_captions(captions: Any) -> list[str]:
     return list(captions)
 
 
-def require_ids(ids: Any) -> Tensor:
-    """Return ids of any integer dtype as int64; raise ShapeError if they are no tensor of integers."""
+def require_ids(ids: Any, name: str = "ids", shape: str = "(B, N, C)") -> Tensor:
+    """Return ids of any integer dtype as int64, because torch cannot compare uint16, uint32 and uint64.
+
+    Messages contain their ``name`` and the expected ``shape``.
+
+    Raises:
+        ShapeError: no tensor; booleans, floating-point or complex numbers; or uint64 numbers that do not fit int64.
+    """
     if not isinstance(ids, Tensor):
         make = "torch.from_numpy(ids)" if _is_array(ids) else "torch.tensor(ids)"
         remedy = f"; {make} makes one" if _is_array(ids) or isinstance(ids, (list, tuple)) else ""
-        raise ShapeError(f"ids: got {_got(ids)}, expected an int64 tensor (B, N, C) as encode gives it{remedy}")
-    return to_int64("ids", ids, "(B, N, C)")
-
-
-def to_int64(name: str, ids: Tensor, shape: str) -> Tensor:
-    """Return a tensor of any integer dtype as int64, because torch cannot compare uint16, uint32 and uint64.
-
-    Messages contain its ``name`` and the expected ``shape``.
-
-    Raises:
-        ShapeError: booleans, floating-point or complex numbers, or uint64 numbers that do not fit int64.
-    """
+        raise ShapeError(f"{name}: got {_got(ids)}, expected an int64 tensor {shape}{remedy}")
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise ShapeError(f"{name}: got shape {tuple(ids.shape)} and dtype {ids.dtype}, expected integers {shape}")
     wide = ids.long()

@@ -25,8 +25,6 @@ from vqclip.errors import ConfigError, name_section
 from vqclip.pixels.networks import FeatureNetwork, Layers, NetworkConfig, build_network
 from vqclip.pixels.terms import PixelTermConfig
 
-__all__ = ["AdversarialConfig", "Discriminator", "FeatureDiscriminatorConfig", "PatchDiscriminatorConfig"]
-
 _SLOPE = 0.2
 _PER_GROUP = 16
 

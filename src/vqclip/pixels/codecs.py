@@ -19,7 +19,7 @@ _OPTIONS: dict[Codec, dict[str, int | bool]] = {"webp": {"method": 6}, "jpeg": {
 _BEST = 100
 _FURTHER = 3
 """Qualities that are tried after the bisection, because a better WebP is sometimes a few bytes smaller."""
-REDUCED = (1, 2, 4, 8)
+_REDUCED = (1, 2, 4, 8)
 """Factors by which `compress` reduces height and width."""
 
 
@@ -32,7 +32,7 @@ class Compressed(NamedTuple):
     """Size of the file."""
 
 
-def compress(pixels: Tensor, codec: Codec, budget: int, factors: Sequence[int] = REDUCED) -> list[Compressed]:
+def compress(pixels: Tensor, codec: Codec, budget: int) -> list[Compressed]:
     """Compress an image to files of at most ``budget`` bytes, at full and at reduced sizes.
 
     Each file has the largest quality that fits, found by bisection; if none fits, the lowest quality, and more than
@@ -42,13 +42,12 @@ def compress(pixels: Tensor, codec: Codec, budget: int, factors: Sequence[int] =
         pixels: ``(3, H, W)`` uint8.
         codec: WebP (lossy, ``method`` 6, the slowest one) or JPEG (optimised Huffman tables, chroma at half the size).
         budget: bytes.
-        factors: factors by which height and width are reduced (Lanczos), and enlarged again (bicubic).
 
     Returns:
-        One for each factor.
+        One for each factor by which height and width are reduced (Lanczos), and enlarged again (bicubic); 1 first.
     """
     image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-    return [_compress(image, codec, budget, factor) for factor in factors]
+    return [_compress(image, codec, budget, factor) for factor in _REDUCED]
 
 
 def _compress(image: Image.Image, codec: Codec, budget: int, factor: int) -> Compressed:

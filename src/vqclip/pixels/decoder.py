@@ -25,15 +25,6 @@ from vqclip.nn.layers import Block, heads_divide_width
 from vqclip.pixels.detail import Detail, DetailConfig, pixels_per_token, prime_factors, require_groups
 from vqclip.quantizers import Stats
 
-__all__ = [
-    "ConvolutionalPixelsConfig",
-    "PixelDecoder",
-    "PixelDecoderConfig",
-    "PixelsConfig",
-    "TransformerPixelsConfig",
-    "attach",
-]
-
 PIXELS_FILE = "pixels.safetensors"
 """File of a decoder's weights in a tokenizer folder."""
 ImageSize = Annotated[int, Field(ge=8, le=4096)]
@@ -346,11 +337,7 @@ def attach(tokenizer: Any, decoder: PixelDecoder) -> None:
     if modality != "image":
         kind = f"tokenizer of modality {modality!r}" if modality else type(tokenizer).__name__
         raise ConfigError(f"pixels: got a {kind}, expected a tokenizer of images, such as model.image")
-    if tokenizer.has_shapes:
-        raise ConfigError(
-            "pixels: got a tokenizer of images of any shape (image.tower.kind: naflex); pixel decoders need a square "
-            "grid: expected one with an image_size"
-        )
+    tokenizer.require_image_size("a pixel decoder")
     if not isinstance(decoder, PixelDecoder):
         raise ConfigError(
             f"pixels: got a {type(decoder).__name__}, expected a PixelDecoder, as PixelsConfig.build makes"

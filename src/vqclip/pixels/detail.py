@@ -29,8 +29,6 @@ from vqclip.quantizers.vectors import check_ids
 from vqclip.seeds import derive_seed
 from vqclip.towers.image import Normalize
 
-__all__ = ["Detail", "DetailConfig", "pixels_per_token", "prime_factors", "require_groups"]
-
 
 class _Fold(nn.Module):
     """``(B, C, H f, W f)`` → ``(B, C f², H, W)``; unlike `nn.PixelUnshuffle` also for B = 0."""

@@ -19,11 +19,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from vqclip.config import Config
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, import_extra
 from vqclip.pixels.networks import FeatureNetwork, NetworkConfig, build_network
 from vqclip.towers.weights import explain, require_plain_size
-
-__all__ = ["FrechetConfig", "FrechetFeatures", "InceptionConfig", "Moments", "frechet_distance"]
 
 INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 """SHA-256 of ``pt_inception-2015-12-05-6726825d.pth``, which torch-fidelity and pytorch-fid use under other names."""
@@ -91,12 +89,7 @@ class InceptionConfig(Config):
         Raises:
             ConfigError: torch-fidelity is missing, or the file is missing, damaged or of other tensors.
         """
-        try:
-            from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-        except ImportError as error:
-            raise ConfigError(
-                f"network: kind inception needs torch-fidelity ({error}); expected pip install 'vqclip[fidelity]'"
-            ) from error
+        inception = import_extra("torch_fidelity.feature_extractor_inceptionv3", "fidelity", "network: kind inception ")
         path = self.weights.expanduser()
         try:
             require_plain_size(path)
@@ -105,7 +98,8 @@ class InceptionConfig(Config):
             with tempfile.TemporaryDirectory(prefix="vqclip-inception-") as folder:
                 # torch-fidelity would run code in a file; this one contains tensors only.
                 torch.save(state, plain := Path(folder, "weights.pth"))
-                network = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=str(plain))
+                settings = {"feature_extractor_weights_path": str(plain)}
+                network = inception.FeatureExtractorInceptionV3("inception", ["2048"], **settings)
         except Exception as error:  # damaged files raise errors of any kind
             raise ConfigError(
                 f"network.weights: {path} cannot be used ({explain(error)}); expected a file of "

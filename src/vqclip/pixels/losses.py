@@ -31,8 +31,6 @@ from vqclip.pixels.decoder import PixelDecoder, PixelDecoderConfig, PixelsConfig
 from vqclip.pixels.terms import LPIPSConfig, PerceptualConfig, PixelErrorConfig, PixelTerm, PixelTermConfig
 from vqclip.seeds import derive_seed
 
-__all__ = ["PixelLossConfig", "PixelLosses", "PixelLossesConfig", "PixelTrainingConfig", "require_starts"]
-
 PixelLossConfig = Annotated[
     PixelErrorConfig | PerceptualConfig | LPIPSConfig | AdversarialConfig, Field(discriminator="kind")
 ]

@@ -19,18 +19,6 @@ from torch import Tensor
 
 from vqclip.errors import NonFiniteError, ShapeError
 
-__all__ = [
-    "MAX_PSNR",
-    "MS_SSIM_SIZE",
-    "SSIM_SIZE",
-    "compare_images",
-    "mean_figures",
-    "ms_ssim",
-    "psnr",
-    "ssim",
-    "to_uint8",
-]
-
 MAX_PSNR = 100.0
 """PSNR in dB of an image without any error, and the largest value that counts for any other one."""
 _WINDOW, _SIGMA = 11, 1.5

@@ -18,8 +18,6 @@ from vqclip.towers.blocks import block_names
 from vqclip.towers.image import ImageTower, TimmTowerConfig
 from vqclip.towers.open_clip import OpenCLIPImageTowerConfig
 
-__all__ = ["FeatureNetwork", "Layers", "NetworkConfig", "TokenizerNetworkConfig", "build_network", "make_constant"]
-
 Layers = Annotated[tuple[int, ...], Field(min_length=1)]
 """Numbers of blocks of a tower, from 0 at the input; negative ones count from the output."""
 

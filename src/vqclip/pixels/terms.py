@@ -23,8 +23,6 @@ from vqclip.io.tensors import module_digest
 from vqclip.pixels.networks import FeatureNetwork, Layers, NetworkConfig, build_network, make_constant
 from vqclip.towers.weights import load_checkpoint
 
-__all__ = ["LPIPSConfig", "PerceptualConfig", "PixelErrorConfig", "PixelTerm", "PixelTermConfig"]
-
 
 class PixelTerm(nn.Module, ABC):
     """Distance between made and real images: one number an image, so that sums over images add up.

@@ -21,8 +21,6 @@ from vqclip.evaluation.tables import figure_title, percent, table
 from vqclip.report.page import render
 from vqclip.report.plot import COLOURS, PERCENT, Curve, line_chart
 
-__all__ = ["Point", "format_points", "measure", "points_csv", "points_page"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Point:

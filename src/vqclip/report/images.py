@@ -49,7 +49,8 @@ def draw_map(codes: Sequence[int], columns: int) -> Image.Image:
     """Return an image with a pixel for each token, row by row, in the colour of its code; -1 is transparent."""
     rows = -(-len(codes) // columns)
     image = Image.new("RGBA", (columns, rows))
-    image.putdata([_pixel(code) for code in codes] + [(0, 0, 0, 0)] * (rows * columns - len(codes)))
+    colours = [(0, 0, 0, 0) if code < 0 else (*code_colour(code), 255) for code in codes]
+    image.putdata(colours + [(0, 0, 0, 0)] * (rows * columns - len(codes)))
     return image
 
 
@@ -64,18 +65,11 @@ def _address(kind: str, content: bytes) -> Markup:
     return Markup(f"data:{kind};base64,{base64.b64encode(content).decode()}")
 
 
-def _pixel(code: int) -> tuple[int, int, int, int]:
-    if code < 0:
-        return (0, 0, 0, 0)
-    red, green, blue = bytes.fromhex(code_colour(code)[1:])
-    return (red, green, blue, 255)
-
-
-def code_colour(code: int) -> str:
-    """Return the colour of a code as ``#rrggbb``: always the same one, distinct from those of the codes near it."""
+def code_colour(code: int) -> tuple[int, int, int]:
+    """Return red, green and blue of a code: always the same ones, distinct from those of the codes near it."""
     hue, shade = code * _GOLDEN % 1, code * _PLASTIC % 1
     red, green, blue = colorsys.hls_to_rgb(hue, 0.38 + 0.32 * shade, 0.45 + 0.4 * (code * _GOLDEN * _PLASTIC % 1))
-    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+    return round(255 * red), round(255 * green), round(255 * blue)
 
 
 def find_grid(tokens: int) -> tuple[int, int]:

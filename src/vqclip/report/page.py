@@ -16,7 +16,7 @@ import vqclip
 from vqclip.errors import ConfigError, printable
 from vqclip.evaluation.details import DIFFERENCE_GAIN
 from vqclip.evaluation.reconstructions import Reconstructions
-from vqclip.evaluation.tables import figure_title
+from vqclip.evaluation.tables import MODE_TITLES, figure_title
 from vqclip.io.atomic import write_text
 from vqclip.report import comparison, run_charts
 from vqclip.report.images import image_uri, thumbnail_uri
@@ -123,9 +123,7 @@ def render_run(run: RunFiles) -> str:
 
 def render(template: str, **values: Any) -> str:
     """Return a template of this package filled with values, which are escaped."""
-    return (
-        _environment().get_template(template).render(version=vqclip.__version__, modes=run_charts.MODE_TITLES, **values)
-    )
+    return _environment().get_template(template).render(version=vqclip.__version__, modes=MODE_TITLES, **values)
 
 
 def reconstructions_page(title: str, found: Reconstructions, facts: Sequence[str], command: str, *, side: int) -> str:

@@ -1,4 +1,4 @@
-"""Figures of a page as SVG: curves over steps, heat maps, and the axes that others are drawn on.
+"""Figures of a page as SVG: curves and heat maps over steps.
 
 Drawn with the colours and the text of the page around them. Not with matplotlib, which takes 30 ms for each and half a
 second to be imported: together more than a tenth of the evaluation of a small run. These take a millisecond.
@@ -146,25 +146,15 @@ class Plot:
     Args:
         x: ends of the horizontal axis.
         y: ends of the vertical axis, its lower end first; of the first above the second, it points downwards.
-        width: in CSS pixels.
         height: in CSS pixels.
-        margins: left, right, bottom and top of the axes, in CSS pixels.
         logarithmic: use a logarithmic vertical axis.
     """
 
     def __init__(
-        self,
-        x: tuple[float, float],
-        y: tuple[float, float],
-        *,
-        width: float = WIDTH,
-        height: float = HEIGHT,
-        margins: tuple[float, float, float, float] = (48, 16, 38, 8),
-        logarithmic: bool = False,
+        self, x: tuple[float, float], y: tuple[float, float], *, height: float = HEIGHT, logarithmic: bool = False
     ):
-        self.width, self.height, self._logarithmic = width, height, logarithmic
-        self.left, right, bottom, self.top = margins
-        self.right, self.bottom = width - right, height - bottom
+        self.height, self._logarithmic = height, logarithmic
+        self.left, self.right, self.top, self.bottom = 48, WIDTH - 16, 8, height - 38
         self._x, self._y = _widen(*x), _widen(*(map(math.log, y) if logarithmic else y))
         self._parts: list[Markup] = []
 
@@ -206,9 +196,9 @@ class Plot:
                 name,
             )
 
-    def line(self, points: Iterable[tuple[float, float]], colour: int, style: str = "line") -> None:
+    def line(self, points: Iterable[tuple[float, float]], colour: int) -> None:
         """Draw a line through points."""
-        self._add('<path class="{} c{}" d="{}"/>', style, colour, self._path(points))
+        self._add('<path class="line c{}" d="{}"/>', colour, self._path(points))
 
     def dots(self, points: Iterable[tuple[float, float]], colour: int) -> None:
         """Draw a dot at each point."""
@@ -235,7 +225,7 @@ class Plot:
     def svg(self, description: str) -> Markup:
         """Return the figure, with a text for those who cannot see it."""
         head = Markup('<svg viewBox="0 0 {:g} {:g}" role="img" aria-label="{}">').format(
-            self.width, self.height, plain(description, 300)
+            WIDTH, self.height, plain(description, 300)
         )
         return head + Markup("").join(self._parts) + Markup("</svg>")
 

@@ -10,14 +10,13 @@ from markupsafe import Markup
 
 from vqclip.evaluation.details import Codes, Gallery, ShownImage
 from vqclip.evaluation.pixel_methods import CODES
-from vqclip.evaluation.tables import figure_title
+from vqclip.evaluation.tables import MODE_TITLES, figure_title
 from vqclip.report.images import draw_map, find_grid, png_uri
 from vqclip.report.plot import PERCENT, Chart, Curve, heat_map, line_chart
 from vqclip.report.run_files import MAX_FIGURES, Task, split_names
 from vqclip.runlog.health import CODED, Codebook
 from vqclip.runlog.metrics import Curves
 
-MODE_TITLES = {"continuous": "continuous", "quantized": "quantized", "codes_only": "codes only"}
 MAX_CURVES = 8
 FEW_CODEBOOKS = 4
 """Codebooks up to which each has a curve; more are a heat map."""

@@ -13,7 +13,7 @@ Layout of a data set's folder:
 Every sample's `.json` contains its scene: the objects and the background. `vqclip data draw` draws it.
 """
 
-from vqclip.scenes.make import ScenesConfig, ScenesPaths, make_scenes
+from vqclip.scenes.make import ScenesConfig, make_scenes
 from vqclip.scenes.splits import HELD_OUT, TRAINED
 
-__all__ = ["HELD_OUT", "TRAINED", "ScenesConfig", "ScenesPaths", "make_scenes"]
+__all__ = ["HELD_OUT", "TRAINED", "ScenesConfig", "make_scenes"]

@@ -61,24 +61,8 @@ class ScenesConfig(Config):
     """Images in a tar."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ScenesPaths:
-    """Folders of a data set: caption shards in `train` and `val`, clip_benchmark's layout in `test` and `heldout`."""
-
-    root: Path
-    train: Path
-    val: Path
-    test: Path
-    heldout: Path
-
-    @classmethod
-    def under(cls, root: Path) -> ScenesPaths:
-        """Return the paths of a data set in `root`."""
-        return cls(root, root / "train", root / "val", root / "test", root / "heldout")
-
-
-def make_scenes(root: str | Path | None = None, config: ScenesConfig | None = None) -> ScenesPaths:
-    """Draw the data set unless it exists.
+def make_scenes(root: str | Path | None = None, config: ScenesConfig | None = None) -> Path:
+    """Draw the data set unless it exists, and return its folder, which has one for each split.
 
     The same configuration gives the same scenes and captions everywhere, and the same bytes with the same Pillow.
     It is drawn in a temporary folder and renamed when it is complete, so an interrupted run leaves no partial data set.
@@ -93,28 +77,24 @@ def make_scenes(root: str | Path | None = None, config: ScenesConfig | None = No
     """
     config = config or ScenesConfig()
     cache = Path(root) if root is not None else cache_folder()
-    final = cache / folder_name(config)
+    digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+    final = cache / f"scenes-v{VERSION}.{_LAYOUT}-{digest[:10]}"
     try:
         make_once(final, lambda aside: _draw(aside, config))
     except OSError as error:
         raise DataError(f"{final.parent}: cannot be written ({error}); set VQCLIP_CACHE to another folder") from error
     _check(final, config)
-    return ScenesPaths.under(final)
-
-
-def folder_name(config: ScenesConfig) -> str:
-    """Return the data set's name in the cache: `scenes-v<version>.<layout>-<hash of the configuration>`."""
-    return f"scenes-v{VERSION}.{_LAYOUT}-{hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:10]}"
+    return final
 
 
 def _draw(folder: Path, config: ScenesConfig) -> None:
     start, total = time.monotonic(), config.train + config.val + config.test + config.heldout
     logger.info("drawing %d images into %s (once)", total, folder.parent)
-    paths, seed, size, shard = ScenesPaths.under(folder), config.seed, config.image_size, config.shard_size
-    write_captioned(paths.train, train_samples(seed, config.train, size), shard)
-    write_captioned(paths.val, val_samples(seed, config.val, size), shard)
-    for part, split, count in ((paths.test, "test", config.test), (paths.heldout, "heldout", config.heldout)):
-        write_labelled(part, labelled_samples(seed, split, count, size), class_names(split), shard)
+    seed, size, shard = config.seed, config.image_size, config.shard_size
+    write_captioned(folder / "train", train_samples(seed, config.train, size), shard)
+    write_captioned(folder / "val", val_samples(seed, config.val, size), shard)
+    for split, count in (("test", config.test), ("heldout", config.heldout)):
+        write_labelled(folder / split, labelled_samples(seed, split, count, size), class_names(split), shard)
     files = {}
     for path in sorted(each for each in folder.rglob("*") if each.is_file()):
         digest = digest_file(path)

@@ -23,12 +23,11 @@ from vqclip.errors import CheckpointError, DataError, ShapeError
 from vqclip.io.atomic import FileDigest, digest_file, replace_folder, require_replaceable, verify_file
 from vqclip.io.json_files import add_checksum, read_checked
 from vqclip.io.tensors import open_tensors, save_tensors
+from vqclip.lm_vocabulary.layouts import require_codes
 from vqclip.nn.inputs import require_ids
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
 from vqclip.tokenizer.folder import ID_LAYOUT_VERSION
 from vqclip.tokenizer.stored import fingerprint
-
-__all__ = ["CodeIndex", "Origin", "Packing", "build_index"]
 
 INDEX_FILE = "index.json"
 CODES_FILE = "codes.safetensors"
@@ -116,18 +115,11 @@ class Packing:
         return [(column, shift, codebook) for column, (codebook, shift) in enumerate(places)]
 
     def _require(self, ids: Tensor) -> None:
-        expected = (self.num_tokens, len(self.codebook_sizes))
-        if ids.ndim != 3 or tuple(ids.shape[1:]) != expected or ids.is_floating_point() or ids.dtype == torch.bool:
-            raise ShapeError(
-                f"ids: got {tuple(ids.shape)} {ids.dtype}, expected (n, {expected[0]}, {expected[1]}) integers"
-            )
-        least, largest = -int(self.absent), torch.tensor([size - 1 for size in self.codebook_sizes], device=ids.device)
-        wide = ids.long()
-        if bool(((wide < least) | (wide > largest)).any()):
-            raise ShapeError(
-                f"ids: got numbers from {int(wide.min())} to {int(wide.max())}, expected {least} to one less than the "
-                f"codebook sizes {self.codebook_sizes}"
-            )
+        wide = require_codes(ids, self.codebook_sizes)
+        if wide.shape[1] != self.num_tokens:
+            raise ShapeError(f"ids: got {wide.shape[1]} tokens, expected {self.num_tokens}")
+        if not self.absent and bool((wide < 0).any()):
+            raise ShapeError("ids: got -1, expected none, as the packing has no absent ids")
 
 
 def _is_local(path: str) -> str:

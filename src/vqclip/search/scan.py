@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -26,12 +25,10 @@ from vqclip.data import ShardedSource
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.prepare import open_images
 from vqclip.data.samples import read_decoded
-from vqclip.errors import CheckpointError, ConfigError, DataError, ShapeError, StorageError
+from vqclip.errors import CheckpointError, ConfigError, DataError, ShapeError, StorageError, import_extra
 from vqclip.search.index import CodeIndex
 from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.stored import fingerprint
-
-__all__ = ["CodeSearch", "FaissSearch", "Hit", "SearchResult", "find_hits", "open_indexed"]
 
 _CHUNK = 4096
 _LOW, _MAGNITUDE = 2**32 - 1, 2**31 - 1
@@ -66,11 +63,6 @@ class CodeSearch:
         self.index, self.tokenizer = index, tokenizer
         self._by_code = None if index.row is None else index.row.long().sort(stable=True)
         self._kept = list(_embed_codes(index, tokenizer)) if keep else None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory: the index and the embeddings that are kept."""
-        return self.index.nbytes + sum(each.nbytes for each in self._kept or ())
 
     def search(self, queries: Tensor, k: int = 10) -> SearchResult:
         """Return the k best items of every query, best first.
@@ -130,23 +122,15 @@ class FaissSearch:
     """
 
     def __init__(self, index: CodeIndex, tokenizer: Tokenizer, factory: str = "Flat"):
-        try:
-            self._faiss = import_module("faiss")
-        except ImportError as error:
-            raise ConfigError(f"faiss: not installed ({error}); pip install 'vqclip[search]'") from error
+        faiss = import_extra("faiss", "search", "FaissSearch ")
         self._width, vectors = tokenizer.embed_dim, embeddings(index, tokenizer).numpy()
         try:
-            self._index = self._faiss.index_factory(self._width, factory, self._faiss.METRIC_INNER_PRODUCT)
+            self._index = faiss.index_factory(self._width, factory, faiss.METRIC_INNER_PRODUCT)
         except RuntimeError as error:
             raise ConfigError(f"factory: got {factory!r}, which faiss refuses: {error}") from error
         if not self._index.is_trained:
             self._index.train(vectors)
         self._index.add(vectors)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the serialised faiss index."""
-        return len(self._faiss.serialize_index(self._index))
 
     def search(self, queries: Tensor, k: int = 10) -> SearchResult:
         """Return the best items; -1 in place of items if faiss finds fewer than k.

@@ -58,7 +58,7 @@ from vqclip.process.memory import keep_freed_memory
 from vqclip.runlog.bar import ProgressBar
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.folder import CONFIG_FILE, TokenizerFolder, find_folder
-from vqclip.tokenizer.loading import load_tokenizer
+from vqclip.tokenizer.loading import load_whole
 from vqclip.tokenizer.stored import fingerprint
 from vqclip.towers import CaptionLengths
 
@@ -311,19 +311,12 @@ def finish_folder(
 
 def _load_encoders(options: Options, device: torch.device) -> tuple[Encoders, TokenizerInfo]:
     """Load the tokenizers and describe them, both from one folder in one state."""
-    home = find_folder(options.tokenizer)  # once: a name on the hub may mean another model a moment later
-    TokenizerFolder.open(home)  # verifies it
-    body, _ = read_json(home / CONFIG_FILE)
-    image = load_tokenizer(home, "image").to(device) if options.modality != "text" else None
-    text = load_tokenizer(home, "text").to(device) if options.modality != "image" else None
-    for tokenizer in (image, text):
-        if tokenizer is not None and not tokenizer.codebook_sizes:
-            raise ConfigError(
-                f"--tokenizer: the {tokenizer.modality} tokenizer in {options.tokenizer} has no codes (its quantizer "
-                "is the identity), so there are no ids; expected one with a codebook"
-            )
-    if read_json(home / CONFIG_FILE)[0] != body:
-        raise CheckpointError(f"{home}: changed while it was loaded; run the command again")
+    opened = TokenizerFolder.open(find_folder(options.tokenizer))  # once: a hub name may change its meaning
+    image: Any = load_whole(opened, "image").to(device) if options.modality != "text" else None
+    text: Any = load_whole(opened, "text").to(device) if options.modality != "image" else None
+    body, _ = read_json(opened.path / CONFIG_FILE)
+    if body["weights"] != opened.config.weights.model_dump():
+        raise CheckpointError(f"{opened.path}: changed while it was loaded; run the command again")
     info = TokenizerInfo(
         image=None if image is None else fingerprint(image),
         text=None if text is None else fingerprint(text),
@@ -337,11 +330,8 @@ def _load_encoders(options: Options, device: torch.device) -> tuple[Encoders, To
 def _layout(tokenizer: ImageTokenizer | TextTokenizer | None) -> IdLayout | None:
     if tokenizer is None:
         return None
-    if tokenizer.has_shapes:
-        raise ConfigError(
-            "--tokenizer: its images have any shape (image.tower.kind: naflex), which token shards do not store; "
-            "expected one with an image_size, or --modality text"
-        )
+    tokenizer.require_codes("--tokenizer:")
+    tokenizer.require_image_size("a token shard")
     padded, sizes = isinstance(tokenizer, TextTokenizer), tokenizer.codebook_sizes
     try:
         return IdLayout(num_tokens=tokenizer.num_tokens, codebook_sizes=sizes, padded=padded)

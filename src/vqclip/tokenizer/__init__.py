@@ -10,8 +10,9 @@ After `vqclip.towers`, `vqclip.quantizers` and `vqclip.nn`, whose modules it com
 trains two of them.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from vqclip import lazy_getattr
 
 if TYPE_CHECKING:
     from vqclip.tokenizer.encoder import ImageTokenizer as ImageTokenizer
@@ -30,8 +31,4 @@ __all__ = [
     "TokenizerOutput",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:  # on first use, so that decoding does not import the towers
-        return getattr(import_module(f"{__name__}.encoder"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_getattr(__name__, "encoder")  # so that decoding does not import the towers

@@ -203,11 +203,10 @@ class TokenizerDecoder(nn.Module):
             detail: number of first detail stages to use; None: all that the ids have.
 
         Raises:
-            VqclipError: the tokenizer has no pixel decoder.
             ShapeError: for another shape or dtype, or an id outside its codebook.
-            ConfigError: more stages or codebooks than the quantizer, the ids or the pixel decoder have.
+            ConfigError: no pixel decoder; or more stages or codebooks than the quantizer, the ids or it have.
         """
-        decoder = self._require_pixels()
+        decoder = self.require_pixels()
         ids, further = decoder.split(require_ids(ids), len(self.codebook_sizes), detail)
         stages = decoder.stages if stages is None else stages
         if decoder.stages is not None and stages is not None and stages > decoder.stages:
@@ -224,7 +223,7 @@ class TokenizerDecoder(nn.Module):
         ``quantizer.first_stages``. Values are not clamped and may be a little outside of 0..1; see
         `PixelDecoder.forward`, also for ``detail``.
         """
-        return self._require_pixels()(vectors, detail)
+        return self.require_pixels()(vectors, detail)
 
     @staticmethod
     def to_pil(pixels: Tensor) -> list[Image]:
@@ -290,7 +289,7 @@ class TokenizerDecoder(nn.Module):
 
     def encode_pixels(self, images: Any) -> Tensor:
         """Raise VqclipError: no pixel decoder, or no tower. Image tokenizers with a tower override this."""
-        self._require_pixels()
+        self.require_pixels()
         return self.encode(images)
 
     encode_detail = encode_pixels
@@ -334,9 +333,25 @@ class TokenizerDecoder(nn.Module):
         # Codes are fp32 numbers whatever the module's dtype is.
         return self.project_out(vectors.to(self.pool.position.dtype), mask)
 
-    def _require_pixels(self) -> PixelDecoder:
+    def require_codes(self, what: str) -> None:
+        """Raise ConfigError if there is no codebook; the message begins with ``what``."""
+        if not self.codebook_sizes:
+            raise ConfigError(
+                f"{what} the {self.modality} quantizer has no codes (Identity); expected one with a codebook"
+            )
+
+    def require_image_size(self, what: str) -> None:
+        """Raise ConfigError if images have any shape, which ``what`` cannot take."""
+        if self.has_shapes:
+            raise ConfigError(
+                f"image.tower.kind: got naflex, whose images have any shape, which {what} cannot take; expected a "
+                "tower with an image_size"
+            )
+
+    def require_pixels(self) -> PixelDecoder:
+        """Return the pixel decoder; raise ConfigError if there is none."""
         if self.pixels is None:
-            raise VqclipError(
+            raise ConfigError(
                 f"this {self.modality} tokenizer has no pixel decoder; expected a folder with {PIXELS_FILE}, which a "
                 "run with task: pixels writes, or vqclip.pixels.attach(tokenizer, decoder) before"
             )

@@ -12,7 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from pydantic import model_validator
@@ -47,9 +47,6 @@ from vqclip.towers.naflex import NaFlexTower
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-TokenizerT = TypeVar("TokenizerT", bound="Tokenizer")
-
 
 _LATER = {"package": None, "pos_embed": "learned", "norm_layer": "layernorm", "mlp_layer": "mlp", "qk_norm": False}
 """Settings of towers that came later, and their defaults, with which a tower is as before."""

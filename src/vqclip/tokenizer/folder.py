@@ -319,11 +319,6 @@ class TokenizerFolder:
             raise CheckpointError(f"{self.path / CONFIG_FILE}: {message}") from error
 
 
-def load_weights(folder: Path, module: nn.Module) -> None:
-    """Load the tensors of ``folder`` into ``module``, bit for bit: every one, and no other; see `read_weights`."""
-    module.load_state_dict(read_weights(folder, module.state_dict()), strict=True)
-
-
 def read_weights(folder: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of ``folder``, mapped from the file: one that is not used takes no memory.
 

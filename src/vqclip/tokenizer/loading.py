@@ -64,16 +64,15 @@ def load_tokenizer(
         raise ValueError(f'modality: got {modality!r}, expected "image" or "text"')
     opened = TokenizerFolder.open(find_folder(folder, revision))
     if encode:
-        tokenizer: TokenizerDecoder = load_whole(opened, modality)
-    else:
-        section = opened.section(modality)
-        tokenizer = opened.load(lambda: section.build(modality), f"{modality}.", ("tower", "reduce", "project_in"))
-        load_pixels(opened, tokenizer)
+        return load_whole(opened, modality)
+    section = opened.section(modality)
+    tokenizer = opened.load(lambda: section.build(modality), f"{modality}.", ("tower", "reduce", "project_in"))
+    load_pixels(opened, tokenizer)
     return tokenizer.requires_grad_(False)
 
 
 def load_whole(opened: TokenizerFolder, modality: Modality) -> ImageTokenizer | TextTokenizer:
-    """Load a tokenizer with its tower from an opened folder."""
+    """Load a tokenizer with its tower from an opened folder, as `load_tokenizer` does."""
     from vqclip.towers.base import rename_tower_errors
 
     config = read_tokenizer_config(opened, modality)
@@ -86,7 +85,7 @@ def load_whole(opened: TokenizerFolder, modality: Modality) -> ImageTokenizer | 
 
     tokenizer = opened.load(build, f"{modality}.")
     load_pixels(opened, tokenizer)
-    return tokenizer
+    return tokenizer.requires_grad_(False)
 
 
 def read_tokenizer_config(opened: TokenizerFolder, modality: Modality) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,8 @@ def save_folder(
     target = expand_home(folder).resolve()  # renaming a link would leave what it points to
 
     def fill(folder: Path) -> None:
-        write_tokenizer_files(folder, config, state, files)
+        write_weights(folder, state)
+        write_config(folder, config, files)
         if "image" in config:
             (folder / PROCESSOR_FILE).write_text(json.dumps({"image_processor_type": PROCESSOR_CLASS}))
         if not (folder / CARD_FILE).exists():  # a user's own, beside which no tokenizer was yet
@@ -110,28 +111,6 @@ def _require_nothing_lost(folder: Path, config: dict[str, Any]) -> None:
         raise ConfigError(f"{folder}: is the working folder, which cannot be replaced; name another folder")
 
 
-def write_tokenizer_files(
-    folder: Path, config: dict[str, Any], state: dict[str, Tensor] | None, files: Mapping[str, bytes] | None = None
-) -> None:
-    """Write ``config`` (JSON-able), ``state`` and ``files`` to ``folder``, which is made if missing; not atomic.
-
-    The weights of a pixel decoder, for which ``config`` has a section ``pixels``, are written to a file of their own.
-    Without ``state``, the weights are in the folder already.
-
-    Raises:
-        NonFiniteError: a tensor contains NaN or infinity, and nothing is written.
-    """
-    if state is not None:
-        write_weights(folder, state)
-    if "pixels" in config:
-        digest = digest_file(folder / PIXELS_FILE)
-        config = config | {"pixels": config["pixels"] | {"weights": digest.model_dump()}}
-    for name, content in (files or {}).items():
-        assert name in EXTRA_FILES, name
-        (folder / name).write_bytes(content)
-    write_config(folder, config, tuple(files or ()))
-
-
 def write_weights(folder: Path, state: dict[str, Tensor]) -> FileDigest:
     """Write ``state`` to ``folder``, which is made if missing, and return the digest of the file; not atomic.
 
@@ -156,9 +135,18 @@ def write_weights(folder: Path, state: dict[str, Tensor]) -> FileDigest:
     return digest_file(folder / WEIGHTS_FILE)
 
 
-def write_config(folder: Path, config: dict[str, Any], files: Collection[str] = ()) -> None:
-    """Write ``config.json`` with the digests of the weights and the further files in ``folder``, and its checksum."""
+def write_config(folder: Path, config: dict[str, Any], files: Mapping[str, bytes]) -> None:
+    """Write ``files``, and ``config`` (JSON-able) with their digests and those of the weights; not atomic.
+
+    The weights are in ``folder`` already.
+    """
     weights = digest_file(folder / WEIGHTS_FILE).model_dump()
+    if "pixels" in config:
+        digest = digest_file(folder / PIXELS_FILE)
+        config = config | {"pixels": config["pixels"] | {"weights": digest.model_dump()}}
+    for name, content in files.items():
+        assert name in EXTRA_FILES, name
+        (folder / name).write_bytes(content)
     digests = {name: digest_file(folder / name).model_dump() for name in files}
     extra: dict[str, Any] = {"files": digests} if digests else {}
     if modalities := tuple(name for name in MODALITIES if name in config):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
@@ -164,85 +165,90 @@ class TimmFeatures(nn.Module):
         return features.flatten(1, 2) if self.channels_last else features.flatten(2).transpose(1, 2)
 
 
-def require_network_args(args: dict[str, Any]) -> dict[str, Any]:
-    """Check the further arguments of a timm model; raise ValueError for one that does not describe the network."""
-    for name in args:
-        if name.startswith(_NOT_ARGS):
-            raise ValueError(
-                f"got {name!r}, which does not describe the network; expected arguments of the model's class. "
-                "Set the size of images, and weights with `pretrained` or `checkpoint`, beside args: a tower has three "
-                "channels and no classifier or pooling, and is built in fp32"
-            )
-    return args
+class TimmConfig(TowerConfig):
+    """Common keys of towers that timm makes."""
 
-
-def require_one_source(config: Any) -> Any:
-    """Check that a timm tower has weights from one source; raise ValueError otherwise."""
-    if config.pretrained and config.checkpoint is not None:
-        raise ValueError(
-            f"got pretrained true and checkpoint {config.checkpoint}, which would replace timm's weights; expected "
-            "one of the two"
-        )
-    return config
-
-
-@contextmanager
-def timm_errors(config: Any, how: str) -> Iterator[None]:
-    """Name the settings of a timm tower in the errors of its making; ``how`` tells what timm was asked for."""
-    import timm
-
-    if not timm.is_model(config.name):
-        raise unknown_model_error("tower.name", "timm", config.name, timm.list_models())
-    try:
-        yield
-    except ConfigError:
-        raise
-    except OSError as error:
-        if not config.pretrained:
-            raise
-        raise ConfigError(
-            f"tower.pretrained: the weights of {config.name!r} are not in timm's cache and cannot be downloaded: "
-            f"{type(error).__name__}: {error}; download them on a machine with network access (the cache is "
-            "that of huggingface_hub), give a local file as tower.checkpoint, or start from random weights "
-            "(pretrained: false)"
-        ) from error
-    except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, LookupError, ArithmeticError) as e:
-        raise ConfigError(
-            f"tower.args: timm model {config.name!r} refuses {config.args} {how}"
-            f"{' with pretrained weights' if config.pretrained else ''}: {type(e).__name__}: {e}"
-        ) from e
-
-
-def load_weights(model: Any, checkpoint: Path | None) -> tuple[Sequence[float], Sequence[float]]:
-    """Load a local file into a timm model, if there is one; return mean and deviation of the pixels that it expects."""
-    defaults: Any = model.pretrained_cfg or {}
-    if checkpoint is not None:
-        classifier = defaults.get("classifier") or ()
-        load_checkpoint(model, checkpoint, [classifier] if isinstance(classifier, str) else classifier)
-    # timm's statistics fit its pretrained weights; without these any will do.
-    return defaults.get("mean", OPENAI_MEAN), defaults.get("std", OPENAI_STD)
-
-
-class TimmTowerConfig(TowerConfig):
-    """An image tower made by ``timm.create_model``."""
-
-    random_weights: ClassVar[dict[str, Any]] = {"pretrained": False, "checkpoint": None, "package": None}
+    random_weights: ClassVar[dict[str, Any]] = {"pretrained": False, "checkpoint": None}
     """Settings to change to build the same network without pretrained weights."""
 
-    kind: Literal["timm"] = "timm"
     name: str
     """Name of the timm model, such as `vit_base_patch16_224` or `convnext_atto`."""
-    image_size: int = Field(ge=8, le=4096)
-    """Height and width of the input in pixels."""
     pretrained: bool = False
     """Load timm's pretrained weights (needs the network or timm's cache)."""
     checkpoint: Path | None = None
     """Local file of pretrained weights (safetensors, or a weights-only PyTorch file)."""
-    package: Literal["efficientnet-lite0"] | None = None
-    """Weights that come as a Python package (extra `small-towers`); `name` may then be left out."""
     args: dict[str, Any] = {}
     """Further arguments of the model, such as `patch_size`, `embed_dim`, `depth`, `num_heads`, `depths`, `dims`.
     Arguments that name weights or files are not allowed."""
+
+    @field_validator("args")
+    @classmethod
+    def _args_are_the_networks(cls, args: dict[str, Any]) -> dict[str, Any]:
+        for name in args:
+            if name.startswith(_NOT_ARGS):
+                raise ValueError(
+                    f"got {name!r}, which does not describe the network; expected arguments of the model's class. "
+                    "Set the size of images, and weights with `pretrained` or `checkpoint`, beside args: a tower has "
+                    "three channels and no classifier or pooling, and is built in fp32"
+                )
+        return args
+
+    @model_validator(mode="after")
+    def _one_source_of_weights(self) -> Self:
+        if self.pretrained and self.checkpoint is not None:
+            raise ValueError(
+                f"got pretrained true and checkpoint {self.checkpoint}, which would replace timm's weights; expected "
+                "one of the two"
+            )
+        return self
+
+    @contextmanager
+    def name_errors(self, how: str) -> Iterator[None]:
+        """Name the settings in the errors of the making of the tower; ``how`` tells what timm was asked for."""
+        import timm
+
+        if not timm.is_model(self.name):
+            raise unknown_model_error("tower.name", "timm", self.name, timm.list_models())
+        try:
+            yield
+        except ConfigError:
+            raise
+        except OSError as error:
+            if not self.pretrained:
+                raise
+            raise ConfigError(
+                f"tower.pretrained: the weights of {self.name!r} are not in timm's cache and cannot be downloaded: "
+                f"{type(error).__name__}: {error}; download them on a machine with network access (the cache is "
+                "that of huggingface_hub), give a local file as tower.checkpoint, or start from random weights "
+                "(pretrained: false)"
+            ) from error
+        except (TypeError, ValueError, AssertionError, RuntimeError, AttributeError, LookupError, ArithmeticError) as e:
+            raise ConfigError(
+                f"tower.args: timm model {self.name!r} refuses {self.args} {how}"
+                f"{' with pretrained weights' if self.pretrained else ''}: {type(e).__name__}: {e}"
+            ) from e
+
+    def load_weights(self, model: Any) -> tuple[Sequence[float], Sequence[float]]:
+        """Load `checkpoint` into a timm model; return mean and deviation of the pixels that the model expects."""
+        defaults: Any = model.pretrained_cfg or {}
+        if self.checkpoint is not None:
+            classifier = defaults.get("classifier") or ()
+            load_checkpoint(model, self.checkpoint, [classifier] if isinstance(classifier, str) else classifier)
+        # timm's statistics fit its pretrained weights; without these any will do.
+        return defaults.get("mean", OPENAI_MEAN), defaults.get("std", OPENAI_STD)
+
+
+class TimmTowerConfig(TimmConfig):
+    """An image tower made by ``timm.create_model``."""
+
+    random_weights: ClassVar[dict[str, Any]] = TimmConfig.random_weights | {"package": None}
+    """Settings to change to build the same network without pretrained weights."""
+
+    kind: Literal["timm"] = "timm"
+    image_size: int = Field(ge=8, le=4096)
+    """Height and width of the input in pixels."""
+    package: Literal["efficientnet-lite0"] | None = None
+    """Weights that come as a Python package (extra `small-towers`); `name` may then be left out."""
     patch_dropout: float = Field(0.0, ge=0, lt=1)
     """Share of the patches of a ViT that each training step leaves out, others for each image: they have no features
     and no codes then. Masks are keyed by seed, step and place of the sample. For towers that train as a whole."""
@@ -260,9 +266,6 @@ class TimmTowerConfig(TowerConfig):
         if isinstance(data, dict) and data.get("package") is not None:
             return {"name": EFFICIENTNET_NAME} | data
         return data
-
-    _args_are_the_networks = field_validator("args")(require_network_args)
-    _one_source_of_weights = model_validator(mode="after")(require_one_source)
 
     @model_validator(mode="after")
     def _keys_fit(self) -> TimmTowerConfig:
@@ -294,10 +297,10 @@ class TimmTowerConfig(TowerConfig):
                 does not fit.
         """
         inner = f" with inner_layers {[*self.inner_layers]}" if self.inner_layers else ""
-        with timm_errors(self, f"at image_size {self.image_size}{inner}"):
+        with self.name_errors(f"at image_size {self.image_size}{inner}"):
             model = self._create()
             _require_whole_patches(model, self.image_size)
-            mean, std = load_weights(model, self.checkpoint)
+            mean, std = self.load_weights(model)
             if self.package is not None:
                 load_efficientnet(model)
             if self.channels_last:

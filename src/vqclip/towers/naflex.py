@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.nn.precision import full_precision
 from vqclip.nn.shapes import LONGEST, PatchBudget, mark_columns, shape_mask
-from vqclip.towers.base import TowerConfig, set_training
-from vqclip.towers.image import ImageTower, load_weights, require_network_args, require_one_source, timm_errors
+from vqclip.towers.base import set_training
+from vqclip.towers.image import ImageTower, TimmConfig
 
 _HIDDEN = -1e4
 """Added to the scores of padding: the softmax of it is 0 in every precision, and finite without any patch."""
@@ -188,11 +187,8 @@ class NaFlexTower(ImageTower):
         return self.size.cut(image)[None].to(self.normalize.mean.device)
 
 
-class NaFlexTowerConfig(TowerConfig):
+class NaFlexTowerConfig(TimmConfig):
     """A ViT for images of any shape: timm's NaFlexVit, with learned positions and a budget of patches an image."""
-
-    random_weights: ClassVar[dict[str, Any]] = {"pretrained": False, "checkpoint": None}
-    """Settings to change to build the same network without pretrained weights."""
 
     kind: Literal["naflex"] = "naflex"
     name: str = "naflexvit_base_patch16_gap"
@@ -200,16 +196,6 @@ class NaFlexTowerConfig(TowerConfig):
     max_tokens: int = Field(ge=4, le=4096)
     """Patches of an image at most. An image is resized, at its own proportions, to as many whole patches as fit; ids
     have one position more."""
-    pretrained: bool = False
-    """Load timm's pretrained weights (needs the network or timm's cache)."""
-    checkpoint: Path | None = None
-    """Local file of pretrained weights (safetensors, or a weights-only PyTorch file)."""
-    args: dict[str, Any] = {}
-    """Further arguments of the model, such as `patch_size`, `embed_dim`, `depth`, `num_heads`, `pos_embed_grid_size`.
-    Arguments that name weights or files are not allowed."""
-
-    _args_are_the_networks = field_validator("args")(require_network_args)
-    _one_source_of_weights = model_validator(mode="after")(require_one_source)
 
     @torch.inference_mode(False)
     def build(self) -> NaFlexTower:
@@ -222,13 +208,13 @@ class NaFlexTowerConfig(TowerConfig):
         from timm import create_model
         from timm.models.naflexvit import NaFlexVitCfg
 
-        with timm_errors(self, f"with max_tokens {self.max_tokens}"):
+        with self.name_errors(f"with max_tokens {self.max_tokens}"):
             model = create_model(self.name, pretrained=self.pretrained, num_classes=0, global_pool="", **self.args)
             known = {field.name for field in dataclasses.fields(NaFlexVitCfg)}
             if unknown := [name for name in self.args if name not in known]:  # older versions of timm ignore them
                 raise TypeError(f"unexpected argument {unknown[0]!r}")
             side = self._patch_size(model)
-            mean, std = load_weights(model, self.checkpoint)
+            mean, std = self.load_weights(model)
             size = PatchBudget(side, self.max_tokens)
             network = NaFlexNetwork(model, min(self.max_tokens, LONGEST))
             tower = NaFlexTower(network, NormalizePatches(size, mean, std))

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import first_names, nonfinite_names
 from vqclip.towers.base import TowerConfig, set_training
@@ -30,17 +31,21 @@ _FAILURES = (
 )
 
 
-class OpenCLIPTowerConfig(TowerConfig):
-    """Common keys of the two halves."""
-
-    random_weights: ClassVar[dict[str, Any]] = {"pretrained": None}
-    """Settings to change to build the same network without pretrained weights."""
+class OpenCLIPConfig(Config):
+    """An open_clip model, for both towers."""
 
     kind: Literal["open_clip"] = "open_clip"
     model: str
     """Name of the open_clip model, such as `ViT-B-16`."""
     pretrained: str | None = None
     """Tag of pretrained weights (`open_clip.list_pretrained()`) or the path of a local file; null: random weights."""
+
+
+class OpenCLIPTowerConfig(OpenCLIPConfig, TowerConfig):
+    """Common keys of the two halves."""
+
+    random_weights: ClassVar[dict[str, Any]] = {"pretrained": None}
+    """Settings to change to build the same network without pretrained weights."""
 
 
 class OpenCLIPImageTowerConfig(OpenCLIPTowerConfig):

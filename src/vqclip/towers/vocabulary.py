@@ -47,6 +47,11 @@ class Vocabulary(ABC):
     padding: int
     description: str
     """Description of how rows are made, for implementations in other languages."""
+    row_error: str
+    """Message on a row that `__call__` never makes: what was got, and what is expected."""
+
+    def __init__(self, context_length: int):
+        self.context_length = context_length
 
     def __call__(self, captions: Sequence[str]) -> Tensor:
         """Map B captions to ``(B, N)`` int64, marks included, with padding after the last token.
@@ -73,20 +78,36 @@ class Vocabulary(ABC):
     def _numbers(self, caption: str) -> list[int]:
         """Return the numbers of the tokens of a caption, without marks."""
 
-    @abstractmethod
     def pieces(self, caption: str) -> tuple[list[str], int]:
         """Return the text of each token of a caption, and how many of them are read before the cut.
 
         Marks are left out. A token that ends inside a character has an empty text, and the next one the character.
         """
+        return self._texts(caption), self.context_length - len(self.before) - len(self.after)
 
     @abstractmethod
+    def _texts(self, caption: str) -> list[str]:
+        """Return the text of each token; see `pieces`."""
+
     def mask(self, tokens: Tensor) -> Tensor:
         """Return bool of the shape ``(B, N)`` of ``tokens``, True at real tokens, which precede all padding."""
+        return tokens != self.padding
+
+    def require_rows(self, tokens: Tensor) -> None:
+        """Check that each row is a caption.
+
+        Raises:
+            ShapeError: a number outside the vocabulary, or a row that `__call__` does not make.
+        """
+        least = min(0, self.padding)
+        for number in tokens[(tokens < least) | (tokens >= self.size)].tolist():
+            raise ShapeError(f"tokens: got the number {number}, expected {least} to {self.size - 1}")
+        for row in (~self._are_captions(tokens)).nonzero().flatten().tolist():
+            raise ShapeError(f"tokens[{row}]: {self.row_error}; tokenizer.preprocess makes such rows from captions")
 
     @abstractmethod
-    def require_rows(self, tokens: Tensor) -> None:
-        """Check the values of rows; raise ShapeError for one that `__call__` does not make."""
+    def _are_captions(self, tokens: Tensor) -> Tensor:
+        """Return ``(B,)`` bool, True at rows ``(B, N)`` of valid numbers that `__call__` can make."""
 
     def files(self) -> Mapping[str, bytes]:
         """Return the files, by name, that a tokenizer folder needs to make the vocabulary again."""
@@ -106,22 +127,18 @@ class BPE(Vocabulary):
     """Number of tokens, and number of the end mark."""
     before, after, padding = (49406,), (49407,), 0
     description = "open_clip's byte pairs: start mark, tokens, end mark, then zeros up to the context length"
-
-    def __init__(self, context_length: int):
-        self.context_length = context_length
+    row_error = f"got a row without the end mark {end_of_text}, expected one after the last token"
 
     def _numbers(self, caption: str) -> list[int]:
         return list(_bpe().encode(caption))
 
-    def pieces(self, caption: str) -> tuple[list[str], int]:
-        """See `Vocabulary.pieces`."""
+    def _texts(self, caption: str) -> list[str]:
         bpe, decoder = _bpe(), codecs.getincrementaldecoder("utf-8")("replace")
-        texts = [
+        return [
             decoder.decode(bytes(bpe.byte_decoder[character] for character in token.removesuffix(_END)))
             + " " * token.endswith(_END)
             for token in map(bpe.decoder.__getitem__, bpe.encode(caption))
         ]
-        return texts, self.context_length - 2
 
     def mask(self, tokens: Tensor) -> Tensor:
         """Return ``(B, N)`` bool, True up to and including the first end mark; a row without one has no real token.
@@ -133,19 +150,8 @@ class BPE(Vocabulary):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return (positions <= end) & is_end.any(dim=1, keepdim=True)
 
-    def require_rows(self, tokens: Tensor) -> None:
-        """Check that each row is a caption.
-
-        Raises:
-            ShapeError: a number outside the vocabulary, or a row without end mark.
-        """
-        for number in tokens[(tokens < 0) | (tokens >= self.size)].tolist():
-            raise ShapeError(f"tokens: got the number {number}, expected 0 to {self.size - 1}")
-        for row in (tokens != self.end_of_text).all(dim=1).nonzero().flatten().tolist():
-            raise ShapeError(
-                f"tokens[{row}]: got a row without the end mark {self.end_of_text}, expected one after the last token; "
-                "tokenizer.preprocess makes such rows from captions"
-            )
+    def _are_captions(self, tokens: Tensor) -> Tensor:
+        return (tokens == self.end_of_text).any(dim=1)
 
 
 class Bytes(Vocabulary):
@@ -160,38 +166,19 @@ class Bytes(Vocabulary):
 
     size, before, after, padding = 258, (), (1,), 0
     description = "bytes of the caption in lower case plus 2, end mark 1, then zeros up to the context length"
-
-    def __init__(self, context_length: int):
-        self.context_length = context_length
+    row_error = "expected bytes, the end mark 1, and zeros"
 
     def _numbers(self, caption: str) -> list[int]:
         text = " ".join(caption.lower().split())
         return [2 + byte for byte in text.encode("utf-8", "replace")]
 
-    def pieces(self, caption: str) -> tuple[list[str], int]:
-        """See `Vocabulary.pieces`."""
+    def _texts(self, caption: str) -> list[str]:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        return [decoder.decode(bytes([number - 2])) for number in self._numbers(caption)], self.context_length - 1
+        return [decoder.decode(bytes([number - 2])) for number in self._numbers(caption)]
 
-    def mask(self, tokens: Tensor) -> Tensor:
-        """Return ``(B, N)`` bool, True where a token is not 0."""
-        return tokens != self.padding
-
-    def require_rows(self, tokens: Tensor) -> None:
-        """Check that each row is a caption.
-
-        Raises:
-            ShapeError: a number outside the vocabulary, or anything but bytes, one end mark and padding.
-        """
-        for number in tokens[(tokens < 0) | (tokens >= self.size)].tolist():
-            raise ShapeError(f"tokens: got the number {number}, expected 0 to {self.size - 1}")
+    def _are_captions(self, tokens: Tensor) -> Tensor:
         ends, lengths = tokens == 1, (tokens != 0).sum(dim=1)
-        is_whole = (ends.sum(dim=1) == 1) & (ends.int().argmax(dim=1) == lengths - 1)
-        for row in (~is_whole).nonzero().flatten().tolist():
-            raise ShapeError(
-                f"tokens[{row}]: expected bytes, the end mark 1, and zeros; tokenizer.preprocess makes such rows from "
-                "captions"
-            )
+        return (ends.sum(dim=1) == 1) & (ends.int().argmax(dim=1) == lengths - 1)
 
 
 class _Bounded(dict[str, str]):
@@ -242,9 +229,11 @@ class FastVocabulary(Vocabulary):
         f"{VOCABULARY_FILE} of the tokenizer folder, with its marks and without its own cut and padding (special "
         "tokens in a caption are ordinary text), then -1 up to the context length"
     )
+    row_error = "got a row that is empty or has a token after padding (-1), expected tokens, then padding"
 
     def __init__(self, content: bytes, context_length: int):
-        self._content, self.context_length = content, context_length
+        super().__init__(context_length)
+        self._content = content
         tokenizers = import_extra("tokenizers", "transformers", "tower.kind: transformers ")
         try:
             self._tokenizer = tokenizer = tokenizers.Tokenizer.from_str(content.decode())
@@ -304,30 +293,12 @@ class FastVocabulary(Vocabulary):
     def _numbers(self, caption: str) -> list[int]:
         return [number for number, _ in self._tokens(caption)]
 
-    def pieces(self, caption: str) -> tuple[list[str], int]:
-        """See `Vocabulary.pieces`."""
-        texts = [text for _, text in self._tokens(caption)]
-        return texts, self.context_length - len(self.before) - len(self.after)
+    def _texts(self, caption: str) -> list[str]:
+        return [text for _, text in self._tokens(caption)]
 
-    def mask(self, tokens: Tensor) -> Tensor:
-        """Return ``(B, N)`` bool, True where there is a token."""
-        return tokens >= 0
-
-    def require_rows(self, tokens: Tensor) -> None:
-        """Check that each row is a caption.
-
-        Raises:
-            ShapeError: a number outside the vocabulary, a row without tokens, or a token after padding.
-        """
-        for number in tokens[(tokens < self.padding) | (tokens >= self.size)].tolist():
-            raise ShapeError(f"tokens: got the number {number}, expected 0 to {self.size - 1}, or -1 at padding")
+    def _are_captions(self, tokens: Tensor) -> Tensor:
         real = self.mask(tokens)
-        wrong = ~real[:, 0] | (real[:, 1:] & ~real[:, :-1]).any(dim=1)
-        for row in wrong.nonzero().flatten().tolist():
-            raise ShapeError(
-                f"tokens[{row}]: got a row that is empty or has a token after padding (-1), expected tokens, then "
-                "padding; tokenizer.preprocess makes such rows from captions"
-            )
+        return real[:, 0] & (real[:, :-1] | ~real[:, 1:]).all(dim=1)
 
     def files(self) -> dict[str, bytes]:
         """Return ``tokenizer.json``, byte for byte."""

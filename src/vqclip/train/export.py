@@ -18,7 +18,7 @@ from vqclip.evaluation import format_figure
 from vqclip.io.atomic import replace_folder, require_replaceable, write_text
 from vqclip.model import CLIP, load_pretrained
 from vqclip.runlog.metrics import EVALUATION, read_metrics
-from vqclip.tokenizer.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, find_folder, load_weights
+from vqclip.tokenizer.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, find_folder, read_weights
 from vqclip.tokenizer.saving import card
 from vqclip.train.ema import CURRENT, Weights, read_averages, use_averages
 from vqclip.train.summary import RunSummary, model_card
@@ -100,7 +100,7 @@ def _load_task(saved: checkpoint.Checkpoint) -> Task:
     except VqclipError as error:
         raise CheckpointError(f"{saved.path}: cannot be used without its run's configuration: {error}") from error
     task.require_own(saved.model_folder)
-    load_weights(saved.model_folder, task.model)
+    task.model.load_state_dict(read_weights(saved.model_folder, task.model.state_dict()), strict=True)
     task.evaluated.eval()
     return task
 

@@ -310,8 +310,8 @@ class ScenesSourceConfig(SourceConfigBase):
         return self._shards_config().build()
 
     def _shards_config(self) -> CaptionShardsConfig | ClassShardsConfig:
-        paths = make_scenes(config=self.drawing)
         split = self.split or "train"
+        folder = make_scenes(config=self.drawing) / split
         if split in ("train", "val"):
-            return CaptionShardsConfig(path=str(getattr(paths, split)))
-        return ClassShardsConfig(path=getattr(paths, split), split="test")
+            return CaptionShardsConfig(path=str(folder))
+        return ClassShardsConfig(path=folder, split="test")

@@ -119,11 +119,7 @@ class FolderModel(PreTrainedModel):
         if stored is None:
             name = type(self).__name__
             raise ConfigError(f"{name}: got a configuration without weights; expected {name}.from_pretrained")
-        if getattr(getattr(stored, "image", stored), "has_shapes", False):
-            raise ConfigError(
-                "image.tower.kind: got naflex, whose images have any shape, which models of transformers do not take; "
-                "expected a tokenizer with an image_size"
-            )
+        getattr(stored, "image", stored).require_image_size("a model of transformers")
         setattr(self, self.stored_name, stored)
         self.post_init()
 
@@ -394,12 +390,9 @@ class VqclipModel(FolderModel):
         embeddings: str = config.embeddings
         if embeddings not in _EMBEDDINGS:
             raise ConfigError(f"embeddings: got {embeddings!r}, expected one of {', '.join(_EMBEDDINGS)}")
-        for tokenizer in (self.clip.image, self.clip.text):
-            if embeddings == "codes_only" and not tokenizer.codebook_sizes:
-                raise ConfigError(
-                    f"embeddings: got 'codes_only', but the {tokenizer.modality} quantizer has no codes; expected "
-                    "'continuous'"
-                )
+        if embeddings == "codes_only":
+            self.clip.image.require_codes("embeddings: got 'codes_only', but")
+            self.clip.text.require_codes("embeddings: got 'codes_only', but")
 
     @classmethod
     def _load(cls, folder: Path) -> CLIP:

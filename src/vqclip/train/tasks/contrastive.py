@@ -26,7 +26,7 @@ from vqclip.pixels.losses import PixelLosses, require_starts
 from vqclip.quantizers import Quantizer, Stats, sync
 from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.folder import PIXELS_PREFIX, WEIGHTS_FILE
-from vqclip.tokenizer.saving import write_tokenizer_files
+from vqclip.tokenizer.saving import write_config
 from vqclip.towers import ImageTower, TextTower
 from vqclip.towers.base import FromStep
 from vqclip.train.config import BottleneckConfig, TaskConfig
@@ -224,7 +224,7 @@ class ContrastiveTask(Task):
 
     def write_model(self, folder: Path, extra: Mapping[str, Any]) -> None:
         """Make a tokenizer folder."""
-        write_tokenizer_files(folder, self.model.section() | dict(extra), None, self.model.files())
+        write_config(folder, self.model.section() | dict(extra), self.model.files())
 
     def export(self, folder: Path) -> None:
         """Write both tokenizers and the temperature."""

@@ -246,10 +246,7 @@ class PixelTrainConfig(TaskConfig):
         with dist.raise_on_all_ranks():
             whole = _load_frozen(self.tokenizer).to(device)
             image = whole.image
-            if not image.codebook_sizes:
-                raise ConfigError(
-                    f"tokenizer: {self.tokenizer} has no codes (quantizer kind identity); expected another"
-                )
+            image.require_codes(f"tokenizer: {self.tokenizer}:")
             config = PixelsConfig(decoder=self.decoder, image_size=image.tower.image_size, detail=self.detail)
             try:
                 pixels_per_token(image.num_tokens, config.image_size)
