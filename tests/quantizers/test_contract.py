@@ -175,6 +175,10 @@ class TestOutput:
             assert same_bits(quantizer.decode(out.ids), out.vectors)
         assert torch.isfinite(out.vectors).all()
 
+    def test_codes_are_float32_numbers_also_where_vectors_are_float64(self, discrete: Quantizer) -> None:
+        wide = discrete(vectors_for(discrete, 200, 5).double())
+        assert torch.equal(discrete.decode(wide.ids).double(), wide.vectors)
+
     def test_decoded_vectors_quantize_to_their_own_ids(self, discrete: Quantizer) -> None:
         """Two ids never share a vector: a random id is found again in its vector."""
         generator = torch.Generator().manual_seed(0)
