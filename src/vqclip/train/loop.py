@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from vqclip import dist
 from vqclip.data.workers import explain_worker_deaths
@@ -13,28 +13,6 @@ from vqclip.runlog.bar import ProgressBar
 from vqclip.train.callbacks import Callback, Training
 
 logger = logging.getLogger(__name__)
-
-
-class Consensus:
-    """Agreement of all ranks to stop after the same step, if one has got a signal, a request or too many bad samples.
-
-    Of several processes, it is the step after the one in which the flag was set, so that none waits for the others. The
-    methods are collectives, and other ones may come between them.
-    """
-
-    def __init__(self, training: Training):
-        self._training = training
-        self.ask()
-
-    def ask(self) -> None:
-        """Begin to exchange the flags of this rank."""
-        training = self._training
-        self._end = dist.start_any_rank(lambda: [*training.requests, training.data.has_too_many_bad])
-
-    def apply(self) -> None:
-        """Set the flags of the training to those that one rank at least had when all were asked."""
-        training = self._training
-        training.stopping, training.discarding, training.met_too_many_bad = self._end()
 
 
 def train(training: Training, callbacks: Sequence[Callback]) -> None:
@@ -65,7 +43,7 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
             ProgressBar(settings.steps, training.done, writes, training.config.run.name) as bar,
         ):
             training.bar = bar
-            consensus = Consensus(training)
+            apply_requests = exchange_requests(training)
             for batch in training.clock.time_waits(batches):
                 training.batch = batch
                 _call(callbacks, "on_step_start", training)
@@ -74,18 +52,17 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
                 training.done += 1
                 training.clock.count(settings.batch_size)
                 bar.advance()
-                consensus.apply()
+                apply_requests()
                 if training.needs_verdict:
                     with _recorded(training):
                         training.step.settle()
                 _call(callbacks, "on_step_end", training)
-                consensus.ask()
+                apply_requests = exchange_requests(training)
+                if not dist.is_distributed():  # the only rank stops after this step
+                    apply_requests()
                 if training.stopping or training.ended:
                     break
-            stopping, discarding = training.stopping, training.discarding
-            consensus.apply()
-            if stopping:
-                training.stopping, training.discarding = stopping, discarding
+            apply_requests()
             with _recorded(training):
                 training.step.settle()
             _call(callbacks, "on_train_end", training)
@@ -94,6 +71,25 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
     except Exception as error:
         _call(callbacks, "on_error", training, error)
         raise
+
+
+def exchange_requests(training: Training) -> Callable[[], None]:
+    """Begin to exchange what this rank asks for: a stop, one without a checkpoint, an end because of bad samples.
+
+    Both this and the function that it returns are collectives; other ones may come between them.
+
+    Returns:
+        A function that sets the flags of the training that one rank at least has asked for. Of several processes, it is
+        called in the next step, so that none waits for the others: all stop after the same step.
+    """
+    end = dist.start_any_rank(
+        lambda: (training.stop.requested, training.discard_requested, training.data.has_too_many_bad)
+    )
+
+    def apply() -> None:
+        training.stopping, training.discarding, training.met_too_many_bad = end()
+
+    return apply
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ from vqclip.train.callbacks.builtin import (
     RecordEvents,
     ReportMetrics,
     SaveCheckpoints,
-    StopOnRequest,
     evaluate,
     require_success,
 )
@@ -31,6 +30,5 @@ def in_order(callbacks: Sequence[Callback] = ()) -> list[Callback]:
         Evaluate(),
         LimitBadSamples(),  # after the checkpoint: a run can resume with a higher limit
         *callbacks,
-        *([StopOnRequest()] if callbacks else []),  # nobody else can ask after a step
         Heartbeat(),  # last: all of the above is part of the step
     ]

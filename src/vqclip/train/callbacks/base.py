@@ -85,11 +85,6 @@ class Training:
         self.stop.request(reason)
 
     @property
-    def requests(self) -> list[bool]:
-        """Return two flags: this rank asks for a stop, and for one without a checkpoint."""
-        return [self.stop.requested, self.discard_requested]
-
-    @property
     def is_last(self) -> bool:
         """True after the last step of the training."""
         return self.stopping or self.ended or self.done == self.config.train.steps

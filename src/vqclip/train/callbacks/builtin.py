@@ -202,15 +202,6 @@ class LimitBadSamples(Callback):
         logger.info("data: %s%s", training.data.coverage(training.done), replaced)
 
 
-class StopOnRequest(Callback):
-    """Stop after this step if a callback has asked for it; of several processes, the loop combines the requests."""
-
-    def on_step_end(self, training: Training) -> None:
-        """Read the requests of the only process."""
-        if not training.stopping and not dist.is_distributed():
-            training.stopping, training.discarding = training.requests
-
-
 class Heartbeat(Callback):
     """Report the position to the watchdog, which ends a run that makes no progress."""
 
