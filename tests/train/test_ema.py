@@ -20,7 +20,7 @@ from vqclip.model import CLIP
 from vqclip.runlog.records import read_best
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
-from vqclip.train.ema import Ema, EmaConfig, checked_averages
+from vqclip.train.ema import Ema, EmaConfig, require_averages
 from vqclip.train.export import load_model
 
 LEARNED_VQ = VQ | {"learning": "gradient"}
@@ -168,19 +168,17 @@ def test_what_is_no_average_is_refused(tmp_path, shards):
     run(tree, os.environ["VQCLIP_CACHE"])
     model = CLIP.from_pretrained(tmp_path / "tiny" / "checkpoints" / f"step-{STEPS:08d}" / "model")
     ema = Ema(EmaConfig(), dict(model.named_parameters()))
-    good = {f"ema/{name}": tensor for name, tensor in averages(tmp_path, STEPS).items()}
+    good = averages(tmp_path, STEPS)
     ema.load(good)
-    bad = good["ema/image.project_out.0.bias"]
+    bad = good["image.project_out.0.bias"]
     for name, tensor in (
-        ("ema/image.unknown", bad),
-        ("ema/image.project_out.0.bias", bad[:-1]),
-        ("ema/image.project_out.0.bias", bad.double()),
-        ("ema/image.project_out.0.bias", bad * math.nan),
+        ("image.unknown", bad),
+        ("image.project_out.0.bias", bad[:-1]),
+        ("image.project_out.0.bias", bad.double()),
+        ("image.project_out.0.bias", bad * math.nan),
     ):
-        with pytest.raises(
-            CheckpointError, match=rf"averages of weights: {name.removeprefix('ema/')}: expected finite"
-        ):
-            checked_averages(dict(model.named_parameters()), good | {name: tensor})
+        with pytest.raises(CheckpointError, match=rf"averages of weights: {name}: expected finite"):
+            require_averages(dict(model.named_parameters()), good | {name: tensor})
 
 
 def test_averages_that_are_not_finite_are_not_saved(tmp_path, shards, monkeypatch):

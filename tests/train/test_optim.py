@@ -1,5 +1,6 @@
 import math
 import re
+from types import SimpleNamespace
 
 import open_clip
 import pytest
@@ -11,19 +12,18 @@ from torch import nn
 from tests.checkpoint.making import restore, save_checkpoint
 from tests.models import BUSY_VQ, FSQ, tiny_model
 from vqclip.config import load_config
-from vqclip.dist import Replicas
 from vqclip.errors import ConfigError
 from vqclip.train.muon import Muon
 from vqclip.train.optim import (
     OptimConfig,
     Schedule,
     _kinds_of_timm,
-    clip_gradients,
     matrix_names,
     parameter_groups,
     require_elementwise,
     set_lr,
 )
+from vqclip.train.parallel import Parallel
 
 
 class Model(nn.Module):
@@ -381,6 +381,11 @@ def test_muon_orthogonalizes_a_flattened_convolution():
     assert ((singular > 0.6) & (singular < 1.3)).all()
 
 
+def clip(model: nn.Module, limit: float | None) -> torch.Tensor:
+    task = SimpleNamespace(model=model, student=model, clipped_apart=lambda: [list(model.parameters())])
+    return Parallel(task, OptimConfig().build(model)).clip(limit)
+
+
 @pytest.mark.parametrize("limit", [None, 0.5, 1e9])
 def test_clip_gradients(limit):
     model = Model()
@@ -390,8 +395,7 @@ def test_clip_gradients(limit):
             parameter.grad = torch.randn_like(parameter)
             gradients.append(parameter.grad.clone())
     expected = torch.cat([gradient.flatten() for gradient in gradients]).norm()
-    held = [each for each in model.parameters() if each.grad is not None]
-    norm = clip_gradients(held, limit, Replicas(model))
+    norm = clip(model, limit)
     assert norm.ndim == 0
     torch.testing.assert_close(norm, expected)
     scale = min(1.0, limit / (expected + 1e-6)) if limit else 1.0
@@ -404,4 +408,4 @@ def test_clipping_shows_what_is_not_finite():
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     model.bias.grad[0] = math.nan
-    assert clip_gradients(list(model.parameters()), 1.0, Replicas(model)).isnan()
+    assert clip(model, 1.0).isnan()

@@ -100,16 +100,15 @@ class Ema:
         """Return the averages, named as in a checkpoint."""
         return {f"{AVERAGE}{name}": average for name, average in self.averages.items()}
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore averages by their names in a checkpoint; without any, they begin with the next update.
+    def load(self, averages: Mapping[str, Tensor]) -> None:
+        """Restore averages by parameter name; without any, they begin with the next update.
 
         Args:
-            tensors: compared by `checked_averages`; of weights in shards, this rank's rows.
+            averages: accepted by `require_averages`; of weights in shards, this rank's rows.
         """
-        named = {name.removeprefix(AVERAGE): each for name, each in tensors.items() if name.startswith(AVERAGE)}
         self.averages = {
             name: torch.empty_like(self._parameters[name], dtype=each.dtype, requires_grad=False).copy_(each)
-            for name, each in named.items()
+            for name, each in averages.items()
         }
 
 
@@ -130,52 +129,44 @@ def replace_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator
             parameters[name].data = data
 
 
+def averages_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the averages among the tensors of a checkpoint, by parameter name."""
+    return {name.removeprefix(AVERAGE): each for name, each in tensors.items() if name.startswith(AVERAGE)}
+
+
 def read_averages(saved: Checkpoint, model: nn.Module) -> dict[str, Tensor]:
-    """Read the averages in a checkpoint of ``model``, as `Ema.tensors` named them; empty if it has none.
+    """Read the averages in a checkpoint of ``model``, by parameter name; empty if it has none.
 
     Averages of adapters are merged for a model without adapters, as exports are.
 
     Raises:
         CheckpointError: they do not fit the model, or contain NaN or infinity.
     """
-    tensors = {name: tensor for name, tensor in saved.tensors().items() if name.startswith(AVERAGE)}
-    adapters = [name for name in tensors if ".lora_" in name]
+    averages, parameters = averages_in(saved.tensors()), dict(model.named_parameters())
     try:
-        if adapters and not any(".lora_" in name for name, _ in model.named_parameters()):
-            plain = {name.removeprefix(AVERAGE): tensor for name, tensor in tensors.items()}
-            merged = TokenizerFolder.open(saved.model_folder).weights.merge_adapters(plain)
-            tensors = {f"{AVERAGE}{name}": tensor for name, tensor in merged.items()}
-        checked_averages(dict(model.named_parameters()), tensors)
+        if any(".lora_" in name for name in averages) and not any(".lora_" in name for name in parameters):
+            averages = TokenizerFolder.open(saved.model_folder).weights.merge_adapters(averages)
+        require_averages(parameters, averages)
     except CheckpointError as error:
         raise CheckpointError(f"{saved.path}: {error}") from error
-    return tensors
+    return averages
 
 
-@torch.no_grad()
-def use_averages(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Replace the weights of ``model`` by the result of `read_averages`."""
-    parameters = dict(model.named_parameters())
-    for name, average in checked_averages(parameters, tensors).items():
-        parameters[name].copy_(average)
-
-
-def checked_averages(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the averages among the tensors of a checkpoint by parameter name.
+def require_averages(parameters: Mapping[str, nn.Parameter], averages: Mapping[str, Tensor]) -> None:
+    """Check averages, by parameter name.
 
     Raises:
         CheckpointError: they do not fit the parameters of the model, or contain NaN or infinity.
     """
-    found = {name.removeprefix(AVERAGE): tensor for name, tensor in tensors.items() if name.startswith(AVERAGE)}
     wrong = [
         name
-        for name, tensor in found.items()
+        for name, tensor in averages.items()
         if name not in parameters or (tensor.shape, tensor.dtype) != (parameters[name].shape, _dtype(parameters[name]))
     ]
-    if wrong := wrong or nonfinite_names(found):
+    if wrong := wrong or nonfinite_names(averages):
         raise CheckpointError(
             f"averages of weights: {first_names(wrong)}: expected finite numbers in the shapes of the model's weights"
         )
-    return found
 
 
 def _dtype(parameter: Tensor) -> torch.dtype:

@@ -20,7 +20,7 @@ from vqclip.model import CLIP, load_pretrained
 from vqclip.runlog.metrics import EVALUATION, read_metrics
 from vqclip.tokenizer.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, find_folder, read_weights
 from vqclip.tokenizer.saving import card
-from vqclip.train.ema import CURRENT, Weights, read_averages, use_averages
+from vqclip.train.ema import CURRENT, Weights, read_averages
 from vqclip.train.summary import RunSummary, model_card
 from vqclip.train.tasks.base import Task
 from vqclip.train.tasks.kinds import load_task_config
@@ -87,7 +87,9 @@ def load_checkpoint_model(path: Path, weights: Weights = "averaged") -> tuple[An
         whole, trained = task.evaluated, task.model
     averages = read_averages(saved, trained)
     if weights == "averaged":
-        use_averages(trained, averages)
+        with torch.no_grad():
+            for name, average in averages.items():
+                trained.get_parameter(name).copy_(average)
     return whole, bool(averages)
 
 

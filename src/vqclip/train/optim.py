@@ -1,4 +1,4 @@
-"""The optimizer, its parameter groups, the learning-rate schedule and gradient clipping.
+"""The optimizer, its parameter groups and the learning-rate schedule.
 
     learning rate = schedule · image_lr_ratio or text_lr_ratio · layer_decay^(L - l) · lr_ratio of the override
 
@@ -26,7 +26,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from vqclip import checkpoint, dist
+from vqclip import checkpoint
 from vqclip.config import Config
 from vqclip.config.messages import did_you_mean
 from vqclip.errors import ConfigError
@@ -429,25 +429,6 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
             group["lr"].fill_(value)
         else:
             group["lr"] = value
-
-
-def clip_gradients(parameters: Sequence[nn.Parameter], limit: float | None, weights: dist.Replicas) -> Tensor:
-    """Scale the gradients down to a total norm of `limit`, in place, without waiting for the device.
-
-    If a gradient is not finite, neither is the result, and all gradients are useless: check it before the update.
-
-    Args:
-        parameters: with gradients.
-        limit: largest norm; None only measures it.
-        weights: of the model; if they are in shards, the call is a collective.
-
-    Returns:
-        The norm before clipping, a scalar on the gradients' device.
-    """
-    norm = weights.norm(parameters)
-    if limit is not None:
-        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    return norm
 
 
 def _without_decay(model: nn.Module) -> set[int]:

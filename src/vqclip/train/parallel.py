@@ -32,7 +32,7 @@ from vqclip.quantizers import Quantizer
 from vqclip.towers.blocks import block_names, compiled_forward
 from vqclip.train.ema import replace_weights
 from vqclip.train.muon import Muon
-from vqclip.train.optim import clip_gradients, require_elementwise
+from vqclip.train.optim import require_elementwise
 from vqclip.train.tasks.base import Task
 
 __all__ = ["CompiledRegions", "Parallel"]
@@ -119,14 +119,17 @@ class Parallel:
         return self.weights.no_sync(self.network)
 
     def clip(self, limit: float | None) -> Tensor:
-        """Limit the gradient norm of each group of parameters. A collective if weights are in shards.
+        """Limit the gradient norm of each group of parameters, None to measure it alone. A collective of shards.
 
         Returns:
-            () norm of the whole gradient before.
+            () norm of the whole gradient before, not finite if a gradient is not.
         """
-        apart = [self.weights.local(group) for group in self._task.clipped_apart()]
-        groups = [[each for each in group if each.grad is not None] for group in apart]
-        norms = [clip_gradients(group, limit, self.weights) for group in groups if group]
+        norms = []
+        for group in self._task.clipped_apart():
+            if held := [each for each in self.weights.local(group) if each.grad is not None]:
+                norms.append(self.weights.norm(held))
+                if limit is not None:
+                    nn.utils.clip_grads_with_norm_(held, limit, norms[-1])
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     @contextmanager

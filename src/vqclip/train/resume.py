@@ -23,7 +23,7 @@ from vqclip.io.tensors import first_names, map_tensors, nonfinite_names
 from vqclip.quantizers.vectors import MAX_COUNTED_CODES
 from vqclip.tokenizer.folder import read_weights
 from vqclip.train.checkpointer import DISCRIMINATORS, MODEL_FILE, Checkpointer, RunState, parameter_of
-from vqclip.train.ema import AVERAGE, checked_averages, read_averages
+from vqclip.train.ema import AVERAGE, averages_in, read_averages, require_averages
 from vqclip.train.optim import set_lr
 from vqclip.train.step import TrainStep
 
@@ -90,7 +90,7 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
     tensors = dict(rows[STATE_FILE])
     _restore_state(step, state, tensors)
     if step.ema is not None:
-        step.ema.load(tensors)
+        step.ema.load(averages_in(tensors))
     if done:  # as after the step that the checkpoint was saved after
         step.move_to_step(done - 1)
         set_lr(step.optimizer, step.schedule(done - 1))
@@ -112,14 +112,15 @@ def load_model(checkpointer: Checkpointer, done: int) -> None:
     def verify() -> None:
         saved = checkpoint.load(checkpointer.path(done))
         files[MODEL_FILE] = read_weights(saved.model_folder, checkpointer.model_tensors())
-        files[STATE_FILE] = {} if step.ema is None else read_averages(saved, step.model)
+        averages = {} if step.ema is None else read_averages(saved, step.model)
+        files[STATE_FILE] = {f"{AVERAGE}{name}": each for name, each in averages.items()}
 
     dist.run_on_main(verify)
     rows = _rows_of_rank(checkpointer, checkpointer.path(done).name, files)
     _load_weights(checkpointer, rows[MODEL_FILE])
-    averages = dict(rows[STATE_FILE])
+    tensors = dict(rows[STATE_FILE])
     if step.ema is not None:
-        step.ema.load(averages)
+        step.ema.load(averages_in(tensors))
 
 
 def _verify(
@@ -140,7 +141,7 @@ def _verify(
     total, most = sum(each.numel() for each in tensors.values()), _most_numbers(step)
     if total > most:  # before memory is taken
         raise CheckpointError(f"{path / STATE_FILE}: contains {total} numbers; expected at most {most} of this model")
-    checked_averages(dict(step.model.named_parameters()), tensors)
+    require_averages(dict(step.model.named_parameters()), averages_in(tensors))
     try:
         _restore_state(step, state, tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:

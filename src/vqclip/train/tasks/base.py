@@ -27,16 +27,14 @@ from vqclip.data import Batch
 from vqclip.data.batch_maker import Tokenize
 from vqclip.data.transforms import Size
 from vqclip.errors import ConfigError
-from vqclip.losses import Positives, pair_keys
-from vqclip.model import CLIP
-from vqclip.nn.precision import Precision, autocast
+from vqclip.nn.precision import Precision
 from vqclip.quantizers import Order, Quantizer, Stats
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.folder import WEIGHTS_FILE
 from vqclip.towers import ImageTower, TextTower
 
-__all__ = ["RankBatch", "Task", "TaskOutput", "copy_to_device", "make_rank_batch"]
+__all__ = ["RankBatch", "Task", "TaskOutput", "copy_to_device"]
 
 
 @dataclass(frozen=True)
@@ -295,31 +293,3 @@ def copy_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[
     for each in copies.values():
         each.record_stream(current)  # its memory is not used again before the step is done with it
     return copies
-
-
-def make_rank_batch(batch: Batch, model: CLIP, positives: Positives | None, precision: Precision) -> RankBatch:
-    """Move a batch to the model's device, and run the frozen towers whose features are not in the cache.
-
-    They run outside of the model that is compiled and wrapped, and once for both passes over microbatches.
-
-    Args:
-        batch: from the loader.
-        model: not wrapped.
-        positives: of the loss.
-        precision: of the step.
-    """
-    device, dtype = model.logit_scale.device, model.image.pool.position.dtype
-    given = {"images": batch.images, "texts": batch.texts, "places": batch.places, "sample_ids": batch.sample_ids}
-    copies = copy_to_device(given | {f"features/{name}": each for name, each in batch.features.items()}, device)
-    images, tokens, places, sample_ids = (copies[name] for name in given)
-    keys = pair_keys(positives, sample_ids, tokens)  # of all columns: ranks leave out different ones
-    features = {name: copies[f"features/{name}"].to(dtype) for name in batch.features}
-    for tokenizer, inputs in ((model.image, images), (model.text, tokens)):
-        if tokenizer.tower.is_frozen and tokenizer.modality not in features:
-            with torch.no_grad(), autocast(device, precision):
-                features[tokenizer.modality] = tokenizer.tower_features(inputs)
-    needed = model.text.needed_tokens(batch.texts)
-    if "text" in features:
-        features["text"] = features["text"][:, :needed]
-    order = Order(places, batch.global_size)
-    return RankBatch(images, tokens[:, :needed], order, batch.sizes, keys, features, batch.captions)

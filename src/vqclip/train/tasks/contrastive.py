@@ -18,12 +18,12 @@ from vqclip.config import Modality, parse_config
 from vqclip.data import Batch
 from vqclip.data.batch_maker import Tokenize
 from vqclip.errors import ConfigError, DataError
-from vqclip.losses import Loss, LossConfig
+from vqclip.losses import Loss, LossConfig, pair_keys
 from vqclip.model import CLIP, ModelConfig
 from vqclip.nn.precision import autocast
 from vqclip.pixels.decoder import PIXELS_FILE
 from vqclip.pixels.losses import PixelLosses, require_starts
-from vqclip.quantizers import Quantizer, Stats, sync
+from vqclip.quantizers import Order, Quantizer, Stats, sync
 from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.folder import PIXELS_PREFIX, WEIGHTS_FILE
 from vqclip.tokenizer.saving import write_config
@@ -34,7 +34,7 @@ from vqclip.train.distillation import Distillation, DistillationConfig
 from vqclip.train.feature_cache import FeatureMaker, tower_maker
 from vqclip.train.recipe import head_settings, is_set, overrides_of_unset
 from vqclip.train.reconstruction import ReconstructingCLIP, error_metrics
-from vqclip.train.tasks.base import RankBatch, Task, TaskOutput, make_rank_batch
+from vqclip.train.tasks.base import RankBatch, Task, TaskOutput, copy_to_device
 
 __all__ = ["ContrastiveTask", "TrainConfig", "towers_draw"]
 
@@ -92,8 +92,26 @@ class ContrastiveTask(Task):
         return [others, list(decoder), list(self.reconstruction.pixels.losses.parameters())]
 
     def local(self, batch: Batch) -> RankBatch:
-        """Move a batch to the device, and run the frozen towers whose features are not in the cache."""
-        return make_rank_batch(batch, self.model, self.loss.positives, self.precision)
+        """Move a batch to the device, and run the frozen towers whose features are not in the cache.
+
+        They run outside of the model that is compiled and wrapped, and once for both passes over microbatches.
+        """
+        model, dtype = self.model, self.model.image.pool.position.dtype
+        given = {"images": batch.images, "texts": batch.texts, "places": batch.places, "sample_ids": batch.sample_ids}
+        stored = {f"features/{name}": each for name, each in batch.features.items()}
+        copies = copy_to_device(given | stored, self.device)
+        images, tokens, places, sample_ids = (copies[name] for name in given)
+        keys = pair_keys(self.loss.positives, sample_ids, tokens)  # of all columns: ranks leave out different ones
+        features = {name: copies[f"features/{name}"].to(dtype) for name in batch.features}
+        for tokenizer, inputs in ((model.image, images), (model.text, tokens)):
+            if tokenizer.tower.is_frozen and tokenizer.modality not in features:
+                with torch.no_grad(), autocast(self.device, self.precision):
+                    features[tokenizer.modality] = tokenizer.tower_features(inputs)
+        needed = model.text.needed_tokens(batch.texts)
+        if "text" in features:
+            features["text"] = features["text"][:, :needed]
+        order = Order(places, batch.global_size)
+        return RankBatch(images, tokens[:, :needed], order, batch.sizes, keys, features, batch.captions)
 
     def run(self, network: nn.Module, local: RankBatch, step: int) -> TaskOutput:
         """Return the embeddings, the statistics of the quantizers and of the terms on features, and the temperature."""
