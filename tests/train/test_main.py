@@ -508,7 +508,7 @@ def test_a_run_folder_that_cannot_be_made_is_told_at_once(tmp_path, shards, caps
     assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize("failing", ["vqclip.train.main.write_text", "vqclip.runlog.metrics.MetricsLog.write"])
+@pytest.mark.parametrize("failing", ["vqclip.train.main.write_text", "vqclip.runlog.metrics.JsonLines.write"])
 def test_a_full_disk_is_one_line_and_status_1(tmp_path, shards, capsys, monkeypatch, failing):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device", "some file")

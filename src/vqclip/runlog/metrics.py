@@ -1,6 +1,6 @@
 """Metrics of a run in ``metrics.jsonl``, and other JSON Lines files about its steps.
 
-`MetricsLog` writes them. `read_metrics` yields every line; `read_curves` reads them by step in bounded time and memory,
+`JsonLines` writes them. `read_metrics` yields every line; `read_curves` reads them by step in bounded time and memory,
 however long the file is.
 """
 
@@ -18,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from torch import Tensor
 from typing_extensions import Self
 
 from vqclip.data import mask_credentials
@@ -45,11 +44,9 @@ MAX_EVALUATIONS = 300
 """Evaluations that are read: the newest."""
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-Value = float | int | bool | str | Tensor | None
-
 
 class JsonLines:
-    """Writer of one such file, in one process.
+    """Writer of a JSON Lines file about the steps of a run, in one process.
 
     On resume it removes the lines of a killed run about steps after ``start_step``, so that no step occurs twice, and a
     line cut short by a crash. Numbers that are not finite become the strings ``"NaN"``, ``"Infinity"`` and
@@ -65,11 +62,14 @@ class JsonLines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.recorded = _drop_after(self.path, start_step)
         """Values in the file for ``start_step`` itself, all its lines merged."""
-        self._last_step = start_step
+        self._start_step = self._last_step = start_step
         self._file: BinaryIO | None = None
 
     def write(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Append ``{"step": step, **values}``, flush it to the system, and return the values.
+
+        A step may have several lines (training, then evaluation). Values that the file already has for ``start_step``
+        are left out, such as those of a finished run that is evaluated once more.
 
         Args:
             step: steps done; not less than in the line before.
@@ -77,6 +77,11 @@ class JsonLines:
         """
         assert step >= self._last_step, f"a line of step {step} after one of step {self._last_step}"
         assert "step" not in values
+        if step == self._start_step == self._last_step:
+            known = {name: to_json_value(value) for name, value in self.recorded.items()}
+            values = {name: v for name, v in values.items() if name not in known or known[name] != to_json_value(v)}
+            if not values:
+                return {}
         line = {"step": step, **{name: to_json_value(value) for name, value in values.items()}}
         if self._file is not None and not self.path.exists():
             logger.warning("%s: was deleted; a new file begins with step %d", self.path, step)
@@ -112,39 +117,6 @@ class JsonLines:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-class MetricsLog(JsonLines):
-    """Writer of the metrics of a run, in one process.
-
-    Values that the file already has for ``start_step`` are not written again, such as those of a finished run that is
-    evaluated once more.
-
-    Args:
-        folder: of the run; made if necessary.
-        start_step: steps done: 0 for a new run, the checkpoint's step on resume.
-    """
-
-    def __init__(self, folder: Path, *, start_step: int = 0) -> None:
-        super().__init__(Path(folder) / "metrics.jsonl", start_step)
-        self._start_step = start_step
-
-    def write(self, step: int, values: Mapping[str, Value]) -> dict[str, Any]:
-        """Append one line, and return its values. A step may have several lines (training, then evaluation).
-
-        Reading a tensor waits for its device.
-
-        Args:
-            step: steps done; not less than in the line before.
-            values: name to value; tensors have one element.
-        """
-        plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()}
-        if step == self._start_step == self._last_step:
-            known = {name: to_json_value(value) for name, value in self.recorded.items()}
-            plain = {name: v for name, v in plain.items() if name not in known or known[name] != to_json_value(v)}
-            if not plain:
-                return {}
-        return super().write(step, plain)
 
 
 def _drop_after(path: Path, step: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from vqclip.errors import CheckpointError
 from vqclip.evaluation import Result, format_line, main_figures
 from vqclip.io.atomic import write_text
 from vqclip.runlog.health import Health
-from vqclip.runlog.metrics import EVALUATION, JsonLines, MetricsLog, read_metrics, split_values
+from vqclip.runlog.metrics import EVALUATION, JsonLines, read_metrics, split_values
 from vqclip.runlog.trackers import Feed, RunFacts, TrackerConfigBase
 from vqclip.towers import CaptionLengths
 
@@ -68,7 +68,7 @@ class Records:
         facts: RunFacts | None = None,
     ):
         writes = dist.is_main()
-        self.metrics = MetricsLog(folder, start_step=start_step) if writes else None
+        self.metrics = JsonLines(folder / "metrics.jsonl", start_step) if writes else None
         """None on all ranks but one."""
         self._files = [JsonLines(folder / f"{name}.jsonl", start_step) for name in ("bad_samples", "events") if writes]
         bad, events = self._files or (None, None)

@@ -16,7 +16,7 @@ from tests.runlog.trackers.test_feed import facts
 from tests.training import run_tree
 from vqclip.config import parse_config, to_yaml
 from vqclip.errors import ConfigError
-from vqclip.runlog.metrics import MetricsLog
+from vqclip.runlog.metrics import JsonLines
 from vqclip.runlog.trackers import Feed, TrackerConfig, WandbConfig, view
 from vqclip.train import TrainConfig
 
@@ -27,7 +27,7 @@ def live(kind: str, folder: Path, start: int, end: int) -> None:
     """Train from a checkpoint to a step; nothing is closed before the last one, 10."""
     config = TypeAdapter(TrackerConfig).validate_python(kind)
     config.require()
-    log = MetricsLog(folder, start_step=start)
+    log = JsonLines(folder / "metrics.jsonl", start_step=start)
     feed = Feed({kind: config.build()}, facts(folder), log.path, start)
     codes = {f"image/{number}/usage": number / 7 for number in range(3)}
     values = {"loss/total": math.nan, "grad_norm": math.inf, "note": "x", "flag": True, "image/usage": 0.3} | codes

@@ -8,7 +8,7 @@ import pytest
 
 from tests.runlog.trackers import reading
 from vqclip.errors import ConfigError
-from vqclip.runlog.metrics import MetricsLog
+from vqclip.runlog.metrics import JsonLines
 from vqclip.runlog.trackers import Feed, RunFacts, TensorBoardConfig, Tracker
 
 # TensorBoard's thread fails after the test that deletes its folder.
@@ -59,7 +59,7 @@ def live(folder, disks, start, moment):
 
     feed = None
     try:
-        log = MetricsLog(folder, start_step=start)
+        log = JsonLines(folder / "metrics.jsonl", start_step=start)
         feed = Feed({str(keeps): Memory(disk, keeps) for keeps, disk in disks.items()}, facts(folder), log.path, start)
 
         def record(step, values):
@@ -109,7 +109,7 @@ def test_no_step_is_lost_or_sent_twice_whenever_it_is_killed(tmp_path, back):
 
 def test_an_unfinished_run_leaves_its_last_step_open_for_trackers_that_only_append(tmp_path):
     disks = {False: [], True: []}
-    with MetricsLog(tmp_path) as log:
+    with JsonLines(tmp_path / "metrics.jsonl") as log:
         trackers = {str(keeps): Memory(disk, keeps) for keeps, disk in disks.items()}
         feed = Feed(trackers, facts(tmp_path), log.path, 0)
         feed.write(1, log.write(1, {"lr": 1.0}))
@@ -172,7 +172,7 @@ def test_a_tracker_that_cannot_start_ends_a_new_run_but_not_a_resumed_one(tmp_pa
 
 
 def test_a_damaged_line_of_the_file_ends_no_resume(tmp_path, caplog):
-    with MetricsLog(tmp_path) as log:
+    with JsonLines(tmp_path / "metrics.jsonl") as log:
         for step in (1, 2, 3):
             log.write(step, {"lr": step / 7})
     lines = log.path.read_bytes().splitlines(keepends=True)
