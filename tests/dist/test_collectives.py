@@ -272,8 +272,6 @@ def test_ring_shifts_are_in_flight_side_by_side(ranks, sizes):
             assert torch.equal(flags, torch.full((sizes[before], 3), k == 1))
     x = torch.ones(3, 2)
     assert dist.start_ring_shift([x], 3)()[0] is x
-    with pytest.raises(ShapeError, match="got 3 rows in one process, expected 2"):
-        dist.start_ring_shift([x], 2)
 
 
 def test_tensors_that_do_not_fit_are_refused():

@@ -78,7 +78,6 @@ from vqclip.dist._state import (
 from vqclip.dist._torch_versions import is_torch_compiling
 from vqclip.dist._weights import (
     Replicas,
-    Roots,
     Shards,
     local_rows,
     release_ddp,
@@ -91,7 +90,6 @@ __all__ = [
     "BackgroundGroup",
     "Collective",
     "Replicas",
-    "Roots",
     "Shards",
     "all_gather",
     "any_rank",

@@ -1,9 +1,4 @@
-"""Collectives on tensors. The docstring of the package states how their gradients are scaled.
-
-`all_gather` with gradients goes through `torch.distributed.nn.functional.all_gather` before torch 2.15, and through an
-autograd function of our own from then on and in compiled code, where that one is refused (`_gather_equal_sizes`
-decides).
-"""
+"""Collectives on tensors. The docstring of the package states how their gradients are scaled."""
 
 from __future__ import annotations
 
@@ -134,7 +129,7 @@ def reduce_(x: Tensor, op: str = "sum") -> Tensor:
     if x.requires_grad:
         raise DistributedError(
             "reduce_: got a tensor that requires a gradient, expected one without; use replicated_sum if every rank "
-            "computes the same loss from the sum, all_reduce if not, or pass x.detach()"
+            "computes the same loss from the sum, or pass x.detach()"
         )
     ops = {"sum": c10d.ReduceOp.SUM, "max": c10d.ReduceOp.MAX}
     if op not in ops:
@@ -191,14 +186,8 @@ def start_ring_shift(tensors: Sequence[Tensor], rows: int) -> Callable[[], list[
     Returns:
         A function that waits for the end and returns `(rows, ...)` each; the tensors themselves in one process. Other
         shifts may begin and end in between.
-
-    Raises:
-        ShapeError: With one process, when `rows` is not the number of rows.
     """
     if not is_distributed():
-        for x in tensors:
-            if rows != x.shape[0]:
-                raise ShapeError(f"ring_shift: got {x.shape[0]} rows in one process, expected {rows}")
         return lambda: list(tensors)
     here, ranks = rank(), world_size()
     sent = [x.detach().contiguous() for x in tensors]
@@ -237,15 +226,8 @@ def broadcast_(x: Tensor) -> Tensor:
     return x
 
 
-def _sum_over_ranks(x: Tensor, name: str) -> Tensor:
-    """Return the sum over ranks in a new tensor; half precision is summed in fp32."""
-    total = x.to(_sum_dtype(x), copy=True, memory_format=torch.contiguous_format)
-    if total.numel():
-        run_collective(name, c10d.all_reduce, total)
-    return total.to(x.dtype)
-
-
 def _sum_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a tensor is summed over ranks: fp32 for half precision."""
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
@@ -295,7 +277,10 @@ class _ReplicatedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.world_size = world_size()
-        return _sum_over_ranks(x, "replicated_sum")
+        total = x.to(_sum_dtype(x), copy=True, memory_format=torch.contiguous_format)
+        if total.numel():
+            run_collective("replicated_sum", c10d.all_reduce, total)
+        return total.to(x.dtype)
 
     @staticmethod
     @first_derivative_only

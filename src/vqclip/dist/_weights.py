@@ -147,8 +147,8 @@ def unwrap_ddp(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def release_ddp(module: nn.Module) -> nn.Module:
-    """Undo `wrap_ddp`: stop averaging gradients, and return the module that was passed to it.
+def release_ddp(module: nn.Module) -> None:
+    """Undo `wrap_ddp`: stop averaging gradients.
 
     Call it before the module is wrapped again because other parameters require a gradient; two wrappers would both
     average.
@@ -156,7 +156,6 @@ def release_ddp(module: nn.Module) -> nn.Module:
     if isinstance(module, DistributedDataParallel):
         module.reducer._remove_autograd_hooks()
         module.hook_of_waits.remove()  # type: ignore[operator, union-attr]
-    return unwrap_ddp(module)
 
 
 def _fix_bucket_layout(wrapped: DistributedDataParallel) -> None:
