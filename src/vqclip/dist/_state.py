@@ -242,14 +242,6 @@ _recent: deque[Collective] = deque(maxlen=32)
 _numbers = itertools.count(1)
 
 
-def _begin(name: str, arguments: Sequence[Any] = ()) -> Collective:
-    """Record that a collective starts, with the shapes of the tensors among its arguments."""
-    shapes = tuple(tuple(each.shape) for each in arguments if isinstance(each, Tensor))
-    entry = Collective(next(_numbers), name, shapes, time.monotonic())
-    _recent.append(entry)
-    return entry
-
-
 def recent_collectives() -> list[Collective]:
     """Return the last 32 collectives of this process, oldest first, without those in compiled code."""
     return list(_recent)
@@ -300,16 +292,22 @@ exchange_timer = ExchangeTimer()
 
 
 @contextlib.contextmanager
-def named_errors(what: str) -> Iterator[None]:
+def named_errors(what: str, arguments: Sequence[Any] = ()) -> Iterator[None]:
     """Raise torch's errors about lost ranks and timeouts in the block as a `DistributedError` that names `what`.
 
     Other errors are not changed. Use it for collectives that are not called through this package, such as those of
     DDP's backward. The block appears in `recent_collectives`.
 
+    Args:
+        what: Name of the collective.
+        arguments: Its arguments, whose tensors' shapes are recorded.
+
     Raises:
         DistributedError: The block failed because of another rank.
     """
-    entry = _begin(what)
+    shapes = tuple(tuple(each.shape) for each in arguments if isinstance(each, Tensor))
+    entry = Collective(next(_numbers), what, shapes, time.monotonic())
+    _recent.append(entry)
     try:
         yield
         entry.finished = time.monotonic()
@@ -323,17 +321,14 @@ def named_errors(what: str) -> Iterator[None]:
 
 
 def run_collective(name: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call `collective(*args, **kwargs)`; raise its errors as a `DistributedError` that contains `name`."""
+    """Call `collective(*args, **kwargs)`, recorded and timed; its errors are those of `named_errors`."""
     if torch.compiler.is_compiling():
         collective(*args, **kwargs)
         return
-    entry, end = _begin(name, args), exchange_timer.begin(args)
-    try:
+    with named_errors(name, args):
+        end = exchange_timer.begin(args)
         collective(*args, **kwargs)
-        entry.finished = time.monotonic()
         end()
-    except RuntimeError as error:
-        raise lost_peer(name, error) from error
 
 
 def control_device() -> torch.device:
