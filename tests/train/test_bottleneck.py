@@ -10,7 +10,7 @@ from tests.models import BUSY_VQ, FSQ, LFQ, RESIDUAL_FSQ, tiny_model
 from tests.training import all_equal, differences, identity_of, metrics, run, run_tree, weights
 from vqclip.train import TrainConfig
 from vqclip.train.config import BottleneckConfig
-from vqclip.train.parallel import compile_model
+from vqclip.train.parallel import prepare_compilation
 
 SCHEDULE = BottleneckConfig(open_steps=2, close_steps=3)
 
@@ -75,7 +75,7 @@ def test_a_compiled_model_has_one_graph_for_all_shares():
     model, images, _ = built(FSQ)
     counter = CompileCounter()
     torch._dynamo.reset()
-    compile_model(torch.nn.Identity())  # for einops, see there
+    prepare_compilation([torch.nn.Identity()])  # for einops, see there
     compiled = torch.compile(model.image, backend=counter)
     graphs = []
     for step in range(7):

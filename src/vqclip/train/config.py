@@ -30,8 +30,6 @@ from vqclip.train.optim import OptimConfig
 from vqclip.train.step import ComputeConfig
 from vqclip.train.tasks.base import Task
 
-__all__ = ["BottleneckConfig", "RunConfig", "ScheduleConfig", "TaskConfig"]
-
 
 class RunConfig(Config):
     """Folder, seed, device and time limits of a run."""

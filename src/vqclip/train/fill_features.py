@@ -18,8 +18,6 @@ from vqclip.train.config import TaskConfig
 from vqclip.train.feature_cache import computing_alone, feature_jobs, store_features, wait_until_visible
 from vqclip.train.main import build_data, build_task, preserve_torch_state
 
-__all__ = ["fill_features", "fill_features_on_ray"]
-
 
 def fill_features(config: TaskConfig) -> None:
     """Compute the features that a run of this configuration would compute before its first step. A collective.

@@ -30,8 +30,6 @@ from vqclip.errors import ReplayError
 from vqclip.quantizers import Stats
 from vqclip.train.tasks.base import TaskOutput
 
-__all__ = ["backward_from_cached_grads", "join_outputs", "mean_drift", "require_replay"]
-
 
 def join_outputs(parts: Sequence[TaskOutput], shared: Mapping[str, Tensor]) -> TaskOutput:
     """Join the outputs of microbatches; each tensor but the shared ones is a leaf that collects its gradient.

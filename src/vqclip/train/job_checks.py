@@ -24,8 +24,6 @@ from vqclip.process.lock import LOCK_FILE
 from vqclip.train.config import TaskConfig
 from vqclip.train.step import TrainStep
 
-__all__ = ["compare_machines", "require_space"]
-
 logger = logging.getLogger(__name__)
 
 _LOCAL = ("folder", "path", "workers", "trackers")

@@ -35,8 +35,6 @@ from vqclip.train.muon import Muon
 from vqclip.train.optim import require_elementwise
 from vqclip.train.tasks.base import Task
 
-__all__ = ["CompiledRegions", "Parallel"]
-
 _Slots = list[tuple[nn.Module, str]]
 _LIMITS = {"recompile_limit": 1024, "accumulated_recompile_limit": 1024}
 """Most versions of a block's code. Past either torch would run the block eagerly, with a warning: its limit of 8, and
@@ -106,8 +104,11 @@ class Parallel:
         return shards
 
     def _wrap(self) -> nn.Module:
-        student = self._task.student
-        return self.weights.wrap(compile_model(student) if self._compiled else student, self._bucket_mb)
+        student: Any = self._task.student
+        if self._compiled:
+            prepare_compilation([student])
+            student = torch.compile(student)
+        return self.weights.wrap(student, self._bucket_mb)
 
     def wrap_again(self) -> None:
         """Wrap the network for the parameters that train now. A collective."""
@@ -201,7 +202,7 @@ class CompiledRegions:
 
     def __init__(self, towers: Iterable[nn.Module], quantizers: Iterable[Quantizer]):
         towers = [*towers]
-        _prepare(towers)
+        prepare_compilation(towers)
         blocks = [tower.get_submodule(name) for tower in towers for name in block_names(tower)]
         modules = (*blocks, *quantizers)
         self._eager = {module: vars(module).get("forward") for module in modules}
@@ -211,7 +212,7 @@ class CompiledRegions:
     def applied(self, compiled: bool = True) -> Iterator[None]:
         """Run the regions compiled within the block, or eagerly in a block inside of such a one."""
         config: Any = torch._dynamo.config
-        with config.patch({name: limit for name, limit in _LIMITS.items() if hasattr(config, name)}):
+        with config.patch(_LIMITS):
             try:
                 self._set(self._compiled if compiled else self._eager)
                 yield
@@ -226,18 +227,12 @@ class CompiledRegions:
                 vars(module)["forward"] = forward
 
 
-def compile_model(model: nn.Module) -> nn.Module:
-    """Compile a whole model.
+def prepare_compilation(modules: Iterable[nn.Module]) -> None:
+    """Look for the compiler, without which the first step ends in a traceback of torch; prepare einops.
 
     Raises:
         ConfigError: this machine has no compiler for the code that torch makes.
     """
-    _prepare([model])
-    return torch.compile(model)  # type: ignore[return-value]
-
-
-def _prepare(modules: Iterable[nn.Module]) -> None:
-    """Look for the compiler, without which the first step ends in a traceback of torch; prepare einops."""
     on_cpu = any(each.device.type == "cpu" for module in modules for each in module.parameters())
     variable, usual = ("CXX", "clang++" if sys.platform == "darwin" else "g++") if on_cpu else ("CC", "gcc")
     names = shlex.split(os.environ.get(variable, ""))[:1] or ([usual] if on_cpu else [usual, "clang", "cc"])

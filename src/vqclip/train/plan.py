@@ -29,8 +29,6 @@ from vqclip.train.main import build_task, require_samples
 from vqclip.train.optim import require_elementwise
 from vqclip.train.tasks.contrastive import TrainConfig
 
-__all__ = ["StepPlan", "plan_step"]
-
 
 class StepPlan(NamedTuple):
     """Memory and exchanges of a process in a step: that of rank 0, which has as many samples as any other."""

@@ -11,8 +11,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-__all__ = ["head_settings", "is_set", "overrides_of_unset"]
-
 
 def head_settings(samples: int, batch: int | None = None) -> dict[str, Any]:
     """Return the settings for a number of samples, by key path.

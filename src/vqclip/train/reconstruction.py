@@ -24,8 +24,6 @@ from vqclip.pixels.losses import PixelLosses, PixelTrainingConfig
 from vqclip.pixels.metrics import psnr
 from vqclip.quantizers import Stats
 
-__all__ = ["ReconstructingCLIP", "Reconstruction", "error_metrics"]
-
 
 class Reconstruction(nn.Module):
     """A pixel decoder and the losses of its images, for every task that has one.

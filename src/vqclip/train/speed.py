@@ -23,8 +23,6 @@ from vqclip.data import Batch
 from vqclip.nn.precision import autocast
 from vqclip.train.step import TrainStep
 
-__all__ = ["Clock", "SpeedMeter"]
-
 Item = TypeVar("Item")
 
 _SAMPLES = 64

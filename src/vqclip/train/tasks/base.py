@@ -34,8 +34,6 @@ from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.folder import WEIGHTS_FILE
 from vqclip.towers import ImageTower, TextTower
 
-__all__ = ["RankBatch", "Task", "TaskOutput", "copy_to_device"]
-
 
 @dataclass(frozen=True)
 class RankBatch:

@@ -36,8 +36,6 @@ from vqclip.train.recipe import head_settings, is_set, overrides_of_unset
 from vqclip.train.reconstruction import ReconstructingCLIP, error_metrics
 from vqclip.train.tasks.base import RankBatch, Task, TaskOutput, copy_to_device
 
-__all__ = ["ContrastiveTask", "TrainConfig", "towers_draw"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from vqclip.train.config import TaskConfig
 from vqclip.train.tasks.contrastive import TrainConfig
 from vqclip.train.tasks.pixels import PixelTrainConfig
 
-__all__ = ["TASKS", "load_task_config"]
-
 TASKS: dict[str, type[TaskConfig]] = {"contrastive": TrainConfig, "pixels": PixelTrainConfig}
 """Configuration of each task."""
 

@@ -46,8 +46,6 @@ from vqclip.train.feature_cache import FeatureMaker
 from vqclip.train.reconstruction import Reconstruction, error_metrics
 from vqclip.train.tasks.base import RankBatch, Task, TaskOutput, copy_to_device
 
-__all__ = ["PixelTask", "PixelTrainConfig"]
-
 IDS = "ids"
 """Name of the stored ids of images among the features of a batch."""
 _DESCRIPTION = "pixels.json"
