@@ -25,7 +25,7 @@ from vqclip.nn.precision import full_precision
 Implementation = Literal["tiled", "ring", "gather"]
 """``tiled``: logits in tiles, gradients computed in forward; memory grows with the batch.
 ``ring``: like ``tiled``, without all texts on every rank, with up to twice the traffic.
-``gather``: the readable reference, with all G × G logits on every rank."""
+``gather``: the readable reference, which gathers all features with their gradients: all G × G logits on every rank."""
 
 Positives = Literal["sample_id", "caption"]
 """Rule for pairs that are not negatives of each other: the same sample (which a batch contains twice if it has more
@@ -39,9 +39,7 @@ class Loss(nn.Module, ABC):
     Every rank returns the same value; see `vqclip.dist` for the scale of its gradients.
 
     Args:
-        impl: ``tiled``: memory grows with the batch; ``ring``: like ``tiled``, without all texts on every rank;
-            ``gather``: the readable reference, which gathers all features with their gradients and computes one
-            ``(G, G)`` matrix of logits.
+        impl: see `Implementation`.
         positives: how the ``keys`` of `forward` are computed; see `pair_keys`.
 
     Raises:
@@ -111,9 +109,8 @@ class Loss(nn.Module, ABC):
             images, texts = _gather_features(image, text, sizes)
             logits = scale.to(images.dtype) * images @ texts.T
             keys = None if keys is None else gather_keys(keys, sizes)
-            if keys is None:
-                return self._of_logits(logits, bias, None)
-            return self._of_logits(logits, bias, (keys[:, None] == keys).fill_diagonal_(False))
+            left_out = None if keys is None else (keys[:, None] == keys).fill_diagonal_(False)
+            return self._of_logits(logits, bias, left_out)
 
     @abstractmethod
     def chance(self, batch_size: int) -> float:

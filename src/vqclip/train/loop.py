@@ -47,14 +47,14 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
             for batch in training.clock.time_waits(batches):
                 training.batch = batch
                 _call(callbacks, "on_step_start", training)
-                with _recorded(training):
+                with _record_nonfinite(training):
                     training.result = training.step(batch, batch.step)
                 training.done += 1
                 training.clock.count(settings.batch_size)
                 bar.advance()
                 apply_requests()
                 if training.needs_verdict:
-                    with _recorded(training):
+                    with _record_nonfinite(training):
                         training.step.settle()
                 _call(callbacks, "on_step_end", training)
                 apply_requests = exchange_requests(training)
@@ -63,7 +63,7 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
                 if training.stopping or training.ended:
                     break
             apply_requests()
-            with _recorded(training):
+            with _record_nonfinite(training):
                 training.step.settle()
             _call(callbacks, "on_train_end", training)
     except StopRequested:
@@ -93,7 +93,7 @@ def exchange_requests(training: Training) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def _recorded(training: Training) -> Iterator[None]:
+def _record_nonfinite(training: Training) -> Iterator[None]:
     """Record a step that ends the run in the block, and name the newest checkpoint in the error."""
     try:
         yield

@@ -30,8 +30,8 @@ from vqclip.runlog.console import LogFile, log_to_file
 from vqclip.runlog.health import Health
 from vqclip.runlog.records import Records, remove_stopped, write_stopped
 from vqclip.seeds import derive_seed
-from vqclip.train.callbacks import Callback, Training, evaluate, in_order, require_success
-from vqclip.train.callbacks.builtin import write_pages
+from vqclip.train.callbacks import Callback, Training
+from vqclip.train.callbacks.builtin import evaluate, in_order, require_success, write_pages
 from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.config import ScheduleConfig, TaskConfig
 from vqclip.train.export import export_tokenizer, recorded_speed, write_summary

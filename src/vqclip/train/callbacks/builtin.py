@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +23,20 @@ from vqclip.train.speed import SpeedMeter
 logger = logging.getLogger(__name__)
 
 _TOKENS = "tokens of the step"
+
+
+def in_order(callbacks: Sequence[Callback] = ()) -> list[Callback]:
+    """Return the built-in callbacks and the user's, in the order in which each hook is called."""
+    return [
+        RecordEvents(),  # first: an unusual step is on record whatever happens next
+        CountBadSamples(),  # before the report and the checkpoint, which contain the counts
+        ReportMetrics(),
+        SaveCheckpoints(),  # before the evaluation: one that fails costs no step
+        Evaluate(),
+        LimitBadSamples(),  # after the checkpoint: a run can resume with a higher limit
+        *callbacks,
+        Heartbeat(),  # last: all of the above is part of the step
+    ]
 
 
 class RecordEvents(Callback):

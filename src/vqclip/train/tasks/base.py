@@ -28,7 +28,7 @@ from vqclip.data.batch_maker import Tokenize
 from vqclip.data.transforms import Size
 from vqclip.errors import ConfigError
 from vqclip.nn.precision import Precision
-from vqclip.quantizers import Order, Quantizer, Stats
+from vqclip.quantizers import Order, Quantizer, Stats, sync
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.folder import WEIGHTS_FILE
@@ -135,12 +135,12 @@ class Task(ABC):
         """Return `TaskOutput.shared` with a graph, for the outputs of joined microbatches."""
         return {}
 
-    @abstractmethod
     def reduce(self, out: TaskOutput, local: RankBatch) -> dict[str, Stats]:
-        """Return the sums of `TaskOutput.stats`, and further ones, over all ranks. One collective.
+        """Return the sums of `TaskOutput.stats`, and perhaps further ones, over all ranks. One collective.
 
         `Stats.histograms` stay those of this rank.
         """
+        return dict(zip(out.stats, sync([*out.stats.values()], local.order, histograms=False), strict=True))
 
     @abstractmethod
     def losses(

@@ -23,7 +23,7 @@ from vqclip.model import CLIP, ModelConfig
 from vqclip.nn.precision import autocast
 from vqclip.pixels.decoder import PIXELS_FILE
 from vqclip.pixels.losses import PixelLosses, require_starts
-from vqclip.quantizers import Order, Quantizer, Stats, sync
+from vqclip.quantizers import Order, Quantizer, Stats
 from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.folder import PIXELS_PREFIX, WEIGHTS_FILE
 from vqclip.tokenizer.saving import write_config
@@ -138,8 +138,7 @@ class ContrastiveTask(Task):
         """Return the quantizers' statistics, the terms on features and the sum of the embeddings, over all ranks."""
         totals = {name: each.detach().double().sum(dim=0) for name, each in out.rows.items()}
         totals["count"] = torch.full((), len(local), device=self.device)
-        every = {**out.stats, "embedded": Stats(totals)}
-        return dict(zip(every, sync([*every.values()], local.order, histograms=False), strict=True))
+        return super().reduce(TaskOutput(stats={**out.stats, "embedded": Stats(totals)}), local)
 
     def losses(
         self, out: TaskOutput, sums: Mapping[str, Stats], parts: Sequence[RankBatch], step: int

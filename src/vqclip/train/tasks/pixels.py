@@ -36,7 +36,7 @@ from vqclip.pixels import (
 from vqclip.pixels.detail import pixels_per_token
 from vqclip.pixels.losses import PixelLosses, PixelLossesConfig, require_starts
 from vqclip.pixels.terms import PixelErrorConfig
-from vqclip.quantizers import Order, Quantizer, Stats, sync
+from vqclip.quantizers import Order, Quantizer, Stats
 from vqclip.seeds import derive_seed
 from vqclip.tokenizer import ImageTokenizer, Tokenizer
 from vqclip.tokenizer.stored import fingerprint
@@ -110,10 +110,6 @@ class PixelTask(Task):
     def run(self, network: nn.Module, local: RankBatch, step: int) -> TaskOutput:
         """Return the sums of the losses."""
         return TaskOutput(stats=network(local.features["vectors"], local.images, local.order.places, step))
-
-    def reduce(self, out: TaskOutput, local: RankBatch) -> dict[str, Stats]:
-        """Return the sums over all ranks."""
-        return dict(zip(out.stats, sync([*out.stats.values()], local.order, histograms=False), strict=True))
 
     def losses(
         self, out: TaskOutput, sums: Mapping[str, Stats], parts: Sequence[RankBatch], step: int
