@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def steps(path) -> list[int]:
 
 def test_every_line_is_valid_json_and_on_the_disk_at_once(tmp_path):
     values = {"loss": 0.5, "big": 1e300, "n": 3, "nan": math.nan, "up": math.inf, "down": -math.inf}
-    with JsonLines(tmp_path / "run" / "metrics.jsonl") as log:
+    with closing(JsonLines(tmp_path / "run" / "metrics.jsonl")) as log:
         log.write(1, {**values, "note": "π\n", "ok": True, "nothing": None})
         text = log.path.read_bytes()
     (written,) = text.splitlines()
@@ -41,14 +42,14 @@ def test_every_line_is_valid_json_and_on_the_disk_at_once(tmp_path):
 
 
 def test_resume_drops_later_steps_and_a_broken_line(tmp_path, caplog):
-    with JsonLines(tmp_path / "metrics.jsonl") as log:
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as log:
         for step in range(1, 8):
             log.write(step, {"loss": step / 3})
         log.write(7, {"eval": 0.5})
     kept = log.path.read_bytes().splitlines(keepends=True)[:4]
     with log.path.open("ab") as file:
         file.write(b'{"step": 2, "lo')
-    with caplog.at_level(logging.WARNING), JsonLines(tmp_path / "metrics.jsonl", start_step=4) as log:
+    with caplog.at_level(logging.WARNING), closing(JsonLines(tmp_path / "metrics.jsonl", start_step=4)) as log:
         assert log.path.read_bytes().splitlines(keepends=True) == kept
         log.write(5, {"loss": 9.0})
     assert "dropped 4 lines of steps after 4 and 1 broken ones" in caplog.text
@@ -64,13 +65,13 @@ def test_resume_reads_only_the_end(tmp_path):
     path = tmp_path / "metrics.jsonl"
     unread = b"no line\n" + b'{"step": 1}\n' * 2
     path.write_bytes(unread + b'{"step": 2, "a": 1}\n{"step": 2, "a": 3, "b": 2}\n{"step": 3}\n')
-    with JsonLines(tmp_path / "metrics.jsonl", start_step=2) as log:
+    with closing(JsonLines(tmp_path / "metrics.jsonl", start_step=2)) as log:
         assert log.recorded == {"step": 2, "a": 3, "b": 2}
     assert path.read_bytes() == unread + b'{"step": 2, "a": 1}\n{"step": 2, "a": 3, "b": 2}\n'
 
 
 def test_a_deleted_file_ends_no_run(tmp_path, caplog):
-    with JsonLines(tmp_path / "metrics.jsonl") as log:
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as log:
         for step in range(1, 40):
             log.write(step, {"loss": 1.0})
             log.flush()
@@ -195,7 +196,7 @@ def test_all_files_are_closed_whatever_happens_to_one(tmp_path, monkeypatch, cap
 
 
 def test_a_resumed_run_judges_every_row_of_a_long_file(tmp_path):
-    with JsonLines(tmp_path / "metrics.jsonl") as log:
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as log:
         for step in range(1, 2001):
             log.write(step, {"loss": 1.0, "note": "x" * 1200})
         log.write(2000, {"eval/n": 0.5})
@@ -222,7 +223,7 @@ def test_each_evaluation_has_its_place_also_after_a_resume(tmp_path):
     assert ranking.place(1, result(0.2, 0.2)) == ""
     assert ranking.place(2, result(0.1, 0.4)) == "best so far"
     assert ranking.place(3, result(0.2, 0.3)) == "best after step 2"
-    with JsonLines(tmp_path / "metrics.jsonl") as log:
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as log:
         log.write(2, {"loss/total": 1.0})
         for step, rates in ((2, (0.1, 0.4)), (3, (0.2, 0.3))):
             log.write(step, {f"eval/{name}": rate for name, rate in result(*rates).scalars().items()})

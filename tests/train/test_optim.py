@@ -16,7 +16,6 @@ from vqclip.errors import ConfigError
 from vqclip.train.muon import Muon
 from vqclip.train.optim import (
     OptimConfig,
-    Schedule,
     _kinds_of_timm,
     matrix_names,
     parameter_groups,
@@ -245,7 +244,7 @@ def test_schedule():
     assert schedule(14) == schedule(99) == pytest.approx(0.2)
     tail = [schedule(step) for step in range(4, 15)]
     assert tail == sorted(tail, reverse=True)
-    assert Schedule(1.0, 0, 10)(0) == 1.0
+    assert OptimConfig(lr=1.0, warmup_steps=0).build_schedule(10)(0) == 1.0
     with pytest.raises(ConfigError, match=r"optim\.warmup_steps: got 5; expected fewer than the 5 steps of the run"):
         OptimConfig(warmup_steps=5).build_schedule(5)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from types import TracebackType
 
 from vqclip import dist
 from vqclip.errors import ConfigError
@@ -54,9 +53,7 @@ class RunLock:
     def __enter__(self) -> RunLock:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for lock in self._locks:
             with contextlib.suppress(OSError):  # a full disk, which was reported when the line was written
                 lock.release()

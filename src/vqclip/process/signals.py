@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from vqclip.errors import StopRequested
@@ -70,9 +70,7 @@ class StopSignals:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._before.items():
             # None: the handler was not installed from Python and cannot be put back; the default is the nearest.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

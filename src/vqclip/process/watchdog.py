@@ -19,7 +19,6 @@ import time
 import traceback
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from vqclip import dist
@@ -134,9 +133,7 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         global _workers_file
         if not self._on:
             return

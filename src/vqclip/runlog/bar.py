@@ -6,7 +6,6 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
-from types import TracebackType
 
 from tqdm import tqdm
 
@@ -59,9 +58,7 @@ class ProgressBar:
     def __enter__(self) -> ProgressBar:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._bar.close()
 
     def advance(self, count: int = 1) -> None:

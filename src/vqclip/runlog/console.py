@@ -13,7 +13,6 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from vqclip.errors import VqclipError, printable
@@ -241,13 +240,11 @@ class LogFile:
     def __enter__(self) -> LogFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, (VqclipError, OSError)):
             log_to_file(_message(error), logging.ERROR)
         elif error is not None:
-            _output.error("ended by %s", kind.__name__ if kind else "", exc_info=error)
+            _output.error("ended by %s", type(error).__name__, exc_info=error)
         for logger in (logging.getLogger(), _output, _package):
             logger.removeHandler(self._handler)
         if self._before is not None:

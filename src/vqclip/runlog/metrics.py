@@ -15,10 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
-
-from typing_extensions import Self
 
 from vqclip.data import mask_credentials
 from vqclip.errors import DataError
@@ -109,14 +106,6 @@ class JsonLines:
             with name_file_in_errors(self.path), file:
                 file.flush()
                 os.fsync(file.fileno())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _drop_after(path: Path, step: int) -> dict[str, Any]:

@@ -53,7 +53,6 @@ _OWN_BETAS, _OWN_EPS = (0.9, 0.98), 1e-6
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Decay = Annotated[float, Field(gt=0, le=1)]
-ScheduleKind = Literal["cosine", "constant", "wsd"]
 
 
 class LayerDecayConfig(Config):
@@ -92,7 +91,7 @@ class OptimConfig(Config):
     rest; or one of timm's optimizers, such as `lion`, `lamb` or `adafactor`, with timm's settings."""
     lr: float = Field(default=1e-3, gt=0, le=1000)
     """Highest learning rate, reached after the warm-up."""
-    schedule: ScheduleKind = "cosine"
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     """Learning rate after the warm-up. `cosine`: it falls to the end of the run. `constant`: it stays. `wsd`: it stays,
     and falls linearly in the last part of the run (warm-up, stable, decay)."""
     warmup_steps: int = Field(default=100, ge=0)
@@ -234,7 +233,7 @@ class OptimConfig(Config):
         Raises:
             ConfigError: the warm-up is not shorter than the run, or than the part of it before the decay of `wsd`.
         """
-        return Schedule(self.lr, self.warmup_steps, total_steps, self.final_lr_ratio, self.schedule, self.decay_share)
+        return Schedule(self, total_steps)
 
 
 def _kinds_of_timm() -> list[str]:
@@ -253,46 +252,39 @@ class Schedule:
     `lr` for number `warmup_steps`, and `lr * final_lr_ratio` from the end of the run on, unless it is constant.
     """
 
-    lr: float
-    """Highest learning rate."""
-    warmup_steps: int
-    """Steps of the warm-up."""
+    config: OptimConfig
+    """Rates, warm-up and kind."""
     total_steps: int
     """Steps of the run."""
-    final_lr_ratio: float = 0.0
-    """Floor, as a fraction of `lr`."""
-    kind: ScheduleKind = "cosine"
-    """See `OptimConfig.schedule`."""
-    decay_share: float = 0.2
-    """Share of the steps in which `wsd` falls."""
 
     @property
     def decay_steps(self) -> int:
         """Steps in which the rate falls."""
-        falling = {"cosine": self.total_steps - self.warmup_steps, "constant": 0}
-        return falling.get(self.kind, max(1, round(self.decay_share * self.total_steps)))
+        falling = {"cosine": self.total_steps - self.config.warmup_steps, "constant": 0}
+        return falling.get(self.config.schedule, max(1, round(self.config.decay_share * self.total_steps)))
 
     def __post_init__(self) -> None:
-        if self.warmup_steps >= self.total_steps:
+        warmup = self.config.warmup_steps
+        if warmup >= self.total_steps:
             raise ConfigError(
-                f"optim.warmup_steps: got {self.warmup_steps}; "
-                f"expected fewer than the {self.total_steps} steps of the run"
+                f"optim.warmup_steps: got {warmup}; expected fewer than the {self.total_steps} steps of the run"
             )
-        if self.warmup_steps + self.decay_steps > self.total_steps:
+        if warmup + self.decay_steps > self.total_steps:
             raise ConfigError(
-                f"optim.decay_share: got {self.decay_share:g}, {self.decay_steps} steps, after {self.warmup_steps} of "
+                f"optim.decay_share: got {self.config.decay_share:g}, {self.decay_steps} steps, after {warmup} of "
                 f"optim.warmup_steps; expected at most the {self.total_steps} steps of the run together"
             )
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of the step after `step` done ones."""
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        if self.kind == "constant":
-            return self.lr
+        config = self.config
+        if step < config.warmup_steps:
+            return config.lr * (step + 1) / config.warmup_steps
+        if config.schedule == "constant":
+            return config.lr
         progress = min(1.0, max(0.0, (step - self.total_steps + self.decay_steps) / self.decay_steps))
-        share = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress
-        return self.lr * (self.final_lr_ratio + (1 - self.final_lr_ratio) * share)
+        share = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+        return config.lr * (config.final_lr_ratio + (1 - config.final_lr_ratio) * share)
 
 
 def parameter_groups(
@@ -424,11 +416,7 @@ def require_elementwise(what: str, optimizer: Optimizer) -> None:
 def set_lr(optimizer: Optimizer, lr: float) -> None:
     """Set the learning rate of every group, times the group's ``lr_ratio``."""
     for group in optimizer.param_groups:
-        value = lr * group.get("lr_ratio", 1.0)
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(value)
-        else:
-            group["lr"] = value
+        group["lr"] = lr * group.get("lr_ratio", 1.0)
 
 
 def _without_decay(model: nn.Module) -> set[int]:

@@ -19,7 +19,6 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from vqclip import checkpoint
@@ -237,9 +236,7 @@ class RunMirror:
     def __enter__(self) -> RunMirror:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.is_claimed and isinstance(error, Exception) and not isinstance(error, CheckpointError | StorageError):
             self._remote = self._remote.with_limits(tries=1, total_s=_LAST_S)
             with contextlib.suppress(CheckpointError, StorageError):

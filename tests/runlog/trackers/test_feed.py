@@ -3,6 +3,7 @@
 import itertools
 import logging
 import shutil
+from contextlib import closing
 
 import pytest
 
@@ -109,7 +110,7 @@ def test_no_step_is_lost_or_sent_twice_whenever_it_is_killed(tmp_path, back):
 
 def test_an_unfinished_run_leaves_its_last_step_open_for_trackers_that_only_append(tmp_path):
     disks = {False: [], True: []}
-    with JsonLines(tmp_path / "metrics.jsonl") as log:
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as log:
         trackers = {str(keeps): Memory(disk, keeps) for keeps, disk in disks.items()}
         feed = Feed(trackers, facts(tmp_path), log.path, 0)
         feed.write(1, log.write(1, {"lr": 1.0}))
@@ -172,7 +173,7 @@ def test_a_tracker_that_cannot_start_ends_a_new_run_but_not_a_resumed_one(tmp_pa
 
 
 def test_a_damaged_line_of_the_file_ends_no_resume(tmp_path, caplog):
-    with JsonLines(tmp_path / "metrics.jsonl") as log:
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as log:
         for step in (1, 2, 3):
             log.write(step, {"lr": step / 7})
     lines = log.path.read_bytes().splitlines(keepends=True)
