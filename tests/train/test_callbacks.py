@@ -3,19 +3,19 @@
 import logging
 import os
 import time
-from unittest import mock
 
 import pytest
 
 from tests.training import retrieval, run_tree
 from vqclip import dist
 from vqclip.evaluation import read_evaluation, stored_files
+from vqclip.process.watchdog import Watchdog
 from vqclip.tokenizer.folder import WEIGHTS_FILE
 from vqclip.train import Callback, TrainConfig, run
 from vqclip.train import run as train
 from vqclip.train.callbacks import builtin
-from vqclip.train.callbacks.builtin import Heartbeat
 from vqclip.train.speed import SpeedMeter
+from vqclip.train.step import TrainStep
 
 
 class Recorder(Callback):
@@ -63,14 +63,12 @@ def test_a_callback_of_a_user_comes_after_reports_and_checkpoints(tmp_path, shar
     assert recorder.seen == [[1], [2, "2"], [3, "2"], [4, "2", "4"], [5, "2", "4", "5"]]
 
 
-def test_the_first_steps_after_a_change_of_the_model_have_the_long_limit():
+def test_the_first_steps_after_a_change_of_the_model_have_the_long_limit(tmp_path, shards, monkeypatch):
     """As it may be compiled again."""
     patient = []
-    training = mock.Mock()
-    training.step.changes_at = lambda step: step == 3
-    training.watchdog.expect_compilation = lambda: patient.append(training.batch.step)
-    for training.batch.step in range(6):
-        Heartbeat().on_step_start(training)
+    monkeypatch.setattr(TrainStep, "changes_at", lambda self, step: step == 3)
+    monkeypatch.setattr(Watchdog, "expect_compilation", lambda self: patient.append(self._position.done))
+    train(run_tree(tmp_path, shards, train__steps=5))
     assert patient == [3]
 
 

@@ -183,13 +183,9 @@ def nodes() -> tuple[int, ...]:
     Ranks of one torchrun are one node, also where several of them run on one machine; without torchrun, the ranks of
     one machine.
     """
-    found = gather_json(_node())
-    return tuple(list(dict.fromkeys(found)).index(each) for each in found)
-
-
-def _node() -> str:
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""  # machines may have equal names, as "localhost"
-    return os.environ.get("GROUP_RANK") or f"{socket.gethostname()} {boot}"
+    found = gather_json(os.environ.get("GROUP_RANK") or f"{socket.gethostname()} {boot}")
+    return tuple(list(dict.fromkeys(found)).index(each) for each in found)
 
 
 class BackgroundGroup:

@@ -28,9 +28,10 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
     Raises:
         VqclipError: for anything a user can correct; the message says how.
     """
-    settings, is_on_gpu = training.config.train, training.step.device.type == "cuda"
+    settings, watchdog, is_on_gpu = training.config.train, training.watchdog, training.step.device.type == "cuda"
     try:
         _call(callbacks, "on_train_start", training)
+        watchdog.at(training.done, "waiting for the next batch", patient=True)  # the data workers start
         stop = training.done if training.ended else settings.steps
         if training.done < stop:
             steps = f"steps {training.done + 1:,} to {stop:,}"
@@ -47,6 +48,9 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
             for batch in training.clock.time_waits(batches):
                 training.batch = batch
                 _call(callbacks, "on_step_start", training)
+                if training.step.changes_at(batch.step):
+                    watchdog.expect_compilation()
+                watchdog.at(training.done, "in the next step")
                 with _record_nonfinite(training):
                     training.result = training.step(batch, batch.step)
                 training.done += 1
@@ -56,7 +60,9 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
                 if training.needs_verdict:
                     with _record_nonfinite(training):
                         training.step.settle()
+                _record_events(training)  # first: an unusual step is on record whatever happens next
                 _call(callbacks, "on_step_end", training)
+                watchdog.at(training.done, "waiting for the next batch")
                 apply_requests = exchange_requests(training)
                 if not dist.is_distributed():  # the only rank stops after this step
                     apply_requests()
@@ -103,6 +109,15 @@ def _record_nonfinite(training: Training) -> Iterator[None]:
         training.records.record_event("nonfinite", str(error), applied=False, batch=batch)
         checkpointer.require_finite(batch.step)
         raise NonFiniteError(f"{error}. {checkpointer.newest()}") from error
+
+
+def _record_events(training: Training) -> None:
+    """Record the unusual steps that the guards have reported since the step before; a collective if there are any."""
+    events, training.step.guards.events = training.step.guards.events, []
+    for event in events:
+        training.records.record_event(event.kind, event.reason, not event.skip, event.batch)
+        if event.kind == "nonfinite":  # if the weights are not finite, no later step can be
+            training.checkpointer.require_finite(event.batch.step)
 
 
 def _call(callbacks: Sequence[Callback], hook: str, training: Training, *args: object) -> None:

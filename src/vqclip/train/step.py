@@ -103,8 +103,6 @@ class StepResult:
     `Stats.histograms` are of this rank's samples; `Stats.sync` is a collective that reduces them."""
     figures: dict[str, Tensor]
     """Further () figures of the task, named as in ``metrics.jsonl``, such as ``temperature/scale``."""
-    skip: Tensor
-    """() bool: whether the step was skipped, so that weights and codebooks are unchanged."""
 
 
 class TrainStep:
@@ -148,7 +146,9 @@ class TrainStep:
         self.regions = CompiledRegions(training, task.quantizers().values()) if regional else None
         self.parallel = Parallel(task, optimizer, compute.parallel, self.compiled, compute.bucket_mb)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
-        task.configure(seed, compute.precision)
+        task.precision = compute.precision
+        for name, quantizer in task.quantizers().items():  # keys of their random draws, equal on all ranks
+            quantizer.set_seed(derive_seed(seed, "quantizer", name))
         self.guards = guards or GuardConfig(spikes=None).build()
         self.ema = None if ema is None else Ema(ema, self.parallel.weights.parameters)
         self._replay_checked = False
@@ -189,7 +189,7 @@ class TrainStep:
         sums = {name: each.detach() for name, each in sums.items()}
         self._update(sums, skip, step)
         detached = {name: term.detach() for name, term in losses.items()}
-        return StepResult(detached, grad_norm, lr, sums, self.task.figures(out), skip)
+        return StepResult(detached, grad_norm, lr, sums, self.task.figures(out))
 
     def settle(self) -> None:
         """Read the verdict on the newest step, if it is not read yet; its update is otherwise still to be judged.

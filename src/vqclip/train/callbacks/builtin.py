@@ -1,4 +1,4 @@
-"""Reports, records, checkpoints, evaluations, the limit of bad samples and the heartbeat of every run."""
+"""Reports, checkpoints, evaluations and the limit of bad samples of every run."""
 
 from __future__ import annotations
 
@@ -28,27 +28,13 @@ _TOKENS = "tokens of the step"
 def in_order(callbacks: Sequence[Callback] = ()) -> list[Callback]:
     """Return the built-in callbacks and the user's, in the order in which each hook is called."""
     return [
-        RecordEvents(),  # first: an unusual step is on record whatever happens next
         CountBadSamples(),  # before the report and the checkpoint, which contain the counts
         ReportMetrics(),
         SaveCheckpoints(),  # before the evaluation: one that fails costs no step
         Evaluate(),
         LimitBadSamples(),  # after the checkpoint: a run can resume with a higher limit
         *callbacks,
-        Heartbeat(),  # last: all of the above is part of the step
     ]
-
-
-class RecordEvents(Callback):
-    """Write steps with a NaN, infinite or unusually large loss to ``events.jsonl``, with their samples."""
-
-    def on_step_end(self, training: Training) -> None:
-        """Record the events that the guards have reported since the step before."""
-        events, training.step.guards.events = training.step.guards.events, []
-        for event in events:
-            training.records.record_event(event.kind, event.reason, not event.skip, event.batch)
-            if event.kind == "nonfinite":  # if the weights are not finite, no later step can be
-                training.checkpointer.require_finite(event.batch.step)
 
 
 class CountBadSamples(Callback):
@@ -215,24 +201,6 @@ class LimitBadSamples(Callback):
         bad = training.records.bad.counts.total()
         replaced = f"; {bad:,} times a bad one was replaced (bad_samples.jsonl)" if bad else ""
         logger.info("data: %s%s", training.data.coverage(training.done), replaced)
-
-
-class Heartbeat(Callback):
-    """Report the position to the watchdog, which ends a run that makes no progress."""
-
-    def on_train_start(self, training: Training) -> None:
-        """Allow the long limit: the data workers start."""
-        training.watchdog.at(training.done, "waiting for the next batch", patient=True)
-
-    def on_step_start(self, training: Training) -> None:
-        """Report that a batch has arrived."""
-        if training.step.changes_at(training.batch.step):
-            training.watchdog.expect_compilation()
-        training.watchdog.at(training.done, "in the next step")
-
-    def on_step_end(self, training: Training) -> None:
-        """Report that the step and all other callbacks are done."""
-        training.watchdog.at(training.done, "waiting for the next batch")
 
 
 def save(training: Training) -> None:

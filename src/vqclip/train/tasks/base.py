@@ -29,7 +29,6 @@ from vqclip.data.transforms import Size
 from vqclip.errors import ConfigError
 from vqclip.nn.precision import Precision
 from vqclip.quantizers import Order, Quantizer, Stats, sync
-from vqclip.seeds import derive_seed
 from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.folder import WEIGHTS_FILE
 from vqclip.towers import ImageTower, TextTower
@@ -94,6 +93,7 @@ class Task(ABC):
     """
 
     precision: Precision = "fp32"
+    """Precision of a step; set by `TrainStep`."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -168,12 +168,6 @@ class Task(ABC):
         return [tensor for each in self.quantizers().values() for tensor in (*each.parameters(), *each.buffers())]
 
     # What changes from step to step.
-
-    def configure(self, seed: int, precision: Precision) -> None:
-        """Set the key of the quantizers' random draws, and the precision of a step, before the first one."""
-        self.precision = precision
-        for name, quantizer in self.quantizers().items():
-            quantizer.set_seed(derive_seed(seed, "quantizer", name))
 
     def mark_dynamic(self, local: RankBatch) -> None:  # noqa: B027
         """Mark the axes of the samples whose lengths differ between batches, for `torch.compile`."""
