@@ -38,6 +38,7 @@ from vqclip.data import Batch
 from vqclip.process.memory import keep_freed_memory
 from vqclip.train import TrainConfig
 from vqclip.train.checkpointer import Checkpointer
+from vqclip.train.optim import Schedule
 from vqclip.train.step import TrainStep
 from vqclip.train.tasks.contrastive import ContrastiveTask
 
@@ -65,7 +66,7 @@ def training_step(options: argparse.Namespace, row: str) -> TrainStep:
     config = TrainConfig.model_validate(tree)
     torch.manual_seed(0)
     model = config.model.build().train()
-    optimizer, schedule = config.optim.build(model), config.optim.build_schedule(config.train.steps)
+    optimizer, schedule = config.optim.build(model), Schedule(config.optim, config.train.steps)
     clip_norm = config.optim.clip_grad_norm
     return TrainStep(
         ContrastiveTask(model, config.loss.build()), optimizer, schedule, config.train, clip_norm, config.run.seed

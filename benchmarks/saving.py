@@ -27,6 +27,7 @@ from vqclip.config import load_config
 from vqclip.process.memory import keep_freed_memory
 from vqclip.train import TrainConfig
 from vqclip.train.checkpointer import Checkpointer
+from vqclip.train.optim import Schedule
 from vqclip.train.step import TrainStep
 from vqclip.train.tasks.contrastive import ContrastiveTask
 
@@ -38,7 +39,7 @@ def training_step(config: TrainConfig) -> TrainStep:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    schedule = config.optim.build_schedule(config.train.steps)
+    schedule = Schedule(config.optim, config.train.steps)
     return TrainStep(
         ContrastiveTask(model, config.loss.build()), optimizer, schedule, config.train, None, config.run.seed
     )

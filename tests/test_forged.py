@@ -19,8 +19,8 @@ from vqclip.errors import CheckpointError
 from vqclip.losses import ContrastiveLoss
 from vqclip.model import CLIP
 from vqclip.train.checkpointer import Checkpointer
-from vqclip.train.guards import GuardConfig
-from vqclip.train.optim import OptimConfig
+from vqclip.train.guards import GuardConfig, Guards
+from vqclip.train.optim import OptimConfig, Schedule
 from vqclip.train.resume import resume
 from vqclip.train.step import ComputeConfig, TrainStep
 from vqclip.train.tasks.contrastive import ContrastiveTask
@@ -36,7 +36,7 @@ def training_step() -> TrainStep:
     model, optim = tiny_model(BUSY_VQ, FSQ).build(), OptimConfig(warmup_steps=1)
     optimizer = optim.build(model)
     task = ContrastiveTask(model, ContrastiveLoss())
-    return TrainStep(task, optimizer, optim.build_schedule(9), ComputeConfig(), None, 0, GuardConfig().build())
+    return TrainStep(task, optimizer, Schedule(optim, 9), ComputeConfig(), None, 0, Guards(GuardConfig()))
 
 
 def update(step: TrainStep) -> None:

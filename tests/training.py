@@ -23,7 +23,7 @@ from vqclip.runlog.metrics import read_metrics
 from vqclip.train import Callback
 from vqclip.train import run as train
 from vqclip.train.distillation import Distillation
-from vqclip.train.optim import OptimConfig
+from vqclip.train.optim import OptimConfig, Schedule
 from vqclip.train.step import ComputeConfig, TrainStep
 from vqclip.train.tasks.contrastive import ContrastiveTask
 from vqclip.train.tasks.kinds import load_task_config
@@ -115,7 +115,7 @@ def contrastive_step(
     """The training step of a model, with a learning rate of 0.001 from the first of ten steps on."""
     optim = OptimConfig(lr=1e-3, warmup_steps=0)
     task = ContrastiveTask(model, loss or ContrastiveConfig().build(), distillation=distillation)
-    return TrainStep(task, optim.build(model), optim.build_schedule(10), ComputeConfig(**compute), None, seed=3)
+    return TrainStep(task, optim.build(model), Schedule(optim, 10), ComputeConfig(**compute), None, seed=3)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

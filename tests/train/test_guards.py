@@ -21,7 +21,7 @@ from vqclip.losses import ContrastiveLoss, SigmoidLoss, weighted_total
 from vqclip.runlog.metrics import read_metrics
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
-from vqclip.train.guards import GuardConfig, SpikeConfig
+from vqclip.train.guards import GuardConfig, Guards, SpikeConfig
 from vqclip.train.step import StepResult, TrainStep
 from vqclip.train.tasks.kinds import load_task_config
 
@@ -38,7 +38,7 @@ def check(guards, step, values):
 
 def looking(losses, **spikes):
     """The events of a run with these losses."""
-    guards = GuardConfig(spikes=SpikeConfig(window=10, **spikes)).build()
+    guards = Guards(GuardConfig(spikes=SpikeConfig(window=10, **spikes)))
     return [check(guards, step, {"total": loss}) for step, loss in enumerate(losses)]
 
 
@@ -68,8 +68,8 @@ def test_a_new_level_is_usual_after_a_while():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stops_or_is_left_out(value):
     with pytest.raises(NonFiniteError, match=rf"step 7: gradient norm = {value}; the step was not applied"):
-        check(GuardConfig().build(), 7, {"total": 1.0, "gradient norm": value})
-    guards = GuardConfig(on_nonfinite="skip", max_skipped=2).build()
+        check(Guards(GuardConfig()), 7, {"total": 1.0, "gradient norm": value})
+    guards = Guards(GuardConfig(on_nonfinite="skip", max_skipped=2))
     for step in range(2):
         event = check(guards, step, {"total": value, "gradient norm": 1.0})
         assert (event.kind, event.reason, event.skip) == ("nonfinite", f"total = {value}", True)
@@ -145,7 +145,7 @@ STEPS, STOP = 10, 6
 BAD = {0, 4, 5, 6, 9}
 """First step, two in a row, the one before a checkpoint, the first one after a resume, the last one."""
 NO_METRICS = mock.patch("vqclip.train.callbacks.builtin._read_metrics", return_value=({}, 0.0))
-EMPTY = StepResult({}, torch.zeros(()), 0.0, {}, {}, torch.tensor(True))
+EMPTY = StepResult({}, torch.zeros(()), 0.0, {}, {})
 
 
 def tree(folder, shards, quantizer, **changes):

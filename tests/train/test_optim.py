@@ -16,6 +16,7 @@ from vqclip.errors import ConfigError
 from vqclip.train.muon import Muon
 from vqclip.train.optim import (
     OptimConfig,
+    Schedule,
     _kinds_of_timm,
     matrix_names,
     parameter_groups,
@@ -236,7 +237,7 @@ def test_bad_values_are_refused():
 
 
 def test_schedule():
-    schedule = OptimConfig(lr=2.0, warmup_steps=4, final_lr_ratio=0.1).build_schedule(14)
+    schedule = Schedule(OptimConfig(lr=2.0, warmup_steps=4, final_lr_ratio=0.1), 14)
     assert [schedule(step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
     assert schedule(4) == 2.0
     assert schedule(9) == pytest.approx(1.1)
@@ -244,17 +245,17 @@ def test_schedule():
     assert schedule(14) == schedule(99) == pytest.approx(0.2)
     tail = [schedule(step) for step in range(4, 15)]
     assert tail == sorted(tail, reverse=True)
-    assert OptimConfig(lr=1.0, warmup_steps=0).build_schedule(10)(0) == 1.0
+    assert Schedule(OptimConfig(lr=1.0, warmup_steps=0), 10)(0) == 1.0
     with pytest.raises(ConfigError, match=r"optim\.warmup_steps: got 5; expected fewer than the 5 steps of the run"):
-        OptimConfig(warmup_steps=5).build_schedule(5)
+        Schedule(OptimConfig(warmup_steps=5), 5)
 
 
 def test_schedules_without_a_cosine():
-    wsd = OptimConfig(lr=2.0, schedule="wsd", warmup_steps=2, decay_share=0.4, final_lr_ratio=0.5).build_schedule(10)
+    wsd = Schedule(OptimConfig(lr=2.0, schedule="wsd", warmup_steps=2, decay_share=0.4, final_lr_ratio=0.5), 10)
     assert [wsd(step) for step in range(12)] == [1.0, *[2.0] * 6, 1.75, 1.5, 1.25, 1.0, 1.0]
-    longer = OptimConfig(lr=2.0, schedule="wsd", warmup_steps=2).build_schedule(1000)
+    longer = Schedule(OptimConfig(lr=2.0, schedule="wsd", warmup_steps=2), 1000)
     assert [longer(step) for step in range(7)] == [wsd(step) for step in range(7)]  # so a run can be made longer
-    constant = OptimConfig(lr=2.0, schedule="constant", warmup_steps=2).build_schedule(10)
+    constant = Schedule(OptimConfig(lr=2.0, schedule="constant", warmup_steps=2), 10)
     assert [constant(step) for step in range(11)] == [1.0, *[2.0] * 10]
     for changes, message in (
         ({"decay_share": 0.5}, "decay_share with schedule: cosine"),
@@ -263,7 +264,7 @@ def test_schedules_without_a_cosine():
         with pytest.raises(ValueError, match=message):
             OptimConfig(**changes)
     with pytest.raises(ConfigError, match=r"optim\.decay_share: got 0\.5, 5 steps, after 6 of optim\.warmup_steps"):
-        OptimConfig(schedule="wsd", warmup_steps=6, decay_share=0.5).build_schedule(10)
+        Schedule(OptimConfig(schedule="wsd", warmup_steps=6, decay_share=0.5), 10)
 
 
 def small() -> nn.Module:

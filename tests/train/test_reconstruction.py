@@ -17,7 +17,7 @@ from vqclip.losses import ContrastiveConfig
 from vqclip.pixels.losses import PixelLosses
 from vqclip.tokenizer.stored import fingerprint
 from vqclip.train import TrainConfig
-from vqclip.train.optim import OptimConfig
+from vqclip.train.optim import OptimConfig, Schedule
 from vqclip.train.step import ComputeConfig, TrainStep
 from vqclip.train.tasks.contrastive import ContrastiveTask
 
@@ -49,7 +49,7 @@ def build_step(micro_batches=1, precision="fp64", clip_norm=0.1, quantizer=FSQ, 
     compute = ComputeConfig(precision=precision, micro_batches=micro_batches, compile=compiled)
     optim = OptimConfig(lr=1e-2, warmup_steps=0)
     optimizer = optim.build(task.model, task.discriminators)
-    return task, TrainStep(task, optimizer, optim.build_schedule(10), compute, clip_norm, seed=3)
+    return task, TrainStep(task, optimizer, Schedule(optim, 10), compute, clip_norm, seed=3)
 
 
 def train(count=3, sizes=(G,), **settings):

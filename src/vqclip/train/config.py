@@ -26,7 +26,7 @@ from vqclip.tokenizer import Tokenizer
 from vqclip.train.ema import EmaConfig
 from vqclip.train.feature_cache import FeatureMaker
 from vqclip.train.guards import GuardConfig
-from vqclip.train.optim import OptimConfig
+from vqclip.train.optim import OptimConfig, Schedule
 from vqclip.train.step import ComputeConfig
 from vqclip.train.tasks.base import Task
 
@@ -57,7 +57,6 @@ class RunConfig(Config):
     """Longest time between two steps in seconds, waiting for data included. Then the job ends, and every rank writes
     its stacks and last collectives to the run's folder. The first five steps, evaluation and saving have `timeout_s`,
     which is also an upper bound of this limit. null: no watchdog."""
-
     peak_tflops: float | None = Field(None, gt=0, le=1e6)
     """Most TFLOP/s of a process's device in the precision of the run, from its data sheet, such as 989 (H100 SXM, bf16,
     dense): the metrics then include `mfu`, model FLOPs utilisation."""
@@ -271,7 +270,7 @@ class TaskConfig(Config):
 
     @model_validator(mode="after")
     def _warmup_ends_and_best_is_a_figure(self) -> Self:
-        self.optim.build_schedule(self.train.steps)
+        Schedule(self.optim, self.train.steps)  # raises if they do not fit
         names = [f"{EVALUATION}{name}" for name in scalar_names(self.evaluation, codes=self.has_codes())]
         if self.train.keep_best not in (None, *names):
             expected = f"one of {', '.join(names)}" if names else "null, as evaluation is empty"

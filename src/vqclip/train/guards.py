@@ -63,10 +63,6 @@ class GuardConfig(Config):
     divergence: DivergenceConfig | None = DivergenceConfig()
     """Warning when the loss rises, the gradient explodes or the run overfits; null: none."""
 
-    def build(self) -> Guards:
-        """Make the guards of a new run."""
-        return Guards(self)
-
 
 @dataclass(frozen=True)
 class Event:

@@ -36,8 +36,10 @@ from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.config import ScheduleConfig, TaskConfig
 from vqclip.train.export import export_tokenizer, recorded_speed, write_summary
 from vqclip.train.feature_cache import store_features
+from vqclip.train.guards import Guards
 from vqclip.train.job_checks import compare_machines, require_space
 from vqclip.train.loop import train
+from vqclip.train.optim import Schedule
 from vqclip.train.resume import Resumed, load_model, resume
 from vqclip.train.run_store import RunMirror
 from vqclip.train.step import TrainStep
@@ -96,7 +98,7 @@ class RunResult:
             return f"{render(self.summary)}{place}"
         steps, optim = self.config.train.steps, self.config.optim
         how = "run it again to resume from its newest checkpoint"
-        share = optim.build_schedule(steps)(max(0, self.step - 1)) / optim.lr
+        share = Schedule(optim, steps)(max(0, self.step - 1)) / optim.lr
         never_fell = self.step > optim.warmup_steps and share > 0.5 and optim.schedule != "constant"
         rate = f"; the learning rate is still {share:.0%} of its highest" if never_fell else ""
         return f"stopped after step {self.step} of {steps} ({self.stopped}){rate}; {how}"
@@ -160,8 +162,7 @@ def run(
                         _claim_folder(config, lock, mirror, log)
                         config = config.fit()
                         require_samples(config.train, dist.world_size())
-                        every = in_order(callbacks)
-                        summary = _run(config, device, lock, mirror, stop, every, owns_process, started)
+                        summary = _run(config, device, lock, mirror, stop, in_order(callbacks), owns_process, started)
                         metrics = dict(started[0].metrics)
                         return RunResult(config, summary.step, metrics, None, summary)
                     except StopRequested:
@@ -268,11 +269,11 @@ def build_step(config: TaskConfig, task: Task) -> TrainStep:
     return TrainStep(
         task,
         config.optim.build(task.model, task.discriminators),
-        config.optim.build_schedule(config.train.steps),
+        Schedule(config.optim, config.train.steps),
         config.train,
         config.optim.clip_grad_norm,
         config.run.seed,
-        config.guards.build(),
+        Guards(config.guards),
         config.train.ema,
     )
 

@@ -227,14 +227,6 @@ class OptimConfig(Config):
             raise ConfigError("optim.layer_decay: got a decay, but no parameter of a tower trains; expected null")
         return ratios
 
-    def build_schedule(self, total_steps: int) -> Schedule:
-        """Make the learning-rate schedule of `total_steps` steps.
-
-        Raises:
-            ConfigError: the warm-up is not shorter than the run, or than the part of it before the decay of `wsd`.
-        """
-        return Schedule(self, total_steps)
-
 
 def _kinds_of_timm() -> list[str]:
     """Return timm's names of optimizers that need one gradient a step and no further package."""
@@ -250,6 +242,9 @@ class Schedule:
 
     `schedule(step)` is the learning rate of the step after `step` done ones: `lr / warmup_steps` for the first one,
     `lr` for number `warmup_steps`, and `lr * final_lr_ratio` from the end of the run on, unless it is constant.
+
+    Raises:
+        ConfigError: the warm-up is not shorter than the run, or than the part of it before the decay of `wsd`.
     """
 
     config: OptimConfig

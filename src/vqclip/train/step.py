@@ -149,7 +149,7 @@ class TrainStep:
         task.precision = compute.precision
         for name, quantizer in task.quantizers().items():  # keys of their random draws, equal on all ranks
             quantizer.set_seed(derive_seed(seed, "quantizer", name))
-        self.guards = guards or GuardConfig(spikes=None).build()
+        self.guards = guards or Guards(GuardConfig(spikes=None))
         self.ema = None if ema is None else Ema(ema, self.parallel.weights.parameters)
         self._replay_checked = False
         """Whether the second pass over the microbatches was compared with the first."""

@@ -55,8 +55,6 @@ class Training:
     """Steps of the newest checkpoint; the same on every rank."""
     met_too_many_bad: bool = False
     """Whether a rank has replaced more bad samples than allowed; the same on every rank."""
-    replaced: int = 0
-    """Bad samples of the whole run as counted after this step; 0 where this step did not count them."""
     bar: ProgressBar = field(init=False)
     clock: Clock = field(default_factory=Clock)
     """Time of the steps alone."""

@@ -47,8 +47,8 @@ class CountBadSamples(Callback):
             bad.collect()
             for rank, (replaced, seen) in enumerate(dist.gather_json([data.replaced, data.seen])):
                 data.require_few_bad(replaced, seen, bad.last, f" on rank {rank}" if dist.is_distributed() else "")
-        needed = training.is_due(settings.report_every) or training.is_due(settings.checkpoint_every)
-        training.replaced = bad.collect() if needed else 0
+        if training.is_due(settings.report_every) or training.is_due(settings.checkpoint_every):
+            bad.collect()
 
     def on_error(self, training: Training, error: Exception) -> None:
         """Write the bad samples of this rank that are not written yet."""
@@ -192,9 +192,9 @@ class LimitBadSamples(Callback):
     """Stop when too many samples of the whole run were bad; after the checkpoint, so that no step is lost."""
 
     def on_step_end(self, training: Training) -> None:
-        """Compare the count with ``data.max_bad_fraction``."""
-        seen = training.done * training.config.train.batch_size
-        training.data.require_few_bad(training.replaced, seen, training.records.bad.last)
+        """Compare the newest count with ``data.max_bad_fraction``."""
+        seen, bad = training.done * training.config.train.batch_size, training.records.bad
+        training.data.require_few_bad(bad.counts.total(), seen, bad.last)
 
     def on_train_end(self, training: Training) -> None:
         """Report how much of the data was seen, and how often a bad sample was replaced."""
