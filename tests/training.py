@@ -62,7 +62,7 @@ def retrieval(shards: Path, **changes: Any) -> list[dict[str, Any]]:
 def identity_of(tree: dict[str, Any]) -> dict[str, Any]:
     """The settings that define the trajectory of a run, of no particular samples."""
     config = load_task_config(tree)
-    return config.run_identity(config.build_task(torch.device("cpu"), torch.float32), {})
+    return config.run_identity(config.build_task(torch.device("cpu")), {})
 
 
 @contextlib.contextmanager

@@ -190,7 +190,7 @@ def error_of_tokenizers(tree, folders):
     """The error of a rank that finds its own folder under the name of the tokenizer."""
     config = load_task_config(tree | {"tokenizer": folders[dist.rank()]})
     try:
-        config.build_task(torch.device("cpu"), torch.float32)
+        config.build_task(torch.device("cpu"))
     except (ConfigError, CheckpointError) as error:
         return str(error)
 

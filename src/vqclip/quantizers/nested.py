@@ -87,12 +87,6 @@ class Product(Quantizer):
         """True if the layer is initialised."""
         return self.layer.started
 
-    def decode(self, ids: Tensor) -> Tensor:
-        """Decode all parts; a part with id -1 is 0. See `Quantizer.decode`."""
-        if not self.codebook_sizes:
-            return self.layer.decode(ids)  # raises the layer's error
-        return super().decode(ids)
-
     @property
     def refinement(self) -> Tensor | float | None:
         """The layer's refinement, repeated for every part."""

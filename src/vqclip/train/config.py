@@ -209,13 +209,8 @@ class TaskConfig(Config):
         """Return the configuration with the settings that follow from the number of samples. A collective."""
         return self
 
-    def build_task(self, device: torch.device, dtype: torch.dtype) -> Task:
-        """Build the task with the weights of the first step, which are drawn from torch's generator. A collective.
-
-        Args:
-            device: of the run.
-            dtype: of the weights that are trained.
-        """
+    def build_task(self, device: torch.device) -> Task:
+        """Build the task with the weights of the first step, which are drawn from torch's generator. A collective."""
         raise NotImplementedError
 
     def feature_makers(self, task: Any) -> dict[str, FeatureMaker]:

@@ -97,8 +97,7 @@ def _load_task(saved: checkpoint.Checkpoint) -> Task:
     """Load a checkpoint that holds only a part of the model, by the configuration of its run."""
     file = saved.path.parents[1] / "config.yaml"
     try:
-        config = load_task_config(file)
-        task = config.build_task(torch.device("cpu"), config.dtype)
+        task = load_task_config(file).build_task(torch.device("cpu"))
     except VqclipError as error:
         raise CheckpointError(f"{saved.path}: cannot be used without its run's configuration: {error}") from error
     task.require_own(saved.model_folder)

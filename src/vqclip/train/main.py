@@ -256,7 +256,7 @@ def require_samples(settings: ScheduleConfig, processes: int) -> None:
 def build_task(config: TaskConfig, device: torch.device) -> Task:
     """Build the task with the weights of the first step. A collective."""
     torch.manual_seed(derive_seed(config.run.seed, "weights"))  # the same weights on every rank
-    return config.build_task(device, config.dtype)
+    return config.build_task(device)
 
 
 def build_data(config: TaskConfig, task: Task) -> TrainData:

@@ -6,7 +6,6 @@ heads"). Beyond 3,120 samples it is a guess.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pydantic import BaseModel
@@ -31,11 +30,6 @@ def head_settings(samples: int, batch: int | None = None) -> dict[str, Any]:
         settings[f"model.{modality}.project_in.dropout"] = 0.5
         settings[f"model.{modality}.project_in.input_dropout"] = 0.1
     return settings
-
-
-def overrides_of_unset(config: BaseModel, settings: dict[str, Any]) -> list[str]:
-    """Return the settings whose keys exist in a configuration and were not set, as overrides of it."""
-    return [f"{path}={json.dumps(value)}" for path, value in settings.items() if is_set(config, path) is False]
 
 
 def is_set(config: BaseModel, path: str) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -32,7 +33,7 @@ from vqclip.towers.base import FromStep
 from vqclip.train.config import BottleneckConfig, TaskConfig
 from vqclip.train.distillation import Distillation, DistillationConfig
 from vqclip.train.feature_cache import FeatureMaker, tower_maker
-from vqclip.train.recipe import head_settings, is_set, overrides_of_unset
+from vqclip.train.recipe import head_settings, is_set
 from vqclip.train.reconstruction import ReconstructingCLIP, error_metrics
 from vqclip.train.tasks.base import RankBatch, Task, TaskOutput, copy_to_device
 
@@ -351,7 +352,8 @@ class TrainConfig(TaskConfig):
         if others := dist.differing_ranks(samples):
             raise DataError(f"data.sources: rank 0 has {samples:,} samples, but ranks {', '.join(others)} have others")
         batch = self.train.batch_size if is_set(self, "train.batch_size") else None
-        chosen = overrides_of_unset(self, head_settings(samples, batch))
+        settings = head_settings(samples, batch).items()
+        chosen = [f"{path}={json.dumps(value)}" for path, value in settings if is_set(self, path) is False]
         if chosen and dist.is_main():
             logger.info("recipe %s for %s samples: %s", self.recipe, f"{samples:,}", " ".join(chosen))
         return parse_config(TrainConfig, self, [*chosen, "recipe=null"])
@@ -360,7 +362,7 @@ class TrainConfig(TaskConfig):
         """Return whether both tokenizers have codes."""
         return "identity" not in (self.model.image.quantizer.kind, self.model.text.quantizer.kind)
 
-    def build_task(self, device: torch.device, dtype: torch.dtype) -> ContrastiveTask:
+    def build_task(self, device: torch.device) -> ContrastiveTask:
         """Build the model with the weights of the first step, and all that trains it. A collective.
 
         Weights that are not pretrained are drawn from torch's global generator.
@@ -368,12 +370,12 @@ class TrainConfig(TaskConfig):
         model = self.model.build()
         if model.inherited is not None:
             logger.info("%s", model.inherited.describe())
-        model = model.to(device, dtype)
+        model = model.to(device, self.dtype)
         distillation = Distillation(self.distillation, model, self.run.seed)
         losses = None
         if (pixels := self.model.image.pixels) is not None:
             size, key = model.image.tower.image_size, "model.image.pixels.losses"
-            losses = PixelLosses(pixels.losses, size, self.run.seed, key).to(device, dtype)
+            losses = PixelLosses(pixels.losses, size, self.run.seed, key).to(device, self.dtype)
         return ContrastiveTask(model, self.loss.build(), self.train.bottleneck, distillation, losses)
 
     def feature_makers(self, task: Task) -> dict[str, FeatureMaker]:

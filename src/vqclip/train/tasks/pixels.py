@@ -230,7 +230,7 @@ class PixelTrainConfig(TaskConfig):
             raise ValueError(f"data.feature_cache.modalities: got {list(cache.modalities or ())}; expected [image]")
         return self
 
-    def build_task(self, device: torch.device, dtype: torch.dtype) -> PixelTask:
+    def build_task(self, device: torch.device) -> PixelTask:
         """Load the tokenizer and make the decoder. A collective.
 
         Raises:
@@ -247,9 +247,9 @@ class PixelTrainConfig(TaskConfig):
             except ConfigError as error:
                 raise ConfigError(f"tokenizer: {self.tokenizer}: {error}") from error
             torch.manual_seed(derive_seed(self.run.seed, "pixel decoder"))  # loading has drawn numbers
-            decoder = config.build(image.quantizer.dim, image.num_tokens).to(device, dtype)
+            decoder = config.build(image.quantizer.dim, image.num_tokens).to(device, self.dtype)
             attach(image, decoder)
-        losses = PixelLosses(self.losses, decoder.image_size, self.run.seed).to(device, dtype)
+        losses = PixelLosses(self.losses, decoder.image_size, self.run.seed).to(device, self.dtype)
         task = PixelTask(whole, decoder, losses)
         texts = [fingerprint(each) for name, each in task.tokenizers.items() if name == "text"]
         if others := dist.differing_ranks([task.digest, *texts]):
