@@ -132,7 +132,7 @@ def init(device: str | torch.device, timeout_s: float = 600.0) -> bool:
                 f"{torch.cuda.device_count()} GPUs; lower torchrun's --nproc-per-node, or train on the cpu"
             )
         torch.cuda.set_device(local_rank())
-    with named_errors("init"), _name_busy_port():
+    with named_errors("init"):
         # With GPUs too, small messages use gloo, so that they never wait for a GPU.
         backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
         timeout = timedelta(seconds=timeout_s)
@@ -141,20 +141,6 @@ def init(device: str | torch.device, timeout_s: float = 600.0) -> bool:
         own = private_store(store, who, ranks, timeout_s)
         c10d.init_process_group(backend, timeout=timeout, store=own, rank=who, world_size=ranks)
     return True
-
-
-@contextlib.contextmanager
-def _name_busy_port() -> Iterator[None]:
-    """Raise the error about a port that another program listens on as one that names the port."""
-    try:
-        yield
-    except c10d.DistNetworkError as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-            raise DistributedError(
-                f"port {os.environ['MASTER_PORT']} of this machine is in use by another program; choose another one: "
-                "MASTER_PORT, or --master-port or --rdzv-endpoint of torchrun"
-            ) from None
-        raise
 
 
 def shutdown() -> None:
@@ -346,7 +332,12 @@ def _has_process_group() -> bool:
 
 
 def lost_peer(what: str, error: RuntimeError) -> DistributedError:
-    """Return an error for one of torch about a rank that died or did not come."""
+    """Return an error for one of torch about a rank that died or did not come, or about a port in use."""
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+        return DistributedError(
+            f"port {os.environ.get('MASTER_PORT')} of this machine is in use by another program; choose another one: "
+            "MASTER_PORT, or --master-port or --rdzv-endpoint of torchrun"
+        )
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     who = os.environ.get("RANK", "?") if not _has_process_group() else str(c10d.get_rank())
     return DistributedError(
