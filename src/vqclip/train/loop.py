@@ -104,8 +104,8 @@ def _record_nonfinite(training: Training) -> Iterator[None]:
     try:
         yield
     except NonFiniteError as error:
-        batch, checkpointer = training.step.guards.batch, training.checkpointer
-        assert batch is not None
+        judged, checkpointer = training.step.guards.batch, training.checkpointer
+        batch = training.batch if judged is None else judged
         training.records.record_event("nonfinite", str(error), applied=False, batch=batch)
         checkpointer.require_finite(batch.step)
         raise NonFiniteError(f"{error}. {checkpointer.newest()}") from error
