@@ -267,30 +267,25 @@ def use_latest(folder: Path, use: Callable[[Path], T], paths: Sequence[Path] | N
     return None
 
 
-def set_aside_newer(folder: Path, step: int) -> list[Path]:
+def set_aside_newer(folder: Path, step: int) -> None:
     """Rename checkpoints newer than ``step`` to ``set-aside-step-...``, so that nothing resumes from them later.
 
     Call it on resume from ``step``: newer checkpoints are damaged, or of steps that the run will repeat.
-
-    Returns:
-        The new paths.
     """
-    newer = [path for path in checkpoints(folder) if step_of(path) > step]
-    moved = [set_aside(path, f"is newer than step {step}, from which the run resumes") for path in newer]
-    if moved:
+    if newer := [path for path in checkpoints(folder) if step_of(path) > step]:
+        for path in newer:
+            set_aside(path, f"is newer than step {step}, from which the run resumes")
         sync_folder(folder)
-    return moved
 
 
-def set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint to ``set-aside-step-...``, log why, and return the new path."""
+def set_aside(path: Path, why: str) -> None:
+    """Rename a checkpoint to ``set-aside-step-...``, and log why."""
     name, number = f"set-aside-{path.name.lstrip('.')}", 1
     while (target := path.with_name(name)).exists():
         number += 1
         name = f"set-aside-{path.name.lstrip('.')}-{number}"
     path.rename(target)
     logger.warning("%s %s: renamed to %s", path, why, target.name)
-    return target
 
 
 def find_old(paths: Iterable[Path], newest: Path, keep_last: int, keep: Callable[[int], bool]) -> list[Path]:

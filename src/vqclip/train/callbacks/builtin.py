@@ -28,7 +28,6 @@ _TOKENS = "tokens of the step"
 def in_order(callbacks: Sequence[Callback] = ()) -> list[Callback]:
     """Return the built-in callbacks and the user's, in the order in which each hook is called."""
     return [
-        CountBadSamples(),  # before the report and the checkpoint, which contain the counts
         ReportMetrics(),
         SaveCheckpoints(),  # before the evaluation: one that fails costs no step
         Evaluate(),
@@ -37,37 +36,16 @@ def in_order(callbacks: Sequence[Callback] = ()) -> list[Callback]:
     ]
 
 
-class CountBadSamples(Callback):
-    """Add up over all ranks which samples were replaced, whenever a report or a checkpoint needs the counts."""
-
-    def on_step_end(self, training: Training) -> None:
-        """Count; stop on every rank if one of them has met too many."""
-        data, bad, settings = training.data, training.records.bad, training.config.train
-        if training.met_too_many_bad:
-            bad.collect()
-            for rank, (replaced, seen) in enumerate(dist.gather_json([data.replaced, data.seen])):
-                data.require_few_bad(replaced, seen, bad.last, f" on rank {rank}" if dist.is_distributed() else "")
-        if training.is_due(settings.report_every) or training.is_due(settings.checkpoint_every):
-            bad.collect()
-
-    def on_error(self, training: Training, error: Exception) -> None:
-        """Write the bad samples of this rank that are not written yet."""
-        if isinstance(error, DataError):
-            training.records.bad.write_own()
-
-
 class ReportMetrics(Callback):
     """Write a line of metrics and move the progress bar every ``train.report_every`` steps; warn in words.
 
     All ranks compute the metrics; rank 0 writes them, and judges the health of the run.
     """
 
-    def __init__(self) -> None:
-        self._warned_of_cut_captions = False
-
     def on_train_start(self, training: Training) -> None:
         """Begin to measure."""
         self._speed = SpeedMeter(training.config.run.peak_tflops)
+        self._warned_of_cut_captions = False
 
     def on_step_start(self, training: Training) -> None:
         """Count the FLOPs of the first step, and the time that timed steps spend in collectives."""
@@ -80,6 +58,7 @@ class ReportMetrics(Callback):
         if not training.is_due(training.config.train.report_every):
             return
         figures, tokens = _read_metrics(training)
+        training.records.bad.collect()
         figures |= training.records.bad.figures()
         if lap := training.clock.lap(dist.exchange_timer.lap()):
             figures |= lap | self._speed.figures(
@@ -189,12 +168,21 @@ def _has_lost_patience(training: Training) -> bool:
 
 
 class LimitBadSamples(Callback):
-    """Stop when too many samples of the whole run were bad; after the checkpoint, so that no step is lost."""
+    """Stop when too many samples of a rank or of the whole run were bad; after the checkpoint, so that none is lost."""
 
     def on_step_end(self, training: Training) -> None:
-        """Compare the newest count with ``data.max_bad_fraction``."""
-        seen, bad = training.done * training.config.train.batch_size, training.records.bad
-        training.data.require_few_bad(bad.counts.total(), seen, bad.last)
+        """Compare the newest counts with ``data.max_bad_fraction``, on every rank if one has met too many."""
+        data, bad = training.data, training.records.bad
+        if training.met_too_many_bad:
+            bad.collect()
+            for rank, (replaced, seen) in enumerate(dist.gather_json([data.replaced, data.seen])):
+                data.require_few_bad(replaced, seen, bad.last, f" on rank {rank}" if dist.is_distributed() else "")
+        data.require_few_bad(bad.counts.total(), training.done * training.config.train.batch_size, bad.last)
+
+    def on_error(self, training: Training, error: Exception) -> None:
+        """Write the bad samples of this rank that are not written yet."""
+        if isinstance(error, DataError):
+            training.records.bad.write_own()
 
     def on_train_end(self, training: Training) -> None:
         """Report how much of the data was seen, and how often a bad sample was replaced."""
