@@ -18,7 +18,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -114,10 +114,6 @@ class Parallel:
         """Wrap the network for the parameters that train now. A collective."""
         dist.release_ddp(self.network)
         self.network = self._wrap()
-
-    def no_sync(self) -> AbstractContextManager[object]:
-        """Accumulate gradients in the block without averaging them over ranks; the next backward does it."""
-        return self.weights.no_sync(self.network)
 
     def clip(self, limit: float | None) -> Tensor:
         """Limit the gradient norm of each group of parameters, None to measure it alone. A collective of shards.

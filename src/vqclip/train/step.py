@@ -238,7 +238,7 @@ class TrainStep:
         drifts, begin = [], 0
         for number, part in enumerate(parts):
             rows = slice(begin, begin + len(part))
-            with nullcontext() if number == len(parts) - 1 else self.parallel.no_sync():
+            with nullcontext() if number == len(parts) - 1 else self.parallel.weights.no_sync(self.parallel.network):
                 out = self._run_model(part, step, number)
                 with dist.named_errors("averaging the gradients"):
                     backward_from_cached_grads(out, cached, rows)

@@ -136,8 +136,11 @@ class Feed:
         self._step = -1
         try:
             self._has = {kind: self._start(kind, facts) for kind in trackers}
-            if resumed and self._trackers:
-                self._send_again(path)
+            if resumed and self._trackers and path.exists():
+                first = min(self._has[kind] for kind in self._trackers)
+                for row in read_metrics(path, skip_damaged=True):
+                    if row["step"] > first:
+                        self.write(row["step"], row)
         except BaseException:
             self.close(finished=False)
             raise
@@ -153,12 +156,6 @@ class Feed:
                 ) from error
             self._give_up(kind, told)
             return 0
-
-    def _send_again(self, path: Path) -> None:
-        first = min(self._has[kind] for kind in self._trackers)
-        for row in read_metrics(path, skip_damaged=True) if path.exists() else ():
-            if row["step"] > first:
-                self.write(row["step"], row)
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
         """Take the values of a line of the file."""
