@@ -236,7 +236,7 @@ def gradients_of(quantizer: Quantizer, x: Tensor, upstream: Tensor) -> tuple[Ten
 @pytest.mark.parametrize(("cosine", "depth"), [(True, 1), (False, 1), (False, 2)])
 def test_ibq_has_the_gradient_of_the_paper(cosine: bool, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the paper's inner products where codes have equal length; token by token, as large codebooks need it."""
-    monkeypatch.setattr("vqclip.quantizers.gradients.SCORES", 1)
+    monkeypatch.setattr("vqclip.quantizers.gradients.CHUNK", 1)
     stages = [VQ(5, 8, learning="ibq", cosine=cosine, kmeans=False).double() for _ in range(depth)]
     quantizer = Residual(stages[0], depth).double()
     x, upstream = torch.randn(2, 200, 5, dtype=torch.float64)

@@ -9,10 +9,7 @@ from torch import Tensor
 
 from vqclip.dist import is_torch_compiling
 from vqclip.nn.precision import first_derivative_only
-from vqclip.quantizers.vectors import SHORT, sums_by_code, tokens_at_a_time, unit
-
-SCORES = 2**20
-"""Scores (tokens × codes) that a CPU computes at a time in the gradient of `soft_assignment`."""
+from vqclip.quantizers.vectors import CHUNK, SHORT, sums_by_code, tokens_at_a_time, unit
 
 
 def rotation(x: Tensor, q: Tensor) -> Tensor:
@@ -77,7 +74,7 @@ class _SoftAssignment(torch.autograd.Function):
         x, codes, ids = ctx.saved_tensors
         grad, table = grad.to(x.dtype), codes.to(x.dtype)
         groups, size, _ = codes.shape
-        tokens = tokens_at_a_time(x.device, groups * size, SCORES)
+        tokens = tokens_at_a_time(x.device, groups * size, CHUNK)
         parts = [(x, grad)] if is_torch_compiling() else zip(x.split(tokens), grad.split(tokens), strict=True)
         half_norm = table.square().sum(dim=-1).div(2)[:, None]
         x_grads, table_grad = [], sums_by_code(grad, ids, size)

@@ -22,10 +22,7 @@ from vqclip.nn.precision import full_precision
 from vqclip.quantizers.base import Quantizer, resolve_weights
 from vqclip.quantizers.gradients import rotation
 from vqclip.quantizers.stats import Stats
-from vqclip.quantizers.vectors import MAX_COUNTED_CODES, squared_error, straight_through, tokens_at_a_time
-
-CHUNK = 2**20
-"""Scores (tokens × codes) that a CPU computes at a time in the search for the nearest code: 4 MiB in float32."""
+from vqclip.quantizers.vectors import CHUNK, MAX_COUNTED_CODES, squared_error, straight_through, tokens_at_a_time
 
 PATCH = 16
 """Number of codes that `CodebookProjector` joins to a token."""

@@ -16,9 +16,9 @@ from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS, MAX_STAGES, MAX_WIDTH
 from vqclip.errors import ConfigError
 from vqclip.quantizers.base import Quantizer
-from vqclip.quantizers.nearest import CHUNK, TableConfig, TableQuantizer, look_up, nearest_few
+from vqclip.quantizers.nearest import TableConfig, TableQuantizer, look_up, nearest_few
 from vqclip.quantizers.stats import Stats, random_integers, stream
-from vqclip.quantizers.vectors import summary, tokens_at_a_time
+from vqclip.quantizers.vectors import CHUNK, summary, tokens_at_a_time
 
 if TYPE_CHECKING:  # the package binds the name to its union, which contains the configurations of this file
     QuantizerConfig = Any

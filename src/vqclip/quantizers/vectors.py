@@ -15,6 +15,8 @@ from vqclip.nn.precision import gpu_memory
 
 SHORT = 1e-6
 """Shorter vectors have no direction."""
+CHUNK = 2**20
+"""Scores (tokens × codes) that a CPU computes at a time: 4 MiB in float32."""
 MAX_COUNTED_CODES = 2**20
 """Codebooks with more codes are not counted, because of the size of the histogram."""
 
