@@ -126,6 +126,15 @@ def test_an_interrupted_job_continues_with_the_same_bytes(tmp_path: Path) -> Non
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
+def test_too_many_bad_samples_end_the_job_and_are_named(tmp_path: Path) -> None:
+    members = caption_members(0, 10) | {f"{number:09d}.jpg": b"no image" for number in range(2)}
+    source = CaptionShardsConfig(path=str(write_tar(tmp_path / "in" / "0.tar", members))).build()
+    message = r"2 samples cannot be used; --bad-fraction allows 1.*\n.*sample 000000000: not"
+    with pytest.raises(DataError, match=message):
+        pack(source, options(tmp_path / "out", bad_fraction=0.1))
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
 def test_what_does_not_fit_is_refused_before_it_is_written(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path)._replace(free=9_000)
     with (
