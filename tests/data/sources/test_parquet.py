@@ -14,6 +14,7 @@ from tests.data.making import caption_shards, encode, pixels
 from tests.data.serving import FaultyServer
 from vqclip.data import RawSample, parse_source
 from vqclip.data.sources import parquet
+from vqclip.data.sources.base import MAX_BYTES
 from vqclip.data.sources.parquet import ParquetConfig
 from vqclip.errors import ConfigError, DataError, VqclipError
 
@@ -177,6 +178,15 @@ def test_bad_rows_are_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=rf"a\.parquet: row {row}: .*{message}"):
             source.read(row)
     assert source.read(4) == EXPECTED[4]
+
+
+def test_an_image_that_is_too_large_is_a_bad_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, most = write(tmp_path / "a.parquet"), max(map(len, IMAGES))
+    monkeypatch.setitem(MAX_BYTES, "image", most - 1)
+    source = ParquetConfig(path=str(path)).build()
+    with pytest.raises(DataError, match=rf"row \d+: \.\w+ of {most} bytes; at most {most - 1} are read") as error:
+        source.read([*map(len, IMAGES)].index(most))
+    assert error.value.kind == "too many bytes"
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
