@@ -17,7 +17,7 @@ from vqclip.errors import ConfigError, OtherRunError
 from vqclip.losses import ContrastiveConfig, DistillationLoss
 from vqclip.model import CLIP
 from vqclip.train import TrainConfig
-from vqclip.train.distillation import Distillation
+from vqclip.train.distillation import Distillation, FeatureComparison
 from vqclip.train.teachers import resize
 
 CAPTIONS = tuple(f"a {word} thing" for word in ["red", "blue", "small", "large", "round", "old"] * 2)
@@ -263,3 +263,9 @@ def test_teachers_with_other_tokens_are_refused(tmp_path, folders):
     assert text.startswith("distillation[0].teacher: got 16 patches an image; the student has 4")
     text = refused(term("embeddings", folders["same"]), term("text_features", str(tmp_path / "fine")))
     assert text.startswith("distillation[1].teacher: got a context of 8 tokens; the student has 12; expected at least")
+
+
+def test_comparison_is_drawn_by_key():
+    one, same, other = (FeatureComparison(8, 12, seed).map for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
