@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.quantizers.test_contract import CONFIGS
+from tests.ranks import RankPool
+from vqclip import dist
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.io.tensors import module_digest
 from vqclip.nn.dropout import GaussianNoise, set_dropout_keys
@@ -17,6 +19,7 @@ from vqclip.quantizers.stats import Draw, Order, Stats, stream
 from vqclip.quantizers.vq import _warn_skipped
 from vqclip.towers.image import Normalize
 from vqclip.train.optim import parameter_groups
+from vqclip.train.step import broadcast_module
 
 
 def clusters(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -106,6 +109,16 @@ def test_a_token_that_is_not_finite_moves_no_code(name: str, bad: float, caplog:
         assert caplog.text.count("contained NaN or infinity, so that it moved no code") == 1
 
 
+def test_a_loaded_codebook_is_not_started_again() -> None:
+    trained, other = VQ(2, 4), VQ(2, 4)
+    trained.update(trained(torch.randn(50, 2)).stats)
+    for mine, theirs in zip(other.buffers(), trained.buffers(), strict=True):
+        mine.copy_(theirs)  # not by load_state_dict
+    before = other.codebook.clone()
+    other.update(other(torch.randn(50, 2)).stats)
+    assert (other.codebook - before).abs().max() < 1
+
+
 def test_a_codebook_stored_as_started_is_not_started_again() -> None:
     """The first update of codes without k-means, loaded before they were trained, replaced them all."""
     stored = VQ(2, 4, kmeans=False)
@@ -119,6 +132,19 @@ def test_a_codebook_stored_as_started_is_not_started_again() -> None:
     torch.testing.assert_close(loaded.state_dict(), stored.state_dict(), rtol=0, atol=0)
     loaded.load_state_dict(fresh)
     assert not loaded.started
+
+
+def started_after_a_broadcast() -> list[bool]:
+    found = []
+    for first_has_started in (False, True):
+        quantizer = VQ(2, 4, kmeans=(dist.rank() == 0) != first_has_started)
+        broadcast_module(quantizer)
+        found.append(quantizer.started)
+    return found
+
+
+def test_whether_codes_have_started_is_broadcast_with_them(ranks: RankPool) -> None:
+    assert ranks(2, started_after_a_broadcast) == [[False, True]] * 2
 
 
 def test_the_digest_is_of_what_determines_the_outputs() -> None:
