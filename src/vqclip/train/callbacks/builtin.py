@@ -54,11 +54,13 @@ class ReportMetrics(Callback):
 
     def on_step_end(self, training: Training) -> None:
         """Report, if a report is due."""
+        is_due = training.is_due(training.config.train.report_every)
+        if is_due:
+            training.records.bad.collect()
         dist.exchange_timer.runs = False
-        if not training.is_due(training.config.train.report_every):
+        if not is_due:
             return
         figures, tokens = _read_metrics(training)
-        training.records.bad.collect()
         figures |= training.records.bad.figures()
         if lap := training.clock.lap(dist.exchange_timer.lap()):
             figures |= lap | self._speed.figures(
