@@ -113,7 +113,7 @@ def test_wrong_tables(folder: Path, text: str, overrides: list[str], message: st
     assert len(str(error.value)) < 1000
 
 
-X, XY = {"a.jpg": ("x",)}, {"a.jpg": ("x",), "b.jpg": ("y",)}
+X, Y, XY = {"a.jpg": ("x",)}, {"b.jpg": ("y",)}, {"a.jpg": ("x",), "b.jpg": ("y",)}
 XZ = {"a.jpg": ("x", "z"), "b.jpg": ("y",)}
 ROWS = "image,caption\na.jpg,x\nb.jpg,y\n"
 OBJECTS = [{"image": "a.jpg", "caption": "x"}, {"image": "b.jpg", "caption": "y"}]
@@ -122,6 +122,8 @@ CAPTIONS = [{"image_id": image, "caption": text} for image, text in ((9, "y"), (
 CLASSES = {"annotations": [{"image_id": 9, "category_id": 2}], "categories": [{"id": 2, "name": "cat"}]}
 SPLITS = [{"filename": "a.jpg", "split": "train", "sentences": [{"raw": "x", "tokens": ["x"]}, {"raw": "z"}]}]
 TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "x"}, {"from": "gpt", "value": "no"}]
+EMPTY = "the caption is empty"
+FLAGS = {"a.jpg": 1, "b.jpg": 0}
 PEOPLE = [
     (
         "t.csv",
@@ -168,6 +170,11 @@ PEOPLE = [
     ("t.csv", "img,caption_0,caption 1\na.jpg,x,z\nb.jpg,y,\n", "", XZ, ""),
     ("t.csv", "image,caption\n\"{'bytes': None, 'path': 'a.jpg'}\",x\n", "", X, ""),
     ("t.csv", "img,raw\na.jpg,\"['x', 'z']\"\nb.jpg,y\n", "", XZ, ""),
+    ("t.csv", "image,caption\na.jpg,\"['x'\n 'z']\"\nb.jpg,\"['y', None]\"\n", "", XZ, ""),
+    ("t.csv", 'image,caption\na.jpg,[]\nb.jpg,"[""y"", null]"\n', "", {**Y, "bad": f"row 2: a.jpg: {EMPTY}"}, ""),
+    ("t.csv", 'image, caption\nb.jpg, "y, z"\n', "", {"b.jpg": ("y, z",)}, ""),
+    ("t.csv", 'image,caption\nb.jpg,"y, \\"z\\""\n', "", {"b.jpg": ('y, "z"',)}, ""),
+    ("t.csv", ROWS.replace("a.jpg", "a.JPG"), "", {"a.JPG": ("x",), **Y}, ""),
     ("t.csv", 'image,caption\na.jpg,"x, ""z""\n2"\n', "", {"a.jpg": ('x, "z"\n2',)}, ""),
     (
         "t.csv",
@@ -213,6 +220,8 @@ PEOPLE = [
     ("t.json", OBJECTS, "", XY, ""),
     ("t.json", {"data": OBJECTS}, "", XY, ""),
     ("t.json", [["a.jpg", "x"], ["b.jpg", ["y"]]], "", XY, ""),
+    ("t.json", [{"image": "a.jpg", "caption": '["x", "z"]'}, OBJECTS[1]], "", XZ, ""),
+    ("t.json", [{"image": "a.jpg", "cls": True}, {"image": "b.jpg", "cls": [0]}], "classnames=[n,y]", FLAGS, ""),
     ("t.json", {"train": OBJECTS[:1], "test": OBJECTS[1:]}, "where.split=train", X, ""),
     ("t.json", {"a.jpg": "x", "b.jpg": ["y", None, ""]}, "", XY, ""),
     ("t.json", {"a.jpg": {"caption": "x"}, "b.jpg": {"caption": "y"}}, "", XY, ""),
@@ -231,6 +240,7 @@ PEOPLE = [
         XY,
         "left out: 1 annotations of images that are not listed, such",
     ),
+    ("t.json", {"images": COCO["images"] * 2, "annotations": CAPTIONS}, "", XY, "left out: 1 annotations"),
     ("t.json", {**COCO, **CLASSES}, "", {"b.jpg": 0, "bad": "row 1: a.jpg: the class is empty"}, ""),
     ("t.json", [*OBJECTS, 3], "", XY | {"bad": "row 3: got a int; expected an object"}, ""),
     ("t.json", '[{"image": "a.jpg", "caption": NaN}]', "", {"bad": "row 1: a.jpg: the caption is empty"}, ""),
@@ -299,6 +309,11 @@ def test_a_file_that_comes_later_is_found_at_the_next_start(folder: Path) -> Non
     [
         ("[", "is not JSON"),
         ("3", "got a int; expected a list of objects"),
+        ('[{"drawing": 1}]', "name it, image=COLUMN; its columns: 'drawing'"),
+        (
+            json.dumps([["iVBORw0KGgo" + "A" * 61, "x"]]),
+            "an image in base64, which Parquet may have; expected the path of",
+        ),
         ('{"a": 3, "b": [1]}', "its keys: 'a', 'b'; expected a list of objects"),
         (
             '{"images": [{"id": 1}], "annotations": [{"image_id": 1, "bbox": []}]}',

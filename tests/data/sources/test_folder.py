@@ -210,3 +210,9 @@ def test_json_beside_images_without_texts(tmp_path):
         (tmp_path / f"{name}.png").write_bytes(png((200, 30, 30)))
         (tmp_path / f"{name}.json").write_text(json.dumps({"caption": f"caption {name}"}))
     assert images_of(tmp_path).read(1).captions == ("caption b",)
+    (tmp_path / "b.json").write_text('{"text": "x"}')
+    with pytest.raises(DataError, match="no caption under 'caption'; its keys: 'text'; json_keys names others"):
+        images_of(tmp_path).read(1)
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"text {name}\r\n\r\n", encoding="utf-16")
+    assert images_of(tmp_path).read(1).captions == ("text b",)

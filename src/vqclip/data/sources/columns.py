@@ -6,11 +6,14 @@ Captions are values of a table, or in the .txt or .json of a sample.
 
 from __future__ import annotations
 
+import ast
 import difflib
+import io
 import json
 import math
 import os
 import re
+import tokenize
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -80,9 +83,10 @@ class CaptionFiles:
 
 
 def decode_text(data: bytes, name: str, ending: str) -> str:
-    """Return the content of a file without white space or a byte order mark around it; raises DataError: not UTF-8."""
+    """Return the content of a file in UTF-8, or UTF-16 with its mark, without white space; raises DataError if not."""
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     try:
-        return data.decode("utf-8-sig").strip()
+        return data.decode(encoding).strip()
     except UnicodeDecodeError as error:
         raise DataError(f"{name}: .{ending} is not UTF-8: {error.reason} at byte {error.start}", "not UTF-8") from None
 
@@ -117,6 +121,7 @@ def collect_captions(
         raise DataError(f"{name}: {error}", kind) from None
     if not captions:
         shown = f"no caption under {', '.join(map(repr, keys))}; its {what}s: {quote_names(values)}"
+        shown += "; json_keys names others" if what == "key" else ""
         raise DataError(f"{name}: {shown}", "no caption")
     return require_usable(captions, name), tuple(numbers)
 
@@ -150,12 +155,13 @@ def look_up(values: Mapping[str, Any], key: str) -> Any:
 def find_texts(value: object, depth: int = 0) -> list[str]:
     """Return the texts in a value, without blanks around them; nulls, NaN and empty ones are skipped.
 
-    The value is a text, an object with a text, such as Karpathy's ``{"raw": ...}``, or a list of these. Of a
-    conversation, as LLaVA has it, the first answer is taken.
+    The value is a text, an object with a text, such as Karpathy's ``{"raw": ...}``, or a list of these, also spelled as
+    text (see `parse_cell`). Of a conversation, as LLaVA has it, the first answer is taken.
 
     Raises:
         ValueError: it is something else, which the message describes.
     """
+    value = parse_cell(value) if isinstance(value, str) else value
     if isinstance(value, str):
         return [text] if (text := value.removeprefix("\ufeff").strip()) else []
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -167,6 +173,34 @@ def find_texts(value: object, depth: int = 0) -> list[str]:
             return find_texts(value[key], depth + 1)
         raise ValueError(f"an object with the keys {quote_names(value)}")
     raise ValueError(f"a {type(value).__name__}")
+
+
+def parse_cell(cell: str) -> object:
+    """Return the list of texts or the object that a text spells, as JSON, Python or NumPy do; others as they are."""
+    text = cell.strip()
+    if text[:1] + text[-1:] != "[]" and (text[:2] not in ('{"', "{'") or text[-1] != "}"):
+        return cell
+    for parse in (json.loads, _parse_list if text[0] == "[" else ast.literal_eval):
+        try:
+            found = parse(text)
+        except (ValueError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError):
+            continue
+        if isinstance(found, dict) or (isinstance(found, list) and all(isinstance(each, str | None) for each in found)):
+            return found
+    return cell
+
+
+def _parse_list(text: str) -> list[str | None]:
+    """Return the texts of a list as Python or NumPy write it: NumPy has no commas, and Python would join its texts."""
+    found: list[str | None] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.STRING:
+            found.append(ast.literal_eval(token.string))
+        elif token.string in ("None", "nan"):
+            found.append(None)
+        elif token.string.strip() not in ("", "[", "]", ","):
+            raise ValueError(f"contains {token.string[:20]}")
+    return found
 
 
 def _without_questions(values: Sequence[object]) -> Sequence[object]:
@@ -224,7 +258,7 @@ _SPLIT = re.compile(
     r"(train(val|ing)?|restval|val(id|idation)?|test(ing)?|dev|eval|minival)[ _-]?(\d+|set|data|images)?"
 )
 _READ = {
-    "image": (("bytes", "image", "text"), "bytes, structs with bytes, or text"),
+    "image": (("bytes", "image", "text", "texts"), "bytes, structs with bytes, or text"),
     "captions": (("text", "texts"), "text or lists of text"),
     "label": (("integer", "number", "text"), "class numbers or names"),
 }
@@ -345,7 +379,7 @@ def choose_columns(
     if image is None or (not captions and label is None):
         setting, what = ("image", "the images") if image is None else ("captions", "captions or classes")
         hint = "" if image is None else " (label=COLUMN if it has classes)"
-        if len(names) == 1 and types is None:
+        if len(names) == 1 and hasattr(given, "separator"):
             hint += "; separator names the character between columns, if it has several"
         if image is None and types is not None and "url" in map(str.lower, names):
             hint += " (and urls: fetch, if they are URLs)"
@@ -410,7 +444,13 @@ def path_in(values: Mapping[str, Any], key: str) -> str:
 
 
 def plain_text(value: object) -> str:
-    """Return a name or number as text: whole numbers without a point, "" for nulls and other values."""
+    """Return a name or number, or the only one of a list, as text.
+
+    Whole numbers have no point, and true is 1; "" for nulls and other values.
+    """
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        (value,) = value
+    value = int(value) if isinstance(value, bool) else value
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() else "" if math.isnan(value) else str(value)
     return str(value).strip() if isinstance(value, (str, int)) else ""

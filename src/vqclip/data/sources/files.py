@@ -8,6 +8,7 @@ index ends the run: if another sample replaced it, what is learned would depend 
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import logging
@@ -40,6 +41,8 @@ _HEARTBEAT = 200
 """Files between two signs of life."""
 _SHOWN = 200
 """Characters of a path in messages."""
+_BASE64 = ("/9j/", "iVBORw0KGgo", "UklGR", "R0lGOD", "SUkq", "TU0A", "Qk0", "Qk1", "Qk2", "Qk3")
+"""Beginnings of images in base64."""
 
 
 class FileSourceConfig(SourceConfigBase):
@@ -283,7 +286,7 @@ class FileSource:
             hint = f". Relative paths refer to {self._root}; images names another folder"
             if os.path.isabs(self._table.paths.read(int(is_row.argmax()))):
                 hint = ". Is this a path of another machine? Write it relative to the table, or to a folder, images"
-            hint = hint if is_row.any() and error.kind != "URL" else ""
+            hint = hint if is_row.any() and error.kind not in ("URL", "base64") else ""
             raise DataError(
                 f"{self._listing}: none of the {len(self)} images can be read; the first: {error}{hint}"
             ) from None
@@ -336,14 +339,28 @@ def _hash(path: str) -> tuple[int, int, bytes]:
     return *before, digest.digest()
 
 
+def from_base64(text: str) -> bytes | None:
+    """Return the image that a text holds in base64; None if the text is a path or URL."""
+    if text.startswith("data:"):
+        text = text.partition(",")[2]
+    elif not text.startswith(_BASE64) or len(text) < 64:
+        return None
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        return None
+
+
 def resolve_path(text: str, root: Path) -> str:
     """Return the path of a file that a table names, below a folder unless it is absolute.
 
     Raises:
-        DataError: the path is empty, a URL, or leaves the folder.
+        DataError: the path is empty, a URL or an image, or leaves the folder.
     """
     if not text:
         raise DataError("the path of the image is empty", "missing member")
+    if from_base64(text) is not None:
+        raise DataError("an image in base64, which Parquet may have; expected the path of a file", "base64")
     if (path := local_path(text)) is None:
         raise DataError(
             f"{display_url(text)}: a URL; expected a file (img2dataset downloads URLs; Parquet has urls: fetch)",
@@ -361,13 +378,16 @@ def resolve_path(text: str, root: Path) -> str:
 def _files_of(text: str, root: Path, second: str) -> list[str]:
     """Return the image that a path names, and its caption file if ``second`` is the ending; see `caption_path`.
 
-    They are spelled as on the disk: macOS decomposes letters with marks, and tables mostly have them whole.
+    They are spelled as on the disk: macOS decomposes letters with marks, and tables mostly have them whole; an ending
+    may be in the other case.
     """
     path, found = resolve_path(text, root), []
     for each in [path, caption_path(path, second)] if second else [path]:
         file = os.path.join(root, each)
-        if not file.isascii() and not os.path.lexists(file):
-            spelled = (unicodedata.normalize(form, file) for form in ("NFC", "NFD"))
+        if not os.path.lexists(file):
+            stem, ending = os.path.splitext(file)
+            spelled = [unicodedata.normalize(form, file) for form in ("NFC", "NFD")]
+            spelled += [stem + ending.lower(), stem + ending.upper()]
             file = next(filter(os.path.lexists, spelled), file)
         found.append(file)
     return found

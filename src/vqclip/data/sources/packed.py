@@ -42,7 +42,7 @@ from vqclip.process import progress
 
 logger = logging.getLogger("vqclip.data")
 
-_LAYOUT = FolderLayout({"format": "vqclip packed source", "format_version": 2}, ".tar", "vqclip", "VQCLIP_CACHE")
+_LAYOUT = FolderLayout({"format": "vqclip packed source", "format_version": 3}, ".tar", "vqclip", "VQCLIP_CACHE")
 _CAPTIONS_OF = "captions {}"
 """Key of the captions of one weighted column in the .json of a sample."""
 _HEARTBEAT = 100

@@ -16,11 +16,11 @@ from vqclip.data.lookup import name_errors, require_pyarrow
 from vqclip.data.remote.files import RemoteShard, Shard
 from vqclip.data.remote.urls import digest, protocol_of
 from vqclip.data.sources.columns import Row, is_split
-from vqclip.data.sources.files import FileSourceConfig
+from vqclip.data.sources.files import FileSourceConfig, from_base64
 from vqclip.data.sources.listing import FileTable, TableBuilder, list_images
 from vqclip.data.sources.packed import Packable, Piece, stamp
 from vqclip.data.sources.paths import find_shards
-from vqclip.data.sources.table import TableConfig, TableStream, from_base64, kind_of, read_batch
+from vqclip.data.sources.table import TableConfig, TableStream, content_of, kind_of, read_batch
 from vqclip.errors import ConfigError, DataError, printable
 from vqclip.io.files import open_regular
 
@@ -73,11 +73,12 @@ class ParquetConfig(TableConfig):
         for path in self.files():
             with open_parquet(path) as opened:
                 column = self.columns(opened.schema_arrow, path, []).image
-                if kind_of(opened.schema_arrow.field(column).type) != "text":
+                names = opened.schema_arrow.names
+                if column not in names or kind_of(opened.schema_arrow.field(column).type) not in ("text", "texts"):
                     return None
                 batches = opened.iter_batches(_BATCH, columns=[column], use_threads=False)
                 rows = (row for batch in batches for row in read_batch(batch) if not isinstance(row, DataError))
-                text = next((row[column] for row in rows if row[column] is not None), None)
+                text = next((text for row in rows if (text := content_of(row[column])) is not None), None)
             if text is None:
                 continue
             if from_base64(text) is not None:

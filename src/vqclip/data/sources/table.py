@@ -8,8 +8,6 @@ Columns are read by what their values are: text in a dictionary column is text, 
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
 import json
 import re
@@ -36,18 +34,16 @@ from vqclip.data.sources.columns import (
     choose_columns,
     collect_captions,
     guess_columns,
+    look_up,
     plain_text,
 )
-from vqclip.data.sources.files import resolve_path
+from vqclip.data.sources.files import from_base64, resolve_path
 from vqclip.data.sources.packed import PackedConfig, Piece, StreamSample, stamp
-from vqclip.data.sources.tables import parse_cell
 from vqclip.errors import ConfigError, DataError, StorageError, printable
 
 _IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp", "picture", "photo", "image_bytes", "image_data", "bytes")
-_BASE64_COLUMNS = ("image_base64", "base64", "b64")
+_BASE64_COLUMNS = ("image_base64", "base64", "b64", "image_bytes", "image_data", "bytes")
 _URLS = ("url", "image_url")
-_BASE64 = ("/9j/", "iVBORw0KGgo", "UklGR", "R0lGOD")
-"""Beginnings of images in base64."""
 _HTML = re.compile(rb"\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
 _MANY_CLASSES = 1000
 """With more classes than this, and a class for every second row, a column of texts is not one of classes."""
@@ -78,16 +74,18 @@ class TableConfig(ColumnConfig, PackedConfig):
             ConfigError: a column has a wrong type.
             DataError: a column is missing or not plain; the message lists all columns.
         """
-        names = schema.names
-        types = {name: ColumnType(kind_of(kind), str(kind)) for name, kind in zip(names, schema.types, strict=True)}
-        if len(types) < len(names):
-            raise ConfigError(f"{path}: has two columns of one name; expected {', '.join(types)} once each")
+        if len({*schema.names}) < len(schema.names):
+            names = ", ".join(dict.fromkeys(schema.names))
+            raise ConfigError(f"{path}: has two columns of one name; expected {names} once each")
+        types = dict(_types_in(schema))
+        names = [*types]
         images = [name for name in names if types[name].kind in ("bytes", "image")]
+        images = [name for name in images if name in schema.names] or images
         if len(images) > 1:
             images = guess_columns(images, _IMAGES)
         elif not images:
             usual = [each for each in (*IMAGE_COLUMNS, *_BASE64_COLUMNS) if self.urls != "refuse" or each not in _URLS]
-            images = guess_columns([name for name in names if types[name].kind == "text"], usual)
+            images = guess_columns([name for name in names if types[name].kind in ("text", "texts")], usual)
         return choose_columns(self, names, images, path, notes, types)
 
     def require_allowed(self, path: str, name: str) -> None:
@@ -95,6 +93,16 @@ class TableConfig(ColumnConfig, PackedConfig):
         if protocol_of(path) not in (None, "file") and self.urls == "refuse":
             url = display_url(path)
             raise DataError(f"{name}: {url}: URLs in tables are not fetched unless urls: fetch is set", "URL")
+
+
+def _types_in(fields: Any, prefix: str = "") -> Iterator[tuple[str, ColumnType]]:
+    """Yield the columns of a schema, and those in structures such as ``meta.caption``, with their types."""
+    for field in fields:
+        kind = ColumnType(kind_of(field.type), str(field.type))
+        yield prefix + field.name, kind
+        is_plain = kind.name.startswith("struct") and len({each.name for each in field.type}) == field.type.num_fields
+        if is_plain and kind.kind != "image":
+            yield from _types_in(field.type, f"{prefix}{field.name}.")
 
 
 def kind_of(stored: Any) -> str:
@@ -124,7 +132,7 @@ def kind_of(stored: Any) -> str:
         if str(stored.value_type) == "uint8":
             return "bytes"
         return {"text": "texts", "texts": "texts", "image": "image"}.get(kind_of(stored.value_type), "")
-    if name.lstrip("u").startswith("int"):
+    if name.lstrip("u").startswith("int") or name == "bool":
         return "integer"
     return "number" if name in ("float", "double", "halffloat") else ""
 
@@ -150,8 +158,9 @@ class TableStream(ABC):
         notes: list[str] = []
         columns = config.columns(schema, name, notes)
         self.image, self.captions, self.label = columns
-        self.columns = list(dict.fromkeys(filter(None, (self.image, *self.captions, self.label))))
-        """Columns that are read, each once."""
+        chosen = filter(None, (self.image, *self.captions, self.label))
+        self.columns = list(dict.fromkeys(each if each in schema.names else each.partition(".")[0] for each in chosen))
+        """Columns that are read, each once; of a key in a structure, the structure."""
         self.has_prompts = not self.captions
         self.notes: tuple[str, ...] = tuple(notes)
         self._classes = None if self.label is None else self._read_classes(schema, self.label)
@@ -205,9 +214,10 @@ class TableStream(ABC):
         classes, rows = Classes.read(given, Path(self._name)), 0
         if classes.names:
             return classes
-        for block in self.values(label):
+        column = label if label in schema.names else label.partition(".")[0]
+        for block in self.values(column):
             rows += len(block)
-            for name in filter(None, map(plain_text, block)):
+            for name in filter(None, (plain_text(look_up({column: value}, label)) for value in block)):
                 classes.number(name)
         classes.sort()
         count = len(classes.names)
@@ -242,10 +252,10 @@ class TableStream(ABC):
 
     def _key_of(self, row: Mapping[str, Any]) -> object:
         """Return what neighbouring rows of one sample have in common; None for a row that stays alone."""
-        value = _content_of(row[self.image])
+        value = content_of(look_up(row, self.image))
         if value is None or not self.captions:
             return None
-        return value, row[self.label] if self.label else None
+        return value, look_up(row, self.label) if self.label else None
 
     def _parse(self, group: _Group, where: str) -> StreamSample:
         """Return the sample of the rows of one image, without captions if they are prompts; or what is wrong."""
@@ -258,21 +268,18 @@ class TableStream(ABC):
             captions: dict[str, int] = {}
             if self._classes is not None and self.label is not None:
                 try:
-                    label = self._classes.number(plain_text(rows[0][self.label]))
+                    label = self._classes.number(plain_text(look_up(rows[0], self.label)))
                 except DataError as error:  # of the settings, not of the row
                     raise ConfigError(str(error)) from None
                 except ValueError as error:
                     raise DataError(f"{name}: {self.label}: {error}", "class number") from None
-            if self.captions:  # cells may spell lists, as those of a CSV do
-                texts = {
-                    column: [parse_cell(row[column]) if isinstance(row[column], str) else row[column] for row in rows]
-                    for column in self.captions
-                }
+            if self.captions:
+                texts = {column: [look_up(row, column) for row in rows] for column in self.captions}
                 found = collect_captions({**rows[0], **texts}, self.captions, name, "column", "damaged row")
                 for text, number in zip(*found, strict=True):
                     captions.setdefault(text, number)
             keys = tuple(captions.values()) if self._config.caption_weights else ()
-            sample = RawSample(self._image(rows[0][self.image], name), tuple(captions), label, keys)
+            sample = RawSample(self._image(look_up(rows[0], self.image), name), tuple(captions), label, keys)
         except StorageError:
             raise
         except DataError as error:
@@ -282,7 +289,7 @@ class TableStream(ABC):
     def _image(self, value: Any, name: str) -> bytes:
         if _is_list(value) and len(value) > 1:
             raise DataError(f"{name}: {self.image} has {len(value)} images; expected one", "two members")
-        data = _content_of(value)
+        data = content_of(value)
         if data and isinstance(data, str):
             path, data = data, from_base64(data)
             if data is None:
@@ -323,10 +330,10 @@ class _Group(NamedTuple):
     """Their values; the image is in the first alone. Or what is wrong with the only row."""
 
 
-def _content_of(value: Any) -> Any:
+def content_of(value: Any) -> Any:
     """Return the bytes, path, URL or base64 text in a value of an image column; None if there is nothing."""
     if _is_list(value):
-        return _content_of(value[0]) if len(value) == 1 else None
+        return content_of(value[0]) if len(value) == 1 else None
     if isinstance(value, Mapping):
         return value.get("path") if value.get("bytes") is None else value["bytes"]
     return value
@@ -334,19 +341,7 @@ def _content_of(value: Any) -> Any:
 
 def _is_list(value: Any) -> bool:
     """Return whether a value is a list of images rather than of bytes."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
-
-
-def from_base64(text: str) -> bytes | None:
-    """Return the image that a text holds in base64; None if the text is a path or URL."""
-    if text.startswith("data:"):
-        text = text.partition(",")[2]
-    elif not text.startswith(_BASE64) or len(text) < 64:
-        return None
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        return None
+    return isinstance(value, list) and bool(value) and isinstance(value[0], (Mapping, str))
 
 
 def read_batch(batch: Any) -> Iterator[dict[str, Any] | DataError]:

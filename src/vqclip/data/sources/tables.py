@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import csv
 import gzip
 import io
@@ -18,7 +17,7 @@ from typing import Annotated, Any, Literal, TextIO
 from pydantic import BeforeValidator, Field
 
 from vqclip.data.decode import IMAGE_ENDINGS
-from vqclip.data.sources.columns import Row, is_split
+from vqclip.data.sources.columns import Row, is_split, parse_cell
 from vqclip.data.sources.files import ListConfig
 from vqclip.errors import DataError, printable, quote_names
 from vqclip.io.files import open_regular
@@ -122,21 +121,6 @@ def _problem(cells: Sequence[str], width: int, separator: str) -> str | None:
     return None
 
 
-def parse_cell(cell: str) -> object:
-    """Return the list of texts or the object in a cell, as pandas writes them; other cells as they are."""
-    text = cell.strip()
-    if text[:2] not in ('["', "['", '{"', "{'") or text[-1] not in "]}":
-        return cell
-    for parse in (json.loads, ast.literal_eval):
-        try:
-            found = parse(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-        if isinstance(found, dict) or (isinstance(found, list) and all(isinstance(each, str) for each in found)):
-            return found
-    return cell
-
-
 def _name_columns(path: Path, cells: Sequence[str], notes: list[str]) -> list[str]:
     """Return names for the columns of a table whose first row looks like data; raises DataError if it is not plain."""
     shown = ", ".join(repr(printable(cell[:60])) for cell in cells[:5])
@@ -203,8 +187,10 @@ def _parse(
 def _split(lines: Sequence[str], separator: str) -> list[str] | None:
     """Return the cells of a row; None if a quote is open at its end, none if one is where it does not belong."""
     try:
-        (row,) = csv.reader(lines, delimiter=separator, strict=True)
+        (row,) = csv.reader(lines, delimiter=separator, strict=True, skipinitialspace=separator != " ")
     except csv.Error as error:
+        if any('\\"' in line for line in lines):  # as MySQL and Spark write them
+            return _split([line.replace('\\"', '""') for line in lines], separator)
         return None if "unexpected end" in str(error) else []
     except ValueError:  # several rows
         return []
@@ -366,18 +352,20 @@ def _coco(content: dict[str, Any], path: Path, notes: list[str]) -> Iterator[Row
         found.setdefault(str(each.get("image_id")), []).append(value)
     if len(objects) < len(annotations):
         notes.append(f"left out: {len(annotations) - len(objects)} annotations that are not objects")
-    seen: set[str] = set()
+    seen: dict[str, object] = {}
     for number, each in enumerate(content["images"], 1):
         key = str(each.get("id")) if isinstance(each, dict) else ""
+        if key in seen and seen[key] == each:
+            continue
         if key in seen or not isinstance(each, dict):
             yield _row(number, None, f"id {key} is that of another image" if key in seen else "")
             continue
-        seen.add(key)
+        seen[key] = each
         values = found.get(key, [])
         if has_captions:
             yield number, {**each, "caption": values}
         else:
             yield from ((number, {**each, "label": label}) for label in dict.fromkeys(values) or [None])
-    if unknown := found.keys() - seen:
+    if unknown := found.keys() - seen.keys():
         count = sum(len(found[key]) for key in unknown)
         notes.append(f"left out: {count} annotations of images that are not listed, such as {min(unknown)}")
