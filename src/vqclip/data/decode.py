@@ -42,6 +42,9 @@ IMAGE_ENDINGS = (
 )
 """Endings of image files, in lower case. They select files; how a file is decoded depends on its content alone."""
 
+OTHER_ENDINGS = (".heic", ".heif", ".jxl", ".jp2", ".svg", ".exr")
+"""Endings of images that are not read."""
+
 MAX_PIXELS = 50_000_000
 """Default limit, 150 MB as RGB; larger images are not decoded."""
 

@@ -75,6 +75,11 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
         ("filepath,title\n", [], "no rows; expected one for each image"),
         ("foo,title\na.jpg,x\n", [], "no column has a usual name of the images; name it, image=COLUMN; its columns"),
         ("image,foo\na.jpg,x\n", [], "captions: no column has a usual name of captions or classes; name it"),
+        (
+            "image,cls\na.jpg,1\nb.jpg,2\n",
+            ["classnames=[c,d]"],
+            "classes have the numbers 1 to 2; expected 0 to 1",
+        ),
         ("file,title\na.jpg,x\n", ["image=files"], "no column 'files'; its columns: 'file', 'title'; did you"),
         ("filepath,title\na.jpg,x,y\n", [], "none of the first 1 rows can be used; row 2: 3 columns"),
         ("a.jpg,x,y\nb.jpg,x,y\n", [], "seems to have no header, since its first row is 'a.jpg', 'x', 'y'; name"),

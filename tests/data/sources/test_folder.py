@@ -160,6 +160,15 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("0.jpg 0.txt 0.png", ["image_endings=[.png]"], ["0.txt", "(.jpg 1)"]),
         ("0.jpg 0.caption 1.JPG 1.caption", [], ["0.caption", "1.caption"]),
         ("0.JPG 0.TXT", [], ["0.TXT"]),
+        ("0.jpg 0.jpg.txt 1.png 1.png.txt", [], ["0.jpg.txt", "1.png.txt"]),
+        ("0.jpg 0_caption.txt 0.txt.bak", [], ["0_caption.txt", "(.bak 1)"]),
+        ("images/0.jpg captions/0.caption.txt", [], ["captions/0.caption.txt"]),
+        ("train/images/0.jpg train/captions/0.txt", [], PARTS + ".*/train$"),
+        ("cat/pics/0.jpg cat/boxes.txt dog/pics/0.jpg", [], ["cat", "dog", "of each class are in its folder pics"]),
+        ("cat/0.jpg dog/0.jpg lost+found/x $RECYCLE.BIN/0.jpg", [], ["cat", "dog"]),
+        ("pics/0.jpg metadata.csv", [], ["metadata.csv", "images found in"]),
+        ("cat/0.jpg metadata.json", [], "none of the first .* or set captions: classes, txt or names"),
+        ("0.heic 1.heic", [], "contains 0.heic, an image that is not read; convert it to JPEG or PNG"),
         ("0.jpg 0.txt @eaDir/0.jpg/THUMB.jpg a/@eaDir/0.jpg/THUMB.jpg a/1.jpg a/1.txt", [], ["0.txt", "a/1.txt"]),
         ("cat/0.jpg dog/0.jpg @eaDir/0.jpg __MACOSX/0.jpg", [], ["cat", "dog"]),
         ("0.jpg 1.jpg metadata.csv", [], ["metadata.csv", "1 file that metadata.csv does not name, such as 1.jpg"]),
@@ -170,13 +179,12 @@ def test_folders_as_people_have_them(tmp_path, files, overrides, expected):
     for name in files.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         text = f"file_name,text\n0.jpg,{name}\n" if "metadata" in name else name
-        (tmp_path / name).write_text(text)
-    config = parse_source(tmp_path, overrides)
+        (tmp_path / name).write_text("[1]" if name == "metadata.json" else text)
     if isinstance(expected, str):
         with pytest.raises(DataError, match=expected):
-            config.build()
+            parse_source(tmp_path, overrides).build()
         return
-    source = config.build()
+    source = parse_source(tmp_path, overrides).build()
     found = [source.read(index).captions[0].removeprefix("a photo of a ") for index in range(len(source))]
     assert found == expected[: len(found)]
     for note in expected[len(found) :]:
@@ -213,6 +221,9 @@ def test_json_beside_images_without_texts(tmp_path):
     (tmp_path / "b.json").write_text('{"text": "x"}')
     with pytest.raises(DataError, match="no caption under 'caption'; its keys: 'text'; json_keys names others"):
         images_of(tmp_path).read(1)
+    for name in "abc":
+        (tmp_path / f"{name}.json").rename(tmp_path / f"{name}.png.json")
+    assert images_of(tmp_path).read(2).captions == ("caption c",)
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"text {name}\r\n\r\n", encoding="utf-16")
     assert images_of(tmp_path).read(1).captions == ("text b",)

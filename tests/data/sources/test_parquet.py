@@ -91,6 +91,8 @@ def test_labels_become_prompts(tmp_path: Path) -> None:
     assert "row 1: label: class '1'; expected one of classnames, or its number, 0 to 0" in refusal(
         path, classnames=("cat",)
     )
+    shifted = write(tmp_path / "b.parquet", {**columns, "label": [1, 2] * 5})
+    assert "classes have the numbers 1 to 2; expected 0 to 1" in refusal(shifted, classnames=("cat", "dog"))
     features = {"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
     table = pyarrow.table(columns).replace_schema_metadata({"huggingface": json.dumps(features)})
     pq.write_table(table, path)

@@ -81,6 +81,7 @@ class Classes:
         self.names = tuple(names)
         self._path = path
         self._numbers = {**{name: number for number, name in enumerate(names)}, **(aliases or {})}
+        self._used: set[int] = set()
         self._twice = {name for name, count in Counter(names).items() if count > 1}
 
     @classmethod
@@ -138,9 +139,19 @@ class Classes:
         for each in (value, number):
             if each in self._numbers:
                 return self._numbers[each]
-        if number.isascii() and number.isdigit() and len(number) < 19 and int(number) < len(self.names):
-            return int(number)
+        if number.isascii() and number.isdigit() and len(number) < 19 and int(number) <= len(self.names):
+            self._used.add(int(number))
+            if int(number) < len(self.names):
+                return int(number)
         raise ValueError(f"class {value[:80]!r}; expected one of classnames, or its number, 0 to {len(self.names) - 1}")
+
+    def require_zero(self, path: object) -> None:
+        """Raise ConfigError if the numbers that were used go from 1 to the number of names."""
+        if len(self.names) in self._used and 0 not in self._used:
+            n = len(self.names)
+            raise ConfigError(
+                f'{path}: classes have the numbers 1 to {n}; expected 0 to {n - 1}, or "" as first class name'
+            )
 
     def sort(self) -> dict[int, int]:
         """Sort the names, unless they are given; return the new number of each class that has another one.
@@ -149,6 +160,7 @@ class Classes:
             DataError: the names that were found are ids.
         """
         if self.names:
+            self.require_zero(self._path)
             return {}
         former, self.names = self._numbers, tuple(sorted(self._numbers))
         if ids := describe_ids(self.names):

@@ -92,9 +92,13 @@ def decode_text(data: bytes, name: str, ending: str) -> str:
 
 
 def caption_path(image: str, ending: str) -> str:
-    """Return the file of an image's captions: ``a/0.txt`` for ``a/0.jpg``; of ``captions/.txt``, ``captions/0.txt``."""
+    """Return the file of an image's captions.
+
+    ``a/0.txt`` for ``a/0.jpg``; of the ending ``captions/.txt``, ``captions/0.txt``; of ``*.txt``, ``a/0.jpg.txt``.
+    """
     folder, _, ending = ending.rpartition("/")
-    stem = os.path.splitext(image)[0]
+    stem = image if ending.startswith("*") else os.path.splitext(image)[0]
+    ending = ending.removeprefix("*")
     return f"{folder}/{stem.partition('/')[2] or stem}{ending}" if folder else f"{stem}{ending}"
 
 
@@ -444,10 +448,7 @@ def path_in(values: Mapping[str, Any], key: str) -> str:
 
 
 def plain_text(value: object) -> str:
-    """Return a name or number, or the only one of a list, as text.
-
-    Whole numbers have no point, and true is 1; "" for nulls and other values.
-    """
+    """Return a name or number, or the only one of a list, as text: 3.0 is 3, and true is 1; "" for other values."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         (value,) = value
     value = int(value) if isinstance(value, bool) else value

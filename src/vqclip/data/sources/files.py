@@ -378,8 +378,7 @@ def resolve_path(text: str, root: Path) -> str:
 def _files_of(text: str, root: Path, second: str) -> list[str]:
     """Return the image that a path names, and its caption file if ``second`` is the ending; see `caption_path`.
 
-    They are spelled as on the disk: macOS decomposes letters with marks, and tables mostly have them whole; an ending
-    may be in the other case.
+    They are spelled as on the disk: macOS decomposes letters with marks, and endings may be in the other case.
     """
     path, found = resolve_path(text, root), []
     for each in [path, caption_path(path, second)] if second else [path]:

@@ -33,13 +33,14 @@ from vqclip.io.files import read_bounded, walk_files
 Captions = Literal["classes", "txt", "txt_lines", "json", "metadata", "names"]
 METADATA = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.json", "captions.json")
 """Files with the captions of a folder."""
-_TEXTS = (".txt", ".TXT", ".caption", ".cap", ".text")
-"""Endings of files with a caption."""
+_TEXTS = (".txt", ".TXT", ".caption", ".cap", ".text", ".caption.txt", "_caption.txt", "*.txt")
+_OBJECTS = (".json", "*.json")
+"""Endings of files with a caption; see `caption_path`."""
 _TEXT_FOLDERS = ("captions", "caption", "texts", "text", "txt", "prompts")
 """Folders beside that of the images, or below it, with a file of the same name for each."""
 _NO_TABLES = (TEMPLATES, "classes.txt", "README.txt", "LICENSE.txt")
-_OF_SYSTEMS = frozenset({"__MACOSX", "@eaDir"})
-"""Folders that macOS and Synology's disks leave behind."""
+_OF_SYSTEMS = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
+"""Folders that systems and disks leave behind."""
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".token")
 
 
@@ -119,14 +120,14 @@ class FolderConfig(FileSourceConfig):
         if not images:
             raise DataError(f"{folder}: no image ({', '.join(self.image_endings)}) in it or below it")
         others = [path for path in paths if not self._is_image(path)]
-        ending = ".json" if mode == "json" else _text_ending(images, set(paths))[1]
+        ending = _text_ending(images, set(paths), _OBJECTS if mode == "json" else _TEXTS)[1]
         if mode == "names":
             for path in images:
                 stem = _read_name(os.path.splitext(os.path.basename(path))[0])
                 builder.add(path, [stem.replace("_", " ").replace("-", " ").strip() or stem])
         else:
             images = self._choose_images(images, builder)
-            place, _, plain = ending.rpartition("/")
+            place, _, plain = ending.replace("*", "").rpartition("/")
             if place:
                 builder.notes.append(f"captions are in the folder {place}, under the names of the images")
             beside = {path for path in others if path.endswith((plain, ".txt", ".json"))}
@@ -162,7 +163,7 @@ class FolderConfig(FileSourceConfig):
     def _find_captions(self, folder: Path, images: list[str], paths: set[str]) -> Captions:
         """Return where the captions of a folder without metadata are; raises DataError if it is not plain."""
         texts, ending = _text_ending(images, paths)
-        objects = _count_beside(images, ".json", paths)
+        objects = _text_ending(images, paths, _OBJECTS)[0]
         if images and 2 * max(texts, objects) >= len(images):
             if beside := {caption_path(path, ending) for path in images} & paths:
                 _refuse_boxes(folder, min(beside))
@@ -178,7 +179,9 @@ class FolderConfig(FileSourceConfig):
                     f"{folder}: {name} has a .txt with the name of each image; if these are captions, call the folder "
                     "captions, or put them beside the images (boxes, such as YOLO's labels, are not read)"
                 )
+        stems = {os.path.splitext(os.path.basename(path))[0] for path in images}
         tables = [path for path in paths if path.endswith(_TABLES) and os.path.basename(path) not in _NO_TABLES]
+        tables = [path for path in tables if path[-4:] == ".csv" or Path(path).name.partition(".")[0] not in stems]
         with contextlib.suppress(OSError):  # a table may be beside the folder, or in COCO's folder of tables
             others = [] if tables else [*folder.parent.iterdir(), *folder.parent.glob("annotations/*")]
             names = (os.path.relpath(path, folder) for path in others)
@@ -230,7 +233,11 @@ class FolderConfig(FileSourceConfig):
         templates: Sequence[str] = (DEFAULT_TEMPLATE,)
         if builder.read_from(folder / TEMPLATES).exists():
             templates = read_templates(ClassFolder(folder))
-        inside = [path for path in paths if path.count("/") == 1]
+        depths = {path.count("/") for path in filter(self._is_image, paths)}
+        inner = {path.split("/")[1] for path in filter(self._is_image, paths) if path.count("/") == 2}
+        depth = 2 if len(inner) == 1 and 1 not in depths else 1
+        builder.notes += [f"the images of each class are in its folder {min(inner)}"] if depth == 2 else []
+        inside = [path for path in paths if path.count("/") == depth]
         images: dict[str, list[str]] = {name: [] for name in classes}
         for path in filter(self._is_image, inside):
             images[path.partition("/")[0]].append(path)
@@ -250,8 +257,8 @@ class FolderConfig(FileSourceConfig):
             )
         others = [path for path in inside if not self._is_image(path)]
         builder.notes += _describe_left_out(others, "without an image's ending in the folders of classes")
-        for where, depth in (("in folders below those of classes", 2), ("beside the folders of classes", 0)):
-            count = sum(self._is_image(path) for path in paths if min(path.count("/"), 2) == depth)
+        for where, at in (("in folders below those of classes", depth + 1), ("beside the folders of classes", 0)):
+            count = sum(self._is_image(path) for path in paths if min(path.count("/"), depth + 1) == at)
             if count:
                 builder.notes.append(f"left out: {_files(count)} with an image's ending {where}")
         return builder.finish(names, templates, captions="classes")
@@ -295,21 +302,22 @@ class FolderConfig(FileSourceConfig):
         kind = CsvConfig if path.suffix in (".csv", ".tsv") else JsonConfig
         config = kind(path=str(path), classnames=self.classnames)
         try:
-            table = list_images(config.rows(path, builder.notes), config, builder, path, folder)
+            table = list_images(config.rows(path, builder.notes), config, builder, path, folder, look_beside=True)
         except DataError as error:
-            raise DataError(f"{error} (settings: name {path} as the path of kind {config.kind})") from None
-        named = {os.path.normpath(table.paths.read(index)) for index in range(len(table))}
+            hint = f"settings: name {path} as the path, kind {config.kind}, or set captions: classes, txt or names"
+            raise DataError(f"{error} ({hint})") from None
+        named = {os.path.normpath(table.paths.read(index).removeprefix(f"{folder}/")) for index in range(len(table))}
         if lost := [image for image in images if image not in named]:
             builder.notes.append(f"left out: {_files(len(lost))} that {path.name} does not name, such as {min(lost)}")
         table.facts["captions"] = "metadata"
         return table
 
 
-def _text_ending(images: Sequence[str], paths: set[str]) -> tuple[int, str]:
+def _text_ending(images: Sequence[str], paths: set[str], usual: Sequence[str] = _TEXTS) -> tuple[int, str]:
     """Return how many images have a file with a caption, and its ending; see `caption_path`."""
     one_folder = len({path.rpartition("/")[0] and path.partition("/")[0] for path in images}) == 1
     there = {path.partition("/")[0] for path in paths if "/" in path} if one_folder else ()
-    endings = [*_TEXTS, *(f"{name}/{ending}" for name in _TEXT_FOLDERS if name in there for ending in _TEXTS)]
+    endings = [*usual, *(f"{name}/{ending}" for name in _TEXT_FOLDERS if name in there for ending in usual)]
     return max(((_count_beside(images, ending, paths), ending) for ending in endings), key=lambda found: found[0])
 
 

@@ -17,7 +17,7 @@ from pydantic import Discriminator, SerializeAsAny, ValidatorFunctionWrapHandler
 
 from vqclip.config import did_you_mean, parse_config
 from vqclip.config.messages import kinds_of
-from vqclip.data.decode import IMAGE_ENDINGS
+from vqclip.data.decode import IMAGE_ENDINGS, OTHER_ENDINGS
 from vqclip.data.remote.files import TAR_ENDINGS, is_tar
 from vqclip.data.remote.urls import display_url, protocol_of
 from vqclip.data.sources.base import SourceConfigBase
@@ -248,6 +248,10 @@ def _kinds_in(folder: Path) -> list[str]:
         if tables:
             tables.sort(key=lambda name: ("caption" not in name.lower(), "train" not in name.lower(), name))
             raise DataError(f"{folder.absolute()}: tables; one of them is the path: {folder.absolute() / tables[0]}")
+        if unread := next((name for name in names if name.lower().endswith(OTHER_ENDINGS)), None):
+            raise DataError(
+                f"{folder.absolute()}: contains {unread}, an image that is not read; convert it to JPEG or PNG"
+            )
         raise DataError(
             f"{folder.absolute()}: its kind is not plain from its contents ({shown}); name it, kind: one of "
             f"{', '.join(KINDS)}"

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from vqclip.data.decode import OTHER_ENDINGS
 from vqclip.data.remote.files import Shard, is_tar
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import display_url
@@ -257,10 +258,14 @@ def _require_members(tars: TarReader, kind: str, path: object) -> None:
         raise DataError(f"{path}: every tar is empty; expected samples, such as 000000000.jpg and 000000000.txt")
     counts = dict(zip(KINDS, facts.members, strict=True))
     hint = " Set image_member and caption_member to the endings of the images and captions."
+    if kind == "cls":
+        hint = " Labels are numbers in members .cls; image_member is the ending of the images."
     if any(is_tar(f".{name}") for name in facts.endings):
         hint = " It contains tars: unpack it, and name their folder."
     elif facts.ambiguous:
         hint = f" {describe_left_out(tars.index)[-1]}."
+    elif not counts["image"] and {*facts.ignored} & {*OTHER_ENDINGS}:
+        hint = f" {describe_left_out(tars.index)[-1]}: convert them to JPEG, PNG or WebP."
     elif counts["image"] and kind == "txt" and counts["cls"]:
         hint = " The samples have a .cls: is it a source of kind: classes?"
     elif counts["image"] and kind == "txt" and facts.complete[KINDS.index("json")]:

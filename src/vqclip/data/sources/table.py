@@ -75,8 +75,9 @@ class TableConfig(ColumnConfig, PackedConfig):
             DataError: a column is missing or not plain; the message lists all columns.
         """
         if len({*schema.names}) < len(schema.names):
-            names = ", ".join(dict.fromkeys(schema.names))
-            raise ConfigError(f"{path}: has two columns of one name; expected {names} once each")
+            raise ConfigError(
+                f"{path}: has two columns of one name; expected {', '.join(dict.fromkeys(schema.names))} once each"
+            )
         types = dict(_types_in(schema))
         names = [*types]
         images = [name for name in names if types[name].kind in ("bytes", "image")]
@@ -272,6 +273,7 @@ class TableStream(ABC):
                 except DataError as error:  # of the settings, not of the row
                     raise ConfigError(str(error)) from None
                 except ValueError as error:
+                    self._classes.require_zero(self)
                     raise DataError(f"{name}: {self.label}: {error}", "class number") from None
             if self.captions:
                 texts = {column: [look_up(row, column) for row in rows] for column in self.captions}

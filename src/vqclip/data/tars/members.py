@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vqclip.data.decode import IMAGE_ENDINGS
+from vqclip.data.decode import IMAGE_ENDINGS, OTHER_ENDINGS
 from vqclip.data.remote.files import Shard
 from vqclip.data.table_file import Texts
 from vqclip.data.tars.headers import Member, TarWalk
@@ -32,7 +32,7 @@ IMAGES = (*(ending[1:] for ending in IMAGE_ENDINGS), "img")
 """Usual endings of images."""
 _TEXTS = ("txt", "text", "caption", "cap")
 """Usual endings of captions; the first that a sample has is its caption."""
-_IMAGE_LIKE = frozenset((*IMAGES, "jp2", "heic", "heif", "jxl", "svg", "exr", "pgm"))
+_IMAGE_LIKE = frozenset((*IMAGES, *(ending[1:] for ending in OTHER_ENDINGS)))
 DIGEST = 16
 """Bytes of the digest of a sample or chunk."""
 NONE, AMBIGUOUS = -1, -2
