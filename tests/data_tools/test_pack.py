@@ -164,6 +164,8 @@ def test_rows_are_packed_without_the_cache(tmp_path: Path, monkeypatch: pytest.M
     images = [*(encode(pixels(index)) for index in range(6)), b"no image"]
     texts = {"label": ["cat", "dog", "dog", "cat", "cat", "cat", "cat"]} if labelled else {"caption": list("abcdefg")}
     parquet.write_table(pyarrow.table({"image": images, **texts}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="1 samples cannot be used; --bad-fraction allows 0"):
+        pack(parse_source(tmp_path / "a.parquet"), options(tmp_path / "none", bad_fraction=0.0))
     done = pack(parse_source(tmp_path / "a.parquet"), options(tmp_path / "out", bad_fraction=0.2))
     assert done.manifest is not None
     assert (done.manifest.samples, done.manifest.bad) == (6, {"image format": 1})
