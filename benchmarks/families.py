@@ -44,9 +44,19 @@ FAMILIES: dict[str, tuple[int, str]] = {
     "vq-ibq": (8, "{kind: vq, dim: 4, codebook_size: 256, learning: ibq}"),
     "vq-diveq": (8, "{kind: vq, dim: 4, codebook_size: 256, learning: diveq}"),
     "simvq": (8, "{kind: simvq, dim: 4, codebook_size: 256}"),
+    "simvq-blocks": (8, "{kind: simvq, dim: 4, codebook_size: 256, blocks: 2}"),
     "residual-vq": (
         32,
         "{kind: residual, depth: 4, dropout: true, layer: {kind: vq, dim: 16, codebook_size: 256}}",
+    ),
+    "residual-vq-shared": (
+        32,
+        "{kind: residual, depth: 4, dropout: true, shared: true, layer: {kind: vq, dim: 16, codebook_size: 256}}",
+    ),
+    "residual-vq-no-dropout": (32, "{kind: residual, depth: 4, layer: {kind: vq, dim: 16, codebook_size: 256}}"),
+    "residual-vq-beam": (
+        32,
+        "{kind: residual, depth: 4, beam: 4, layer: {kind: vq, dim: 16, codebook_size: 256}}",
     ),
     "residual-fsq": (
         16,

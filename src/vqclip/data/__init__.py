@@ -6,10 +6,9 @@ imported on first use, since a tokenizer needs only `decode` and `transforms`.
     sources/  ->  index  ->  order  ->  samples (read, decode, transform)  ->  loader  ->  Batch
 
 A sample is an extent of a file: of a tar or an image file, read in place, or of a tar that it was packed into once. It
-passes eight calls to its bytes in a tar on this machine; `decode_image` and the transform follow:
+passes seven calls to its bytes in a tar on this machine; `decode_image` and the transform follow:
 
-    BatchMaker.fill -> SampleMaker.make -> ._make -> read_decoded
-        -> Source.read -> TarReader.read -> OpenFiles.read -> os.pread
+    BatchMaker.fill -> SampleMaker.make -> ._make -> Source.read -> TarReader.read -> OpenFiles.read -> os.pread
 
 Words, each with one meaning:
 

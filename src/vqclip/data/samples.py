@@ -49,8 +49,12 @@ def read_decoded(source: Source, index: int, max_pixels: int, min_side: int | No
         DataError: the sample is bad; the message names shard and sample.
     """
     raw = source.read(index)
+    return raw, _decode(source, index, raw, max_pixels, min_side)
+
+
+def _decode(source: Source, index: int, raw: RawSample, max_pixels: int, min_side: int | None) -> Tensor:
     try:
-        return raw, decode_image(raw.image, max_pixels, min_side)
+        return decode_image(raw.image, max_pixels, min_side)
     except DataError as error:
         raise DataError(f"{source.name(index)}: {error}", error.kind) from error
 
@@ -137,10 +141,9 @@ class SampleMaker:
     def _make(self, source: int, index: int, epoch: int) -> Sample:
         sample_id, image, stored = self._id(source, index), None, self.features
         view = epoch if self.views is None else (epoch + sample_id) % self.views
-        if "image" in stored:
-            raw = self.sources[source].read(index)
-        else:
-            raw, decoded = read_decoded(self.sources[source], index, self._max_pixels, self.transform.min_side)
+        raw = self.sources[source].read(index)
+        if "image" not in stored:
+            decoded = _decode(self.sources[source], index, raw, self._max_pixels, self.transform.min_side)
             image = self.transform(decoded, self._augmentation.at(view, sample_id))
         choice = self._choose_caption(source, raw, epoch, sample_id) if len(raw.captions) > 1 else 0
         entries = {"image": (view, self.views or 1), "text": (choice, len(raw.captions))}

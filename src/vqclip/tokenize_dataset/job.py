@@ -208,7 +208,8 @@ def _wait_for(out: Path, shard: int, folder: WorkFolder | None) -> tuple[WorkFol
             return folder, record
         if time.monotonic() > end:
             raise ConfigError(
-                f"--out: this machine does not see what a worker of Ray wrote to {out}; expected a shared folder"
+                f"--out: this machine does not see what a worker of Ray wrote to {out}; expected a folder that "
+                "all machines share, under the same path"
             )
         time.sleep(1)
 

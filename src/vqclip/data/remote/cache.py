@@ -80,7 +80,8 @@ class BoundedCache:
                 # The folder may be removed at any time; then it is made again.
                 if not isinstance(error, FileNotFoundError) or deadline.left < 0:
                     raise StorageError(
-                        f"{self.folder}: cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder with room"
+                        f"{self.folder}: cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder with "
+                        "room, or lower remote.cache_gib"
                     ) from None
             if deadline.left < 0:
                 raise StorageError(
