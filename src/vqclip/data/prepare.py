@@ -118,7 +118,7 @@ def _prepare(left: list[tuple[str, Preparation]]) -> Iterator[int]:
 
 
 def prepare_shard(prepare: Preparation) -> object:
-    """Index one shard if its index is missing or outdated; return False if another job is about to have made it.
+    """Do a piece of work, such as to index a shard; return False if another job is about to have done it.
 
     Raises:
         DataError: it is damaged, or cannot be read.

@@ -64,6 +64,11 @@ class CodeSearch:
         self._by_code = None if index.row is None else index.row.long().sort(stable=True)
         self._kept = list(_embed_codes(index, tokenizer)) if keep else None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory: the index and the embeddings that are kept."""
+        return self.index.nbytes + sum(each.nbytes for each in self._kept or ())
+
     def search(self, queries: Tensor, k: int = 10) -> SearchResult:
         """Return the k best items of every query, best first.
 
@@ -131,6 +136,11 @@ class FaissSearch:
         if not self._index.is_trained:
             self._index.train(vectors)
         self._index.add(vectors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the serialised faiss index."""
+        return len(self._faiss.serialize_index(self._index))
 
     def search(self, queries: Tensor, k: int = 10) -> SearchResult:
         """Return the best items; -1 in place of items if faiss finds fewer than k.

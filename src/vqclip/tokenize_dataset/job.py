@@ -312,12 +312,13 @@ def finish_folder(
 
 def _load_encoders(options: Options, device: torch.device) -> tuple[Encoders, TokenizerInfo]:
     """Load the tokenizers and describe them, both from one folder in one state."""
-    opened = TokenizerFolder.open(find_folder(options.tokenizer))  # once: a hub name may change its meaning
+    folder = find_folder(options.tokenizer)  # once: a hub name may change its meaning
+    body, _ = read_json(folder / CONFIG_FILE)
+    opened = TokenizerFolder.open(folder)
     image: Any = load_whole(opened, "image").to(device) if options.modality != "text" else None
     text: Any = load_whole(opened, "text").to(device) if options.modality != "image" else None
-    body, _ = read_json(opened.path / CONFIG_FILE)
-    if body["weights"] != opened.config.weights.model_dump():
-        raise CheckpointError(f"{opened.path}: changed while it was loaded; run the command again")
+    if read_json(folder / CONFIG_FILE)[0] != body:
+        raise CheckpointError(f"{folder}: changed while it was loaded; run the command again")
     info = TokenizerInfo(
         image=None if image is None else fingerprint(image),
         text=None if text is None else fingerprint(text),

@@ -83,7 +83,7 @@ class TextTower(Tower):
 
     def pad_inputs(self, inputs: Tensor) -> Tensor:
         """Add padding to the rows of ``(B, T)`` tokens up to the context length."""
-        return F.pad(inputs, (0, self.context_length - inputs.shape[1]), value=self.vocabulary.padding)
+        return F.pad(inputs, (0, max(0, self.context_length - inputs.shape[1])), value=self.vocabulary.padding)
 
     def example(self) -> Tensor:
         """Return a row of zeros ``(1, N)`` int64."""

@@ -251,7 +251,8 @@ class TarReader:
 
     def _damage_error(self, chunk: int) -> StorageError:
         return StorageError(
-            f"{self._cache.folder}: chunk {chunk} of {self.index.path} is damaged whenever it is read; check the disk"
+            f"{self._cache.folder}: chunk {chunk} of {self.index.path} is damaged whenever it is read; check the disk, "
+            "or set VQCLIP_CACHE to a folder on another one"
         )
 
     def _read_ranges(self, ranges: Sequence[ByteRange], deadline: Deadline | None = None) -> bytes:

@@ -417,7 +417,8 @@ def gunzip(blocks: Iterable[bytes]) -> Iterator[bytes]:
             except zlib.error as error:
                 if not returned and block[:2] != b"\x1f\x8b":
                     raise GzipError(
-                        f"is not compressed by gzip: begins with {block[:16]!r}; call a plain tar .tar"
+                        f"is not compressed by gzip: begins with {block[:16]!r}; call a plain tar .tar, and download "
+                        "again what is a page of HTML"
                     ) from None
                 raise GzipError(f"damaged gzip data near byte {received}: {error}") from None
             returned += len(data)
