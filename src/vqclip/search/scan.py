@@ -140,7 +140,7 @@ class FaissSearch:
     @property
     def nbytes(self) -> int:
         """Bytes of the serialised faiss index."""
-        return len(self._faiss.serialize_index(self._index))
+        return len(import_extra("faiss", "search", "FaissSearch ").serialize_index(self._index))
 
     def search(self, queries: Tensor, k: int = 10) -> SearchResult:
         """Return the best items; -1 in place of items if faiss finds fewer than k.
