@@ -161,6 +161,8 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("0.jpg 0.caption 1.JPG 1.caption", [], ["0.caption", "1.caption"]),
         ("0.JPG 0.TXT", [], ["0.TXT"]),
         ("0.jpg 0.jpg.txt 1.png 1.png.txt", [], ["0.jpg.txt", "1.png.txt"]),
+        ("0.jpg 0.jpg.txt 0.png 0.png.txt", [], ["0.jpg.txt", "0.png.txt"]),
+        ("cat/0.jpg cat/0.jpg.json dog/1.jpg dog/1.jpg.json", [], ["cat", "dog"]),
         ("0.jpg 0_caption.txt 0.txt.bak", [], ["0_caption.txt", "(.bak 1)"]),
         ("images/0.jpg captions/0.caption.txt", [], ["captions/0.caption.txt"]),
         ("train/images/0.jpg train/captions/0.txt", [], PARTS + ".*/train$"),

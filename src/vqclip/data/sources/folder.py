@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from vqclip.data.decode import IMAGE_ENDINGS
-from vqclip.data.sources.base import Place
+from vqclip.data.sources.base import MAX_BYTES, Place
 from vqclip.data.sources.class_names import (
     DEFAULT_TEMPLATE,
     TEMPLATES,
@@ -41,6 +41,8 @@ _TEXT_FOLDERS = ("captions", "caption", "texts", "text", "txt", "prompts")
 _NO_TABLES = (TEMPLATES, "classes.txt", "README.txt", "LICENSE.txt")
 _OF_SYSTEMS = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
 """Folders that systems and disks leave behind."""
+_SAMPLED = 20
+"""First .json that are read to find out whether they have captions."""
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".token")
 
 
@@ -126,7 +128,7 @@ class FolderConfig(FileSourceConfig):
                 stem = _read_name(os.path.splitext(os.path.basename(path))[0])
                 builder.add(path, [stem.replace("_", " ").replace("-", " ").strip() or stem])
         else:
-            images = self._choose_images(images, builder)
+            images = self._choose_images(images, ending, builder)
             place, _, plain = ending.replace("*", "").rpartition("/")
             if place:
                 builder.notes.append(f"captions are in the folder {place}, under the names of the images")
@@ -138,11 +140,11 @@ class FolderConfig(FileSourceConfig):
         builder.notes += _describe_left_out(others, "of other endings")
         return builder.finish(captions=mode, ending=ending)
 
-    def _choose_images(self, images: Sequence[str], builder: TableBuilder) -> list[str]:
-        """Add the images, of those that differ in the ending alone the preferred one, and return them."""
+    def _choose_images(self, images: Sequence[str], ending: str, builder: TableBuilder) -> list[str]:
+        """Add the images, of those that have the same captions the one of the preferred ending, and return them."""
         stems: dict[str, list[str]] = {}
         for path in images:
-            stems.setdefault(os.path.splitext(path)[0], []).append(path)
+            stems.setdefault(caption_path(path, ending), []).append(path)
         same = [sorted(paths, key=self._preference) for paths in stems.values()]
         for path, *_ in same:
             builder.add(path)
@@ -163,7 +165,9 @@ class FolderConfig(FileSourceConfig):
     def _find_captions(self, folder: Path, images: list[str], paths: set[str]) -> Captions:
         """Return where the captions of a folder without metadata are; raises DataError if it is not plain."""
         texts, ending = _text_ending(images, paths)
-        objects = _text_ending(images, paths, _OBJECTS)[0]
+        objects, place = _text_ending(images, paths, _OBJECTS)
+        if "*" in place and not self._has_captions(folder, [caption_path(path, place) for path in images], paths):
+            objects = 0
         if images and 2 * max(texts, objects) >= len(images):
             if beside := {caption_path(path, ending) for path in images} & paths:
                 _refuse_boxes(folder, min(beside))
@@ -220,6 +224,14 @@ class FolderConfig(FileSourceConfig):
                 "captions: classes"
             )
         return "classes"
+
+    def _has_captions(self, folder: Path, files: Sequence[str], paths: set[str]) -> bool:
+        """Return whether one of the first .json has a caption; many tools write other facts into such files."""
+        parse = CaptionFiles("json", tuple(self.json_keys)).parse
+        for file in [file for file in files if file in paths][:_SAMPLED]:
+            with contextlib.suppress(OSError, DataError):
+                return bool(parse(read_bounded(folder / file, MAX_BYTES["json"]), file))
+        return False
 
     def _class_table(self, folder: Path, classes: list[str], builder: TableBuilder, paths: Sequence[str]) -> FileTable:
         """List labelled images: classes in the order of their names, or numbers, with "_" read as a blank."""
