@@ -128,6 +128,8 @@ CLASSES = {"annotations": [{"image_id": 9, "category_id": 2}], "categories": [{"
 SPLITS = [{"filename": "a.jpg", "split": "train", "sentences": [{"raw": "x", "tokens": ["x"]}, {"raw": "z"}]}]
 TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "x"}, {"from": "gpt", "value": "no"}]
 EMPTY = "the caption is empty"
+SLASH = "\\"
+THREE = "row 2: b.jpg: class '3'; expected one of classnames, or its number, 0 to 2"
 FLAGS = {"a.jpg": 1, "b.jpg": 0}
 PEOPLE = [
     (
@@ -179,6 +181,13 @@ PEOPLE = [
     ("t.csv", 'image,caption\na.jpg,[]\nb.jpg,"[""y"", null]"\n', "", {**Y, "bad": f"row 2: a.jpg: {EMPTY}"}, ""),
     ("t.csv", 'image, caption\nb.jpg, "y, z"\n', "", {"b.jpg": ("y, z",)}, ""),
     ("t.csv", 'image,caption\nb.jpg,"y, \\"z\\""\n', "", {"b.jpg": ('y, "z"',)}, ""),
+    ("t.csv", 'image,caption\nb.jpg,"y \\""z\\"" y\nlast"\n', "", {"b.jpg": ('y \\"z\\" y\nlast',)}, ""),
+    ("t.csv", 'image,caption\nb.jpg,"y \\"z\\" y\nlast"\n', "", {"b.jpg": ('y "z" y\nlast',)}, ""),
+    ("t.csv", 'image,caption\n"b.jpg", "y" z\n', "", {"b.jpg": ('"y" z',)}, ""),
+    ("t.csv", f'image,caption\nb.jpg,"{1500 * SLASH}"x\n', "", {"b.jpg": (f'"{1500 * SLASH}"x',)}, "unclosed quote"),
+    ("t.json", [{"image": "a.jpg", "caption": '{"a": "\\d"}'}], "", {"a.jpg": ('{"a": "\\d"}',)}, ""),
+    ("t.json", [{"image": "a.jpg", "caption": ['["x"]']}], "", {"a.jpg": ('["x"]',)}, ""),
+    ("t.csv", "image,cls\nb.jpg,3\na.jpg,1\n", "label=cls classnames=[a,b,c]", {"a.jpg": 1, "bad": THREE}, ""),
     ("t.csv", ROWS.replace("a.jpg", "a.JPG"), "", {"a.JPG": ("x",), **Y}, ""),
     ("t.csv", 'image,caption\na.jpg,"x, ""z""\n2"\n', "", {"a.jpg": ('x, "z"\n2',)}, ""),
     (
@@ -346,11 +355,13 @@ def test_damaged_gzip(folder: Path, name: str) -> None:
             parse_source(folder / name).build()
 
 
-def test_names_that_macos_has_decomposed(folder: Path) -> None:
+def test_names_that_macos_has_decomposed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for on_disk, in_table in (("cafe\u0301.jpg", "caf\u00e9.jpg"), ("u\u0308.jpg", "\u00fc.jpg")):
         (folder / on_disk).write_bytes(encode(pixels(7)))
         source = table(folder, f"image,caption\n{in_table},x\n")
         assert source.read(0).image == encode(pixels(7))
+    monkeypatch.setattr(files, "_as_on_disk", lambda file: pytest.fail(f"looked for other spellings of {file}"))
+    assert table(folder, "image,caption\na.jpg,x\n").read(0).captions == ("x",)
 
 
 def test_names_of_classes_in_files(folder: Path) -> None:

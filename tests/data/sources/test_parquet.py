@@ -91,6 +91,8 @@ def test_labels_become_prompts(tmp_path: Path) -> None:
     assert "row 1: label: class '1'; expected one of classnames, or its number, 0 to 0" in refusal(
         path, classnames=("cat",)
     )
+    wrong = write(tmp_path / "w.parquet", {**columns, "label": [1, 2] * 4 + [0, 0]})  # 0 comes after the wrong 2
+    assert ParquetConfig(path=str(wrong), **options).build().read(8).label == 0
     shifted = write(tmp_path / "b.parquet", {**columns, "label": [1, 2] * 5})
     assert "classes have the numbers 1 to 2; expected 0 to 1" in refusal(shifted, classnames=("cat", "dog"))
     features = {"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
@@ -152,6 +154,11 @@ def test_img2dataset_needs_no_settings(tmp_path: Path) -> None:
             {"image": IMAGES, "caption": CAPTIONS},
             {"image": "img"},
             "image: no column 'img'; its columns: 'image', 'caption'; did you mean",
+        ),
+        (
+            {"image": IMAGES, "my.meta": [{"caption": "x"}] * 10},
+            {},
+            "no column has a usual name of captions or classes",
         ),
         ({"image": IMAGES, "caption": CAPTIONS}, {"captions": "image"}, "captions: column 'image' is binary; expected"),
         (
@@ -243,6 +250,10 @@ def test_a_row_for_each_caption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert [len(sample.captions) for sample in samples] == [4, 7, 1, 2, 1]
     assert source.notes[0] == "16 rows are 5 samples: neighbouring rows of one image are one"
     assert group != 100 or source.notes[1].startswith("1 samples have the same image as one in another place")
+    inside = {"meta": [{"img": IMAGES[n]} for n in order], "caption": columns["caption"]}
+    stream = parquet.ParquetStream(ParquetConfig(path=str(write(tmp_path / "c.parquet", inside, group))))
+    groups = list(stream._group(stream.rows(0, 0), range(len(order))))
+    assert [{*row} for row in groups[0].values] == [{"meta", "caption"}, *[{"caption"}] * 4]  # one image in memory
     columns["label"] = [k % 2 for k in range(len(order))]
     labelled = ParquetConfig(path=str(write(tmp_path / "b.parquet", columns)), label="label", classnames=("a", "b"))
     assert len(labelled.build()) == len(order)  # other labels are other samples
@@ -260,6 +271,7 @@ def test_a_row_for_each_caption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         (pyarrow.array([[[each, None], []] for each in CAPTIONS]), CAPTIONS),
         (pyarrow.array([json.dumps([each]) for each in CAPTIONS]), CAPTIONS),
         (pyarrow.array([json.dumps([each, None]) for each in CAPTIONS]), CAPTIONS),
+        (pyarrow.array([[json.dumps([each])] for each in CAPTIONS]), [json.dumps([each]) for each in CAPTIONS]),
         (pyarrow.array([{"en": [each]} for each in CAPTIONS]), CAPTIONS),
         (pyarrow.array([[{"raw": each, "tokens": ["x"]}] for each in CAPTIONS]), CAPTIONS),
         (
@@ -275,6 +287,7 @@ def test_a_row_for_each_caption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         "nested",
         "spelled",
         "null spelled",
+        "spelled inside",
         "languages",
         "structures",
         "talks",
@@ -305,6 +318,12 @@ def test_images_however_they_are_stored(tmp_path: Path) -> None:
         assert read_all(write(tmp_path / f"{number}.parquet", {**each, "text": ["x"]})) == [
             RawSample(IMAGES[5], ("x",))
         ]
+    columns = {"image": [[None], [], [], [texts[0]]], "text": [*"abcd"]}
+    source = ParquetConfig(path=str(write(tmp_path / "l.parquet", columns))).build()
+    assert (len(source), source.read(3)) == (4, RawSample(IMAGES[0], ("d",)))
+    for row in range(3):
+        with pytest.raises(DataError, match=f"row {row}: image is null"):
+            source.read(row)
     numbers = pyarrow.array([list(image) for image in IMAGES], pyarrow.list_(pyarrow.uint8()))
     assert read_all(write(tmp_path / "b.parquet", {"jpg": numbers, "caption": CAPTIONS})) == EXPECTED
     structs = [{"bytes": None if n == 5 else image, "path": f"{n}.jpg"} for n, image in enumerate(IMAGES)]

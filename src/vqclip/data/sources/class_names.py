@@ -145,13 +145,12 @@ class Classes:
                 return int(number)
         raise ValueError(f"class {value[:80]!r}; expected one of classnames, or its number, 0 to {len(self.names) - 1}")
 
-    def require_zero(self, path: object) -> None:
-        """Raise ConfigError if the numbers that were used go from 1 to the number of names."""
-        if len(self.names) in self._used and 0 not in self._used:
-            n = len(self.names)
-            raise ConfigError(
-                f'{path}: classes have the numbers 1 to {n}; expected 0 to {n - 1}, or "" as first class name'
-            )
+    def not_from_zero(self, path: object) -> ConfigError:
+        """Return the error for numbers that go from 1 to the number of names."""
+        n = len(self.names)
+        return ConfigError(
+            f'{path}: classes have the numbers 1 to {n}; expected 0 to {n - 1}, or "" as first class name'
+        )
 
     def sort(self) -> dict[int, int]:
         """Sort the names, unless they are given; return the new number of each class that has another one.
@@ -160,7 +159,8 @@ class Classes:
             DataError: the names that were found are ids.
         """
         if self.names:
-            self.require_zero(self._path)
+            if self._used == {*range(1, len(self.names) + 1)}:
+                raise self.not_from_zero(self._path)
             return {}
         former, self.names = self._numbers, tuple(sorted(self._numbers))
         if ids := describe_ids(self.names):

@@ -7,6 +7,7 @@ Captions are values of a table, or in the .txt or .json of a sample.
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import io
 import json
@@ -14,6 +15,7 @@ import math
 import os
 import re
 import tokenize
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -160,12 +162,12 @@ def find_texts(value: object, depth: int = 0) -> list[str]:
     """Return the texts in a value, without blanks around them; nulls, NaN and empty ones are skipped.
 
     The value is a text, an object with a text, such as Karpathy's ``{"raw": ...}``, or a list of these, also spelled as
-    text (see `parse_cell`). Of a conversation, as LLaVA has it, the first answer is taken.
+    text (see `parse_text`). Of a conversation, as LLaVA has it, the first answer is taken.
 
     Raises:
         ValueError: it is something else, which the message describes.
     """
-    value = parse_cell(value) if isinstance(value, str) else value
+    value = parse_text(value) if depth == 0 else value
     if isinstance(value, str):
         return [text] if (text := value.removeprefix("\ufeff").strip()) else []
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -179,6 +181,14 @@ def find_texts(value: object, depth: int = 0) -> list[str]:
     raise ValueError(f"a {type(value).__name__}")
 
 
+def parse_text(value: object) -> object:
+    """Return the texts in the list or object that a text spells; a text that spells none, and other values, as is."""
+    if isinstance(value, str) and not isinstance(found := parse_cell(value), str):
+        with contextlib.suppress(ValueError):
+            return find_texts(found, 1)
+    return value
+
+
 def parse_cell(cell: str) -> object:
     """Return the list of texts or the object that a text spells, as JSON, Python or NumPy do; others as they are."""
     text = cell.strip()
@@ -186,7 +196,9 @@ def parse_cell(cell: str) -> object:
         return cell
     for parse in (json.loads, _parse_list if text[0] == "[" else ast.literal_eval):
         try:
-            found = parse(text)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of backslashes
+                found = parse(text)
         except (ValueError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError):
             continue
         if isinstance(found, dict) or (isinstance(found, list) and all(isinstance(each, str | None) for each in found)):

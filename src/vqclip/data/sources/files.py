@@ -141,7 +141,10 @@ class FileSourceConfig(SourceConfigBase):
                 files = [""] * len(known)
             for column, path in enumerate(files):
                 was_missing = known[column] == [MISSING, MISSING]
-                if state_of(path) != known[column] and (not was_missing or os.path.isfile(path)):
+                if (state := state_of(path)) == [MISSING, MISSING]:
+                    path = _as_on_disk(path)
+                    state = state_of(path)
+                if state != known[column] and (not was_missing or os.path.isfile(path)):
                     changed.add(row)
                     size, modified, digest = _hash(path)
                     states[row, column] = size, modified
@@ -305,7 +308,11 @@ class FileSource:
         if size > most:
             raise DataError(f"{name}: {what} of {size} bytes; at most {most} are read", "too many bytes")
         try:
-            with open_regular(Path(file)) as stream:
+            try:
+                opened = open_regular(Path(file))
+            except FileNotFoundError:
+                opened = open_regular(Path(_as_on_disk(file)))
+            with opened as stream:
                 if Stamp.of(stream.fileno()) != (size, modified):
                     raise StorageError(
                         f"{name}: {what} has changed since it was indexed; start the run again", "changed file"
@@ -376,20 +383,16 @@ def resolve_path(text: str, root: Path) -> str:
 
 
 def _files_of(text: str, root: Path, second: str) -> list[str]:
-    """Return the image that a path names, and its caption file if ``second`` is the ending; see `caption_path`.
+    """Return the image that a path names, and its caption file if ``second`` is the ending; see `caption_path`."""
+    path = resolve_path(text, root)
+    return [os.path.join(root, each) for each in ([path, caption_path(path, second)] if second else [path])]
 
-    They are spelled as on the disk: macOS decomposes letters with marks, and endings may be in the other case.
-    """
-    path, found = resolve_path(text, root), []
-    for each in [path, caption_path(path, second)] if second else [path]:
-        file = os.path.join(root, each)
-        if not os.path.lexists(file):
-            stem, ending = os.path.splitext(file)
-            spelled = [unicodedata.normalize(form, file) for form in ("NFC", "NFD")]
-            spelled += [stem + ending.lower(), stem + ending.upper()]
-            file = next(filter(os.path.lexists, spelled), file)
-        found.append(file)
-    return found
+
+def _as_on_disk(file: str) -> str:
+    """Return the spelling of a file that was not found: macOS decomposes letters, endings may be in the other case."""
+    stem, ending = os.path.splitext(file)
+    spelled = [file, *(unicodedata.normalize(form, file) for form in ("NFC", "NFD"))]
+    return next(filter(os.path.lexists, [*spelled, stem + ending.lower(), stem + ending.upper()]), file)
 
 
 def _cut(text: str) -> str:

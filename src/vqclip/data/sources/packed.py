@@ -328,7 +328,9 @@ def sample_members(key: str, sample: RawSample, has_classes: bool, has_prompts: 
             raise DataError("it has no class number", "class number")
         members["cls"] = str(sample.label).encode()
     if not has_prompts:
-        captions: Sequence[str] | str = sample.captions if len(sample.captions) > 1 else sample.captions[0]
+        captions: Sequence[str] | str = sample.captions
+        if len(captions) == 1 and not captions[0].startswith(("[", "{")):  # which `find_texts` would parse
+            captions = captions[0]
         try:
             members["txt"] = sample.captions[0].encode()
             facts: dict[str, Any] = {"key": key, "caption": captions}

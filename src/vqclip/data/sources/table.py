@@ -14,7 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -35,6 +35,7 @@ from vqclip.data.sources.columns import (
     collect_captions,
     guess_columns,
     look_up,
+    parse_text,
     plain_text,
 )
 from vqclip.data.sources.files import from_base64, resolve_path
@@ -101,8 +102,9 @@ def _types_in(fields: Any, prefix: str = "") -> Iterator[tuple[str, ColumnType]]
     for field in fields:
         kind = ColumnType(kind_of(field.type), str(field.type))
         yield prefix + field.name, kind
-        is_plain = kind.name.startswith("struct") and len({each.name for each in field.type}) == field.type.num_fields
-        if is_plain and kind.kind != "image":
+        if not kind.name.startswith("struct") or kind.kind == "image" or "." in field.name:  # see `look_up`
+            continue
+        if len({each.name for each in field.type}) == field.type.num_fields:
             yield from _types_in(field.type, f"{prefix}{field.name}.")
 
 
@@ -215,10 +217,9 @@ class TableStream(ABC):
         classes, rows = Classes.read(given, Path(self._name)), 0
         if classes.names:
             return classes
-        column = label if label in schema.names else label.partition(".")[0]
-        for block in self.values(column):
+        for block in self._labels(label):
             rows += len(block)
-            for name in filter(None, (plain_text(look_up({column: value}, label)) for value in block)):
+            for name in filter(None, block):
                 classes.number(name)
         classes.sort()
         count = len(classes.names)
@@ -227,6 +228,20 @@ class TableStream(ABC):
                 f"{self}: label: column {label!r} has {count} texts in {rows} rows; set captions to it, or classnames"
             )
         return classes
+
+    def _labels(self, label: str) -> Iterator[list[str]]:
+        """Yield the label of each row, in blocks; "" for a null."""
+        column = label if label in self.columns else label.partition(".")[0]
+        for block in self.values(column):
+            yield [plain_text(look_up({column: value}, label)) for value in block]
+
+    @cached_property
+    def _counts_from_one(self) -> bool:
+        """Return whether the labels are 1 to the number of names; False for a stream, which is not read twice."""
+        with contextlib.suppress(ConfigError, DataError):
+            found = {name for block in self._labels(self.label or "") for name in block}
+            return "0" not in found and found.issuperset(map(str, range(1, len(self.classnames) + 1)))
+        return False
 
     def _group(self, rows: Iterable[Row], wanted: range) -> Iterator[_Group]:
         """Yield the rows with the wanted numbers, those of one image and label together if they have captions.
@@ -239,7 +254,7 @@ class TableStream(ABC):
             key = None if isinstance(row, DataError) else self._key_of(row)
             continues, former = key is not None and key == former, key
             if continues and group is not None and not isinstance(row, DataError) and isinstance(group.values, list):
-                group.values.append({**row, self.image: None})
+                group.values.append({column: look_up(row, column) for column in self.captions})
                 continue
             if group is not None:
                 yield group
@@ -268,17 +283,19 @@ class TableStream(ABC):
             label = -1
             captions: dict[str, int] = {}
             if self._classes is not None and self.label is not None:
+                found = plain_text(look_up(rows[0], self.label))
                 try:
-                    label = self._classes.number(plain_text(look_up(rows[0], self.label)))
+                    label = self._classes.number(found)
                 except DataError as error:  # of the settings, not of the row
                     raise ConfigError(str(error)) from None
                 except ValueError as error:
-                    self._classes.require_zero(self)
+                    if found == str(len(self.classnames)) and self._counts_from_one:
+                        raise self._classes.not_from_zero(self) from None
                     raise DataError(f"{name}: {self.label}: {error}", "class number") from None
             if self.captions:
-                texts = {column: [look_up(row, column) for row in rows] for column in self.captions}
-                found = collect_captions({**rows[0], **texts}, self.captions, name, "column", "damaged row")
-                for text, number in zip(*found, strict=True):
+                texts = {column: [parse_text(look_up(row, column)) for row in rows] for column in self.captions}
+                pairs = collect_captions({**rows[0], **texts}, self.captions, name, "column", "damaged row")
+                for text, number in zip(*pairs, strict=True):
                     captions.setdefault(text, number)
             keys = tuple(captions.values()) if self._config.caption_weights else ()
             sample = RawSample(self._image(look_up(rows[0], self.image), name), tuple(captions), label, keys)
@@ -329,7 +346,7 @@ class _Group(NamedTuple):
     row: int
     """Number of the first."""
     values: list[Mapping[str, Any]] | DataError
-    """Their values; the image is in the first alone. Or what is wrong with the only row."""
+    """Their values; those after the first have captions alone. Or what is wrong with the only row."""
 
 
 def content_of(value: Any) -> Any:
@@ -343,7 +360,7 @@ def content_of(value: Any) -> Any:
 
 def _is_list(value: Any) -> bool:
     """Return whether a value is a list of images rather than of bytes."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], (Mapping, str))
+    return isinstance(value, list) and not (value and isinstance(value[0], int))
 
 
 def read_batch(batch: Any) -> Iterator[dict[str, Any] | DataError]:

@@ -186,15 +186,19 @@ def _parse(
 
 def _split(lines: Sequence[str], separator: str) -> list[str] | None:
     """Return the cells of a row; None if a quote is open at its end, none if one is where it does not belong."""
-    try:
-        (row,) = csv.reader(lines, delimiter=separator, strict=True, skipinitialspace=separator != " ")
-    except csv.Error as error:
-        if any('\\"' in line for line in lines):  # as MySQL and Spark write them
-            return _split([line.replace('\\"', '""') for line in lines], separator)
-        return None if "unexpected end" in str(error) else []
-    except ValueError:  # several rows
-        return []
-    return row
+    escaped = [line.replace('\\"', '""') for line in lines]  # as MySQL and Spark write them
+    is_open = False
+    for tried, skips in ((lines, True), (escaped, True), (lines, False)):
+        if is_open and not skips:  # a quote after a blank is open
+            break
+        try:
+            (row,) = csv.reader(tried, delimiter=separator, strict=True, skipinitialspace=skips and separator != " ")
+            return row
+        except csv.Error as error:
+            is_open |= "unexpected end" in str(error)
+        except ValueError:  # several rows
+            pass
+    return None if is_open else []
 
 
 def _open_bytes(path: Path) -> io.BufferedReader:
