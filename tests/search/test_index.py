@@ -237,6 +237,7 @@ def test_embeddings_and_faiss_find_what_search_finds():
     vectors = embeddings(index, tokenizer)
     torch.testing.assert_close(vectors, tokenizer.embed(ids).detach(), atol=1e-6, rtol=0)
     flat, exact = FaissSearch(index, tokenizer), CodeSearch(index, tokenizer)
+    assert flat.nbytes > 4 * len(index) * tokenizer.embed_dim > exact.nbytes
     torch.testing.assert_close(flat.search(queries(), 7).scores, exact.search(queries(), 7).scores, atol=1e-6, rtol=0)
     with pytest.raises(ConfigError, match="factory: got 'Nonsense'"):
         FaissSearch(index, tokenizer, "Nonsense")
