@@ -109,7 +109,7 @@ class Machines:
 
     @property
     def output(self) -> str:
-        return self.log.read_text(errors="replace")
+        return " ".join(self.log.read_text(errors="replace").split())  # lines are broken at a width that paths change
 
 
 def stored(bucket: Any) -> list[str]:
