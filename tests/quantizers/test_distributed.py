@@ -1,4 +1,4 @@
-"""On 2 and 4 processes, a quantizer's losses, gradients and metrics are those of one process on the same tokens."""
+"""Statistics of several ranks: when they meet, in how many collectives, and that a rank alone never waits."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,6 @@ from vqclip import dist
 from vqclip.dist._torch_versions import ALL_GATHER, REDUCE_SCATTER
 from vqclip.errors import ShapeError
 from vqclip.quantizers import LFQ, VQ, Order, Quantizer, QuantizerConfig, Stats, sync
-
-OF_THE_CODES = {"codebook"}
-"""Loss whose gradient moves the codes; test_training.py looks at it."""
-
-SPLITS = {"unequal": (7, 1, 5, 3), "empty": (0, 12, 0, 4)}
-"""Samples of each rank."""
 
 
 def global_batch(dim: int, samples: int = 16) -> tuple[Tensor, Tensor]:
@@ -51,71 +45,6 @@ def built(config: QuantizerConfig) -> Quantizer:
     """With the same codes on every rank."""
     torch.manual_seed(0)
     return config.build()
-
-
-def losses_and_gradient(
-    quantizer: Quantizer, x: Tensor, mask: Tensor, micro_batches: int = 1
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses, the gradient of each with respect to ``x`` (by name), and metrics."""
-    x = x.clone().requires_grad_()
-    stats: Stats | None = None
-    for part, part_mask in zip(x.tensor_split(micro_batches), mask.tensor_split(micro_batches), strict=True):
-        more = quantizer(part, part_mask).stats
-        stats = more if stats is None else stats + more
-    assert stats is not None
-    stats = stats.sync()
-    losses = quantizer.losses(stats)
-    gradients = {
-        name: torch.autograd.grad(loss, x, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
-        for name, loss in losses.items()
-    }
-    return {name: loss.detach() for name, loss in losses.items()}, gradients, quantizer.metrics(stats)
-
-
-Found = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
-
-
-def on_my_share(cases: Sequence[tuple[QuantizerConfig, Sequence[int], int]]) -> list[Found]:
-    """Losses, gradients and metrics of this rank for each (configuration, split, number of microbatches)."""
-    found = []
-    for config, split, microbatches in cases:
-        quantizer = built(config)
-        x, mask = (part.split(list(split))[dist.rank()] for part in global_batch(quantizer.dim))
-        found.append(losses_and_gradient(quantizer, x, mask, microbatches))
-    return found
-
-
-def assert_equals_one_process(config: QuantizerConfig, results: Sequence[Found]) -> None:
-    """``results``: one for each rank."""
-    quantizer = built(config)
-    losses, gradients, metrics = losses_and_gradient(quantizer, *global_batch(quantizer.dim))
-    for theirs, _, their_metrics in results:
-        assert theirs.keys() == losses.keys()
-        assert their_metrics.keys() == metrics.keys()
-        for name in losses:
-            torch.testing.assert_close(theirs[name], losses[name], rtol=1e-10, atol=1e-10)
-        for name in metrics:
-            torch.testing.assert_close(their_metrics[name], metrics[name], rtol=1e-12, atol=0)
-    for name, gradient in gradients.items():
-        # The convention of `vqclip.dist`: backward gives the sum over ranks' losses, and DDP takes the mean.
-        together = torch.cat([theirs[name] for _, theirs, _ in results]) / len(results)
-        torch.testing.assert_close(together, gradient, rtol=1e-10, atol=1e-12)
-        assert (gradient != 0).any() or name in OF_THE_CODES
-
-
-@pytest.fixture(scope="module")
-def on_four_ranks(ranks: RankPool) -> dict[tuple[str, str], tuple[Found, ...]]:
-    """The results of all ranks, by names of the configuration and of the split."""
-    cases = {(name, split): (CONFIGS[name], shares, 2) for name in CONFIGS for split, shares in SPLITS.items()}
-    found = ranks(4, on_my_share, list(cases.values()))
-    return dict(zip(cases, zip(*found, strict=True), strict=True))
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_equals_one_process(on_four_ranks: dict[tuple[str, str], tuple[Found, ...]], name: str) -> None:
-    """Bug report 1: the mean code distribution of LFQ went through an all_reduce that drops gradients."""
-    for split in SPLITS:
-        assert_equals_one_process(CONFIGS[name], on_four_ranks[name, split])
 
 
 def forwards_alone(names: Sequence[str]) -> dict[str, list[bool]]:

@@ -16,31 +16,26 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from tests.quantizers.test_contract import CONFIGS
+from tests.quantizers.test_training import busy
 from tests.ranks import RankPool
 from vqclip import dist
 from vqclip.errors import ConfigError
 from vqclip.quantizers import (
     VQ,
     FSQConfig,
-    ProductConfig,
     Quantizer,
     QuantizerConfig,
-    ResidualConfig,
     SimVQ,
-    VQConfig,
     sync,
 )
 from vqclip.quantizers.base import _warn_missing_update
 
-BUSY = {"decay": 0.8, "dead_below": 0.5}
 FAMILIES: dict[str, QuantizerConfig] = {
-    name: CONFIGS[name]
-    for name in ("fsq", "lfq", "bsq", "vq, learned", "simvq", "identity", "residual of fsq with dropout")
-} | {
-    "vq": VQConfig(dim=6, codebook_size=16, **BUSY),
-    "vq, cosine": VQConfig(dim=6, codebook_size=16, cosine=True, **BUSY),
-    "residual of vq": ResidualConfig(layer=VQConfig(dim=4, codebook_size=8, **BUSY), depth=2, dropout=True),
-    "product of vq": ProductConfig(layer=VQConfig(dim=3, codebook_size=8, **BUSY), codebooks=2),
+    name: busy(CONFIGS[name])
+    for name in (
+        *("fsq", "lfq", "bsq", "vq", "vq, cosine", "vq, learned", "simvq", "identity"),
+        *("residual of fsq with dropout", "residual of vq with dropout", "product of vq"),
+    )
 }
 STEPS = 8
 
@@ -191,26 +186,6 @@ def test_codes_in_shards_are_refused(ranks: RankPool) -> None:
     for found in ranks(2, refusals_of_shards):
         assert len(found) == 3  # an update of SimVQ touches no code
         assert all("codes in shards (fully_shard)" in each and "ignored_params" in each for each in found)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
-    """Around forward, losses, update and the codes, as Lightning's bf16-mixed and `Accelerator.autocast` do it."""
-    for name, config in FAMILIES.items():
-        found = []
-        for is_cast in (False, True):
-            torch.manual_seed(0)
-            quantizer = config.build()
-            losses: list[dict[str, Tensor]] = []
-            for number in range(6):
-                with torch.autocast("cpu", dtype, enabled=is_cast):
-                    out = quantizer(1e3 + batch(number, quantizer.dim).float())  # 1000 + randn is coarse in 16 bits
-                    losses.append(quantizer.losses(out.stats))
-                    quantizer.update(out.stats)
-                    vectors = quantizer.decode(out.ids) if quantizer.codebook_sizes else out.vectors
-                    codes = [part.codes() for part in quantizer.parts() if isinstance(part, (VQ, SimVQ))]
-            found.append((out.ids, vectors.detach(), codes, losses, dict(quantizer.state_dict())))
-        torch.testing.assert_close(*found, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.9)], ids=["swa", "ema"])

@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from tests.models import FSQ, tiny_model
+from tests.towers.kinds import TOWERS, inputs
 from vqclip.errors import ConfigError
-from vqclip.nn.shapes import PatchBudget
 from vqclip.towers.base import chunk_size, frozen_features
-from vqclip.towers.image import ConvolutionalTowerConfig, TimmFeatures, TimmTowerConfig
-from vqclip.towers.naflex import NaFlexTowerConfig
+from vqclip.towers.image import TimmFeatures, TimmTowerConfig
 from vqclip.towers.text import TransformerTowerConfig
 
 DROPOUT = {"drop_rate": 0.1, "proj_drop_rate": 0.1, "drop_path_rate": 0.2}
@@ -231,67 +230,42 @@ def test_a_network_of_convolutions_has_nothing_to_adapt():
 
 
 CHUNK = chunk_size(torch.device("cpu"))
-TOWERS = {
-    "vit": TimmTowerConfig(
-        name="vit_tiny_patch16_224",
-        image_size=32,
-        args={"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "proj_drop_rate": 0.5},
-    ),
-    "convolutional": ConvolutionalTowerConfig(image_size=32, channels=[8, 16, 32]),
-    "any shape": NaFlexTowerConfig(
-        max_tokens=12,
-        args={"patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2, "pos_embed_grid_size": [3, 4]},
-    ),
-    "text": TransformerTowerConfig(context_length=12, width=32, heads=2, layers=2),
-    "text, not causal": TransformerTowerConfig(context_length=12, width=32, heads=2, layers=2, causal=False),
-    "text, options": TransformerTowerConfig(
-        width=32, heads=2, layers=2, causal=False, pos_embed="rope", norm_layer="rmsnorm", qk_norm=True
-    ),
-}
+KINDS = ("vit", "convolutions", "any shape, last two", "text", "text, not causal", "text, options")
 
 
-def tower_and_inputs(name, count):
+def tower_and_inputs(name, folder, count):
     torch.manual_seed(0)
-    config = TOWERS[name]
-    tower = config.build().requires_grad_(False)
-    if hasattr(config, "vocabulary"):
-        return tower, config.vocabulary()([f"caption {n} of {'many ' * (n % 3)}words" for n in range(count)])
-    if isinstance(tower.size, PatchBudget):
-        shapes = [divmod(n, 3) for n in range(count)]
-        images = [
-            torch.randint(0, 256, (3, 4 * (1 + down % 3), 4 * (1 + right)), dtype=torch.uint8) for down, right in shapes
-        ]
-        return tower, torch.stack([tower.size.cut(image) for image in images])
-    return tower, torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8)
+    tower = TOWERS[name](folder).build().requires_grad_(False)
+    return tower, inputs(tower, count)
 
 
-@pytest.mark.parametrize("name", TOWERS)
-def test_a_samples_features_do_not_depend_on_its_batch(name):
+@pytest.mark.parametrize("name", KINDS)
+def test_a_samples_features_do_not_depend_on_its_batch(name, tmp_path):
     count = 2 * CHUNK + 3
-    tower, inputs = tower_and_inputs(name, count)
-    expected = frozen_features(tower, inputs)
+    tower, samples = tower_and_inputs(name, tmp_path, count)
+    expected = frozen_features(tower, samples)
     assert expected.shape == (count, tower.num_tokens, tower.width)
     for sizes in ([1] * count, [count - 1, 1], [5, CHUNK, count - CHUNK - 5]):
-        found = torch.cat([frozen_features(tower, part) for part in inputs.split(sizes)])
+        found = torch.cat([frozen_features(tower, part) for part in samples.split(sizes)])
         assert torch.equal(found, expected)
     order = torch.randperm(count)
-    assert torch.equal(frozen_features(tower, inputs[order]), expected[order])
-    assert frozen_features(tower, inputs[:0]).shape == (0, tower.num_tokens, tower.width)
+    assert torch.equal(frozen_features(tower, samples[order]), expected[order])
+    assert frozen_features(tower, samples[:0]).shape == (0, tower.num_tokens, tower.width)
 
 
-@pytest.mark.parametrize("name", TOWERS)
-def test_runs_in_evaluation_mode_and_restores_the_mode(name):
-    tower, inputs = tower_and_inputs(name, 3)
+@pytest.mark.parametrize("name", KINDS)
+def test_runs_in_evaluation_mode_and_restores_the_mode(name, tmp_path):
+    tower, samples = tower_and_inputs(name, tmp_path, 3)
     part = next(module for module in tower.children())
     tower.train()
     part.eval()
-    found = frozen_features(tower, inputs)
+    found = frozen_features(tower, samples)
     assert tower.training
     assert not part.training
     assert not found.requires_grad
-    assert torch.equal(frozen_features(tower.eval(), inputs), found)
-    mask = tower.mask(inputs) if hasattr(tower, "mask") else slice(None)
-    assert torch.allclose(tower(inputs)[mask], found[mask], atol=1e-5)
+    assert torch.equal(frozen_features(tower.eval(), samples), found)
+    mask = tower.mask(samples) if hasattr(tower, "mask") else slice(None)
+    assert torch.allclose(tower(samples)[mask], found[mask], atol=1e-5)
 
 
 def test_pixels_get_their_gradient_through_a_frozen_tower():
