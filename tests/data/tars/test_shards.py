@@ -201,7 +201,7 @@ def with_size_field(path: Path, field: bytes) -> Path:
     return path
 
 
-# ---- headers that are read many at a time give what they give one by one
+# ---- the bytes may come in any blocks
 
 
 def outcome(data: bytes, block: int) -> tuple[list[Member], str]:
@@ -227,19 +227,14 @@ def cases(first: int, count: int) -> list[bytes]:
 
 
 def check(data: bytes) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TarWalk, "_read_ordinary", lambda *_: None)
-        members, message = outcome(data, len(data) or 1)
-    fast, same = outcome(data, len(data) or 1)
-    assert (same, fast[: len(members)]) == (message, members[: len(fast)])
+    members, message = outcome(data, len(data) or 1)
     if not message:
-        assert fast == members
         for block in (512, 700, 4096):
             assert outcome(data, block) == (members, message)
     return message
 
 
-def test_many_at_a_time() -> None:
+def test_blocks_of_any_size() -> None:
     messages = [check(data) for data in cases(0, 60)]
     assert 10 < sum(map(bool, messages)) < len(messages) - 10
 
@@ -253,7 +248,7 @@ def test_sizes_that_python_reads_and_tar_does_not(tmp_path: Path, size: bytes) -
 
 
 def test_headers_take_few_calls(tmp_path: Path) -> None:
-    """Measured: 2.3 us a member; 20 us one by one."""
+    """Measured: 2.9 us a member; a call for each byte of a checksum would take 13."""
     data = write_tar(tmp_path / "a.tar", {f"{n:05d}.jpg": b"x" for n in range(5000)}).read_bytes()
 
     def read() -> None:

@@ -9,10 +9,9 @@ silently at a damaged header, so that the samples after it would be lost.)
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
-
-import numpy as np
 
 from vqclip.data.remote.files import Shard
 from vqclip.errors import DataError
@@ -23,7 +22,6 @@ _REGULAR = (b"0", b"\0", b"7")
 """Types of regular files."""
 _NAMED = (b"x", b"L")
 """Types of extended headers with the name of the next member."""
-_ORDINARY = [ord(kind) for kind in (*_REGULAR, *_NAMED, b"5", b"g", b"K")]
 _MAX_EXTENDED = 1 << 16
 """Bytes of a PAX header or a long name; real ones are a few hundred."""
 _MAX_BEFORE = 1 << 20
@@ -93,11 +91,8 @@ class TarWalk:
             _refuse_other_formats(self._path, data[:BLOCK])
         found: list[Member] = []
         limit = min(offset + len(data), self._end)
-        self._read_ordinary(data, offset, limit, found)
-        # What ends it is the end of the archive, damage, or a rare notation: from there, header by header.
-        while self._zeros_at < 0 and self._at + BLOCK <= limit:
-            if not self._step(data, offset, found):
-                break
+        while self._zeros_at < 0 and self._at + BLOCK <= limit and self._read_header(data, offset, found):
+            pass
         if self._zeros_at >= 0 and self._at < offset + len(data):
             if data[self._at - offset :].strip(b"\0"):
                 raise DataError(
@@ -125,17 +120,7 @@ class TarWalk:
         if at > end or self._extended:
             raise DataError(f"{path}: a member crosses byte {end}, where a sample should end")
 
-    def _read_ordinary(self, data: bytes, offset: int, limit: int, found: list[Member]) -> None:
-        """Read the headers up to the first one that is not written as usual, all at once."""
-        headers = _chain(data, self._at - offset, limit - offset)
-        for header, kind, size, name in _parse_headers(data, headers, self._length - offset):
-            start = header + BLOCK
-            payload = data[start : start + size] if kind in _NAMED else b""
-            if len(payload) < size * (kind in _NAMED) or ("size" in self._extended and kind in (*_NAMED, *_REGULAR)):
-                break
-            self._accept(kind, self._extended.get("path", name), offset + header, size, payload, found)
-
-    def _step(self, data: bytes, offset: int, found: list[Member]) -> bool:
+    def _read_header(self, data: bytes, offset: int, found: list[Member]) -> bool:
         """Read one header; return False if bytes that belong to it are still to come."""
         path, at = self._path, self._at
         header = data[at - offset : at - offset + BLOCK]
@@ -168,72 +153,17 @@ class TarWalk:
                 f"{path}: member {_name(header, self._extended)!r} at offset {at} is {what}; only regular files are "
                 "read. Write the shard again, with plain files (tar --hard-dereference --dereference)"
             )
-        self._accept(kind, _name(header, self._extended), at, size, payload, found)
-        return True
-
-    def _accept(self, kind: bytes, name: str, at: int, size: int, payload: bytes, found: list[Member]) -> None:
-        """Add what a header says: a member, or the name of the next one; and go on to the next header."""
         begin = at if self._begin < 0 else self._begin
         if kind in _NAMED:
-            self._extended |= _read_extended(self._path, kind, payload, at)
+            self._extended |= _read_extended(path, kind, payload, at)
             self._begin = begin
         elif kind in _REGULAR or kind == b"5":
+            name = _name(header, self._extended)
             if kind != b"5" and not name.endswith("/"):  # a folder in old tars
-                found.append(Member(name, begin, at + BLOCK, size))
+                found.append(Member(name, begin, start, size))
             self._extended, self._begin = {}, -1
-        self._at = at + BLOCK + -(-size // BLOCK) * BLOCK
-
-
-def _chain(data: bytes, at: int, limit: int) -> list[int]:
-    """Return the places of headers in some bytes, each found by the size in the one before."""
-    found = []
-    try:
-        while at + BLOCK <= limit:
-            size = int(data[at + 124 : at + 135], 8)
-            if size < 0:
-                break
-            found.append(at)
-            at += BLOCK + (size + BLOCK - 1 & -BLOCK)
-    except ValueError:  # zeros, a binary number, or damage
-        pass
-    return found
-
-
-def _parse_headers(data: bytes, places: list[int], end: int) -> Iterator[tuple[int, bytes, int, str]]:
-    """Yield place, type, size and name of headers up to the first one that is not written as usual, or is damaged.
-
-    Args:
-        data: bytes of the tar.
-        places: of the headers in them.
-        end: the place where the tar ends.
-    """
-    if not places:
-        return
-    shift = places[0] % BLOCK
-    blocks = np.frombuffer(data, np.uint8, (len(data) - shift) // BLOCK * BLOCK, shift).reshape(-1, BLOCK)
-    headers = blocks[(np.array(places) - shift) // BLOCK]
-    sums = headers.sum(axis=1, dtype=np.int64) - headers[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * ord(" ")
-    sizes, valid = _octal(headers[:, 124:136], 11)
-    stated, valid_sum = _octal(headers[:, 148:156], 6)
-    kinds = headers[:, 156]
-    fits = valid & valid_sum & (sums == stated) & np.isin(kinds, _ORDINARY) & (np.array(places) + BLOCK + sizes <= end)
-    fits &= (sizes <= _MAX_EXTENDED) | ~np.isin(kinds, [ord(kind) for kind in _NAMED])
-    count = len(places) if fits.all() else int(fits.argmin())
-    names = np.ascontiguousarray(headers[:count, :100]).view("S100")[:, 0].tolist()
-    prefixed = headers[:count, 345].tolist()
-    for number, (place, size) in enumerate(zip(places[:count], sizes.tolist(), strict=False)):
-        if prefixed[number]:
-            name = _name(data[place : place + BLOCK], {})
-        else:
-            name = names[number].partition(b"\0")[0].decode("utf-8", "surrogateescape")
-        yield place, data[place + 156 : place + 157], size, name
-
-
-def _octal(fields: np.ndarray, digits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of octal fields, and which of the fields have just their digits before a zero or blank."""
-    values = fields[:, :digits].astype(np.int64) - ord("0")
-    valid = ((values >= 0) & (values < 8)).all(axis=1) & np.isin(fields[:, digits], (0, ord(" ")))
-    return values @ (8 ** np.arange(digits - 1, -1, -1)), valid
+        self._at = start + -(-size // BLOCK) * BLOCK
+        return True
 
 
 def _refuse_other_formats(path: Shard, start: bytes) -> None:
@@ -261,10 +191,11 @@ def _check_sum(path: Shard, header: bytes, at: int) -> None:
         stated = int(header[148:156].strip(b" \0") or b"-1", 8)
     except ValueError:
         stated = -1
-    # The checksum itself counts as eight spaces; some old tars add signed bytes.
-    rest = header[:148] + b" " * 8 + header[156:]
-    plain = sum(rest)
-    if stated not in (plain, plain - 256 * sum(byte > 127 for byte in rest)):
+    # The checksum itself counts as eight spaces; some old tars add signed bytes. Adler-32 of at most 256 bytes has their
+    # sum and 1 in its low half.
+    halves = header[:148] + b" " * 8 + header[156:256], header[256:]
+    plain = (zlib.adler32(halves[0]) & 0xFFFF) + (zlib.adler32(halves[1]) & 0xFFFF) - 2
+    if stated != plain and stated != plain - 256 * sum(byte > 127 for half in halves for byte in half):
         raise DataError(
             f"{path}: no valid tar header at offset {at} (wrong checksum); the shard is damaged or not a tar"
         )
