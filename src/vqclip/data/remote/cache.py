@@ -4,10 +4,10 @@
   can still read it.
 - `<key>.part` is being made by the process that holds its exclusive lock. It has its size before its content is
   written. A process that dies releases its locks, so an unlocked part is a leftover.
-- `ledger` has the sum of the sizes, and the number of files. Sizes are added before files are written. They are
-  subtracted only when the limit is reached: then the files are counted, and removed, the least recently used first,
-  until a twentieth of the limit is free. So the sum is never too small, also after a process was killed, and the folder
-  is listed once in thousands of files, not for each.
+- `ledger` has the sum of the sizes. Sizes are added before files are written. They are subtracted only when the limit
+  is reached: then the files are counted, and removed, the least recently used first, until a twentieth of the limit is
+  free. So the sum is never too small, also after a process was killed, and the folder is listed once in thousands of
+  files, not for each. Small files count as more than they have, which limits the number of files.
 
 After a power cut a file may be damaged: readers compare checksums, and have it made again.
 """
@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from vqclip.data.remote.retry import Deadline
 from vqclip.errors import StorageError
@@ -30,16 +28,9 @@ FILLED = 0.95
 """Fraction of the limit that is left in use when files are removed."""
 _FILES = 1 << 18
 """Limit on the number of files."""
-_MARK = b"vqchunk1"
-"""Beginning of the ledger."""
 _USED_S = 1.0
 """The time of the last use of a file is written at most so often."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
-
-
-class _Ledger(NamedTuple):
-    size: int
-    files: int
 
 
 class BoundedCache:
@@ -152,16 +143,20 @@ class BoundedCache:
             raise StorageError(
                 f"{path}: has {size} bytes, and the cache may take {self.limit} (remote.cache_gib): raise it"
             )
+        counted, ledger = self._count(size), self.folder / "ledger"
         while True:
-            with hold_lock(self.folder / "lock"):
-                used = self._read()
-                if used is None or used.size + size > self.limit or used.files >= _FILES:
-                    used = self._shrink(size)
-                if used.size + size <= self.limit:
-                    self._write(_Ledger(used.size + size, used.files + 1))
+            with hold_lock(ledger):
+                try:
+                    used = int(ledger.read_bytes())
+                except ValueError:  # it is new or damaged
+                    used = self.limit
+                if used + counted > self.limit:
+                    used = self._shrink(counted)
+                has_room = used + counted <= self.limit
+                ledger.write_text(str(used + counted * has_room))
+                if has_room:
                     os.ftruncate(part, size)
                     return
-                self._write(used)
             if deadline.left < 0:
                 raise StorageError(
                     f"no room for {size} bytes in {self.folder}, after {deadline.spent:.1f} s of remote.total_s="
@@ -169,44 +164,31 @@ class BoundedCache:
                 )
             time.sleep(_LONGEST_PAUSE_S)
 
-    def _read(self) -> _Ledger | None:
-        """Return what the ledger says; None if it is missing or damaged."""
-        with contextlib.suppress(OSError, struct.error):
-            mark, *numbers = struct.unpack("<8sQQ", (self.folder / "ledger").read_bytes())
-            return _Ledger(*numbers) if mark == _MARK else None
-        return None
+    def _count(self, size: int) -> int:
+        """Return the bytes that a file of a size counts; a part that has no size yet counts nothing."""
+        return max(size, self.limit // _FILES) if size else 0
 
-    def _write(self, used: _Ledger) -> None:
-        file = os.open(self.folder / "ledger", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            os.pwrite(file, struct.pack("<8sQQ", _MARK, *used), 0)
-        finally:
-            os.close(file)
-
-    def _shrink(self, more: int) -> _Ledger:
-        """Count the files, and remove leftovers and the least recently used files until `more` bytes are free."""
+    def _shrink(self, more: int) -> int:
+        """Remove leftovers, and the least recently used files until `more` bytes are free; return the new sum."""
         whole: list[tuple[int, int, str]] = []
-        size = files = 0
+        used = 0
         for entry in os.scandir(self.folder):
             with contextlib.suppress(FileNotFoundError):  # a part that became a file, or was discarded
-                status = entry.stat(follow_symlinks=False)
-                if entry.name.endswith(".part"):
-                    if remove_unlocked(Path(entry.path)):
-                        continue
-                elif entry.name in ("ledger", "lock"):
+                status, is_part = entry.stat(follow_symlinks=False), entry.name.endswith(".part")
+                if entry.name == "ledger" or (is_part and remove_unlocked(Path(entry.path))):
                     continue
-                else:
-                    used = status.st_mtime_ns  # a minute ahead: by a clock that was wrong, so these are removed first
-                    whole.append((used - 2**64 * (used > time.time_ns() + 60 * 10**9), status.st_size, entry.path))
-                size, files = size + status.st_size, files + 1
-        if size + more > self.limit or files >= _FILES:
-            for _, each, path in sorted(whole):
-                if size + more <= self.room and files < _FILES * FILLED:
+                counted, time_ns = self._count(status.st_size), status.st_mtime_ns
+                used += counted
+                if not is_part:  # a minute ahead: by a clock that was wrong, so these are removed first
+                    whole.append((time_ns - 2**64 * (time_ns > time.time_ns() + 60 * 10**9), counted, entry.path))
+        if used + more > self.limit:
+            for _, counted, path in sorted(whole):
+                if used + more <= self.room:
                     break
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
-                size, files = size - each, files - 1
-        return _Ledger(size, files)
+                used -= counted
+        return used
 
 
 def _part(path: Path) -> Path:

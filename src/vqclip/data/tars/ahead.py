@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import math
+import queue
 import sys
 import threading
 from collections import deque
@@ -68,14 +69,16 @@ class FetchAhead:
         threads: int = _THREADS,
     ):
         self._plan = itertools.islice(plan, worker, None, workers)
+        self._following = next(self._plan, None)
         self._fetch, self._room = fetch, room // workers
-        self._changed = threading.Condition()
-        self._first: PlannedFetch | None = None  # of the plan
         self._ahead: deque[PlannedFetch] = deque()
-        self._bytes, self._position, self._closed = 0, -1, False
+        self._bytes, self._position = 0, -1
         self._error: BaseException | None = None
-        for _ in range(threads):
-            threading.Thread(target=self._run, name="vqclip-fetch", daemon=True).start()
+        self._allowed = queue.SimpleQueue[PlannedFetch | None]()
+        self._threads = [threading.Thread(target=self._run, name="vqclip-fetch", daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+        self.advance(-1)
 
     def advance(self, position: int) -> None:
         """Allow more chunks to be fetched, since the reader has come to `position`.
@@ -83,46 +86,34 @@ class FetchAhead:
         Raises:
             Exception: any error of the threads that is not a StorageError.
         """
-        with self._changed:
-            if self._error is not None:
-                raise self._error
-            self._position = max(position, self._position)
-            while self._ahead and self._ahead[0].position <= self._position:
-                self._bytes -= self._ahead.popleft().size
-            self._changed.notify_all()
+        if self._error is not None:
+            raise self._error
+        self._position = max(position, self._position)
+        while self._ahead and self._ahead[0].position <= self._position:
+            self._bytes -= self._ahead.popleft().size
+        while (planned := self._following) is not None:
+            if planned.position > self._position:  # otherwise the reader was faster
+                if self._ahead and self._bytes + planned.size > self._room:
+                    break
+                self._bytes += planned.size
+                self._ahead.append(planned)
+                self._allowed.put(planned)
+            self._following = next(self._plan, None)
 
     def close(self) -> None:
         """End the threads after the chunks that they fetch now."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._position = sys.maxsize
+        for _ in self._threads:
+            self._allowed.put(None)
 
     def _run(self) -> None:
         try:
-            while (planned := self._next()) is not None:
-                with contextlib.suppress(StorageError):
-                    self._fetch(planned.chunk)
+            while (planned := self._allowed.get()) is not None:
+                if planned.position > self._position:
+                    with contextlib.suppress(StorageError):
+                        self._fetch(planned.chunk)
         except BaseException as error:
-            with self._changed:
-                self._error = error
-
-    def _next(self) -> PlannedFetch | None:
-        """Wait until the next chunk may be fetched, and return it; None at the end."""
-        with self._changed:
-            while not self._closed:
-                self._first = self._first or next(self._plan, None)
-                if self._first is None:
-                    return None
-                planned, size = self._first, self._bytes + self._first.size
-                if planned.position <= self._position:
-                    self._first = None  # the reader was faster
-                elif size <= self._room or not self._ahead:
-                    self._first, self._bytes = None, size
-                    self._ahead.append(planned)
-                    return planned
-                else:
-                    self._changed.wait()
-        return None
+            self._error = error
 
 
 class ChunkSupply:

@@ -191,8 +191,8 @@ def _check_sum(path: Shard, header: bytes, at: int) -> None:
         stated = int(header[148:156].strip(b" \0") or b"-1", 8)
     except ValueError:
         stated = -1
-    # The checksum itself counts as eight spaces; some old tars add signed bytes. Adler-32 of at most 256 bytes has their
-    # sum and 1 in its low half.
+    # The checksum itself counts as eight spaces; some old tars add signed bytes. The low half of the Adler-32 of 256
+    # bytes is 1 plus their sum.
     halves = header[:148] + b" " * 8 + header[156:256], header[256:]
     plain = (zlib.adler32(halves[0]) & 0xFFFF) + (zlib.adler32(halves[1]) & 0xFFFF) - 2
     if stated != plain and stated != plain - 256 * sum(byte > 127 for half in halves for byte in half):

@@ -31,9 +31,9 @@ from vqclip.data.tars.index import INDEX_VERSION, TarIndex, find_valid_index, op
 from vqclip.data.tars.make import CHUNK, IndexMaker, Parts
 from vqclip.data.tars.members import USUAL, MemberRules
 from vqclip.data.tars.reader import TarReader
-from vqclip.data.tars.store import UnpackedTars, find_unpacked, local_state, shard_names
+from vqclip.data.tars.store import copy_shard, find_copies, local_state, shard_names
 from vqclip.errors import ConfigError, DataError, StorageError
-from vqclip.io.atomic import hold_lock, write_file
+from vqclip.io.atomic import hold_lock, remove_leftovers, write_file
 from vqclip.io.files import cache_folder
 
 logger = logging.getLogger("vqclip.data")
@@ -68,9 +68,9 @@ class TarSet:
             DataError: a shard is missing; or they are at URLs, do not fit in the cache, and have no index.
             ConfigError: chunks of the index do not fit those of the order.
         """
-        if (folder := self._find_unpacked()) is not None:
-            missing = [item for item in range(folder.items) if folder.record(item) is None]
-            return [partial(self._copy, folder, [item]) for item in missing] or self._with_copies(folder).preparations()
+        if copies := self._find_copies():
+            missing = [partial(self._copy, *each) for each in copies.items() if not each[1].exists()]
+            return missing or self._with_copies(copies).preparations()
         if (index := self._find()) is not None:
             return [partial(_verify, index.path)]
         maker = self._maker()
@@ -82,25 +82,27 @@ class TarSet:
         Raises:
             DataError: a shard is damaged, or the disk has no room.
         """
-        if (folder := self._find_unpacked()) is None:
+        if not (copies := self._find_copies()):
             return self
-        self._copy(folder, range(folder.items), wait=True)
-        folder.remove_leftovers()
-        return self._with_copies(folder)
+        for number, path in copies.items():
+            self._copy(number, path)
+        remove_leftovers(path.parent)
+        return self._with_copies(copies)
 
-    def _copy(self, folder: UnpackedTars, items: Sequence[int], wait: bool = False) -> bool:
-        """Copy and index shards; return False if another process is copying one."""
-        for item in folder.claim(items, wait):
-            file, copy = folder.copy(item, self.shards, self.leave_out), folder.file(item)
-            try:
-                part = replace(self, shards=[copy])._maker().part(0)
-            except StorageError:
-                raise
-            except DataError as error:
-                shard = self.shards[folder.settings["numbers"][item]]
-                raise DataError(str(error).replace(str(copy), str(shard))) from None
-            folder.add_record(item, file, part.samples)
-        return all(folder.record(item) is not None for item in items)
+    def _copy(self, number: int, path: Path) -> None:
+        """Copy and index a shard, unless it is copied; if another process copies it, wait."""
+        if path.exists():
+            return
+        with _lock(path, "lock"):
+            if not path.exists():
+                copy_shard(self.shards[number], path, self.leave_out)
+                try:
+                    replace(self, shards=[path])._maker().part(0)
+                except StorageError:
+                    raise
+                except DataError as error:
+                    path.unlink()  # what is at a URL may be mended there
+                    raise DataError(str(error).replace(str(path), str(self.shards[number]))) from None
 
     def open(self) -> TarReader:
         """Open the tars, after indexing those that are not indexed.
@@ -139,12 +141,13 @@ class TarSet:
     def _is_local(self) -> bool:
         return all(isinstance(each, Path) for each in self.shards)
 
-    def _find_unpacked(self) -> UnpackedTars | None:
+    def _find_copies(self) -> dict[int, Path]:
         # Of shards with an index in the cache, made or fetched earlier, the server is known to send parts.
-        return find_unpacked(self.shards, not cached_index(self.shards, self.rules).exists())
+        return find_copies(self.shards, not cached_index(self.shards, self.rules).exists())
 
-    def _with_copies(self, folder: UnpackedTars) -> TarSet:
-        return replace(self, shards=folder.replace(self.shards), named=self.shards)
+    def _with_copies(self, copies: Mapping[int, Path]) -> TarSet:
+        shards = [copies.get(number, shard) for number, shard in enumerate(self.shards)]
+        return replace(self, shards=shards, named=self.shards)
 
     def _require_chunks(self, index: TarIndex) -> None:
         """Raise DataError if an index cannot be read in chunks."""
@@ -295,7 +298,7 @@ def find_index(shards: Sequence[Shard], rules: MemberRules = USUAL) -> TarIndex 
 
 @contextlib.contextmanager
 def _lock(path: Path, name: str) -> Iterator[None]:
-    """Hold a lock of this name beside an index in the cache.
+    """Hold a lock of this name beside a file in the cache.
 
     Raises:
         StorageError: the cache cannot be written.

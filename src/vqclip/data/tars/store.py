@@ -3,12 +3,12 @@
 survey                sizes and tags of all shards
 read_shard            a shard once from beginning to end, to index it
 read_ranges           ranges of bytes, at any place; `OpenFiles` keeps files open
-find_unpacked         shards that cannot be read at random places: compressed ones, and those of servers that send whole
+find_copies           shards that cannot be read at random places: compressed ones, and those of servers that send whole
                       files only. Each is copied once into the cache, unpacked, and is then read in place like any tar
 
 The samples of a copy, and so the fingerprint of the data, are those of the tar inside.
 
-    cache/packed/tars-<identity of the shards>/00000.tar  00001.tar ...    (see `vqclip.data.work_folder`)
+    cache/packed/tars-<identity of the shards>/00000.tar  00001.tar ...
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vqclip.data.remote.transfer import Body, FileFacts, NoRangesError, find_fac
 from vqclip.data.remote.urls import digest, path_in_url, protocol_of
 from vqclip.data.sources.paths import strip_common_folders
 from vqclip.data.tars.index import ByteRange, TarIndex
-from vqclip.data.work_folder import FolderLayout, WorkFolder, require_room
+from vqclip.data.work_folder import require_room
 from vqclip.errors import DataError, StorageError, encodable
 from vqclip.io.atomic import FileDigest, write_file
 from vqclip.io.files import Stamp, cache_folder, format_bytes, open_regular
@@ -266,110 +266,94 @@ def _close_all(files: OrderedDict[Path, int]) -> None:
 
 logger = logging.getLogger("vqclip.data")
 
-_LAYOUT = FolderLayout({"format": "vqclip unpacked tars", "format_version": 1}, ".tar", "vqclip", "VQCLIP_CACHE")
 _BLOCK = 1 << 20
 _MAX_RATIO = 100
 """Largest ratio of decompressed to compressed bytes. Tars of small images reach 10; zeros, 1,000."""
 
 
-class UnpackedTars(WorkFolder):
-    """Folder of tars, each a copy of a shard; an item of the work is a shard."""
-
-    def replace(self, shards: Sequence[Shard]) -> list[Shard]:
-        """Return the shards of a list, with the copies in place of those that are copied."""
-        copies = {number: self.file(item) for item, number in enumerate(self.settings["numbers"])}
-        return [copies.get(number, shard) for number, shard in enumerate(shards)]
-
-    def copy(self, item: int, shards: Sequence[Shard], leave_out: bool) -> FileDigest:
-        """Write the tar of an item that this process has claimed.
-
-        Args:
-            item: its number.
-            shards: the list of shards.
-            leave_out: write an empty file for one that is missing or damaged.
-
-        Raises:
-            DataError: its gzip data are damaged, truncated, or grow by more than a factor of 100.
-            StorageError: it cannot be read or fetched, or the disk has no room.
-        """
-        shard = shards[self.settings["numbers"][item]]
-        try:
-            if not isinstance(shard, RemoteShard):
-                with open_regular(shard) as file:
-                    return self._write(item, shard, iter(lambda: file.read(_BLOCK), b""))
-
-            def read_body(body: Body) -> FileDigest:
-                try:
-                    return self._write(item, shard, body.blocks)
-                except GzipError as error:
-                    raise FetchError(str(error), again=True) from None
-
-            return fetch(shard.url, shard.options, read_body)
-        except GzipError as error:
-            problem = DataError(f"{shard}: {error}", "damaged shard")
-        except OSError as error:
-            problem = StorageError(
-                f"{shard}: cannot be copied to {self.file(item)} ({error.strerror}); set VQCLIP_CACHE to a folder "
-                "with room",
-                "gone" if isinstance(error, FileNotFoundError) else "storage",
-            )
-        except StorageError as error:
-            problem = error
-        if not leave_out or (isinstance(problem, StorageError) and problem.kind != "gone"):
-            raise problem
-        logger.warning("%s; left out", problem)
-        return write_file(self.file(item), b"")
-
-    def _write(self, item: int, shard: Shard, blocks: Iterable[bytes]) -> FileDigest:
-        def write(file: BinaryIO) -> None:
-            for block in gunzip(blocks) if is_gzip(shard.name) else blocks:
-                file.write(block)
-                progress.heartbeat()
-                self.renew()
-
-        return write_file(self.file(item), write)
-
-
-def find_unpacked(shards: Sequence[Shard], ask: bool) -> UnpackedTars | None:
-    """Return the folder of the shards that are to be copied, which is made if it is missing; None if there are none.
+def find_copies(shards: Sequence[Shard], ask: bool) -> dict[int, Path]:
+    """Return the places of the copies of those shards that are to be copied, by the numbers of the shards.
 
     Args:
         shards: the tars.
         ask: ask servers whether they send parts of files; each is asked once, for the first of its shards.
 
     Raises:
-        DataError: the disk has no room.
+        DataError: the disk has no room for the missing ones.
         StorageError: a server cannot be reached.
     """
     if not any(is_gzip(each.name) or _is_web(each) for each in shards):
-        return None
+        return {}
     identity = json.dumps([_identity(each) for each in shards])
-    path = cache_folder() / "packed" / f"tars-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
-    if (found := UnpackedTars.existing(path, _LAYOUT, in_cache=True)) is not None:
-        return found
-    sizes, asked = dict[int, int](), dict[str, int | None]()
+    folder = cache_folder() / "packed" / f"tars-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
+    copies, missing, asked = dict[int, Path](), 0, dict[str, int | None]()
     for number, shard in enumerate(shards):
+        path, size = folder / f"{number:05d}.tar", None
+        if path.exists():
+            copies[number] = path
+            continue
         if is_gzip(shard.name):
-            sizes[number] = local_state(shard)[0] if isinstance(shard, Path) else 0
+            size = local_state(shard)[0] if isinstance(shard, Path) else 0
         elif ask and isinstance(shard, RemoteShard) and _is_web(shard):
             host = "/".join(shard.url.split("/", 3)[:3])
             if host not in asked:
                 asked[host] = _size_if_whole(shard)
-            if (size := asked[host]) is not None:
-                sizes[number] = size
-    if not sizes:
-        return None
-    size = sum(sizes.values())
-    require_room(path, size, "set VQCLIP_CACHE to a folder on a larger disk")
-    found = UnpackedTars(path, {"numbers": [*sizes]}, len(sizes), _LAYOUT)
-    logger.info(
-        "copying %d shards that cannot be read at random places, such as %s, into %s: %s or more",
-        len(sizes),
-        shards[min(sizes)],
-        path,
-        format_bytes(size),
-    )
-    return found
+            size = asked[host]
+        if size is not None:
+            copies[number] = path
+            missing += size
+    require_room(folder, missing, "set VQCLIP_CACHE to a folder on a larger disk")
+    return copies
+
+
+def copy_shard(shard: Shard, path: Path, leave_out: bool) -> None:
+    """Write the tar in a shard to a file.
+
+    Args:
+        shard: the shard.
+        path: the file.
+        leave_out: write an empty file for a shard that is missing or damaged.
+
+    Raises:
+        DataError: its gzip data are damaged, truncated, or grow by more than a factor of 100.
+        StorageError: it cannot be read or fetched, or the disk has no room.
+    """
+
+    def write(blocks: Iterable[bytes]) -> FileDigest:
+        def write_blocks(file: BinaryIO) -> None:
+            for block in gunzip(blocks) if is_gzip(shard.name) else blocks:
+                file.write(block)
+                progress.heartbeat()
+
+        return write_file(path, write_blocks)
+
+    def read_body(body: Body) -> FileDigest:
+        try:
+            return write(body.blocks)
+        except GzipError as error:
+            raise FetchError(str(error), again=True) from None
+
+    try:
+        if isinstance(shard, RemoteShard):
+            copy = fetch(shard.url, shard.options, read_body)
+        else:
+            with open_regular(shard) as file:
+                copy = write(iter(lambda: file.read(_BLOCK), b""))
+        logger.info("copied %s to %s: %s", shard, path, format_bytes(copy.size))
+        return
+    except GzipError as error:
+        problem = DataError(f"{shard}: {error}", "damaged shard")
+    except OSError as error:
+        problem = StorageError(
+            f"{shard}: cannot be copied to {path} ({error.strerror}); set VQCLIP_CACHE to a folder with room",
+            "gone" if isinstance(error, FileNotFoundError) else "storage",
+        )
+    except StorageError as error:
+        problem = error
+    if not leave_out or (isinstance(problem, StorageError) and problem.kind != "gone"):
+        raise problem
+    logger.warning("%s; left out", problem)
+    write_file(path, b"")
 
 
 def _is_web(shard: Shard) -> bool:
@@ -380,10 +364,7 @@ def _identity(shard: Shard) -> list[object]:
     """Return JSON values that differ if the content may differ; a shard at a URL counts by its URL."""
     if isinstance(shard, RemoteShard):
         return [digest(shard.url)]
-    try:
-        return [encodable(str(shard)), *(Stamp.of(shard) if is_gzip(shard.name) else ())]
-    except OSError:
-        return [encodable(str(shard)), "missing"]
+    return [encodable(str(shard)), *(local_state(shard) if is_gzip(shard.name) else ())]
 
 
 def _size_if_whole(shard: RemoteShard) -> int | None:
