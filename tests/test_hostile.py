@@ -3,27 +3,22 @@
 import io
 import json
 import os
-import pickle
 import re
 import subprocess
 import sys
 import tarfile
 import textwrap
 import zipfile
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import vqclip
 from tests.checkpoint.making import save_checkpoint
 from tests.data import hostile
 from tests.data.making import caption_members, class_folder, encode, pixels, write_tar
 from tests.models import reseal, tiny_model
-from vqclip.errors import CheckpointError, ConfigError
-from vqclip.model import CLIP
 from vqclip.towers import TimmTowerConfig
 
 GIB = 1 << 30
@@ -273,58 +268,3 @@ def test_everything_is_refused_by_name_in_little_memory(tmp_path: Path) -> None:
         print(f"{path.name}: {growth:.1f} MB")
         assert growth < LIMIT_MB, f"{path}: {growth:.0f} MB above the baseline"
     assert not marker.exists()
-
-
-def test_a_hub_is_asked_for_json_and_safetensors_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def download(name: str, **options: Any) -> str:
-        asked.append((name, options))
-        return str(tmp_path)
-
-    tiny_model().build().save_pretrained(tmp_path)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert vqclip.load_tokenizer("somebody/model", modality="text").modality == "text"
-    ((name, options),) = asked
-    assert (name, options["revision"]) == ("somebody/model", None)
-    assert set(options["allow_patterns"]) == {
-        "config.json",
-        "model.safetensors",
-        "pixels.safetensors",
-        "README.md",
-        "preprocessor_config.json",
-        "tokenizer.json",
-    }
-
-
-def test_no_pickle_is_read(tmp_path: Path) -> None:
-    """What the process that is watched reads, as far as it is a pickle, without watching."""
-    marker = tmp_path / "was here"
-    evil = hostile.marking_pickle(marker)
-    good = tiny_model().build()
-    for name, refused in {"only": "no such file; pickled files", "disguised": "cannot be read, damaged"}.items():
-        folder = tmp_path / name
-        good.save_pretrained(folder)
-        (folder / "pytorch_model.bin").write_bytes(evil)
-        if name == "only":
-            (folder / "model.safetensors").unlink()
-        else:
-            (folder / "model.safetensors").write_bytes(evil)
-            reseal(folder)
-        for load in (lambda: vqclip.load_tokenizer(folder, modality="image"), lambda: CLIP.from_pretrained(folder)):  # noqa: B023
-            with pytest.raises(CheckpointError, match=refused):
-                load()
-    for number, weights in enumerate((evil, {"a": hostile.Marker(marker)}, Namespace(a=hostile.Marker(marker)))):
-        for legacy in (False, True):
-            path = tmp_path / f"{number}-{legacy}.pt"
-            if isinstance(weights, bytes):
-                path.write_bytes(weights)
-            else:
-                torch.save(weights, path, _use_new_zipfile_serialization=not legacy)
-            config = TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, checkpoint=path)
-            with pytest.raises(ConfigError, match=rf"{path.name} cannot be read: it is damaged, or contains more"):
-                config.build()
-    assert not marker.exists()
-    assert hostile.Marker(marker).__reduce__()[0] is os.mkdir
-    pickle.loads(evil)  # it would have run
-    assert marker.exists()

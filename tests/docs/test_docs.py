@@ -217,13 +217,6 @@ FIGURES = [path for path in IMAGES if not path.name.startswith("reconstructed")]
 """Images of the run of `make train`."""
 
 
-def test_a_command_is_on_the_first_screen_and_both_images_follow():
-    first = blocks_of(README)[0]
-    assert first.language == "bash"
-    assert first.line < 12
-    assert 0 < README.index(first.source) < README.index("idea-light.png") < README.index("result-light.png")
-
-
 def test_each_image_is_small_and_has_a_light_and_a_dark_variant():
     assert [path.name for path in IMAGES] == [
         f"{name}-{theme}.png" for name in ("idea", "reconstructed", "result") for theme in ("dark", "light")

@@ -86,21 +86,6 @@ def test_every_caption_reads_back_as_claims_that_are_true(detail: float) -> None
         assert expected | {"in a column", "middle", "top", "bottom"} <= set(seen)
 
 
-def test_the_verifier_of_these_tests_sees_untrue_captions() -> None:
-    scene = dataclasses.asdict(Scene((thing("red", "star", 0.2, 0.5), thing("blue", "ring", 0.8, 0.5)), "grey"))
-    assert untrue(parse("a small red star to the left of a blue ring on a grey background"), scene) == []
-    for caption in (
-        "a red star to the right of a blue ring",
-        "a red star above a blue ring",
-        "a large red star and a blue ring",
-        "a red star and a blue star",
-        "a red star",
-        "two red stars and a blue ring",
-        "a red star and a blue ring on a navy background",
-    ):
-        assert untrue(parse(caption), scene), caption
-
-
 def test_held_out_combinations_are_balanced() -> None:
     assert len(set(HELD_OUT) | set(TRAINED)) == len(HELD_OUT) + len(TRAINED) == len(COLOURS) * len(SHAPES) == 121
     assert set(Counter(c for c, _ in HELD_OUT).values()) == {2}

@@ -1,6 +1,7 @@
 """Tokenizer folders: what is loaded is what was saved, and what does not fit is refused, however it is loaded."""
 
 import json
+import pickle
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import vqclip
+from tests.data.hostile import marking_pickle
 from tests.models import FSQ, NESTED, RESIDUAL, VQ, reseal, tiny_model
 from tests.pixels.test_decoder import CONFIGS
 from vqclip.errors import CheckpointError
@@ -182,6 +184,24 @@ def test_sizes_are_compared_with_the_weights_before_memory_is_taken(saved, monke
     for load in LOADERS.values():
         with pytest.raises(CheckpointError, match=message):
             load(saved[1])
+
+
+@pytest.mark.parametrize("is_disguised", [True, False])
+def test_no_pickle_is_read(saved, tmp_path, is_disguised):
+    folder, evil = saved[1], marking_pickle(tmp_path / "was here")
+    (folder / "pytorch_model.bin").write_bytes(evil)
+    if is_disguised:
+        (folder / "model.safetensors").write_bytes(evil)
+        reseal(folder)
+    else:
+        (folder / "model.safetensors").unlink()
+    message = "cannot be read, damaged" if is_disguised else "no such file; pickled files are never opened, .*: pytorch"
+    for load in LOADERS.values():
+        with pytest.raises(CheckpointError, match=message):
+            load(folder)
+    assert not (tmp_path / "was here").exists()
+    pickle.loads(evil)
+    assert (tmp_path / "was here").exists()  # it would have run
 
 
 def test_tensors_of_the_modality_that_is_not_there_are_strays(saved, tmp_path):

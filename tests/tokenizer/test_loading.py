@@ -1,5 +1,7 @@
 import fnmatch
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,26 +22,28 @@ from vqclip.pixels import ConvolutionalPixelsConfig, attach
 from vqclip.tokenizer.folder import PACKAGED, find_folder
 from vqclip.tokenizer.saving import push_folder
 
+ROOT = Path(__file__).parents[2]
 IMPORTS = """
 import json, sys, torch, vqclip
 from safetensors.torch import load_file, save_file
 torch.set_num_threads(1)
 folder, store = sys.argv[1:]
-seen, stored, embeddings = [set(sys.modules)], load_file(store), {}
-for modality, ids in stored.items():
-    t = vqclip.load_tokenizer(folder, modality, encode=False)
-    embeddings[modality] = t.embed(ids).detach()
+seen, stored, found = [set(sys.modules)], load_file(store), {}
+for modality in ("image", "text"):
+    t, ids = vqclip.load_tokenizer(folder, modality, encode=False), stored[modality]
+    found[modality + "/embedding"] = t.embed(ids).detach()
     t.decode(ids), t.from_vocabulary(t.to_vocabulary(ids)), t.codebook(0)
-save_file(embeddings, store)
 seen.append(set(sys.modules))
 from PIL import Image
-for modality, library in (("image", "timm"), ("text", "open_clip")):
+for modality, library, batch in (("image", "timm", stored["pixels"]), ("text", "open_clip", ["a red star", "x"])):
     __import__(library)
     seen.append(set(sys.modules))
     t = vqclip.load_tokenizer(folder, modality)
+    found[modality] = t.encode(batch)
     t.encode(Image.new("RGB", (20, 20)) if modality == "image" else ["a red star"])
     seen.append(set(sys.modules))
-print(json.dumps([sorted(after - before) for before, after in zip(seen, seen[1:])]))
+save_file(found, store)
+print(json.dumps([vqclip.__file__, *(sorted(after - before) for before, after in zip(seen, seen[1:]))]))
 """
 
 
@@ -49,22 +53,28 @@ TRAINING = {"webdataset", "tensorboard", "tqdm", "fsspec", "aiohttp", "matplotli
 OUR_TRAINING = ("data.loader", "data.workers", "data.sources", "data.index", "losses", "evaluation", "report", "step")
 
 
-def test_another_process_embeds_the_same_bits_and_imports_what_it_needs(saved, tmp_path, one_thread):
-    """Reading: no library of towers or images. Encoding: the tower's own, with what it imports, and nothing else."""
+def used_by_another_process(saved, store, **environment):
+    """Compare the bits of another process; return where its package is, and what each of its steps imported."""
     model, folder = saved
-    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
-    inputs = {"image": images, "text": model.text.preprocess(["a red star", "x"])}
-    save_file({name: getattr(model, name).encode(batch) for name, batch in inputs.items()}, tmp_path / "stored")
-    arguments = [sys.executable, "-c", IMPORTS, str(folder), str(tmp_path / "stored")]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False)
+    pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
+    outputs = {"image": model.image(pixels), "text": model.text(model.text.preprocess(["a red star", "x"]))}
+    save_file({"pixels": pixels} | {name: out.ids for name, out in outputs.items()}, store)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS, str(folder), str(store)],
+        cwd=store.parent, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    found = load_file(store)
+    for name, out in outputs.items():
+        assert torch.equal(found[name], out.ids)
+        assert torch.equal(found[f"{name}/embedding"], out.embedding)
+    return json.loads(done.stdout.splitlines()[-1])
 
-    embeddings = load_file(tmp_path / "stored")
-    assert embeddings.keys() == inputs.keys()
-    for name, batch in inputs.items():
-        assert torch.equal(embeddings[name], getattr(model, name)(batch).embedding)
 
-    read, timm, image, open_clip, text = (set(names) for names in json.loads(done.stdout.splitlines()[-1]))
+def test_another_process_has_the_same_bits_and_imports_what_it_needs(saved, tmp_path, one_thread):
+    """Reading: no library of towers or images. Encoding: the tower's own, with what it imports, and nothing else."""
+    _, *imported = used_by_another_process(saved, tmp_path / "store")
+    read, timm, image, open_clip, text = map(set, imported)
     towers_and_images = {"timm", "open_clip", "torchvision", "PIL", "huggingface_hub"}
     assert sorted(read & (towers_and_images | TRAINING)) == []
     assert "timm" in timm
@@ -74,6 +84,18 @@ def test_another_process_embeds_the_same_bits_and_imports_what_it_needs(saved, t
     assert sorted(name for name in packages if not name.startswith("_")) == []
     ours = read | image | text
     assert sorted(name for name in ours if name.removeprefix("vqclip.").startswith(OUR_TRAINING)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_wheel_has_the_same_bits(saved, tmp_path, one_thread):
+    """With the dependencies that are installed here, lest gigabytes are fetched again."""
+    make = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run(make, check=True, timeout=300)
+    (wheel,) = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    package, *_ = used_by_another_process(saved, tmp_path / "store", PYTHONPATH=str(tmp_path / "site"))
+    assert Path(package).is_relative_to(tmp_path / "site")
 
 
 # ---- The tokenizer that comes with the package.
@@ -179,16 +201,20 @@ def test_a_folder_is_pushed_with_its_card_and_nothing_else(hub, tmp_path):
     assert hub.calls[2][2] == {"revision": "v2", "message": "second"}
 
 
-def test_a_revision_is_asked_for(tmp_path, monkeypatch):
+def test_a_hub_is_asked_for_a_revision_and_for_json_and_safetensors_alone(tmp_path, monkeypatch):
     tiny_model().build().save_pretrained(tmp_path)
     asked = []
     monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda name, **options: asked.append(options["revision"]) or str(tmp_path)
+        "huggingface_hub.snapshot_download", lambda name, **options: asked.append((name, options)) or str(tmp_path)
     )
-    vqclip.load_tokenizer("somebody/model", "text", revision="v2")
+    vqclip.load_tokenizer("somebody/model", "text")
     vqclip.load_tokenizer("somebody/model", "text", encode=False, revision="v3")
     CLIP.from_pretrained("somebody/model", revision="v4")
-    assert asked == ["v2", "v3", "v4"]
+    assert [(name, options["revision"]) for name, options in asked] == [
+        ("somebody/model", revision) for revision in (None, "v3", "v4")
+    ]
+    files = {"config.json", "model.safetensors", "pixels.safetensors", "README.md", "preprocessor_config.json"}
+    assert all(set(options["allow_patterns"]) == files | {"tokenizer.json"} for _, options in asked)
     with pytest.raises(CheckpointError, match=r"got revision 'v2' of a local folder, expected none"):
         vqclip.load_tokenizer(tmp_path, "text", revision="v2")
 
