@@ -63,14 +63,6 @@ def batches(model, modality, sizes=(1, 3, 8)):
     return [model.text.preprocess([(CAPTIONS + WORDS)[n % 9] for n in range(b, 2 * b)]) for b in sizes]
 
 
-def test_programs_encode_like_the_tokenizer():
-    """Every family is exported alone in tests/quantizers/test_contract.py, and with towers below, slowly."""
-    model = built(FSQ)
-    program = export_program(model.image, "encode").module()
-    for batch in batches(model, "image"):
-        assert torch.equal(program(batch), model.image.encode(batch))
-
-
 def test_a_program_is_stored_and_loaded_and_leaves_the_tokenizer_as_it_was():
     tokenizer, file = built(PRODUCT).text.train(), io.BytesIO()
     before = fingerprint(tokenizer)

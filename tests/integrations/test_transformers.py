@@ -247,22 +247,15 @@ def test_wrong_inputs_and_folders_say_what_to_do(folder, model, images, tmp_path
     tokenizer = ours.VqclipImageTokenizer.from_pretrained(folder)
     with pytest.raises(ShapeError, match="pixel_values: got a list.*VqclipImageProcessor"):
         tokenizer.encode(images)
-    with pytest.raises(ShapeError, match="expected a PIL image"):
-        ours.VqclipImageProcessor.from_pretrained(folder)("image.png")
     with pytest.raises(ShapeError, match="input_ids: got a list.*return_tensors='pt'"):
         ours.VqclipTextTokenizer.from_pretrained(folder).encode([[1, 2]])
-    with pytest.raises(CheckpointError, match="none: no such folder; expected a folder that save_pretrained wrote"):
-        ours.VqclipModel.from_pretrained(tmp_path / "none")
     model.text.save_pretrained(tmp_path / "text")
-    with pytest.raises(CheckpointError, match="contains text tokenizer; expected one of modality 'image'"):
-        ours.VqclipImageTokenizer.from_pretrained(tmp_path / "text")
-    with pytest.raises(CheckpointError, match="contains text tokenizer"):
-        ours.VqclipImageProcessor.from_pretrained(tmp_path / "text")
-    many = images * 100
-    for given in (many, [np.asarray(image) for image in many], torch.rand(100, 3, 40, 40)):
-        with pytest.raises(ConfigError, match="got images=") as error:
-            ours.VqclipVocabulary.from_pretrained(folder)(CAPTIONS, images=given)
-        assert len(str(error.value)) < 500
+    for cls in (ours.VqclipImageTokenizer, ours.VqclipImageProcessor):
+        with pytest.raises(CheckpointError, match="contains text tokenizer; expected one of modality 'image'"):
+            cls.from_pretrained(tmp_path / "text")
+    with pytest.raises(ConfigError, match="got images=") as error:
+        ours.VqclipVocabulary.from_pretrained(folder)(CAPTIONS, images=torch.rand(100, 3, 40, 40))
+    assert len(str(error.value)) < 500
     tiny_model(IDENTITY, IDENTITY).build().save_pretrained(tmp_path / "continuous")
     with pytest.raises(ConfigError, match="got 'codes_only', but the image quantizer has no codes"):
         ours.VqclipModel.from_pretrained(tmp_path / "continuous")

@@ -82,7 +82,6 @@ def test_weights_keep_their_type(tmp_path, dtype, quantizer):
     [
         (rewritten(lambda state: state.pop(BIAS)), "missing image.project_out.0.bias"),
         (rewritten(lambda state: state.update({"image.surplus": torch.zeros(1)})), "unexpected image.surplus"),
-        (rewritten(lambda state: state.update({"imagery.x": torch.zeros(1)})), "unexpected imagery.x$"),
         (rewritten(lambda state: state.update({"logit_scale.x": torch.zeros(1)})), "unexpected logit_scale.x$"),
         (rewritten(lambda state: state.update({BIAS: torch.zeros(3)})), r"bias: got shape \(3,\), expected \(16,\)"),
         (
@@ -92,7 +91,6 @@ def test_weights_keep_their_type(tmp_path, dtype, quantizer):
         (of_file("model.safetensors", flip_in_tower), "SHA-256"),
         (of_file("model.safetensors", lambda data: data[: len(data) // 2]), "damaged or cut short"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no such file"),
-        (of_file("config.json", lambda data: b"{"), "not JSON"),
         (of_file("config.json", lambda data: data.replace(b'"width": 16', b'"width": 32', 1)), "or was edited"),
         (
             of_file("config.json", lambda data: json.dumps(json.loads(data) | {"format_version": 1}).encode()),
@@ -100,16 +98,11 @@ def test_weights_keep_their_type(tmp_path, dtype, quantizer):
         ),
         (edited(lambda c: c.update(id_layout=99)), "id_layout is 99, this vqclip reads 1"),
         (edited(lambda c: c["image"].update(widht=3)), "config.json: image.widht: got 3; Extra inputs"),
-        (edited(lambda c: c["image"].update(embed_dim="16")), "image.embed_dim: got .16.; Input should be a valid int"),
         (edited(lambda c: c["text"].update(embed_dim=32)), "got embed_dim 16 for image and 32 for text"),
         (edited(lambda c: c["text"].update(preprocess={})), "text.preprocess: got a section; expected none"),
         (edited(lambda c: c["text"].pop("fewest_tokens")), "config.json: text.fewest_tokens: Field required"),
         (edited(lambda c: c.pop("temperature")), "expected a temperature too"),
         (edited(lambda c: c.pop("image")), "got a temperature with fewer than two tokenizers"),
-        (
-            edited(lambda c: c["image"].update(project_out={"kind": "attention", "heads": 5})),
-            "config.json: image: projection between widths",
-        ),
         (set_each(num_tokens=10**12), "num_tokens: got -?\\d+; Input should be less than or equal to 1048576"),
         (set_each(quantizer=RESIDUAL | {"depth": 10**9}), "residual.depth: got .*less than or equal to 256"),
         (set_each(fewest_tokens=13), "got num_tokens (4|12) and fewest_tokens 13; expected fewest_tokens <= num"),
@@ -165,10 +158,6 @@ def test_the_weights_are_opened_once_and_what_was_verified_is_read(saved, monkey
         ({"width": 2**16}, r"image.project_out.0.weight: got shape \(16, 6\), expected \(65536, 6\)"),
         ({"quantizer": VQ | {"codebook_size": 2**20, "dim": 2**16}}, r"missing image.quantizer.codebook; "),
         ({"quantizer": NESTED}, r"config.json: image: Product: got 4294967296 codebooks"),
-        (
-            {"quantizer": NESTED | {"layer": {"kind": "identity", "dim": 2**16}}},
-            "config.json: image: Product: got 0 codebooks and 4294967296 channels",
-        ),
     ],
 )
 def test_sizes_are_compared_with_the_weights_before_memory_is_taken(saved, monkeypatch, values, message):
@@ -275,7 +264,6 @@ def of_pixels(change):
             edited(lambda c: c["pixels"].update(image_size=2**40)),
             "pixels.image_size: got 1099511627776; Input should be less than or equal to",
         ),
-        (edited(lambda c: c["pixels"].update(scale=2)), "pixels.scale: got 2; Extra inputs are not permitted"),
     ],
 )
 def test_a_damaged_decoder_is_refused_before_memory_is_taken(folder, damage, message, monkeypatch):

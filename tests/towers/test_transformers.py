@@ -98,8 +98,6 @@ def test_it_compiles_without_a_break(bert):
     features, mask = compiled(tokens)
     torch.testing.assert_close(features, tower(tokens))
     assert torch.equal(mask, tower.mask(tokens))
-    copied = copy.deepcopy(tower)
-    assert torch.equal(copied(tokens), tower(tokens))
 
 
 def test_folders_of_sentence_transformers(bert, tmp_path):
@@ -112,8 +110,6 @@ def test_folders_of_sentence_transformers(bert, tmp_path):
     tokens = tower.vocabulary(CAPTIONS)
     torch.testing.assert_close(tower(tokens), config(bert[0], context_length=9).build().eval()(tokens))
 
-
-def test_other_folders_have_clips_context_length(bert):
     with pytest.raises(ConfigError, match=r"tower.context_length: the network cannot read 77 tokens"):
         config(bert[0], context_length=None).build()
 
@@ -149,10 +145,8 @@ def write(name, content):
         (lose("tokenizer.json"), "contains no tokenizer.json of at most .* bytes, the file of a fast tokenizer"),
         (pickle_only, "no model.safetensors, but .*pytorch_model.bin.*; pickled weights are never opened"),
         (write("adapter_config.json", "{}"), "contains adapters"),
-        (write("config.json", "{"), "config.json: not JSON"),
         (write("sentence_bert_config.json", "[9]"), "sentence_bert_config.json: contains a list"),
         (lambda f: change(f, layers=[{"depth": 10**6}]), "depth: got 1000000; expected at most 1024"),
-        (write("config.json", '{"model_type": "bert", "layer_norm_eps": 1e999}'), "layer_norm_eps: got inf"),
         (write("model.safetensors", "x" * 100), "transformers cannot make this model of type 'bert'"),
         (lambda f: change(f, model_type="nonsense"), "has no model type 'nonsense'.*own code is never executed"),
         (lambda f: change(f, is_decoder=True), "which is no encoder of text"),
@@ -161,14 +155,9 @@ def write(name, content):
             lambda f: change(f, model_type="timm_wrapper", architecture="hf-hub:a/b"),
             "has architecture, .* or kind: timm for a model of timm",
         ),
-        (lambda f: change(f, hidden_size=10**12), "hidden_size: got 1000000000000"),
         (lambda f: change(f, hidden_size=20), "do not fit: embeddings.LayerNorm.bias: got shape"),
         (lambda f: change(f, num_hidden_layers=3), "the weights lack encoder.layer.2"),
         (large_vocabulary, "tokenizer.json has 115 tokens, the network 90"),
-        (
-            lambda f: change(f, vocab_size=20),
-            r"do not fit: embeddings.word_embeddings.weight: got shape \(90, 16\), expected \(20, 16\)",
-        ),
     ],
 )
 def test_damaged_or_foreign_folders_are_refused(damage, message, bert, tmp_path):
