@@ -72,15 +72,19 @@ CASES = {
     ),
     "JSON cut short": facts(JSON[:-3], "damaged JSON", r"\.json cannot be read: Unterminated string .*"),
     "deep JSON": facts(b"[" * 100_000, "damaged JSON", r"\.json cannot be read: .*(recursion|Stack overflow).*"),
-    "JSON that is no object": facts(b"[1]", "damaged JSON", r"\.json contains a list; expected an object"),
+    "JSON that is no object": facts(
+        b"[1]", "damaged JSON", r"\.json cannot be read: it contains a list; expected an object"
+    ),
     "caption that is a number": facts(
-        b'{"caption": 3}', "damaged JSON", r"\.json: key 'caption' contains a int; expected text or a list of texts"
+        b'{"caption": 3}',
+        "damaged JSON",
+        r"\.json cannot be read: 'caption' contains a int; expected text or a list of texts",
     ),
     "JSON without caption": facts(
         b'{"title": "x"}', "no caption", r"\.json: no caption under 'caption'; its keys: 'title'; json_keys .*"
     ),
     "half a character": facts(
-        rb'{"caption": "a \ud800"}', "not UTF-8", r"\.json: caption with a lone surrogate at character 2: 'a \\ud800'"
+        rb'{"caption": "a \ud800"}', "not UTF-8", r"caption with a lone surrogate at character 2: 'a \\ud800'"
     ),
     "empty image": image(b"", "image format", "not a JPEG, .* PPM or AVIF image: is empty"),
     "EPS": image(foreign("EPS"), "image format", NOT_AN_IMAGE.format("%!PS")),

@@ -125,9 +125,9 @@ def check(data: bytes, folder: Path) -> str:
 
 def _readers(reader: TarReader, number: int) -> list[Callable[[], object]]:
     return [
-        lambda: CaptionFiles("txt_lines").parse(reader.read(number, "txt"), reader.name(number)),
-        lambda: CaptionFiles("json", ("caption", "n")).parse(reader.read(number, "json"), reader.name(number)),
-        lambda: decode_text(reader.read(number, "cls"), reader.name(number), "cls"),
+        lambda: CaptionFiles("txt_lines").parse(reader.read(number, "txt")),
+        lambda: CaptionFiles("json", ("caption", "n")).parse(reader.read(number, "json")),
+        lambda: decode_text(reader.read(number, "cls"), "cls"),
         lambda: decode_image(reader.read(number, "image"), _MAX_PIXELS),
         lambda: reader.name(number).encode(),
     ]

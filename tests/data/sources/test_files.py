@@ -88,7 +88,11 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
         ("filepath,title\na.jpg,x\n", ["where={split: train}"], "where: no column 'split'"),
         ("filepath,title,split\na.jpg,x,y\n", ["where={split: train}"], "where: no row has these values"),
         ("filepath,cls\na.jpg,3\n", ["label=cls"], "the classes are numbers without names (3), which prompts would"),
-        ("filepath,cls\na.jpg,2\n", ["label=cls", "classnames=[a]"], "row 2: a.jpg: class '2'; expected one of class"),
+        (
+            "filepath,cls\na.jpg,2\n",
+            ["label=cls", "classnames=[a]"],
+            "row 2: a.jpg: cls: class '2'; expected one of class",
+        ),
         (
             "filepath,cls\na.jpg,a\na.jpg,b\n",
             ["label=cls", "classnames=[a,b,a]"],
@@ -96,7 +100,7 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
         ),
         ("filepath,label\na.jpg,n01440764\n", [], "the classes are WordNet ids without names (n01440764)"),
         ("filepath,title\n/none/a.jpg,x\n", [], "No such file or directory. Is this a path of another machine?"),
-        (f"filepath,cls\na.jpg,{'1' * 5000}\n", ["label=cls", "classnames=[a, b]"], "row 2: a.jpg: class '111"),
+        (f"filepath,cls\na.jpg,{'1' * 5000}\n", ["label=cls", "classnames=[a, b]"], "row 2: a.jpg: cls: class '111"),
         (f"{'x' * 100_000},{'y' * 100_000}\n1,2\n", [], "its columns: 'xxx"),
         (
             "filepath,cls\na.jpg,x\n",
@@ -129,7 +133,7 @@ SPLITS = [{"filename": "a.jpg", "split": "train", "sentences": [{"raw": "x", "to
 TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "x"}, {"from": "gpt", "value": "no"}]
 EMPTY = "the caption is empty"
 SLASH = "\\"
-THREE = "row 2: b.jpg: class '3'; expected one of classnames, or its number, 0 to 2"
+THREE = "row 2: b.jpg: cls: class '3'; expected one of classnames, or its number, 0 to 2"
 FLAGS = {"a.jpg": 1, "b.jpg": 0}
 PEOPLE = [
     (
@@ -255,7 +259,7 @@ PEOPLE = [
         "left out: 1 annotations of images that are not listed, such",
     ),
     ("t.json", {"images": COCO["images"] * 2, "annotations": CAPTIONS}, "", XY, "left out: 1 annotations"),
-    ("t.json", {**COCO, **CLASSES}, "", {"b.jpg": 0, "bad": "row 1: a.jpg: the class is empty"}, ""),
+    ("t.json", {**COCO, **CLASSES}, "", {"b.jpg": 0, "bad": "row 1: a.jpg: label: the class is empty"}, ""),
     ("t.json", [*OBJECTS, 3], "", XY | {"bad": "row 3: got a int; expected an object"}, ""),
     ("t.json", '[{"image": "a.jpg", "caption": NaN}]', "", {"bad": "row 1: a.jpg: the caption is empty"}, ""),
 ]
@@ -335,7 +339,7 @@ def test_a_file_that_comes_later_is_found_at_the_next_start(folder: Path) -> Non
         ),
         (
             '{"images": [{"id": 1, "file_name": "a.jpg"}], "annotations": [{"image_id": 1, "caption": 5}]}',
-            "row 1: a.jpg: column 'caption' contains a int",
+            "row 1: a.jpg: 'caption' contains a int",
         ),
     ],
 )
@@ -424,7 +428,7 @@ def test_layouts_of_folders_that_are_not_plain(folder: Path) -> None:
     (folder / "metadata.csv").unlink()
     assert parse_source(folder).build().read(0).captions == ("one", "two")
     (folder / "captions.json").write_text('[{"file_name": "a.jpg", "text": 5}]')
-    with pytest.raises(DataError, match="none of the 1 images .*row 1: a.jpg: column .text. contains a int"):
+    with pytest.raises(DataError, match="none of the 1 images .*row 1: a.jpg: .text. contains a int"):
         parse_source(folder).build()
 
 

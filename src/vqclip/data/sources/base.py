@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
@@ -156,6 +157,16 @@ class SourceConfigBase(Config):
             DataError: the data are missing or damaged.
         """
         raise NotImplementedError
+
+
+@contextlib.contextmanager
+def name_sample(name: str) -> Iterator[None]:
+    """Put the name of a sample before the errors of the block."""
+    try:
+        yield
+    except DataError as error:
+        error.args = (f"{name}: {error}", *error.args[1:])
+        raise
 
 
 def read_image(file: Path, name: str) -> bytes:

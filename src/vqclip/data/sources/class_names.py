@@ -45,27 +45,16 @@ Templates = Annotated[tuple[str, ...], AfterValidator(_have_places)]
 """At least one prompt, each with ``{c}`` for the class name."""
 
 
-class Prompts:
-    """Every template with the name of a class.
+def fill_templates(templates: Sequence[str], classnames: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the prompts of each class."""
+    return [tuple(each.replace("{c}", name) for each in templates) for name in classnames]
 
-    Args:
-        templates: prompts with ``{c}``.
-        classnames: names of the classes.
-    """
 
-    def __init__(self, templates: Sequence[str], classnames: Sequence[str]):
-        self._of = [tuple(each.replace("{c}", name) for each in templates) for name in classnames]
-
-    def of(self, label: int, where: str) -> tuple[str, ...]:
-        """Return the prompts of a class; raise DataError, which begins with ``where``, for a number of no class."""
-        if not 0 <= label < len(self._of):
-            raise DataError(f"{where}; expected a class number, 0 to {len(self._of) - 1}", "class number")
-        return self._of[label]
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of all prompts."""
-        return hashlib.sha256("\n".join(prompt for each in self._of for prompt in each).encode()).hexdigest()
+def checksum_prompts(prompts: Sequence[Sequence[str]]) -> str:
+    """Return the SHA-256 of the prompts of all classes."""
+    return hashlib.sha256(
+        "\n".join(each for prompts_of_class in prompts for each in prompts_of_class).encode()
+    ).hexdigest()
 
 
 class Classes:
@@ -126,11 +115,16 @@ class Classes:
         return cls(values, path, aliases)
 
     def number(self, value: str) -> int:
-        """Return the number of a class; raises ValueError for one that is empty or not among the given names."""
+        """Return the number of a class.
+
+        Raises:
+            DataError: it is empty, or not among the given names.
+            ConfigError: it is given more than once.
+        """
         if not value and "" not in self._numbers:
-            raise ValueError("the class is empty")
+            raise DataError("the class is empty", "class number")
         if value in self._twice:
-            raise DataError(
+            raise ConfigError(
                 f"{self._path}: class {value[:80]!r}: classnames has it more than once; use numbers, or other names"
             )
         number = value.partition(".")[0] if re.fullmatch(r"\d+\.0+", value) else value
@@ -143,7 +137,10 @@ class Classes:
             self._used.add(int(number))
             if int(number) < len(self.names):
                 return int(number)
-        raise ValueError(f"class {value[:80]!r}; expected one of classnames, or its number, 0 to {len(self.names) - 1}")
+        raise DataError(
+            f"class {value[:80]!r}; expected one of classnames, or its number, 0 to {len(self.names) - 1}",
+            "class number",
+        )
 
     def not_from_zero(self, path: object) -> ConfigError:
         """Return the error for numbers that go from 1 to the number of names."""
@@ -178,6 +175,13 @@ def describe_ids(names: Sequence[str]) -> str:
                 "classnames: a list, or a file such as LOC_synset_mapping.txt"
             )
     return ""
+
+
+def describe_single(names: Sequence[str]) -> tuple[str, ...]:
+    """Return a note if there is a single class, so that all prompts are equal."""
+    if len(names) != 1:
+        return ()
+    return (f"all rows are of one class, {names[0][:80]!r}: prompts tell no image from another",)
 
 
 class ClassFolder:

@@ -23,8 +23,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 from pydantic import AfterValidator, Field, model_validator
 
 from vqclip.config import did_you_mean
-from vqclip.data.sources.base import SourceConfigBase
-from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, ClassNames, Templates
+from vqclip.data.sources.base import SourceConfigBase, name_sample
+from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, Classes, ClassNames, Templates
 from vqclip.errors import ConfigError, DataError, quote_names
 
 MAX_CAPTION = 65_536
@@ -63,7 +63,7 @@ class CaptionFiles:
         """Settings that change captions."""
         return {"captions": self.mode, "json_keys": list(self.json_keys) if self.mode == "json" else []}
 
-    def parse(self, data: bytes, name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    def parse(self, data: bytes) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Return the captions in the content of a file, and the number of the key of each in a .json.
 
         Missing, null and empty values of a .json are skipped if another key has a caption.
@@ -71,26 +71,29 @@ class CaptionFiles:
         Raises:
             DataError: the file cannot be read, or has no caption.
         """
-        text = decode_text(data, name, self.kind)
-        if self.mode == "json":
-            try:
-                facts = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{name}: .json cannot be read: {error}", "damaged JSON") from None
+        text = decode_text(data, self.kind)
+        if self.mode != "json":
+            return require_usable(text.splitlines() if self.mode == "txt_lines" else [text], "the caption (.txt)"), ()
+        try:
+            facts = json.loads(text)
             if not isinstance(facts, dict):
-                what = f".json contains a {type(facts).__name__}; expected an object"
-                raise DataError(f"{name}: {what}", "damaged JSON")
-            return collect_captions(facts, self.json_keys, f"{name}: .json", "key", "damaged JSON")
-        return require_usable(text.splitlines() if self.mode == "txt_lines" else [text], name, "the caption (.txt)"), ()
+                raise ValueError(f"it contains a {type(facts).__name__}; expected an object")
+            captions, numbers = find_captions([facts], self.json_keys)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f".json cannot be read: {error}", "damaged JSON") from None
+        if not captions:
+            shown = f"{', '.join(map(repr, self.json_keys))}; its keys: {quote_names(facts)}; json_keys names others"
+            raise DataError(f".json: no caption under {shown}", "no caption")
+        return require_usable(captions), tuple(numbers)
 
 
-def decode_text(data: bytes, name: str, ending: str) -> str:
+def decode_text(data: bytes, ending: str) -> str:
     """Return the content of a file in UTF-8, or UTF-16 with its mark, without white space; raises DataError if not."""
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     try:
         return data.decode(encoding).strip()
     except UnicodeDecodeError as error:
-        raise DataError(f"{name}: .{ending} is not UTF-8: {error.reason} at byte {error.start}", "not UTF-8") from None
+        raise DataError(f".{ending} is not UTF-8: {error.reason} at byte {error.start}", "not UTF-8") from None
 
 
 def caption_path(image: str, ending: str) -> str:
@@ -104,47 +107,19 @@ def caption_path(image: str, ending: str) -> str:
     return f"{folder}/{stem.partition('/')[2] or stem}{ending}" if folder else f"{stem}{ending}"
 
 
-def collect_captions(
-    values: Mapping[str, Any], keys: Sequence[str], name: str, what: str, kind: str
-) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return the captions under some keys of a mapping, and the number of the key of each.
-
-    See `find_texts` for what they may be. Missing, null and empty values are skipped if another key has a caption.
-
-    Args:
-        values: the row of a table, or the content of a .json.
-        keys: keys of the captions; see `look_up`.
-        name: name of the sample, for messages.
-        what: "key" or "column", for messages.
-        kind: kind of the error if a value is no text.
+def find_captions(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> tuple[list[str], list[int]]:
+    """Return the texts under some keys of mappings, and the number of the key of each; see `look_up`, `find_texts`.
 
     Raises:
-        DataError: a value is no text, too long, or there is no caption.
-    """
-    try:
-        captions, numbers = find_captions(values, keys, what)
-    except ValueError as error:
-        raise DataError(f"{name}: {error}", kind) from None
-    if not captions:
-        shown = f"no caption under {', '.join(map(repr, keys))}; its {what}s: {quote_names(values)}"
-        shown += "; json_keys names others" if what == "key" else ""
-        raise DataError(f"{name}: {shown}", "no caption")
-    return require_usable(captions, name), tuple(numbers)
-
-
-def find_captions(values: Mapping[str, Any], keys: Sequence[str], what: str = "column") -> tuple[list[str], list[int]]:
-    """Return the texts under some keys of a mapping, and the number of the key of each.
-
-    Raises:
-        ValueError: a value is no text, see `find_texts`.
+        DataError: a value is no text.
     """
     captions: list[str] = []
     numbers: list[int] = []
     for number, key in enumerate(keys):
         try:
-            captions += find_texts(look_up(values, key))
+            captions += [text for row in rows for text in find_texts(look_up(row, key))]
         except ValueError as error:
-            raise ValueError(f"{what} {key!r} contains {error}; expected text or a list of texts") from None
+            raise DataError(f"{key!r} contains {error}; expected text or a list of texts", "damaged row") from None
         numbers += [number] * (len(captions) - len(numbers))
     return captions, numbers
 
@@ -162,12 +137,14 @@ def find_texts(value: object, depth: int = 0) -> list[str]:
     """Return the texts in a value, without blanks around them; nulls, NaN and empty ones are skipped.
 
     The value is a text, an object with a text, such as Karpathy's ``{"raw": ...}``, or a list of these, also spelled as
-    text (see `parse_text`). Of a conversation, as LLaVA has it, the first answer is taken.
+    text (see `parse_cell`). Of a conversation, as LLaVA has it, the first answer is taken.
 
     Raises:
         ValueError: it is something else, which the message describes.
     """
-    value = parse_text(value) if depth == 0 else value
+    if depth == 0 and isinstance(value, str) and not isinstance(found := parse_cell(value), str):
+        with contextlib.suppress(ValueError):
+            return find_texts(found, 1)
     if isinstance(value, str):
         return [text] if (text := value.removeprefix("\ufeff").strip()) else []
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -179,14 +156,6 @@ def find_texts(value: object, depth: int = 0) -> list[str]:
             return find_texts(value[key], depth + 1)
         raise ValueError(f"an object with the keys {quote_names(value)}")
     raise ValueError(f"a {type(value).__name__}")
-
-
-def parse_text(value: object) -> object:
-    """Return the texts in the list or object that a text spells; a text that spells none, and other values, as is."""
-    if isinstance(value, str) and not isinstance(found := parse_cell(value), str):
-        with contextlib.suppress(ValueError):
-            return find_texts(found, 1)
-    return value
 
 
 def parse_cell(cell: str) -> object:
@@ -227,7 +196,7 @@ def _without_questions(values: Sequence[object]) -> Sequence[object]:
     return [turn for turn, speaker in zip(values, speakers, strict=True) if speaker in _ANSWERERS][:1]
 
 
-def require_usable(texts: Iterable[str], name: str, what: str = "the caption") -> tuple[str, ...]:
+def require_usable(texts: Iterable[str], what: str = "the caption") -> tuple[str, ...]:
     """Return the captions of a sample, without blanks around them and without empty ones.
 
     Raises:
@@ -235,18 +204,16 @@ def require_usable(texts: Iterable[str], name: str, what: str = "the caption") -
     """
     captions = tuple(stripped for text in texts if (stripped := text.strip()))
     if not captions:
-        raise DataError(f"{name}: {what} is empty", "no caption")
+        raise DataError(f"{what} is empty", "no caption")
     for caption in captions:
         if len(caption) > MAX_CAPTION:
-            raise DataError(
-                f"{name}: caption of {len(caption)} characters; at most {MAX_CAPTION} are read", "caption too long"
-            )
+            what = f"caption of {len(caption)} characters; at most {MAX_CAPTION} are read"
+            raise DataError(what, "caption too long")
         try:
             caption.encode()
         except UnicodeEncodeError as error:  # JSON can spell half a character
-            raise DataError(
-                f"{name}: caption with a lone surrogate at character {error.start}: {caption[:80]!r}", "not UTF-8"
-            ) from None
+            what = f"caption with a lone surrogate at character {error.start}: {caption[:80]!r}"
+            raise DataError(what, "not UTF-8") from None
     return captions
 
 
@@ -301,6 +268,21 @@ class Columns(NamedTuple):
     captions: tuple[str, ...]
     """Empty: the prompts of the class are the captions."""
     label: str | None
+    classes: Classes | None = None
+    """Classes that the label names."""
+
+    def read(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[int], int]:
+        """Return the captions in the rows of one image, the number of the column of each, and the class or -1.
+
+        Raises:
+            DataError: a row cannot be used.
+            ConfigError: the class is ambiguous.
+        """
+        label = -1
+        if self.classes is not None and self.label is not None:
+            with name_sample(self.label):
+                label = self.classes.number(plain_text(look_up(rows[0], self.label)))
+        return *find_captions(rows, self.captions), label
 
 
 class ColumnConfig(SourceConfigBase):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -22,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from vqclip.data.remote.urls import display_url, local_path
-from vqclip.data.sources.base import MAX_BYTES, Place, Preparation, RawSample, SourceConfigBase
-from vqclip.data.sources.class_names import Prompts
+from vqclip.data.sources.base import MAX_BYTES, Place, Preparation, RawSample, SourceConfigBase, name_sample
+from vqclip.data.sources.class_names import checksum_prompts, fill_templates
 from vqclip.data.sources.columns import CaptionFiles, ColumnConfig, Row, caption_path, require_usable
 from vqclip.data.sources.listing import PROBLEM, FileTable, TableBuilder, checksum, list_images, state_of, versions
 from vqclip.data.table_file import find_table, save_table
@@ -119,7 +120,7 @@ class FileSourceConfig(SourceConfigBase):
         name, captions = str(self.listing), self.caption_files(table)
         second = "" if captions is None else captions.ending
         stop = min(start + PART_SIZE, len(table))
-        paths = [table.paths.read(row) for row in range(start, stop)]
+        paths = [table.read(row).path for row in range(start, stop)]
         text = "\0".join([*paths, second])
         facts = {**versions(name), "paths": checksum(text.encode("utf-8", "surrogatepass"))}
         file = self._stem().with_suffix(f".{start // PART_SIZE:05d}.safetensors")
@@ -216,7 +217,7 @@ class FileSource:
         self.classnames: tuple[str, ...] = tuple(table.facts["classnames"])
         self.templates: tuple[str, ...] = tuple(table.facts["templates"])
         self.notes: tuple[str, ...] = tuple(table.facts["notes"])
-        self._prompts = Prompts(self.templates, self.classnames)
+        self._prompts = fill_templates(self.templates, self.classnames)
         self.shards: list[dict[str, str | int]] = []
         states = []
         for number, start in enumerate(range(0, len(table), PART_SIZE)):
@@ -235,18 +236,19 @@ class FileSource:
         """Return image, captions and label of one sample; see `Source.read`."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        label = int(self._table.arrays["labels"][index])
-        if label == PROBLEM:
-            raise DataError(f"{self.name(index)}: {self._table.captions(index)[0][0]}", "damaged row")
-        keys: Sequence[int] = ()
-        if self.templates:
-            captions = self._prompts.of(label, self.name(index))
-        elif self._captions is not None:
-            captions, keys = self._captions.parse(self._read_file(index, 1), self.name(index))
-        else:
-            texts, keys = self._table.captions(index)
-            captions = require_usable(texts, self.name(index))
-        return RawSample(self._read_file(index, 0), captions, label, tuple(keys) if self.config.caption_weights else ())
+        sample = self._table.read(index)
+        with name_sample(self.name(index)):
+            if sample.label == PROBLEM:
+                raise DataError(sample.captions[0], "damaged row")
+            keys: Sequence[int] = sample.keys
+            if self.templates:
+                captions = self._prompts[sample.label]
+            elif self._captions is not None:
+                captions, keys = self._captions.parse(self._read_file(index, 1))
+            else:
+                captions = require_usable(sample.captions)
+            used = tuple(keys) if self.config.caption_weights else ()
+            return RawSample(self._read_file(index, 0), captions, sample.label, used)
 
     def key(self, index: int) -> str:
         """Return the number of the sample; see `ShardedSource.key`."""
@@ -254,82 +256,74 @@ class FileSource:
 
     def name(self, index: int) -> str:
         """Return list, row and file, for messages: ``/data/train.csv: row 17: images/a.jpg``."""
-        path, row = _cut(self._table.paths.read(index)), int(self._table.arrays["rows"][index])
-        text = f"{self._listing}: row {row}" if row >= 0 else str(self._root / path)
-        text += f": {path}" if row >= 0 and path else ""
+        sample = self._table.read(index)
+        path = _cut(sample.path)
+        text = f"{self._listing}: row {sample.row}" if sample.row >= 0 else str(self._root / path)
+        text += f": {path}" if sample.row >= 0 and path else ""
         return printable(text, one_line=True)
 
     def place(self, index: int) -> str:
         """Return the path of the file, and its row; see `ShardedSource.place`."""
-        path, row = self._table.paths.read(index), int(self._table.arrays["rows"][index])
-        return f"{path} (row {row})" if row >= 0 else path
+        sample = self._table.read(index)
+        return f"{sample.path} (row {sample.row})" if sample.row >= 0 else sample.path
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`; contents, captions and labels count, names and folders do not."""
-        arrays, files = self._table.arrays, self._captions
-        texts = [arrays[name].tobytes() for name in ("captions", "text_ends", "caption_ends", "labels")]
+        files = self._captions
         return {
             "kind": "files",
             "samples": len(self),
             "sha256": checksum(*(str(shard["sha256"]).encode() for shard in self.shards)),
-            "captions_sha256": checksum(*texts),
-            "prompts_sha256": self._prompts.sha256,
+            "captions_sha256": self._table.facts["texts_sha256"],
+            "prompts_sha256": checksum_prompts(self._prompts),
             **({"captions": "table", "json_keys": []} if files is None else files.fingerprint),
         }
 
     def _require_some(self) -> None:
         """Raise DataError if no sample can be used: then the paths or the rows are wrong, not a single one."""
-        has_file, is_row = self._states[:, 0, 0] >= 0, self._table.arrays["labels"] != PROBLEM
-        if (has_file & is_row).any():
+        usable = (number for number in range(len(self)) if self._table.read(number).label != PROBLEM)
+        first = next(usable, None)
+        if first is not None and any(self._states[each, 0, 0] >= 0 for each in itertools.chain([first], usable)):
             return
         try:
-            self.read(int(is_row.argmax()))
+            self.read(first or 0)
         except DataError as error:
             hint = f". Relative paths refer to {self._root}; images names another folder"
-            if os.path.isabs(self._table.paths.read(int(is_row.argmax()))):
+            if os.path.isabs(self._table.read(first or 0).path):
                 hint = ". Is this a path of another machine? Write it relative to the table, or to a folder, images"
-            hint = hint if is_row.any() and error.kind not in ("URL", "base64") else ""
+            hint = "" if first is None or error.kind in ("URL", "base64", "damaged row") else hint
             raise DataError(
                 f"{self._listing}: none of the {len(self)} images can be read; the first: {error}{hint}"
             ) from None
 
     def _read_file(self, index: int, column: int) -> bytes:
         """Read the image (column 0) or the file of its captions (1)."""
-        name, what, second, most = self.name(index), "image", "", MAX_BYTES["image"]
+        what, second, most = "image", "", MAX_BYTES["image"]
         if self._captions is not None:
             second = self._captions.ending
             what, most = (what, most) if column == 0 else (second, MAX_BYTES[self._captions.kind])
-        try:
-            file = _files_of(self._table.paths.read(index), self._root, second)[column]
-        except DataError as error:
-            raise DataError(f"{name}: {error}", error.kind) from None
+        file = _files_of(self._table.read(index).path, self._root, second)[column]
         size, modified = self._states[index, column].tolist()
         if size > most:
-            raise DataError(f"{name}: {what} of {size} bytes; at most {most} are read", "too many bytes")
+            raise DataError(f"{what} of {size} bytes; at most {most} are read", "too many bytes")
         try:
             try:
                 opened = open_regular(Path(file))
             except FileNotFoundError:
                 opened = open_regular(Path(_as_on_disk(file)))
             with opened as stream:
+                data = stream.read(max(size, 0))
                 if Stamp.of(stream.fileno()) != (size, modified):
-                    raise StorageError(
-                        f"{name}: {what} has changed since it was indexed; start the run again", "changed file"
-                    )
-                data = stream.read(size)
-        except DataError:
-            raise
+                    raise StorageError(f"{what} has changed since it was indexed; start the run again", "changed file")
+                return data
         except OSError as error:
             if size == MISSING and column == 1 and isinstance(error, FileNotFoundError):
                 folder, _, ending = second.rpartition("/")
                 where = f"in {folder}" if folder else "beside it"
-                raise DataError(f"{name}: has no {ending} {where}", "missing member") from None
+                raise DataError(f"has no {ending} {where}", "missing member") from None
             kind = DataError if size == MISSING else StorageError  # it was not readable, or is not so any more
-            raise kind(f"{name}: cannot be read: {error.strerror}", "unreadable file") from None
-        if len(data) != size:
-            raise StorageError(f"{name}: {what} became shorter while it was read", "changed file")
-        return data
+            raise kind(f"cannot be read: {error.strerror}", "unreadable file") from None
 
 
 def _hash(path: str) -> tuple[int, int, bytes]:

@@ -92,7 +92,7 @@ class FolderConfig(FileSourceConfig):
                 if files is None:
                     is_complete = table.facts["captions"] == "metadata"
                 else:
-                    texts = (caption_path(table.paths.read(row), files.ending) for row in range(len(table)))
+                    texts = (caption_path(table.read(row).path, files.ending) for row in range(len(table)))
                     is_complete = all((self.root / each).is_file() for each in texts)
                 if is_complete:
                     return self
@@ -230,7 +230,7 @@ class FolderConfig(FileSourceConfig):
         parse = CaptionFiles("json", tuple(self.json_keys)).parse
         for file in [file for file in files if file in paths][:_SAMPLED]:
             with contextlib.suppress(OSError, DataError):
-                return bool(parse(read_bounded(folder / file, MAX_BYTES["json"]), file))
+                return bool(parse(read_bounded(folder / file, MAX_BYTES["json"])))
         return False
 
     def _class_table(self, folder: Path, classes: list[str], builder: TableBuilder, paths: Sequence[str]) -> FileTable:
@@ -296,9 +296,7 @@ class FolderConfig(FileSourceConfig):
         classes = Classes.read(self.classnames, folder, builder.read_from)
         try:
             return classes.names, {name: classes.number(name) for name in folders}
-        except DataError:
-            raise
-        except ValueError as error:
+        except DataError as error:
             if len(classes.names) != len(folders):
                 raise DataError(
                     f"{folder}: classnames: got {len(classes.names)} for {len(folders)} folders; {error}"
@@ -318,7 +316,7 @@ class FolderConfig(FileSourceConfig):
         except DataError as error:
             hint = f"settings: name {path} as the path, kind {config.kind}, or set captions: classes, txt or names"
             raise DataError(f"{error} ({hint})") from None
-        named = {os.path.normpath(table.paths.read(index).removeprefix(f"{folder}/")) for index in range(len(table))}
+        named = {os.path.normpath(table.read(index).path.removeprefix(f"{folder}/")) for index in range(len(table))}
         if lost := [image for image in images if image not in named]:
             builder.notes.append(f"left out: {_files(len(lost))} that {path.name} does not name, such as {min(lost)}")
         table.facts["captions"] = "metadata"

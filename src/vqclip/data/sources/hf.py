@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -213,30 +213,24 @@ class HfStream(TableStream):
             self._data = data = data.with_format("arrow")  # images stay undecoded, whatever was saved
             schema = data.features.arrow_schema if data.features is not None else next(iter(data.iter(1))).schema
             super().__init__(config, schema, config.where, folder if folder.is_dir() else Path.cwd())
-            self._data = data.select_columns(self.columns)
             if self._streaming:  # a piece for each of its files
                 self.pieces = [Piece(config.where, 0)] * data.num_shards
                 self.ranges = [range(1 << 62)] * data.num_shards
-                return
-            table = self._data.data.table
-            table.select(self.columns).validate(full=True)  # as in `values`
-            size, rows = table.nbytes // max(len(data), 1), range(len(data))
-            self.ranges = [rows[first : first + _PIECE_ROWS] for first in rows[::_PIECE_ROWS]]
-            self.pieces = [Piece(config.where, size * len(each)) for each in self.ranges]
+            else:
+                table = data.select_columns(self.stored).data.table
+                table.validate(full=True)  # otherwise reading could leave the file
+                size, rows = table.nbytes // max(len(data), 1), range(len(data))
+                self.ranges = [rows[first : first + _PIECE_ROWS] for first in rows[::_PIECE_ROWS]]
+                self.pieces = [Piece(config.where, size * len(each)) for each in self.ranges]
+        self.find_classes(read_once=self._streaming)
 
-    def values(self, column: str) -> Iterator[list[Any]]:
-        """See `TableStream.values`."""
-        if self._streaming:
-            raise ConfigError(f"{self}: classnames: missing; streaming does not find those in column {column!r}")
-        self._data.data.table.select([column]).validate(full=True)  # otherwise reading could leave the file
-        yield self._data.select_columns([column])[:].column(0).to_pylist()
-
-    def rows(self, piece: int, start: int) -> Iterator[Row]:
+    def rows(self, piece: int, start: int, columns: Sequence[str]) -> Iterator[Row]:
         """See `TableStream.rows`."""
+        data = self._data.select_columns([*columns])
         if self._streaming:
-            batches = iter(self._data.shard(num_shards=len(self.pieces), index=piece).iter(_BATCH))
+            batches = iter(data.shard(num_shards=len(self.pieces), index=piece).iter(_BATCH))
         else:
-            batches = (self._data[at : at + _BATCH] for at in range(start, len(self._data), _BATCH))
+            batches = (data[at : at + _BATCH] for at in range(start, len(data), _BATCH))
         number = start
         while True:
             try:

@@ -10,32 +10,30 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
 
 from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.remote.urls import protocol_of
-from vqclip.data.sources.class_names import Classes
+from vqclip.data.sources.class_names import Classes, describe_single
 from vqclip.data.sources.columns import (
     IMAGE_COLUMNS,
     ColumnConfig,
     Row,
     choose_columns,
-    find_captions,
     find_column,
     guess_columns,
     look_up,
     path_in,
-    plain_text,
 )
 from vqclip.data.table_file import Texts
 from vqclip.errors import DataError, count_noun
@@ -52,7 +50,22 @@ _MAX_PROBLEM = 300
 
 def versions(name: str) -> dict[str, object]:
     """Return the facts by which a stored table or index of image files is known."""
-    return {"format": "vqclip-files", "version": 4, "name": name}
+    return {"format": "vqclip-files", "version": 5, "name": name}
+
+
+class Listed(NamedTuple):
+    """A sample whose image is a file."""
+
+    path: str
+    """Path of the file, relative to the folder of the source, or absolute; "" in a row without one."""
+    row: int
+    """Number of its first row in the user's file, for messages; -1 without one."""
+    label: int
+    """Class number; -1 without one; `PROBLEM` in a row that cannot be used."""
+    captions: list[str]
+    """Captions as they are in the table; none if they are elsewhere. What is wrong with a row that cannot be used."""
+    keys: list[int]
+    """Number of the column of each caption, if columns have weights."""
 
 
 @dataclass(frozen=True)
@@ -61,33 +74,23 @@ class FileTable:
 
     facts: dict[str, Any]
     """``classnames`` and ``templates``, the prompts that are the captions (empty if there are other captions);
-    ``notes``, and what else a kind has found out."""
+    ``notes``, ``texts_sha256`` of captions and labels, and what else a kind has found out."""
     arrays: dict[str, np.ndarray]
-    """``labels``, ``(n,)`` int64: class number; -1 without one; `PROBLEM` in a row that cannot be used. ``rows``:
-    number of each row in the user's file, for messages; -1 without one. ``caption_ends``: number of captions up to and
-    including each row. ``caption_keys``: number of the column of each caption, if columns have weights. The texts; and
-    size and time of each file and folder that the table was made from."""
+    """JSON texts: the samples, and name, size and time of each file and folder that the table was made from."""
 
     def __len__(self) -> int:
-        return len(self.arrays["labels"])
+        return len(self.arrays["sample_ends"])
 
-    @property
-    def paths(self) -> Texts:
-        """Path of each of n files, relative to the folder of the source, or absolute; "" in a row without one."""
-        return Texts(self.arrays["paths"], self.arrays["path_ends"])
-
-    def captions(self, index: int) -> tuple[list[str], list[int]]:
-        """Return the captions of a row as they are in the table, and their columns; none if they are elsewhere."""
-        ends, texts = self.arrays["caption_ends"], Texts(self.arrays["captions"], self.arrays["text_ends"])
-        first, end = int(ends[index - 1]) if index else 0, int(ends[index])
-        return [texts.read(number) for number in range(first, end)], self.arrays["caption_keys"][first:end].tolist()
+    def read(self, index: int) -> Listed:
+        """Return a sample."""
+        return Listed(*json.loads(Texts(self.arrays["samples"], self.arrays["sample_ends"]).read(index)))
 
     @property
     def is_current(self) -> bool:
         """Return whether the files and folders that the table was made from are unchanged."""
         inputs = Texts(self.arrays["inputs"], self.arrays["input_ends"])
-        states = enumerate(self.arrays["input_states"].tolist())
-        return all(state_of(inputs.read(number)) == state for number, state in states)
+        found = (json.loads(inputs.read(number)) for number in range(len(inputs.ends)))
+        return all(state_of(path) == state for path, state in found)
 
 
 class TableBuilder:
@@ -96,16 +99,11 @@ class TableBuilder:
     def __init__(self) -> None:
         self.notes: list[str] = []
         """Sentences on what is left out, grouped or ambiguous."""
-        self._samples: dict[tuple[str, int], int] = {}
+        self._samples: list[Listed] = []
+        self._numbers: dict[tuple[str, int], int] = {}
         """Image and class → number of the sample."""
-        self._paths: list[str] = []
-        self._labels, self._rows, self._counts = array("q"), array("q"), array("q")
-        """Label, first row and number of rows of each sample."""
-        self._captions: list[str] = []
-        self._owners = array("q")
-        """Sample of each caption."""
-        self._keys = array("q")
-        """Number of the column of each caption."""
+        self._rows = Counter[int]()
+        """Number of the sample → number of its rows after the first."""
         self._inputs: dict[str, list[int]] = {}
 
     def read_from(self, path: Path) -> Path:
@@ -117,23 +115,19 @@ class TableBuilder:
         self, path: str, captions: Sequence[str] = (), label: int = -1, row: int = -1, keys: Sequence[int] = ()
     ) -> None:
         """Add a row; with `PROBLEM` as label, the one caption is what is wrong with it."""
-        sample = len(self)
         if path and label != PROBLEM:
             plain = os.path.normpath(path) if "./" in path or "//" in path else path
-            sample = self._samples.setdefault((plain, label), sample)
-        if sample == len(self):
-            self._paths.append(path)
-            self._labels.append(label)
-            self._rows.append(row)
-            self._counts.append(0)
-        self._counts[sample] += 1
-        self._captions += captions
-        self._owners.extend([sample] * len(captions))
-        self._keys.extend(keys or [0] * len(captions))
+            number = self._numbers.setdefault((plain, label), len(self))
+            if number < len(self):
+                self._rows[number] += 1
+                self._samples[number].captions.extend(captions)
+                self._samples[number].keys.extend(keys)
+                return
+        self._samples.append(Listed(path, row, label, [*captions], [*keys]))
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        return len(self._paths)
+        return len(self._samples)
 
     def finish(
         self,
@@ -150,33 +144,30 @@ class TableBuilder:
             relabel: new labels of some.
             **facts: JSON values, which are kept.
         """
-        if grouped := [count for count in self._counts if count > 1]:
-            images = count_noun(len(grouped), "image")
+        if self._rows:
+            images, rows = count_noun(len(self._rows), "image"), self._rows.total() + len(self._rows)
             self.notes.append(
-                f"rows of the same image file are one sample with all their captions: {images}, {sum(grouped)} rows"
+                f"rows of the same image file are one sample with all their captions: {images}, {rows} rows"
             )
-        if several := sum(count > 1 for count in Counter(path for path, _ in self._samples).values()):
+        if several := sum(count > 1 for count in Counter(path for path, _ in self._numbers).values()):
             self.notes.append(
                 f"{several} {'image has' if several == 1 else 'images have'} rows of different classes: a sample for "
                 "each class"
             )
-        owners = np.array(self._owners, np.int64)
-        order = np.argsort(owners, kind="stable")
-        captions = [self._captions[number] for number in order.tolist()]
-        arrays = {
-            "caption_keys": np.array(self._keys, np.int64)[order],
-            "caption_ends": np.cumsum(np.bincount(owners, minlength=len(self)).astype(np.int64)),
-            "labels": np.array([(relabel or {}).get(label, label) for label in self._labels], np.int64),
-            "rows": np.array(self._rows, np.int64),
-            "input_states": np.array(list(self._inputs.values()), np.int64).reshape(-1, 2),
+        samples = [each._replace(label=(relabel or {}).get(each.label, each.label)) for each in self._samples]
+        texts = Texts.join(text for each in samples for text in each.captions)
+        numbers = (np.cumsum([len(each.captions) for each in samples]), np.array([each.label for each in samples]))
+        arrays = (*texts, *(each.astype(np.int64) for each in numbers))
+        made = {
+            "classnames": [*classnames],
+            "templates": [*templates],
+            "notes": self.notes,
+            "texts_sha256": checksum(*(each.tobytes() for each in arrays)),
         }
-        for texts, content, ends in (
-            (self._paths, "paths", "path_ends"),
-            (captions, "captions", "text_ends"),
-            (self._inputs, "inputs", "input_ends"),
-        ):
-            arrays[content], arrays[ends] = Texts.join(texts)
-        return FileTable({**facts, "classnames": [*classnames], "templates": [*templates], "notes": self.notes}, arrays)
+        stored = {}
+        for name, values in (("sample", samples), ("input", self._inputs.items())):
+            stored[f"{name}s"], stored[f"{name}_ends"] = Texts.join(map(json.dumps, values))
+        return FileTable({**facts, **made}, stored)
 
 
 def state_of(path: str | Path) -> list[int]:
@@ -223,6 +214,7 @@ def list_images(
     chosen = choose_columns(given, names, images, path, builder.notes)
     spell = _Spelling.find([path_in(row, chosen.image) for row in usable], root, look_beside, builder)
     classes = Classes.read(given.classnames, path, builder.read_from) if chosen.label else None
+    chosen = chosen._replace(classes=classes)
     wanted = {
         find_column(names, key, "where", path): {*map(str, each if isinstance(each, (tuple, list)) else [each])}
         for key, each in where.items()
@@ -239,16 +231,11 @@ def list_images(
             continue
         if split is not None and len(splits) < _MAX_SPLITS:
             splits[str(row.get(split))] += 1
-        name, label = spell(path_in(row, chosen.image)), -1
         try:
-            captions, keys = find_captions(row, chosen.captions)
-            if classes is not None:
-                label = classes.number(plain_text(look_up(row, chosen.label or "")))
-        except DataError:  # of the settings, not of the row
-            raise
-        except ValueError as error:
+            captions, keys, label = chosen.read([row])
+        except DataError as error:
             captions, keys, label = [str(error)[:_MAX_PROBLEM]], [], PROBLEM
-        builder.add(name, captions, label, number, keys if given.caption_weights else ())
+        builder.add(spell(path_in(row, chosen.image)), captions, label, number, keys if given.caption_weights else ())
     if not len(builder):
         raise DataError(f"{path}: where: no row has these values; expected others, or leave it out")
     if left_out:
@@ -260,10 +247,7 @@ def list_images(
     if classes is None:
         return builder.finish()
     places = classes.sort()
-    if len(classes.names) == 1 and not chosen.captions:
-        builder.notes.append(
-            f"all rows are of one class, {classes.names[0][:80]!r}: prompts tell no image from another"
-        )
+    builder.notes += () if chosen.captions else describe_single(classes.names)
     return builder.finish(classes.names, () if chosen.captions else given.templates, places)
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from vqclip.data.decode import image_format
 from vqclip.data.lookup import locate
 from vqclip.data.remote.retry import RemoteConfig
-from vqclip.data.sources.base import MAX_BYTES, Preparation, RawSample, Source, SourceConfigBase
+from vqclip.data.sources.base import MAX_BYTES, Preparation, RawSample, Source, SourceConfigBase, name_sample
 from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, Templates
 from vqclip.data.sources.columns import CaptionFiles
 from vqclip.data.sources.paths import strip_common_folders
@@ -238,6 +238,17 @@ def stamp(paths: Iterable[str | Path]) -> list[list[Any]]:
         except OSError as error:
             raise StorageError(f"{path}: cannot be read: {error.strerror}", "unreadable file") from None
     return found
+
+
+def read_or_error(name: str, read: Callable[[], RawSample]) -> RawSample | DataError:
+    """Return a sample, or what is wrong with it, with its name; errors of storage are raised."""
+    try:
+        with name_sample(name):
+            return read()
+    except StorageError:
+        raise
+    except DataError as error:
+        return error
 
 
 def write_piece(

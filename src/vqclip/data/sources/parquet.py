@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,13 +15,14 @@ from pydantic import model_validator
 from vqclip.data.lookup import name_errors, require_pyarrow
 from vqclip.data.remote.files import RemoteShard, Shard
 from vqclip.data.remote.urls import digest, protocol_of
-from vqclip.data.sources.columns import Row, is_split
-from vqclip.data.sources.files import FileSourceConfig, from_base64
+from vqclip.data.sources.base import name_sample
+from vqclip.data.sources.columns import ColumnConfig, Row, is_split
+from vqclip.data.sources.files import ListConfig, from_base64
 from vqclip.data.sources.listing import FileTable, TableBuilder, list_images
 from vqclip.data.sources.packed import Packable, Piece, stamp
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.sources.table import TableConfig, TableStream, content_of, kind_of, read_batch
-from vqclip.errors import ConfigError, DataError, printable
+from vqclip.errors import ConfigError, DataError
 from vqclip.io.files import open_regular
 
 _ENDINGS = (".parquet",)
@@ -72,9 +73,8 @@ class ParquetConfig(TableConfig):
             return None
         for path in self.files():
             with open_parquet(path) as opened:
-                column = self.columns(opened.schema_arrow, path, []).image
-                names = opened.schema_arrow.names
-                if column not in names or kind_of(opened.schema_arrow.field(column).type) not in ("text", "texts"):
+                column, schema = self.columns(opened.schema_arrow, path, []).image, opened.schema_arrow
+                if column not in schema.names or kind_of(schema.field(column).type) not in ("text", "texts"):
                     return None
                 batches = opened.iter_batches(_BATCH, columns=[column], use_threads=False)
                 rows = (row for batch in batches for row in read_batch(batch) if not isinstance(row, DataError))
@@ -83,16 +83,18 @@ class ParquetConfig(TableConfig):
                 continue
             if from_base64(text) is not None:
                 return None
-            self.require_allowed(text, str(path))
+            with name_sample(str(path)):
+                self.require_allowed(text)
             if protocol_of(text) not in (None, "file"):
                 return None
             if not isinstance(path, Path):
                 raise ConfigError(f"{path}: a table at a URL has images or URLs in it; paths are not read")
-            return _ImageFiles(path=str(path), parquet=self)
+            found = self.model_dump(include={*ColumnConfig.model_fields} - {"kind", "weight"})
+            return _ImageFiles(path=str(path), parquet=self, **found)
         return None
 
 
-class _ImageFiles(FileSourceConfig):
+class _ImageFiles(ListConfig):
     """Image files whose paths are in Parquet files: the same promises as for the files that a CSV lists."""
 
     kind: Literal["parquet"] = "parquet"
@@ -100,30 +102,17 @@ class _ImageFiles(FileSourceConfig):
     parquet: ParquetConfig
     """The Parquet files."""
 
-    @property
-    def caption_weights(self) -> tuple[float, ...]:
-        """See `SourceConfigBase.caption_weights`."""
-        return self.parquet.caption_weights
-
-    @property
-    def root(self) -> Path:
-        """The folder of the first file."""
-        return self.listing.parent
-
     def table(self) -> FileTable:
         """Read paths, captions and labels of all rows."""
-        config, builder, files = self.parquet, TableBuilder(), self.parquet.files()
-        for path in files:
+        builder = TableBuilder()
+        for path in self.parquet.files():
             builder.read_from(Path(str(path)))
-        stream = ParquetStream(config)
+        stream = ParquetStream(self.parquet)
         builder.notes += stream.notes
-        found: dict[str, Any] = {"image": stream.image, "captions": stream.captions or None, "label": stream.label}
-        if config.caption_weights:
-            found["captions"] = config.captions
-        found["classnames"] = config.classnames or stream.classnames
-        rows = (row for file in range(len(files)) for row in stream.rows_of(file))
-        columns = config.model_copy(update=found)
-        return list_images(rows, columns, builder, self.listing, self.root, look_beside=True)
+        found = {**stream.columns._asdict(), "classnames": stream.classnames}
+        found["captions"] = self.captions if self.caption_weights else stream.columns.captions or None
+        rows = (row for piece in range(len(stream.pieces)) for row in stream.rows_of(piece, stream.stored))
+        return list_images(rows, self.model_copy(update=found), builder, self.listing, self.root, look_beside=True)
 
 
 @contextlib.contextmanager
@@ -162,6 +151,7 @@ class ParquetStream(TableStream):
                 found += ((number, *each) for each in self._divide(file, opened.metadata))
         self._file_of = [number for number, _, _ in found]
         self.pieces, self.ranges = [piece for _, piece, _ in found], [rows for _, _, rows in found]
+        self.find_classes()
         # The names of files may begin with those of several splits, such as train-00000-of-00002.parquet.
         splits = Counter(re.split(r"[-_.]", str(file).rpartition("/")[2], maxsplit=1)[0] for file in self._files)
         if len(splits) > 1 and all(map(is_split, splits)):
@@ -173,15 +163,11 @@ class ParquetStream(TableStream):
     def __str__(self) -> str:
         return self._name + (f" and {len(self._files) - 1} more" if self._files[1:] else "")
 
-    def rows(self, piece: int, start: int) -> Iterator[Row]:
-        """See `TableStream.rows`."""
-        return self.rows_of(self._file_of[piece], start)
-
-    def rows_of(self, file: int, start: int = 0) -> Iterator[Row]:
-        """Yield number and values of the rows of a file from a row on; a row in a damaged group is an error."""
-        with open_parquet(self._files[file]) as opened:
+    def rows(self, piece: int, start: int, columns: Sequence[str]) -> Iterator[Row]:
+        """See `TableStream.rows`; a row in a damaged group is an error."""
+        with open_parquet(self._files[self._file_of[piece]]) as opened:
             marked = {"key", _STATUS} <= {*opened.schema_arrow.names}
-            names = [*self.columns, _STATUS] if marked and _STATUS not in self.columns else self.columns
+            names = [*columns, _STATUS] if marked and _STATUS not in columns else columns
             at = 0
             for group in range(opened.metadata.num_row_groups):
                 end = at + opened.metadata.row_group(group).num_rows
@@ -200,23 +186,14 @@ class ParquetStream(TableStream):
                     if at < end:
                         raise ValueError("it has fewer rows than its footer says")
                 except Exception as error:  # of pyarrow, for damaged pages
-                    where = printable(
-                        f"{self._files[file]}: row group {group} is damaged from row {at} on", one_line=True
-                    )
+                    what = f"row group {group} is damaged from row {at} on ({' '.join(str(error).split())[:200]})"
                     for lost in range(max(at, start), end):
-                        yield lost, DataError(f"{where} ({' '.join(str(error).split())[:200]})", "damaged shard")
+                        yield lost, DataError(what, "damaged shard")
                     at = end
-
-    def values(self, column: str) -> Iterator[list[Any]]:
-        """See `TableStream.values`."""
-        for file in self._files:
-            with open_parquet(file) as opened, name_errors(f"{file}: column {column!r} cannot be read"):
-                for batch in opened.iter_batches(1 << 14, columns=[column], use_threads=False):
-                    yield batch.column(0).to_pylist()
 
     def _require_same(self, schema: Any, first: Any, file: Shard) -> None:
         """Raise DataError if a file lacks a column, or has other values in it than the first file."""
-        for column in self.columns:
+        for column in self.stored:
             wanted = first.field(column).type
             if column not in schema.names or kind_of(schema.field(column).type) != kind_of(wanted):
                 got = schema.field(column).type if column in schema.names else "no such column"
@@ -231,7 +208,7 @@ class ParquetStream(TableStream):
             group = metadata.row_group(number)
             chunks = [group.column(each) for each in range(group.num_columns)]
             size += sum(
-                each.total_compressed_size for each in chunks if each.path_in_schema.split(".")[0] in self.columns
+                each.total_compressed_size for each in chunks if each.path_in_schema.split(".")[0] in self.stored
             )
             at += group.num_rows
             if size >= _PIECE_BYTES or at - start >= _PIECE_ROWS or number == metadata.num_row_groups - 1:

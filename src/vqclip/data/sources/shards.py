@@ -11,8 +11,15 @@ from vqclip.data.decode import OTHER_ENDINGS
 from vqclip.data.remote.files import Shard, is_tar
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import display_url
-from vqclip.data.sources.base import Place, Preparation, RawSample, SourceConfigBase
-from vqclip.data.sources.class_names import CLASSNAMES, ClassFolder, Prompts, read_lines, read_templates
+from vqclip.data.sources.base import Place, Preparation, RawSample, SourceConfigBase, name_sample
+from vqclip.data.sources.class_names import (
+    CLASSNAMES,
+    ClassFolder,
+    checksum_prompts,
+    fill_templates,
+    read_lines,
+    read_templates,
+)
 from vqclip.data.sources.columns import CaptionFiles, Weighted, decode_text
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.tars.members import KINDS, MemberRules
@@ -101,7 +108,7 @@ class TarSource:
         self.tars = tars
         """Reader of the shards."""
         self.notes = describe_left_out(tars.index)
-        self._captions, self._prompts = captions, Prompts(templates, classnames)
+        self._captions, self._prompts = captions, fill_templates(templates, classnames)
 
     def __len__(self) -> int:
         return len(self.tars)
@@ -113,12 +120,22 @@ class TarSource:
         keys: tuple[int, ...] = ()
         image = tars.read(index, "image")
         if self.classnames:
-            text = decode_text(tars.read(index, "cls"), self.name(index), "cls")
-            label = int(text) if text.isascii() and text.isdigit() else -1
-            captions = self._prompts.of(label, f"{self.name(index)}: .cls contains {text[:20]!r}")
+            data = tars.read(index, "cls")
+            with name_sample(self.name(index)):
+                label = self._parse_label(decode_text(data, "cls"))
+            captions = self._prompts[label]
         if self._captions is not None:
-            captions, keys = self._captions.parse(tars.read(index, self._captions.kind), self.name(index))
+            data = tars.read(index, self._captions.kind)
+            with name_sample(self.name(index)):
+                captions, keys = self._captions.parse(data)
         return RawSample(image, captions, label, keys if self.config.caption_weights else ())
+
+    def _parse_label(self, text: str) -> int:
+        label, count = int(text) if text.isascii() and text.isdigit() else -1, len(self.classnames)
+        if not 0 <= label < count:
+            what = f".cls contains {text[:20]!r}; expected a class number, 0 to {count - 1}"
+            raise DataError(what, "class number")
+        return label
 
     def name(self, index: int) -> str:
         """Return shard and sample, for messages."""
@@ -141,7 +158,7 @@ class TarSource:
     def fingerprint(self) -> dict[str, Any]:
         """See `Source.fingerprint`."""
         captions, rules, content = self._captions, self.tars.rules.to_json(), self.tars.index.facts.content
-        facts = {"prompts_sha256": self._prompts.sha256} if captions is None else captions.fingerprint
+        facts = {"prompts_sha256": checksum_prompts(self._prompts)} if captions is None else captions.fingerprint
         members = {"members": rules} if rules["image"] or rules["text"] else {}
         return {
             "kind": self.config.kind,

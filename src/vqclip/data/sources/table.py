@@ -9,12 +9,13 @@ Columns are read by what their values are: text in a dictionary column is text, 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +24,7 @@ from vqclip.data.remote.files import fetch_bytes
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import display_url, local_path, protocol_of
 from vqclip.data.sources.base import MAX_BYTES, RawSample, read_image
-from vqclip.data.sources.class_names import Classes
+from vqclip.data.sources.class_names import Classes, describe_single
 from vqclip.data.sources.columns import (
     IMAGE_COLUMNS,
     TEXT_KEYS,
@@ -32,14 +33,13 @@ from vqclip.data.sources.columns import (
     ColumnType,
     Row,
     choose_columns,
-    collect_captions,
     guess_columns,
     look_up,
-    parse_text,
     plain_text,
+    require_usable,
 )
 from vqclip.data.sources.files import from_base64, resolve_path
-from vqclip.data.sources.packed import PackedConfig, Piece, StreamSample, stamp
+from vqclip.data.sources.packed import PackedConfig, Piece, StreamSample, read_or_error, stamp
 from vqclip.errors import ConfigError, DataError, StorageError, printable
 
 _IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp", "picture", "photo", "image_bytes", "image_data", "bytes")
@@ -90,11 +90,10 @@ class TableConfig(ColumnConfig, PackedConfig):
             images = guess_columns([name for name in names if types[name].kind in ("text", "texts")], usual)
         return choose_columns(self, names, images, path, notes, types)
 
-    def require_allowed(self, path: str, name: str) -> None:
-        """Raise DataError, which begins with ``name``, for a URL that may not be fetched."""
+    def require_allowed(self, path: str) -> None:
+        """Raise DataError for a URL that may not be fetched."""
         if protocol_of(path) not in (None, "file") and self.urls == "refuse":
-            url = display_url(path)
-            raise DataError(f"{name}: {url}: URLs in tables are not fetched unless urls: fetch is set", "URL")
+            raise DataError(f"{display_url(path)}: URLs in tables are not fetched unless urls: fetch is set", "URL")
 
 
 def _types_in(fields: Any, prefix: str = "") -> Iterator[tuple[str, ColumnType]]:
@@ -143,7 +142,7 @@ def kind_of(stored: Any) -> str:
 class TableStream(ABC):
     """Base of the rows of a table, read forward; see `vqclip.data.sources.packed.Stream`.
 
-    A subclass sets `pieces` and `ranges`.
+    A subclass sets `pieces` and `ranges`, and then calls `find_classes`.
 
     Args:
         config: the user's settings.
@@ -155,43 +154,36 @@ class TableStream(ABC):
     pieces: Sequence[Piece]
     ranges: Sequence[range]
     """Numbers of the rows of each piece in its file."""
+    classnames: tuple[str, ...] = ()
 
     def __init__(self, config: TableConfig, schema: Any, name: str, folder: Path | None):
-        self._config, self._name, self._folder = config, name, folder
+        self._config, self._name, self._folder, self._schema = config, name, folder, schema
         notes: list[str] = []
-        columns = config.columns(schema, name, notes)
-        self.image, self.captions, self.label = columns
-        chosen = filter(None, (self.image, *self.captions, self.label))
-        self.columns = list(dict.fromkeys(each if each in schema.names else each.partition(".")[0] for each in chosen))
+        self.columns = config.columns(schema, name, notes)
+        chosen = filter(None, (self.columns.image, *self.columns.captions, self.columns.label))
+        self.stored = list(dict.fromkeys(map(self._stored_name, chosen)))
         """Columns that are read, each once; of a key in a structure, the structure."""
-        self.has_prompts = not self.captions
+        self.has_prompts = not self.columns.captions
         self.notes: tuple[str, ...] = tuple(notes)
-        self._classes = None if self.label is None else self._read_classes(schema, self.label)
-        self.classnames: tuple[str, ...] = () if self._classes is None else self._classes.names
-        if len(self.classnames) == 1 and self.has_prompts:
-            self.notes += (
-                f"all rows are of one class, {self.classnames[0][:80]!r}: prompts tell no image from another",
-            )
 
     def __str__(self) -> str:
         return self._name
 
+    def _stored_name(self, column: str) -> str:
+        return column if column in self._schema.names else column.partition(".")[0]
+
     @abstractmethod
-    def rows(self, piece: int, start: int) -> Iterator[Row]:
+    def rows(self, piece: int, start: int, columns: Sequence[str]) -> Iterator[Row]:
         """Yield number and values of the rows of a piece's file from a row on, to its end, or what is wrong."""
 
-    @abstractmethod
-    def values(self, column: str) -> Iterator[list[Any]]:
-        """Yield the values of a column of all rows, in blocks.
-
-        Raises:
-            ConfigError: the table would have to be read twice.
-        """
+    def rows_of(self, piece: int, columns: Sequence[str]) -> Iterator[Row]:
+        """Yield the rows of a piece; see `rows`."""
+        wanted = self.ranges[piece]
+        return itertools.takewhile(lambda row: row[0] < wanted.stop, self.rows(piece, wanted.start, columns))
 
     def read(self, piece: int) -> Iterator[StreamSample]:
         """Yield the samples of a piece; see `Stream.read`. Where images may be at URLs, several are fetched at once."""
-        rows, parse = self.ranges[piece], partial(self._parse, where=self.pieces[piece].name)
-        groups = self._group(self.rows(piece, max(rows.start - 1, 0)), rows)
+        groups, parse = self.group(piece), partial(self._parse, where=self.pieces[piece].name)
         if self._config.urls == "refuse":
             yield from map(parse, groups)
             return
@@ -201,143 +193,116 @@ class TableStream(ABC):
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _read_classes(self, schema: Any, label: str) -> Classes:
-        """Return the classes of the label: of the settings, or of the features that `datasets` stores in the schema.
+    def find_classes(self, read_once: bool = False) -> None:
+        """Find the classes of the label: of the settings, or of the features that `datasets` stores in the schema.
 
         Without these they are the values of the column.
 
+        Args:
+            read_once: the rows cannot be read in advance.
+
         Raises:
-            ConfigError: nearly every row has its own class.
+            ConfigError: nearly every row has its own class, or the numbers of given ones are not from 0.
         """
+        if (label := self.columns.label) is None:
+            return
         given = self._config.classnames
         if not given:
             with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
-                names = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label]["names"]
+                names = json.loads((self._schema.metadata or {})[b"huggingface"])["info"]["features"][label]["names"]
                 given = tuple(names) if isinstance(names, list) and all(isinstance(each, str) for each in names) else ()
-        classes, rows = Classes.read(given, Path(self._name)), 0
-        if classes.names:
-            return classes
-        for block in self._labels(label):
-            rows += len(block)
-            for name in filter(None, block):
-                classes.number(name)
+        classes, count = Classes.read(given, Path(self._name)), 0
+        self.columns = self.columns._replace(classes=classes)
+        if read_once and not classes.names:
+            raise ConfigError(f"{self}: classnames: missing; streaming does not find those in column {label!r}")
+        for piece in range(0 if read_once else len(self.pieces)):
+            for _, row in self.rows_of(piece, [self._stored_name(label)]):
+                count += 1
+                with contextlib.suppress(DataError):  # it is a bad sample when it is read
+                    classes.number("" if isinstance(row, DataError) else plain_text(look_up(row, label)))
         classes.sort()
-        count = len(classes.names)
-        if count > _MANY_CLASSES and 2 * count > rows:
+        self.classnames = classes.names
+        if not given and len(self.classnames) > max(_MANY_CLASSES, count // 2):
             raise ConfigError(
-                f"{self}: label: column {label!r} has {count} texts in {rows} rows; set captions to it, or classnames"
+                f"{self}: label: column {label!r} has {len(self.classnames)} texts in {count} rows; set captions to "
+                "it, or classnames"
             )
-        return classes
+        if self.has_prompts:
+            self.notes += describe_single(self.classnames)
 
-    def _labels(self, label: str) -> Iterator[list[str]]:
-        """Yield the label of each row, in blocks; "" for a null."""
-        column = label if label in self.columns else label.partition(".")[0]
-        for block in self.values(column):
-            yield [plain_text(look_up({column: value}, label)) for value in block]
+    def group(self, piece: int) -> Iterator[_Group]:
+        """Yield the rows of a piece, those of one image and label together if they have captions.
 
-    @cached_property
-    def _counts_from_one(self) -> bool:
-        """Return whether the labels are 1 to the number of names; False for a stream, which is not read twice."""
-        with contextlib.suppress(ConfigError, DataError):
-            found = {name for block in self._labels(self.label or "") for name in block}
-            return "0" not in found and found.issuperset(map(str, range(1, len(self.classnames) + 1)))
-        return False
-
-    def _group(self, rows: Iterable[Row], wanted: range) -> Iterator[_Group]:
-        """Yield the rows with the wanted numbers, those of one image and label together if they have captions.
-
-        A group belongs to the piece in which its first row is. The rows begin with the one before the wanted ones.
+        A group belongs to the piece in which its first row is.
         """
-        former: object = None
-        group: _Group | None = None
-        for number, row in rows:
-            key = None if isinstance(row, DataError) else self._key_of(row)
-            continues, former = key is not None and key == former, key
-            if continues and group is not None and not isinstance(row, DataError) and isinstance(group.values, list):
-                group.values.append({column: look_up(row, column) for column in self.captions})
-                continue
-            if group is not None:
-                yield group
-                group = None
+        wanted = self.ranges[piece]
+        rows = self.rows(piece, max(wanted.start - 1, 0), self.stored)
+        for _, same in itertools.groupby(rows, self._key_of):
+            number, row = next(same)
             if number >= wanted.stop:
                 return
-            if number >= wanted.start and not continues:  # otherwise it belongs to the piece before
-                group = _Group(number, row if isinstance(row, DataError) else [row])
-        if group is not None:
-            yield group
+            if number >= wanted.start:
+                captions = (
+                    {name: look_up(each, name) for name in self.columns.captions}
+                    for _, each in same
+                    if isinstance(each, Mapping)
+                )
+                yield _Group(number, [row, *captions])  # one image in memory
 
-    def _key_of(self, row: Mapping[str, Any]) -> object:
-        """Return what neighbouring rows of one sample have in common; None for a row that stays alone."""
-        value = content_of(look_up(row, self.image))
-        if value is None or not self.captions:
-            return None
-        return value, look_up(row, self.label) if self.label else None
+    def _key_of(self, numbered: Row) -> object:
+        """Return what neighbouring rows of one sample have in common; of a row that stays alone, its number."""
+        number, row = numbered
+        value = None if isinstance(row, DataError) else content_of(look_up(row, self.columns.image))
+        if isinstance(row, DataError) or value is None or not self.columns.captions:
+            return number
+        return value, look_up(row, self.columns.label) if self.columns.label else None
 
     def _parse(self, group: _Group, where: str) -> StreamSample:
-        """Return the sample of the rows of one image, without captions if they are prompts; or what is wrong."""
-        name, rows = printable(f"{where}: row {group.row}", one_line=True), group.values
-        if isinstance(rows, DataError):
-            prefix = "" if str(rows).startswith(where) else f"{name}: "
-            return StreamSample(group.row, DataError(f"{prefix}{rows}", rows.kind))
-        try:
-            label = -1
-            captions: dict[str, int] = {}
-            if self._classes is not None and self.label is not None:
-                found = plain_text(look_up(rows[0], self.label))
-                try:
-                    label = self._classes.number(found)
-                except DataError as error:  # of the settings, not of the row
-                    raise ConfigError(str(error)) from None
-                except ValueError as error:
-                    if found == str(len(self.classnames)) and self._counts_from_one:
-                        raise self._classes.not_from_zero(self) from None
-                    raise DataError(f"{name}: {self.label}: {error}", "class number") from None
-            if self.captions:
-                texts = {column: [parse_text(look_up(row, column)) for row in rows] for column in self.captions}
-                pairs = collect_captions({**rows[0], **texts}, self.captions, name, "column", "damaged row")
-                for text, number in zip(*pairs, strict=True):
-                    captions.setdefault(text, number)
-            keys = tuple(captions.values()) if self._config.caption_weights else ()
-            sample = RawSample(self._image(look_up(rows[0], self.image), name), tuple(captions), label, keys)
-        except StorageError:
-            raise
-        except DataError as error:
-            return StreamSample(group.row, error, len(rows))
-        return StreamSample(group.row, sample, len(rows))
+        """Return the sample of the rows of one image, or what is wrong."""
+        name = printable(f"{where}: row {group.row}", one_line=True)
+        return StreamSample(group.row, read_or_error(name, partial(self._read, group.values)), len(group.values))
 
-    def _image(self, value: Any, name: str) -> bytes:
+    def _read(self, rows: Sequence[Any]) -> RawSample:
+        """Return the sample of the rows of one image, without captions if they are prompts."""
+        if isinstance(rows[0], DataError):
+            raise rows[0]
+        captions, keys, label = self.columns.read(rows)
+        key_of: dict[str, int] = {}
+        for text, key in zip(captions, keys, strict=True):
+            key_of.setdefault(text, key)
+        texts = require_usable(key_of) if self.columns.captions else ()
+        used = tuple(key_of.values()) if self._config.caption_weights else ()
+        return RawSample(self._image(look_up(rows[0], self.columns.image)), texts, label, used)
+
+    def _image(self, value: Any) -> bytes:
         if _is_list(value) and len(value) > 1:
-            raise DataError(f"{name}: {self.image} has {len(value)} images; expected one", "two members")
+            raise DataError(f"{self.columns.image} has {len(value)} images; expected one", "two members")
         data = content_of(value)
         if data and isinstance(data, str):
             path, data = data, from_base64(data)
             if data is None:
-                return self._read_image(path, name)
+                return self._read_image(path)
         if not data:
-            raise DataError(f"{name}: {self.image} is null: it has no image", "missing member")
+            raise DataError(f"{self.columns.image} is null: it has no image", "missing member")
         return bytes(data)
 
-    def _read_image(self, path: str, name: str) -> bytes:
+    def _read_image(self, path: str) -> bytes:
         """Read or fetch the image at a path or URL."""
-        self._config.require_allowed(path, name)
-        try:
-            if local_path(path) is None:
-                data = fetch_bytes(path, self._config.remote, MAX_BYTES["image"])
-                if _HTML.match(data):  # what servers send for images that are gone, with the status of success
-                    raise StorageError(
-                        f"{display_url(path)}: the server sent a page (HTML) instead of an image", "gone"
-                    )
-                return data
+        self._config.require_allowed(path)
+        if local_path(path) is not None:
             if self._folder is None:
                 raise DataError("the image is a path; a table at a URL has images or URLs in it", "path outside")
             file = self._folder / resolve_path(path, self._folder)
             return read_image(file, str(file))
+        try:
+            data = fetch_bytes(path, self._config.remote, MAX_BYTES["image"])
+            if _HTML.match(data):  # what servers send for images that are gone, with the status of success
+                raise StorageError(f"{display_url(path)}: the server sent a page (HTML) instead of an image", "gone")
+            return data
         except StorageError as error:
             if error.kind == "gone" and self._config.urls == "fetch_or_replace":
-                raise DataError(f"{name}: {error}", "gone") from None
+                raise DataError(str(error), "gone") from None
             raise
-        except DataError as error:
-            raise DataError(f"{name}: {error}", error.kind) from None
 
 
 class _Group(NamedTuple):
@@ -345,8 +310,8 @@ class _Group(NamedTuple):
 
     row: int
     """Number of the first."""
-    values: list[Mapping[str, Any]] | DataError
-    """Their values; those after the first have captions alone. Or what is wrong with the only row."""
+    values: Sequence[Any]
+    """Their values, of those after the first the captions alone; or what is wrong with the only row."""
 
 
 def content_of(value: Any) -> Any:

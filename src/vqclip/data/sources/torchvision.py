@@ -7,6 +7,7 @@ import inspect
 import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,11 +19,11 @@ from torch import Tensor
 
 from vqclip.config import did_you_mean
 from vqclip.data.lookup import name_errors
-from vqclip.data.sources.base import RawSample, read_image
+from vqclip.data.sources.base import RawSample, name_sample, read_image
 from vqclip.data.sources.columns import find_texts, require_usable
 from vqclip.data.sources.listing import checksum
-from vqclip.data.sources.packed import Packable, PackedConfig, Piece, StreamSample, stamp
-from vqclip.errors import ConfigError, DataError, StorageError
+from vqclip.data.sources.packed import Packable, PackedConfig, Piece, StreamSample, read_or_error, stamp
+from vqclip.errors import ConfigError, DataError
 from vqclip.io.files import expand_home, walk_files
 
 _PICKLED = ("CIFAR10", "CIFAR100")
@@ -88,34 +89,26 @@ def _find_class(config: TorchvisionConfig) -> type:
 
 def _arguments(config: TorchvisionConfig, found: type) -> dict[str, Any]:
     """Return the arguments of the class; raise ConfigError for those that it does not have, or that it needs."""
-    parameters: dict[str, inspect.Parameter] = {}  # those of its bases too, where it passes others on
-    for each in found.__mro__:
-        if "__init__" in vars(each):
-            own = list(inspect.signature(each.__init__).parameters.values())[1:]  # type: ignore[misc]
-            parameters = {parameter.name: parameter for parameter in own} | parameters
-            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in own):
-                break
+    from torchvision.datasets import DatasetFolder
+
     given: dict[str, Any] = {key: list(v) if isinstance(v, tuple) else v for key, v in config.arguments.items()}
     given |= {} if config.root is None else {"root": str(expand_home(config.root))}
     given |= {"download": True} if config.download else {}
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    allowed = [
-        name
-        for name, each in parameters.items()
-        if each.kind not in variable and name not in _FUNCTIONS and not name.startswith("_")
-    ]
-    for name in given:
-        if name not in allowed:
-            close = did_you_mean(difflib.get_close_matches(name[:80], allowed, n=1))
-            more = "; functions cannot be set" if name in _FUNCTIONS else ""
-            raise ConfigError(
-                f"arguments: {config.name} takes no {name!r}{more}; expected {', '.join(allowed) or 'none'}{close}"
-            )
-    if missing := [
-        name for name in allowed if parameters[name].default is inspect.Parameter.empty and name not in given
-    ]:
-        raise ConfigError(f"arguments: {config.name} needs {', '.join(missing)} (root is a key beside arguments)")
-    return given | ({"loader": _Original} if "loader" in parameters else {})
+    signature = inspect.signature(found)
+    allowed = [name for name in signature.parameters if name not in (*_FUNCTIONS, "kwargs")]
+    try:
+        signature.bind(**given)
+        if functions := [name for name in given if name in _FUNCTIONS]:
+            raise TypeError(f"{functions[0]!r} is a function, which cannot be set")
+    except TypeError as error:
+        unknown = next((name for name in given if name not in allowed), "")
+        close = did_you_mean(difflib.get_close_matches(unknown[:80], allowed, n=1))
+        raise ConfigError(
+            f"arguments: {config.name}: {error}; expected {', '.join(allowed) or 'none'} (root and download are keys "
+            f"beside arguments){close}"
+        ) from None
+    has_loader = "loader" in signature.parameters or issubclass(found, DatasetFolder)
+    return given | ({"loader": _Original} if has_loader else {})
 
 
 def _files(arguments: dict[str, Any]) -> list[str]:
@@ -164,7 +157,6 @@ class TorchvisionStream:
             self._require_kind(config)
         settings = config.model_dump(mode="json", exclude={"weight", "download", "pickles", "templates"})
         stamps = stamp(_files(arguments))
-        self._stamps = {path: state for path, *state in stamps}
         files = checksum(f"{torchvision.__version__} {stamps}".encode())
         self.identity: dict[str, Any] = {**settings, "files": files}
         size = sum(size for _, size, _ in stamps) // max(self._count, 1)
@@ -178,41 +170,29 @@ class TorchvisionStream:
         """Yield the samples of a piece; see `Stream.read`."""
         first = piece * _PIECE_ROWS
         for index in range(first, min(first + _PIECE_ROWS, self._count)):
-            name = f"{self._name}: row {index}"
-            try:
-                with name_errors(f"{name}{_UNREADABLE}", "unreadable sample"):
-                    image, target = self._data[index]
-                captions, label = self._target(target, name)
-                yield StreamSample(index, RawSample(self._image(image, name), captions, label))
-            except StorageError:
-                raise
-            except DataError as error:
-                yield StreamSample(index, error)
+            yield StreamSample(index, read_or_error(f"{self._name}: row {index}", partial(self._read, index)))
 
-    def _image(self, image: Any, name: str) -> bytes:
-        """Return the bytes of a file that is unchanged, or the image as PNG, which loses nothing."""
-        if not isinstance(image, _Original):
-            return _encode_png(image, name)
-        path = os.path.abspath(image.path)
-        if path not in self._stamps:
-            raise DataError(f"{name}: {path} was not there when the files were listed", "missing member")
-        if stamp([path]) != [[path, *self._stamps[path]]]:
-            raise StorageError(f"{name}: {path} has changed since it was listed; start the run again", "changed file")
-        return read_image(Path(path), name)
+    def _read(self, index: int) -> RawSample:
+        with name_errors("cannot be read by torchvision", "unreadable sample"):
+            image, target = self._data[index]
+        captions, label = self._target(target)
+        # A file that is unchanged, or PNG, which loses nothing.
+        data = read_image(image.path, str(image.path)) if isinstance(image, _Original) else _encode_png(image)
+        return RawSample(data, captions, label)
 
-    def _target(self, target: Any, name: str) -> tuple[tuple[str, ...], int]:
+    def _target(self, target: Any) -> tuple[tuple[str, ...], int]:
         """Return captions and label."""
         label = _integer(target)
         if label is None:
             try:
-                captions = find_texts(target)
+                texts = find_texts(target)
             except ValueError:
                 what = f"its target is a {type(target).__name__}; expected a class number or captions"
-                raise DataError(f"{name}: {what}", "no caption") from None
-            return require_usable(captions, name), -1
+                raise DataError(what, "no caption") from None
+            return require_usable(texts), -1
         if not 0 <= label < len(self.classnames):
             last = len(self.classnames) - 1
-            raise DataError(f"{name}: class {label}; expected a class number, 0 to {last}", "class number")
+            raise DataError(f"class {label}; expected a class number, 0 to {last}", "class number")
         return (), label
 
     def _require_kind(self, config: TorchvisionConfig) -> None:
@@ -223,14 +203,14 @@ class TorchvisionStream:
         if len(values) != 2 or not isinstance(values[0], (Image.Image, Tensor, _Original)):
             what = ", ".join(type(each).__name__ for each in values)
             raise DataError(f"{self._name}: its samples are {what}; expected an image, and a class number or captions")
-        if _integer(values[1]) is not None:
-            if not self.classnames:
-                raise ConfigError(f"classnames: missing; {config.name} does not have the names of its classes")
-        elif config.classnames:
-            raise ConfigError(f"classnames: set, and the samples of {config.name} have no class numbers")
-        else:
+        if _integer(values[1]) is None:
+            if config.classnames:
+                raise ConfigError(f"classnames: set, and the samples of {config.name} have no class numbers")
             self.classnames, self.has_prompts = (), False
-        self._target(values[1], f"{self._name}: row 0")
+        elif not self.classnames:
+            raise ConfigError(f"classnames: missing; {config.name} does not have the names of its classes")
+        with name_sample(f"{self._name}: row 0"):
+            self._target(values[1])
 
 
 def _integer(value: Any) -> int | None:
@@ -246,12 +226,11 @@ def _class_names(data: Any) -> tuple[str, ...]:
     return tuple(names) if all(isinstance(name, str) for name in names) else ()
 
 
-def _encode_png(image: Any, name: str) -> bytes:
+def _encode_png(image: Any) -> bytes:
     if isinstance(image, Tensor):
         if image.ndim != 3 or image.dtype != torch.uint8:
-            raise DataError(
-                f"{name}: image is {image.dtype} of shape {tuple(image.shape)}; expected uint8 (C, H, W)", "image type"
-            )
+            what = f"image is {image.dtype} of shape {tuple(image.shape)}; expected uint8 (C, H, W)"
+            raise DataError(what, "image type")
         image = Image.fromarray(image.permute(1, 2, 0).squeeze(2 if image.shape[0] == 1 else ()).numpy())
     stream = io.BytesIO()
     image.save(stream, "PNG", compress_level=1)
