@@ -55,15 +55,14 @@ def details(thumbnail: bytes | None = PNG.getvalue()) -> Details:
         codebooks=(Codebook(name=EVIL, size=64), Codebook(name="codebook 2", size=64)),
         all_codebooks=2,
         grid=(2, 2),
-        maps=(CodeMap(image=shown(thumbnail), ids=((1, 2), (3, 4), (5, -1), (7, 8))),),
+        maps=(CodeMap(image=shown(thumbnail), panels=(PNG.getvalue(), b"<svg onload=x0x()>")),),
         looked_at=9,
-        galleries=(Gallery(codebook=0, code=3, images=4, patches=(PNG.getvalue(), b"<svg onload=x0x()>")),),
+        galleries=(Gallery(codebook=EVIL, code=3, images=4, patches=(PNG.getvalue(), b"<svg onload=x0x()>")),),
     )
     decoded = DecodedImage(
         label=EVIL, bits=9, figures={EVIL: 1.0, "psnr": 1e6}, image=thumbnail, difference=b"<svg onload=x0x()>"
     )
     return Details(
-        samples=9,
         intervals={"codes_only": {"i2t_r1": (0.4, 0.6)}},
         examples=tuple(
             Examples(direction=way, hits=(example,), misses=(example,)) for way in ("image_to_text", "text_to_image")
@@ -244,11 +243,9 @@ FORGED: list[tuple[tuple[str | int, ...], Any]] = [
     (("result", "details", "confusions", 0, "images"), HUGE),
     (("result", "details", "codes", "looked_at"), HUGE),
     (("result", "details", "codes", "codebooks", 0, "size"), HUGE),
-    (("result", "details", "codes", "maps", 0, "ids", 0, 0), HUGE),
     (("result", "details", "codes", "galleries", 0, "code"), HUGE),
     (("result", "details", "reconstructions", 0, "decoded", 0, "bits"), HUGE),
     (("result", "details", "reconstructions", 0, "decoded", 0, "figures", "psnr"), HUGE),
-    (("result", "details", "samples"), -1),
     (("result", "details", "intervals", "codes_only", "i2t_r1"), [0, 2]),
     (("result", "details", "intervals", "codes_only", "i2t_r1"), ["0", "1"]),
     (("result", "details", "examples", 0, "direction"), "sideways"),
@@ -271,7 +268,8 @@ def test_stored_values_beyond_their_limits_are_refused(tmp_path, place, value):
     inner[place[-1]] = value
     file.write_text(json.dumps(body))
     text = require_harmless(write_report(folder).read_text()).text
-    assert place == ("result", "samples") or ("cannot be read" in text and ".".join(map(str, place)) in text)
+    assert "cannot be read" in text
+    assert ".".join(map(str, place)) in text
 
 
 def test_forged_settings(tmp_path):

@@ -20,7 +20,6 @@ from vqclip.evaluation import PrefixResult, Result
 from vqclip.io.atomic import write_text
 from vqclip.report import write_comparison, write_report
 from vqclip.report.frontier import format_points, measure, points_csv, points_page
-from vqclip.report.images import find_grid
 from vqclip.report.page import search_page
 from vqclip.report.run_files import read_run
 from vqclip.search.scan import Hit
@@ -148,11 +147,6 @@ def test_quality_of_images_is_not_in_percent(tmp_path):
     assert "decoded (codes only): from 0.8 to 0.8 SSIM" in labels
     assert "transformer pixel decoder for the ids of runs/base/tokenizer" in found.text
     assert "PSNR (dB) 21" not in found.text  # no row among the rates
-
-
-@pytest.mark.parametrize(("tokens", "grid"), [(16, (4, 4)), (12, (3, 4)), (7, (1, 7)), (1, (1, 1)), (0, (1, 1))])
-def test_tokens_fill_a_grid(tokens, grid):
-    assert find_grid(tokens) == grid
 
 
 def test_pages_of_a_search_escape_all_text():

@@ -8,7 +8,7 @@ from tqdm import tqdm
 from vqclip.runlog import console
 from vqclip.runlog.bar import ProgressBar
 from vqclip.runlog.console import fit_lines, log_to_stderr
-from vqclip.runlog.health import codebook_names, least_used
+from vqclip.runlog.health import CODED, read_codebooks
 
 FIGURES = {"loss/total": 12.3456, "images_per_second": 12345.6, "data_wait": 0.27, "image/usage": 0.4}
 FIGURES |= {"image/usage_if_uniform": 0.9, "image/tokens": 64.0, "image/perplexity": 30.0}
@@ -61,10 +61,10 @@ def test_codebooks_of_stages_count_and_the_means_of_a_stage_do_not():
     figures = {"image/usage": 0.1, "image/0/usage": 0.15, "image/0/0/usage": 0.2, "image/0/1/usage": 0.1}
     figures |= {"image/1/usage": 0.5, "image/0/usage_if_uniform": 0.4, "image/1/usage_if_uniform": 1.0, "loss/0/x": 1.0}
     figures |= dict.fromkeys(("image/tokens", *(name.replace("usage", "perplexity") for name in figures)), 9.0)
-    assert codebook_names(figures, "image") == ["image/0/0", "image/0/1", "image/1"]
-    least = least_used(figures)
-    assert (least.share, least.modality, least.number) == (0.25, "image", "0/1")
-    assert least_used({"loss/total": 1.0}) is None
+    found = read_codebooks(figures, dict.fromkeys(CODED, 0))
+    assert [(each.name, each.share, each.number) for each in found] == [
+        ("image/0/0", 0.5, "0/0"), ("image/0/1", 0.25, "0/1"), ("image/1", 0.5, "1")
+    ]  # fmt: skip
 
 
 WORDS = " ".join(["word"] * 30)

@@ -113,12 +113,6 @@ def test_lines_of_a_step_are_merged_and_numbers_that_are_not_finite_are_floats(t
     assert found.evaluations == {1: {"n": 1.0}}
 
 
-def test_lines_of_a_run_before_it_was_resumed_are_dropped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    write_lines(path, [{"step": step, "a": value} for step, value in ((1, 1), (2, 1), (3, 1), (2, 5), (3, 6))])
-    assert read_curves(path).get("a") == ([1, 2, 3], [1, 5, 6])
-
-
 def test_damaged_lines_are_counted_and_a_line_in_the_making_is_not(tmp_path):
     path = tmp_path / "metrics.jsonl"
     good = json.dumps({"step": 1, "a": 1}).encode()
@@ -160,6 +154,7 @@ def test_sampling_finds_what_reading_every_line_finds(tmp_path, monkeypatch):
 
 def test_a_line_of_any_length_costs_little_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(runlog_metrics, "MAX_LINE", 100)
+    monkeypatch.setattr(runlog_metrics, "SMALL_BYTES", 0)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "a": 1}\n' + b"x" * 10_000 + b"\n" + b'{"step": 2, "a": 1}\n')
     found = read_curves(path)

@@ -17,8 +17,8 @@ from vqclip.data import mask_credentials
 from vqclip.data.sources.class_names import DEFAULT_TEMPLATE
 from vqclip.demo.answers import Answers, Coded
 from vqclip.errors import ConfigError, VqclipError, import_extra, printable
-from vqclip.evaluation.image_details import codebook_names, token_grid
-from vqclip.report.images import draw_map, find_grid
+from vqclip.evaluation.details import draw_map, find_grid
+from vqclip.evaluation.image_details import codebook_names
 
 T = TypeVar("T")
 _CSS = """
@@ -54,7 +54,7 @@ def build_page(folder: str, answers: Answers) -> Any:
         tokens, codebooks = coded.ids.shape
         bits = tokens * answers.image.quantizer.bits
         cost = f"{tokens} tokens x {codebooks} codebooks: {bits:,.0f} bits; the file has {8 * len(data):,}"
-        names, columns = codebook_names(answers.image.quantizer), (token_grid(answers.image) or find_grid(tokens))[1]
+        names, columns = codebook_names(answers.image.quantizer), find_grid(tokens)[1]
         maps = [(_picture(pixels), "the image")]
         for codebook, name in enumerate(names[:_MAPS]):
             drawn = draw_map(coded.ids[:, codebook].tolist(), columns)

@@ -7,7 +7,10 @@ Shapes: N tokens of an image, C codebooks, K classes.
 
 from __future__ import annotations
 
+import colorsys
 import io
+import math
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torchvision.transforms.v2.functional as F
@@ -37,6 +40,8 @@ MAX_CODEBOOKS = 16
 """Largest number of codebooks in code maps and galleries: the first ones."""
 DIFFERENCE_GAIN = 4
 """Factor of the differences of reconstructions."""
+_GOLDEN, _PLASTIC = 0.6180339887, 0.7548776662
+"""Multiples of these, modulo 1, spread evenly: codes with near numbers get colours that differ."""
 
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Mode = Text
@@ -172,18 +177,15 @@ class CodeMap(Part):
     """Codes of one image."""
 
     image: ShownImage
-    ids: Annotated[
-        tuple[Annotated[tuple[Annotated[Id, Field(ge=-1)], ...], Field(max_length=MAX_CODEBOOKS)], ...],
-        Field(max_length=1 << 14),
-    ]
-    """N × `codebooks` ids, -1 where absent; with a grid, row by row."""
+    panels: Annotated[tuple[Thumbnail, ...], Field(max_length=MAX_CODEBOOKS)]
+    """A map of each codebook of `Codes.codebooks`, from `draw_map`."""
 
 
 class Gallery(Part):
     """Patches that share a code."""
 
-    codebook: Count
-    """Number of the codebook in `Codes.codebooks`."""
+    codebook: Text
+    """Name of the codebook."""
     code: Annotated[Id, Field(ge=0)]
     """The id."""
     images: Count
@@ -200,7 +202,7 @@ class Codes(Part):
     all_codebooks: Count
     """C, number of all codebooks."""
     grid: tuple[Annotated[int, Field(ge=1, le=1 << 14)], Annotated[int, Field(ge=1, le=1 << 14)]] | None
-    """Rows and columns of tokens; None if tokens have no place in the image."""
+    """Rows and columns of tokens; None if tokens have no place in the image: a map shows them in their order."""
     maps: Annotated[tuple[CodeMap, ...], Field(max_length=32)]
     """Images with their codes, evenly spread over the set."""
     looked_at: Count
@@ -235,8 +237,6 @@ class Reconstruction(Part):
 class Details(Part):
     """Everything that a report needs of an evaluation beside `Result.figures`."""
 
-    samples: Count
-    """Images."""
     intervals: dict[Mode, dict[Text, Interval]]
     """Mode → figure → 95 % confidence interval; see `vqclip.evaluation.intervals`."""
     examples: Annotated[tuple[Examples, ...], Field(max_length=2)] = ()
@@ -296,25 +296,56 @@ def thumbnail(pixels: Tensor, side: int) -> bytes | None:
     if longest > side:
         size = [max(1, round(edge * side / longest)) for edge in pixels.shape[1:]]
         pixels = F.resize(pixels, size, antialias=True)
-    return _encode(pixels, "JPEG", quality=85)
+    return _encode(F.to_pil_image(pixels), "JPEG", quality=85)
 
 
 def patch(pixels: Tensor, side: int) -> bytes | None:
     """Return ``(3, H, W)`` uint8 as a PNG of at most ``side`` pixels; None if that is too large a file."""
-    return _encode(_shrink_square(pixels, side), "PNG", compress_level=1)
+    return _encode(F.to_pil_image(_shrink_square(pixels, side)), "PNG", compress_level=1)
 
 
 def exact_thumbnail(pixels: Tensor, side: int) -> bytes | None:
     """Return ``(3, S, S)`` uint8 of at most ``side`` pixels as a PNG, or as a JPEG where that is too large a file."""
-    pixels = _shrink_square(pixels, side)
-    return _encode(pixels, "PNG", optimize=True) or _encode(pixels, "JPEG", quality=92)
+    image = F.to_pil_image(_shrink_square(pixels, side))
+    return _encode(image, "PNG", optimize=True) or _encode(image, "JPEG", quality=92)
+
+
+def code_map(codes: Sequence[int], columns: int) -> bytes | None:
+    """Return `draw_map` as a PNG; None if that is too large a file."""
+    return _encode(draw_map(codes, columns), "PNG", compress_level=1)
+
+
+def draw_map(codes: Sequence[int], columns: int) -> Image.Image:
+    """Return an image with a pixel for each token, row by row, in the colour of its code; -1 is transparent.
+
+    A code always has the same colour, distinct from those of the codes near it.
+    """
+    rows = -(-len(codes) // columns)
+    image = Image.new("RGBA", (columns, rows))
+    image.putdata([_colour(code) for code in codes] + [_colour(-1)] * (rows * columns - len(codes)))
+    return image
+
+
+def _colour(code: int) -> tuple[int, int, int, int]:
+    if code < 0:
+        return 0, 0, 0, 0
+    hue, shade = code * _GOLDEN % 1, code * _PLASTIC % 1
+    rgb = colorsys.hls_to_rgb(hue, 0.38 + 0.32 * shade, 0.45 + 0.4 * (code * _GOLDEN * _PLASTIC % 1))
+    red, green, blue = (round(255 * each) for each in rgb)
+    return red, green, blue, 255
+
+
+def find_grid(tokens: int) -> tuple[int, int]:
+    """Return rows and columns of N tokens: a square where they fill one, else as nearly square as they divide."""
+    rows = next(rows for rows in range(math.isqrt(max(1, tokens)), 0, -1) if tokens % rows == 0)
+    return rows, max(1, tokens) // rows
 
 
 def _shrink_square(pixels: Tensor, side: int) -> Tensor:
     return F.resize(pixels, [side, side], antialias=True) if max(pixels.shape[1:]) > side else pixels
 
 
-def _encode(pixels: Tensor, kind: str, **options: int) -> bytes | None:
+def _encode(image: Image.Image, kind: str, **options: int) -> bytes | None:
     file = io.BytesIO()
-    Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(file, kind, **options)
+    image.save(file, kind, **options)
     return file.getvalue() if file.tell() <= MAX_THUMBNAIL_BYTES else None

@@ -34,6 +34,8 @@ from vqclip.evaluation.details import (
     Reconstruction,
     ShownImage,
     clip_text,
+    code_map,
+    find_grid,
     patch,
 )
 from vqclip.evaluation.encode import Encoded, Encoder, load_ids
@@ -174,30 +176,33 @@ class ImageDetails:
         rows = spread(len(self._texts), _looked_at(self.config))
         if self._ids is None or not rows or self._tokenizer.has_shapes:
             return None
-        names, grid = codebook_names(self._tokenizer.quantizer), token_grid(self._tokenizer)
-        codebooks = zip(names, self._tokenizer.codebook_sizes, strict=True)
-        maps = [rows[place] for place in spread(len(rows), self.config.code_maps)]
+        every, grid = codebook_names(self._tokenizer.quantizer), token_grid(self._tokenizer)
+        names, sizes, columns = every[:MAX_CODEBOOKS], self._tokenizer.codebook_sizes, find_grid(len(self._ids[0]))[1]
+        maps = []
+        for row in (rows[place] for place in spread(len(rows), self.config.code_maps)):
+            panels = [code_map(ids, columns) for ids in self._ids[row].T[: len(names)].tolist()]
+            if columns > 1 and None not in panels:
+                maps.append(CodeMap(image=self.image(row), panels=tuple(each for each in panels if each is not None)))
         return Codes(
-            codebooks=tuple(Codebook(name=name, size=size) for name, size in list(codebooks)[:MAX_CODEBOOKS]),
-            all_codebooks=len(names),
+            codebooks=tuple(Codebook(name=name, size=size) for name, size in zip(names, sizes, strict=False)),
+            all_codebooks=len(every),
             grid=grid,
-            maps=tuple(
-                CodeMap(image=self.image(row), ids=tuple(map(tuple, self._ids[row][:, :MAX_CODEBOOKS].tolist())))
-                for row in maps
-            ),
+            maps=tuple(maps),
             looked_at=len(rows),
-            galleries=() if grid is None or not self.config.gallery_codes else tuple(self._galleries(rows, grid)),
+            galleries=()
+            if grid is None or not self.config.gallery_codes
+            else tuple(self._galleries(rows, names, grid)),
         )
 
-    def _galleries(self, rows: list[int], grid: tuple[int, int]) -> list[Gallery]:
+    def _galleries(self, rows: list[int], names: list[str], grid: tuple[int, int]) -> list[Gallery]:
         """Return the codes in the most images of ``rows``, with the patches of their tokens."""
         config, ids, found = self.config, self._ids_of(rows), list[Gallery]()
-        for codebook in range(min(ids.shape[-1], config.gallery_codebooks)):
-            for code, images, places in shared_codes(ids[..., codebook], config.gallery_codes, config.gallery_patches):
+        for number, name in enumerate(names[: config.gallery_codebooks]):
+            for code, images, places in shared_codes(ids[..., number], config.gallery_codes, config.gallery_patches):
                 seen = [(self._reader.pixels(int(self._images.indices[rows[row]])), token) for row, token in places]
                 cut = [patch(_cut(each, grid, token), config.thumbnail) for each, token in seen if each is not None]
-                kept = tuple(each for each in cut if each is not None)
-                found.append(Gallery(codebook=codebook, code=code, images=images, patches=kept))
+                if kept := tuple(each for each in cut if each is not None):
+                    found.append(Gallery(codebook=name, code=code, images=images, patches=kept))
         return found
 
     def reconstructions(self) -> tuple[Reconstruction, ...]:

@@ -138,7 +138,7 @@ class PixelQualityConfig(ImagesConfig):
 
         def details(maker: ImageDetails) -> Details:
             shown = maker.reconstructions()
-            return Details(samples=len(images.annotations), intervals=intervals, reconstructions=shown)
+            return Details(intervals=intervals, reconstructions=shown)
 
         chances = {} if meaning is None else meaning.chance
         shape = "shorter side resized, centre cropped" if preprocess.mode == "crop" else "both sides resized"

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from vqclip.data import mask_credentials
 from vqclip.errors import CheckpointError, encodable
-from vqclip.evaluation.details import Details, Interval, Part
+from vqclip.evaluation.details import Count, Details, Interval, Part
 from vqclip.evaluation.encode import MODES, CodeUsage, Encoded, Mode
 from vqclip.io.atomic import write_file, write_text
 from vqclip.io.json_files import MAX_PLAIN_BYTES, read_plain
@@ -86,11 +86,11 @@ class Result:
     """Mode (`continuous`, `quantized`, `codes_only`) → figure (`top1`, `i2t_r5`, ...) → rate; None: see `notes`."""
     chance: dict[str, float]
     """Figure → its expectation for random embeddings; the quality of images has none."""
-    samples: int
+    samples: Count
     """Number of images."""
-    classes: int | None
+    classes: Count | None
     """Number of classes; None for retrieval."""
-    captions: int
+    captions: Count
     """Number of texts: captions, or class prompts."""
     usage: dict[str, CodeUsage | None]
     """Modality (`image`, `text`) → use of its codebooks over the whole set; None if it has no codes."""

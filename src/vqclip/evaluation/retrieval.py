@@ -123,7 +123,7 @@ def _details(
     """Return the details on rank 0, if the encoder makes them; every rank must call this."""
 
     def make(maker: ImageDetails) -> Details:
-        details = Details(samples=len(counts), intervals=_intervals(ranks, counts), codes=maker.codes())
+        details = Details(intervals=_intervals(ranks, counts), codes=maker.codes())
         if "codes_only" not in ranks:
             return details
         examples = _examples(maker, images, text, counts, ranks["codes_only"])

@@ -179,7 +179,6 @@ def class_details(
     """
     hits, codes = {mode: each.hits for mode, each in found.items()}, found.get("codes_only")
     return Details(
-        samples=len(images.labels),
         intervals=class_intervals(figures, hits, images.labels),
         classes=class_accuracies(names, images.labels, {mode: hits[mode][0] for mode in MODES if mode in hits}),
         confusions=() if codes is None else largest_confusions(names, images.labels, codes.predicted),

@@ -1,7 +1,6 @@
 """The page of a run, ``report.html``: figures, curves, codes on images, and a verdict in plain words.
 
 After `vqclip.runlog`, whose files it reads; before `vqclip.train`, which writes the page at every evaluation.
-`vqclip.demo` draws its code maps with `vqclip.report.images`.
 """
 
 from vqclip.report.page import REPORT_FILE, write_comparison, write_report

@@ -8,10 +8,10 @@ from typing import Any
 
 from vqclip.config.messages import show
 from vqclip.errors import ConfigError
-from vqclip.evaluation.tables import figure_title
+from vqclip.evaluation import Result
 from vqclip.report.model_words import describe_state
 from vqclip.report.plot import PERCENT, Chart, Curve, line_chart
-from vqclip.report.run_files import RunFiles, Task, newest_tasks
+from vqclip.report.run_files import RunFiles, figure_rows, newest_results
 from vqclip.report.verdict import Verdict, judge
 
 MAX_RUNS = 8
@@ -42,7 +42,7 @@ class ComparedRun:
     label: str
     step: int
     """Step of its newest evaluation."""
-    tasks: dict[str, Task]
+    results: list[Result]
     verdict: Verdict
     state: str
 
@@ -57,10 +57,9 @@ def compare(runs: Sequence[RunFiles]) -> list[ComparedRun]:
         raise ConfigError(f"got {len(runs)} runs; a page compares at most {MAX_RUNS}")
     names, compared = [run.name for run in runs], []
     for run in runs:
-        step, tasks = newest_tasks(run)
+        step, results = newest_results(run)
         label = run.name if names.count(run.name) == 1 else f"{run.name} ({run.folder})"
-        by_name = {task.name: task for task in tasks}
-        compared.append(ComparedRun(run, label, step, by_name, judge(run, tasks), describe_state(run)))
+        compared.append(ComparedRun(run, label, step, results, judge(run, results), describe_state(run)))
     return compared
 
 
@@ -81,13 +80,16 @@ def differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
 
 def figures(runs: Sequence[ComparedRun]) -> list[tuple[str, str, list[tuple[float | None, Any]], float | None]]:
     """Return task, figure, rate and interval of each run (codes only where there are codes), and chance."""
-    known = [{(task.name, row.figure): row for task in run.tasks.values() for row in task.rows} for run in runs]
+    known = [{(each.name, row.title): row for each in run.results for row in figure_rows(each)} for run in runs]
     found = []
-    for key in list(dict.fromkeys(key for each in known for key in each))[:100]:
-        rows = [each.get(key) for each in known]
+    for name, title in list(dict.fromkeys(key for each in known for key in each))[:100]:
+        rows = [each.get((name, title)) for each in known]
         chances = [row.chance for row in rows if row is not None and row.chance is not None]
-        rates: list[tuple[float | None, Any]] = [(None, None) if row is None else row.used for row in rows]
-        found.append((key[0], figure_title(key[1]), rates, chances[0] if chances else None))
+        rates: list[tuple[float | None, Any]] = [
+            (None, None) if row is None else (row.rates[mode := [*row.rates][-1]], row.intervals.get(mode))
+            for row in rows
+        ]
+        found.append((name, title, rates, chances[0] if chances else None))
     return found
 
 

@@ -14,15 +14,16 @@ from markupsafe import Markup
 
 import vqclip
 from vqclip.errors import ConfigError, printable
-from vqclip.evaluation.details import DIFFERENCE_GAIN
+from vqclip.evaluation import Result
+from vqclip.evaluation.details import DIFFERENCE_GAIN, thumbnail
 from vqclip.evaluation.reconstructions import Reconstructions
 from vqclip.evaluation.tables import MODE_TITLES, figure_title
 from vqclip.io.atomic import write_text
 from vqclip.report import comparison, run_charts
-from vqclip.report.images import image_uri, thumbnail_uri
+from vqclip.report.images import image_uri
 from vqclip.report.model_words import describe_data, describe_model, describe_progress, describe_state
 from vqclip.report.plot import Curve, compact, line_chart, plain
-from vqclip.report.run_files import MAX_FIGURES, RunFiles, newest_tasks, number_at, read_run
+from vqclip.report.run_files import MAX_FIGURES, RunFiles, figure_rows, newest_results, number_at, read_run
 from vqclip.report.verdict import judge
 from vqclip.runlog.health import CODED
 
@@ -33,6 +34,10 @@ REPORT_FILE = "report.html"
 """Name of the page in the folder of a run."""
 LARGE = 112
 """Pixels from which on reconstructions are shown larger."""
+MAX_MAPS = 8
+"""Images with code maps."""
+SHOWN_CLASSES = 12
+"""Classes that are shown at once; the others are folded away."""
 
 
 def write_report(folder: Path | str, output: Path | str | None = None) -> Path:
@@ -84,7 +89,7 @@ def write_comparison(folders: Sequence[Path | str], output: Path | str) -> Path:
 
 def render_run(run: RunFiles) -> str:
     """Return the page of a run as HTML."""
-    step, tasks = newest_tasks(run)
+    step, tasks = newest_results(run)
     verdict = judge(run, tasks)
     charts = {
         "pixels": [(task, run_charts.pixel_chart(task)) for task in tasks if task.pixels],
@@ -92,7 +97,8 @@ def render_run(run: RunFiles) -> str:
         "evaluations": run_charts.evaluation_charts(run.curves),
         "codebooks": run_charts.codebook_charts(run.curves, verdict.codebooks),
     }
-    coded = [(task, task.details.codes) for task in tasks if task.details is not None and task.details.codes]
+    coded = [(task.name, task.details.codes) for task in tasks if task.details is not None and task.details.codes]
+    name, codes = coded[0] if coded else ("", None)  # one set of images shows enough
     codebooks = {
         modality: [(each, run.curves.latest.get(f"{each.name}/bits_used")) for each in found[: run_charts.MAX_ROWS]]
         for modality in CODED
@@ -115,7 +121,8 @@ def render_run(run: RunFiles) -> str:
         charts=charts,
         evaluated=step,
         tasks=tasks,
-        coded=coded[0] if coded else None,  # one set of images shows enough
+        coded=name,
+        codes=codes,
         codebooks=codebooks,
         commands=commands,
     )
@@ -168,7 +175,7 @@ def search_page(title: str, hits: Sequence[Hit], notes: str = "") -> str:
     """
     title, notes = (printable(each, one_line=True) for each in (title, notes))
     rows = [
-        (printable(hit.name, one_line=True), hit.score, None if hit.picture is None else thumbnail_uri(hit.picture))
+        (printable(hit.name, one_line=True), hit.score, None if hit.picture is None else thumbnail(hit.picture, 160))
         for hit in hits
     ]
     return render("search.html", title=title, notes=notes, hits=rows)
@@ -187,9 +194,11 @@ def _environment() -> Environment:
     )
     templates.globals |= {
         "MAX_FIGURES": MAX_FIGURES,
-        "SHOWN_CLASSES": run_charts.SHOWN_CLASSES,
-        "code_maps": run_charts.code_maps,
-        "galleries": run_charts.galleries,
+        "MAX_MAPS": MAX_MAPS,
+        "SHOWN_CLASSES": SHOWN_CLASSES,
+        "rows": figure_rows,
+        "size": _size,
+        "zip": zip,
     }
     templates.filters |= {
         "image": image_uri,
@@ -200,6 +209,13 @@ def _environment() -> Environment:
         "title": figure_title,
     }
     return templates
+
+
+def _size(result: Result) -> str:
+    """Return the number of images, classes and captions in words; empty if unknown."""
+    captions = None if result.classes is not None else result.captions
+    parts = {"images": result.samples, "classes": result.classes, "captions": captions}
+    return ", ".join(f"{number:,} {what}" for what, number in parts.items() if number is not None and result.samples)
 
 
 def _finalize(value: Any) -> Any:

@@ -6,14 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from markupsafe import Markup
-
-from vqclip.evaluation.details import Codes, Gallery, ShownImage
+from vqclip.evaluation import Result
 from vqclip.evaluation.pixel_methods import CODES
 from vqclip.evaluation.tables import MODE_TITLES, figure_title
-from vqclip.report.images import draw_map, find_grid, png_uri
 from vqclip.report.plot import PERCENT, Chart, Curve, heat_map, line_chart
-from vqclip.report.run_files import MAX_FIGURES, Task, split_names
+from vqclip.report.run_files import MAX_FIGURES, split_names
 from vqclip.runlog.health import CODED, Codebook
 from vqclip.runlog.metrics import Curves
 
@@ -22,12 +19,6 @@ FEW_CODEBOOKS = 4
 """Codebooks up to which each has a curve; more are a heat map."""
 MAX_ROWS = 256
 """Codebooks in a heat map: the first ones."""
-MAX_MAPS = 8
-"""Images with code maps."""
-MAX_MAP_TOKENS = 4096
-"""Tokens of an image with code maps."""
-SHOWN_CLASSES = 12
-"""Classes that are shown at once; the others are folded away."""
 _UNITS = {"psnr": "dB", "psnr_of_mse": "dB", "ssim": "SSIM"}
 """Units of figures other than rates."""
 
@@ -112,7 +103,7 @@ def evaluation_charts(curves: Curves) -> list[Chart]:
     return _not_empty(charts)
 
 
-def pixel_chart(task: Task) -> Chart | None:
+def pixel_chart(task: Result) -> Chart | None:
     """Return the PSNR of decoded ids and of codecs against bits; None for other tasks."""
     found: dict[str, list[tuple[float, float]]] = {}
     for row in task.pixels.rows[:MAX_FIGURES] if task.pixels else ():
@@ -121,28 +112,6 @@ def pixel_chart(task: Task) -> Chart | None:
             found.setdefault(kind, []).append((row.bits_per_image, row.figures["psnr"]))
     curves = [Curve(kind, *map(list, zip(*sorted(points), strict=True))) for kind, points in found.items()]
     return line_chart(f"{task.name}: PSNR against bits", curves, unit="dB", x_label="bits an image", marks=True)
-
-
-def code_maps(codes: Codes) -> list[tuple[ShownImage, list[Markup]]]:
-    """Return images, and for each the address of a map of each codebook."""
-    found = []
-    for each in codes.maps[:MAX_MAPS]:
-        tokens = each.ids[:MAX_MAP_TOKENS]
-        rows, columns = codes.grid or find_grid(len(tokens))
-        if len(tokens) == 1 or rows * columns != len(tokens) or any(len(ids) != len(codes.codebooks) for ids in tokens):
-            continue
-        maps = [draw_map([ids[c] for ids in tokens], columns) for c in range(len(codes.codebooks))]
-        found.append((each.image, [png_uri(image) for image in maps]))
-    return found
-
-
-def galleries(codes: Codes) -> list[tuple[str, list[Gallery]]]:
-    """Return the names of codebooks, and for each its codes with patches."""
-    found: dict[int, list[Gallery]] = {}
-    for gallery in codes.galleries:
-        if gallery.codebook < len(codes.codebooks) and gallery.patches:
-            found.setdefault(gallery.codebook, []).append(gallery)
-    return [(codes.codebooks[number].name, each) for number, each in found.items()]
 
 
 def _lines(title: str, curves: Curves, names: list[str], **options: Any) -> Chart | None:

@@ -1,55 +1,40 @@
 """Files of a run's folder, read for its page; every one may be missing, unfinished, damaged or forged.
 
-The newest evaluation is read from the stored details, or without them from the summary or the metrics.
+The newest evaluation is read from the stored details, or without them from the metrics.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import math
 import re
-from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from vqclip.checkpoint import checkpoints, step_of
 from vqclip.config.yaml import read_yaml
 from vqclip.errors import ConfigError, VqclipError
-from vqclip.evaluation import MODES, Details, Result, read_evaluation, stored_files
+from vqclip.evaluation import MODES, Result, read_evaluation, stored_files
 from vqclip.evaluation.pixels import QUALITY
-from vqclip.evaluation.results import FOLDER, PixelResult
+from vqclip.evaluation.results import FOLDER
 from vqclip.evaluation.tables import figure_title
-from vqclip.io.files import open_regular, read_bounded
+from vqclip.io.files import read_bounded
 from vqclip.io.json_files import read_json
-from vqclip.runlog.metrics import Curves, parse_line, read_curves, read_lines
+from vqclip.runlog.metrics import Curves, parse_line, read_curves
 
-MAX_RECORDS = 20
-"""Events and bad samples that a page lists: the newest."""
 MAX_RECORD_BYTES = 32 << 20
-"""Bytes at the beginning of their files that are read."""
+"""Bytes at the beginning of the files of events and bad samples that are read."""
 MAX_CONFIG_BYTES = 1 << 18
 MAX_TASKS = 50
 MAX_FIGURES = 40
 MAX_STORED_BYTES = 64 << 20
 """Bytes of stored evaluations that are read."""
-_RESULTS = TypeAdapter(list[Result])
-
-
-@dataclass
-class Records:
-    """Lines of ``events.jsonl`` or ``bad_samples.jsonl``."""
-
-    total: int = 0
-    """Lines that could be read."""
-    kinds: Counter[str] = field(default_factory=Counter)
-    """Kind → lines."""
-    first_step: int | None = None
-    newest: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS))
+_SHOWN = ("step", "event", "kind", "reason", "applied")
+"""Keys of events and bad samples that a page shows."""
 
 
 @dataclass
@@ -60,8 +45,9 @@ class RunFiles:
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
     curves: Curves = field(default_factory=Curves)
-    events: Records = field(default_factory=Records)
-    bad_samples: Records = field(default_factory=Records)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of ``events.jsonl``, without the samples."""
+    bad_samples: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     """Empty before the end of the run."""
     best: dict[str, Any] = field(default_factory=dict)
@@ -126,10 +112,10 @@ def read_run(folder: Path) -> RunFiles:
     for name in ("summary", "best", "stopped"):
         with naming(run, f"{name}.json"):
             setattr(run, name, read_json(folder / f"{name}.json")[0])
-    with naming(run, "events.jsonl"):
-        run.events = _read_records(folder / "events.jsonl", "event")
-    with naming(run, "bad_samples.jsonl"):
-        run.bad_samples = _read_records(folder / "bad_samples.jsonl", "kind")
+    for name in ("events", "bad_samples"):
+        with naming(run, f"{name}.jsonl"):
+            lines = map(parse_line, io.BytesIO(read_bounded(folder / f"{name}.jsonl", MAX_RECORD_BYTES)))
+            setattr(run, name, [{key: each.get(key) for key in _SHOWN} for each in lines if each is not None])
     with naming(run, "checkpoints"):
         run.checkpoints = sorted(step_of(path) for path in checkpoints(folder / "checkpoints"))
     return run
@@ -184,19 +170,6 @@ def naming(run: RunFiles, name: str, if_absent: str = "") -> Iterator[None]:
         run.missing.append(f"{name}: cannot be read ({_short(error)})")
 
 
-def _read_records(path: Path, kind: str) -> Records:
-    records = Records()
-    with open_regular(path) as file:
-        for line in read_lines(file, 0, min(file.seek(0, 2), MAX_RECORD_BYTES)):
-            if (entry := parse_line(line)) is not None:
-                records.total += 1
-                if len(records.kinds) < 100:
-                    records.kinds[str(entry.get(kind, "other"))[:100]] += 1
-                records.first_step = entry["step"] if records.first_step is None else records.first_step
-                records.newest.append(entry)
-    return records
-
-
 def _short(error: Exception) -> str:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return re.sub(r"\s+", " ", reason)[:300]
@@ -206,107 +179,52 @@ def _short(error: Exception) -> str:
 class FigureRow:
     """One figure of a task in three modes."""
 
-    figure: str
+    title: str
+    """Readable name of the figure."""
     rates: dict[str, float]
     """Mode → rate."""
     intervals: dict[str, tuple[float, float]]
     """Mode → 95 % interval."""
     chance: float | None
     """Rate of random embeddings; None if unknown."""
-    samples: int | None
-    """Number of images; None if unknown."""
-
-    @property
-    def title(self) -> str:
-        """Readable name of the figure."""
-        return figure_title(self.figure)
-
-    @property
-    def used(self) -> tuple[float, tuple[float, float] | None]:
-        """Rate and interval of the mode that is nearest to use: codes only, else quantized, else continuous."""
-        mode = next(mode for mode in reversed(MODES) if mode in self.rates)
-        return self.rates[mode], self.intervals.get(mode)
-
-    @property
-    def is_at_chance(self) -> bool:
-        """True if no mode is clearly above chance: three standard deviations, where the number of images is known."""
-        if self.chance is None:
-            return False
-        sigma = math.sqrt(self.chance * (1 - self.chance) / self.samples) if self.samples else 0.0
-        return max(self.rates.values()) <= self.chance + 3 * sigma
 
 
-@dataclass
-class Task:
-    """An evaluation of the newest step."""
-
-    name: str
-    samples: int | None = None
-    """Number of images."""
-    classes: int | None = None
-    captions: int | None = None
-    chance: dict[str, float] = field(default_factory=dict)
-    """Figure → rate of random embeddings."""
-    rates: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Mode → figure → rate."""
-    notes: list[str] = field(default_factory=list)
-    details: Details | None = None
-    pixels: PixelResult | None = None
-    """Ways to store an image, with their figures; None for tasks of other kinds than `pixels`."""
-
-    @property
-    def rows(self) -> list[FigureRow]:
-        """Its figures."""
-        names = list(dict.fromkeys(name for rates in self.rates.values() for name in rates))[:MAX_FIGURES]
-        intervals = {} if self.details is None else self.details.intervals
-        return [
-            FigureRow(
-                name,
-                {mode: rates[name] for mode, rates in self.rates.items() if name in rates},
-                {mode: ends[name] for mode, ends in intervals.items() if name in ends},
-                self.chance.get(name),
-                self.samples,
-            )
-            for name in names
-        ]
-
-    @property
-    def size(self) -> str:
-        """Number of images, classes and captions in words."""
-        parts = [(self.samples, "images"), (self.classes, "classes")]
-        parts += [(self.captions, "captions")] if self.classes is None else []
-        return ", ".join(f"{number:,} {what}" for number, what in parts if number is not None)
+def figure_rows(result: Result) -> list[FigureRow]:
+    """Return the rates of an evaluation whose numbers are possible; those of the result may be forged."""
+    rows: dict[str, FigureRow] = {}
+    for mode, figure, rate in ((m, name, x) for m in MODES for name, x in (result.figures.get(m) or {}).items()):
+        if not 0 <= rate <= 1 or figure in QUALITY or (figure not in rows and len(rows) >= MAX_FIGURES):
+            continue
+        chance = result.chance.get(figure, math.nan)
+        row = rows.setdefault(figure, FigureRow(figure_title(figure), {}, {}, chance if 0 <= chance <= 1 else None))
+        row.rates[mode] = rate
+        if result.details is not None and figure in (ends := result.details.intervals.get(mode, {})):
+            row.intervals[mode] = ends[figure]
+    return list(rows.values())
 
 
-def newest_tasks(run: RunFiles) -> tuple[int, list[Task]]:
-    """Return the step of the newest evaluation and its tasks; step 0 and none without one.
+def newest_results(run: RunFiles) -> tuple[int, list[Result]]:
+    """Return the step of the newest evaluation and its results; step 0 and none without one.
 
-    Stored evaluations have details; without them the summary and then the metrics are used.
+    Stored evaluations have details; without them those of the metrics are used, whose other fields are empty or those
+    of a stored evaluation of the same name.
     """
     stored = _read_stored(run)
     recorded, values = next(reversed(run.curves.evaluations.items()), (0, {}))
     step = max((step for step, _ in stored), default=0)
-    final = int(number_at(run.summary, "step") or run.done)
-    if stored and step >= (min(final, recorded) if run.is_finished else recorded):
-        return step, [task for each, task in stored if each == step]
-    try:
-        results = _RESULTS.validate_python(list_at(run.summary, "results")[:MAX_TASKS])
-    except ValidationError:
-        results = []
-        run.missing.append("summary.json: its results cannot be read")
-    summarised = [_make_task(each) for each in results]
-    if run.is_finished and summarised:
-        return final, summarised
-
-    known = {task.name: task for task in [*summarised, *(task for _, task in stored)]}
-    tasks: dict[str, Task] = {}
+    if stored and step >= (
+        min(int(number_at(run.summary, "step") or run.done), recorded) if run.is_finished else recorded
+    ):
+        return step, [result for each, result in stored if each == step]
+    known, blank = {result.name: result for _, result in stored}, Result("", "", {}, {}, 0, None, 0, {})
+    rates: dict[str, dict[str, dict[str, float]]] = {}
     for (name, mode, figure), rate in split_names(values).items():
-        if figure in QUALITY or not math.isfinite(rate) or (name not in tasks and len(tasks) >= MAX_TASKS):
-            continue
-        if name not in tasks:
-            tasks[name] = replace(known.get(name, Task(name)), rates={}, notes=[], details=None, pixels=None)
-        tasks[name].rates.setdefault(mode, {})[figure] = rate
-    return recorded, list(tasks.values())
+        rates.setdefault(name, {}).setdefault(mode, {})[figure] = rate
+    found = [
+        replace(known.get(name, blank), name=name, figures=dict(each), notes=[], details=None, pixels=None)
+        for name, each in list(rates.items())[:MAX_TASKS]
+    ]
+    return recorded, found
 
 
 def split_names(values: Mapping[str, float]) -> dict[tuple[str, str, str], float]:
@@ -315,8 +233,8 @@ def split_names(values: Mapping[str, float]) -> dict[tuple[str, str, str], float
     return {(task, mode, figure): value for (task, mode, figure), value in split.items() if mode in MODES}
 
 
-def _read_stored(run: RunFiles) -> list[tuple[int, Task]]:
-    """Return steps and tasks of the files in the folder ``report``."""
+def _read_stored(run: RunFiles) -> list[tuple[int, Result]]:
+    """Return steps and results of the files in the folder ``report``."""
     found = []
     remaining = MAX_STORED_BYTES
     for path in stored_files(run.folder)[:MAX_TASKS]:
@@ -326,23 +244,5 @@ def _read_stored(run: RunFiles) -> list[tuple[int, Task]]:
                 run.missing.append(f"{FOLDER}/: more than {MAX_STORED_BYTES:,} bytes; the rest is left out")
                 break
             stored = read_evaluation(path)
-            found.append((stored.step, _make_task(stored.result)))
+            found.append((stored.step, stored.result))
     return found
-
-
-def _make_task(result: Result) -> Task:
-    """Return a task whose numbers are possible; those of the result may be forged."""
-    counts = {key: getattr(result, key) for key in ("samples", "classes", "captions")}
-    return Task(
-        result.name,
-        chance=_rates(result.chance),
-        rates={mode: rates for mode in MODES if (rates := _rates(result.figures.get(mode) or {}))},
-        notes=[note[:500] for note in result.notes[:10]],
-        details=result.details,
-        pixels=result.pixels,
-        **{key: count for key, count in counts.items() if count is not None and 0 <= count < 2**53},
-    )
-
-
-def _rates(figures: Mapping[str, float]) -> dict[str, float]:
-    return {name: rate for name, rate in figures.items() if 0 <= rate <= 1 and name not in QUALITY}

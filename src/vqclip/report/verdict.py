@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from vqclip.evaluation import Result
 from vqclip.io.tensors import first_names
 from vqclip.losses import LossConfig
 from vqclip.report.model_words import codebook_size
-from vqclip.report.run_files import RunFiles, Task, number_at, text_at, value_at
+from vqclip.report.run_files import RunFiles, figure_rows, number_at, text_at, value_at
 from vqclip.runlog.health import (
     CODED,
     LEVELS,
@@ -50,43 +52,39 @@ class Verdict:
     """Codebooks of the newest report."""
 
 
-def judge(run: RunFiles, tasks: list[Task]) -> Verdict:
+def judge(run: RunFiles, results: list[Result]) -> Verdict:
     """Judge a run; its health as the run judged it while it trained.
 
     Args:
         run: its files.
-        tasks: its newest evaluation.
+        results: its newest evaluation.
     """
-    loss, chance = _progress(run)
-    collapse, divergence = (
-        _thresholds(run, "collapse", CollapseConfig),
-        _thresholds(run, "divergence", DivergenceConfig),
-    )
+    curves, (loss, chance) = run.curves, _progress(run)
+    collapse = _thresholds(run, "collapse", CollapseConfig)
+    divergence = _thresholds(run, "divergence", DivergenceConfig)
     quantizers = {"image": "model.image.quantizer", "text": "model.text.quantizer", "detail": "detail.quantizer"}
     sizes = {name: codebook_size(value_at(run.config, path)) for name, path in quantizers.items()}
     codes = {name: size for name, size in sizes.items() if size is not None}
     warmup = int(number_at(run.config, "optim.warmup_steps") or 0)
     every = max(1, int(number_at(run.config, "train.report_every") or 1))
     health = Health(collapse, divergence, loss, chance, codes, warmup, every, run.steps)
-    for step in sorted({*run.curves.steps, *run.curves.evaluations}):
-        if step in run.curves.steps:
-            health.add(step, run.curves.steps[step])
-        health.add_evaluation(step, run.curves.evaluations.get(step, {}))
+    for step in sorted({*curves.steps, *curves.evaluations}):
+        if step in curves.steps:
+            health.add(step, curves.steps[step])
+        health.add_evaluation(step, curves.evaluations.get(step, {}))
 
     rarely_used: list[Finding] = []
     if collapse is not None:
         rarely_used += _check_unused([each for each in health.codebooks if not collapse.has_collapsed(each)])
-    signs = [replace(each, text=f"{each.text}.", advice=f"{each.advice}.") for each in health.findings()]
-    found = [*_check_finite(run), *signs, *_check_samples(run), *rarely_used, *_check_rest(run, tasks)]
+    found = [*_check_finite(run), *health.findings(), *_check_samples(run), *rarely_used, *_check_rest(run, results)]
     found.sort(key=lambda finding: LEVELS.index(finding.level))
     ill = [finding for finding in found if finding.level in ("bad", "warn")]
     if ill:
         more = f" – and {len(ill) - 1} more" if len(ill) > 1 else ""
         return Verdict(ill[0].level, ill[0].title + more, found, health.codebooks)
-    if len(run.curves.steps) < 2:
+    if len(curves.steps) < 2:
         return Verdict("note", "Too early for a verdict", found, health.codebooks)
-    judged = {"collapse": collapse, "divergence": divergence}
-    told = " or ".join(name for name, config in judged.items() if config is not None)
+    told = " or ".join(name for name, given in (("collapse", collapse), ("divergence", divergence)) if given)
     title = f"No sign of {told}" if told else "Neither collapse nor divergence is looked for"
     healthy = Finding("good", title, _describe_progress(run, loss, chance, health.codebooks))
     return Verdict("good", "Healthy", [healthy, *found], health.codebooks)
@@ -131,12 +129,11 @@ def _describe_progress(run: RunFiles, loss: str, chance: float | str, codebooks:
 
 def _check_finite(run: RunFiles) -> Iterator[Finding]:
     """Find a loss or gradient that is not finite."""
-    events = run.events.kinds.get("nonfinite", 0)
+    events = [each for each in run.events if each["event"] == "nonfinite"]
     names = [name for name in ("loss/total", "grad_norm") if not math.isfinite(run.curves.latest.get(name, 0.0))]
     if not events and not names:
         return
-    found = [each for each in run.events.newest if each.get("event") == "nonfinite"]
-    newest: dict[str, Any] = found[-1] if found else {}
+    newest: dict[str, Any] = events[-1] if events else {}
     since = newest.get("step") or run.curves.last_step
     ended = not run.is_finished and run.done <= since
     advice = (
@@ -144,9 +141,9 @@ def _check_finite(run: RunFiles) -> Iterator[Finding]:
         "bf16. The samples of the step are in events.jsonl."
     )
     text = str(newest.get("reason") or f"{' and '.join(names)}: not finite after step {since:,}")[:500]
-    level: Level = "bad" if ended or names or events > 20 else "warn"
+    level: Level = "bad" if ended or names or len(events) > 20 else "warn"
     title = f"Diverged at step {since:,}: the loss or the gradient is not finite"
-    yield Finding(level, title, f"{text}. {events:,} steps of this kind.", advice)
+    yield Finding(level, title, f"{text}. {len(events):,} steps of this kind.", advice)
 
 
 def _check_unused(codebooks: list[Codebook]) -> Iterator[Finding]:
@@ -156,14 +153,14 @@ def _check_unused(codebooks: list[Codebook]) -> Iterator[Finding]:
         few = [each.name for each in every if each.usage < UNUSED * each.usage_if_uniform and each.tokens > 0]
         if few:
             text = f"Less than {_percent(UNUSED)} of what evenly used codes would show: {first_names(few, shown=20)}."
-            advice = f"Fewer codes do the same: a smaller codebook. {suggest_remedies(modality)}."
+            advice = f"Fewer codes do the same: a smaller codebook. {suggest_remedies(modality)}"
             yield Finding("warn", f"Hardly used: {len(few)} of {len(every)} {modality} codebooks", text, advice)
 
 
 def _check_samples(run: RunFiles) -> Iterator[Finding]:
     """Find bad samples, replaced by others."""
     latest = run.curves.latest
-    replaced = max(latest.get("data/replaced", 0.0), run.bad_samples.total, number_at(run.summary, "replaced") or 0)
+    replaced = max(latest.get("data/replaced", 0.0), len(run.bad_samples), number_at(run.summary, "replaced") or 0)
     if not math.isfinite(replaced) or replaced < 1:
         return
     shown = run.done * run.batch_size
@@ -174,7 +171,7 @@ def _check_samples(run: RunFiles) -> Iterator[Finding]:
         name.removeprefix(prefix).replace("_", " "): count
         for name, count in latest.items()
         if name.startswith(prefix) and math.isfinite(count)
-    } or dict(run.bad_samples.kinds)
+    } or Counter(str(each["kind"]) for each in run.bad_samples)
     most = sorted(kinds.items(), key=lambda each: -each[1])[:8]
     named = ", ".join(f"{count:,.0f} × {kind[:80]}" for kind, count in most)
     text = f"{replaced:,.0f} of {read:,.0f} samples read could not be used and were replaced by others: {named}."
@@ -186,10 +183,10 @@ def _check_samples(run: RunFiles) -> Iterator[Finding]:
         yield Finding("note", f"{replaced:,.0f} bad samples", text, advice)
 
 
-def _check_rest(run: RunFiles, tasks: list[Task]) -> Iterator[Finding]:
+def _check_rest(run: RunFiles, results: list[Result]) -> Iterator[Finding]:
     """Find evaluations at chance, waiting for data, steps with an unusually large loss, and captions that were cut."""
-    judged = [row for task in tasks for row in task.rows if row.chance is not None]
-    if judged and all(row.is_at_chance for row in judged):
+    rows = [(row, row.chance, each.samples) for each in results for row in figure_rows(each) if row.chance is not None]
+    if rows and all(max(row.rates.values()) <= chance + 3 * _sigma(chance, images) for row, chance, images in rows):
         text = "Every figure of the newest evaluation is that of random embeddings."
         yield Finding("warn", "No better than chance", text, "Train longer, or see the findings above.")
     waits = [value for value in run.curves.get("data_wait")[1] if math.isfinite(value)][-20:]
@@ -203,13 +200,18 @@ def _check_rest(run: RunFiles, tasks: list[Task]) -> Iterator[Finding]:
         text = f"It was {rates[-1]:.2g} at step {run.curves.last_step:,}, of at most {max(rates):.2g}."
         advice = "The last steps, in which it falls, give much of the quality: resume the run to its end."
         yield Finding("warn", "The learning rate never came down", text, advice)
-    if spikes := run.events.kinds.get("spike", 0):
-        text = f"First at step {run.events.first_step or 0:,}; the samples of each are in events.jsonl."
-        yield Finding("note", f"{spikes:,} steps with an unusually large loss", text)
+    if spikes := [each["step"] for each in run.events if each["event"] == "spike"]:
+        text = f"First at step {spikes[0]:,}; the samples of each are in events.jsonl."
+        yield Finding("note", f"{len(spikes):,} steps with an unusually large loss", text)
     shown, cut = number_at(run.summary, "captions.shown") or 0, number_at(run.summary, "captions.cut") or 0
     if shown > 0 and cut / shown >= 0.05:
         title = f"{_percent(cut / shown)} of the captions were cut"
         yield Finding("note", title, text_at(run.summary, "captions.told")[:500])
+
+
+def _sigma(rate: float, images: int) -> float:
+    """Return the standard deviation of a rate; 0 if the number of images is unknown."""
+    return math.sqrt(rate * (1 - rate) / images) if images else 0.0
 
 
 def _percent(share: float) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from tqdm import tqdm
 
 from vqclip.runlog.console import log_to_file
-from vqclip.runlog.health import least_used
+from vqclip.runlog.health import CODED, read_codebooks
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,8 @@ class ProgressBar:
             wait = f"{figures['data_wait']:.0%}"
             texts.append(f"{figures['images_per_second']:.0f} img/s")
             texts.append(f"{wait} waiting" if long else f"wait {wait}")
-        if (least := least_used(figures)) is not None:
+        if codebooks := read_codebooks(figures, dict.fromkeys(CODED, 0)):
+            least = min(codebooks, key=lambda each: each.share)
             share = f"{least.share:.0%}"
             which = f"{least.modality} {least.number}".rstrip()
             texts.append(f"codes {share} ({which})" if long else f"codes {share}")

@@ -6,12 +6,13 @@ however long the file is.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import mmap
+import operator
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ LAST_LINES = 120
 SMALL_BYTES = 2 << 20
 """Size up to which every line is read."""
 MAX_LINE = 1 << 18
-"""Longer lines count as damaged in `read_lines`."""
+"""Longer lines of a long file count as damaged."""
 MAX_NAMES = 3000
 """Metrics of a line of `read_curves`; one with more counts as damaged."""
 MAX_SCAN = 1 << 30
@@ -200,7 +201,7 @@ class Curves:
     @property
     def last_step(self) -> int:
         """Newest step with any metric; 0 without one."""
-        return max([0, *list(self.steps)[-1:], *list(self.evaluations)[-1:]])
+        return max([0, *self.steps, *self.evaluations])
 
     @property
     def latest(self) -> dict[str, float]:
@@ -216,18 +217,6 @@ class Curves:
         """Return the metrics of the training in the order of their appearance."""
         return list(dict.fromkeys(name for values in self.steps.values() for name in values))
 
-    def add(self, entry: dict[str, Any]) -> None:
-        """Add a line; one of an earlier step means that the run was resumed, so former later steps are dropped."""
-        step = entry["step"]
-        for known in (self.steps, self.evaluations):
-            while known and next(reversed(known)) > step:
-                known.popitem()
-        trained, evaluated = split_values(entry)
-        if evaluated:
-            self.evaluations.setdefault(step, {}).update(evaluated)
-        if trained:
-            self.steps.setdefault(step, {}).update(trained)
-
 
 def read_curves(path: Path) -> Curves:
     """Read a ``metrics.jsonl``, also while it is written; damaged and cut lines are counted and left out.
@@ -237,61 +226,61 @@ def read_curves(path: Path) -> Curves:
     Raises:
         OSError: it cannot be opened, or is not a regular file.
     """
-    curves = Curves()
+    curves, entries = Curves(), list[dict[str, Any]]()
     with open_regular(path) as file:
         size = file.seek(0, 2)
         curves.thinned = size > SMALL_BYTES
-        lines = read_lines(file, max(0, size - MAX_SCAN), size)
-        if size > MAX_SCAN:
-            next(lines)  # it begins before this part of the file
-        for line in _choose(lines, min(size, MAX_SCAN)) if curves.thinned else lines:
+        file.seek(0)
+        for line in _choose(file, size) if curves.thinned else file:
             entry = parse_line(line)
-            if entry is None or not 0 <= entry["step"] < 2**53 or len(entry) > MAX_NAMES:
-                curves.damaged += bool(line.strip()) and (line.endswith(b"\n") or len(line) > MAX_LINE)
+            if entry is not None and 0 <= entry["step"] < 2**53 and len(entry) <= MAX_NAMES:
+                entries.append(entry)
             else:
-                curves.add(entry)
+                curves.damaged += bool(line.strip()) and (line.endswith(b"\n") or len(line) == MAX_LINE)
+    for step, trained, evaluated in merge_lines(entries):
+        curves.steps |= {step: trained} if trained else {}
+        curves.evaluations |= {step: evaluated} if evaluated else {}
     return curves
 
 
-def split_values(entry: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the numbers of a line: those of the training, and those of an evaluation without their prefix."""
-    values = {name: number for name, value in entry.items() if (number := _number(value)) is not None}
-    values.pop("step", None)
-    evaluated = {name: value for name, value in values.items() if name.startswith(EVALUATION)}
-    trained = {name: value for name, value in values.items() if name not in evaluated}
-    return trained, {name.removeprefix(EVALUATION): value for name, value in evaluated.items()}
+def merge_lines(entries: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, dict[str, float], dict[str, float]]]:
+    """Yield each step with its numbers: those of the training, and those of an evaluation without their prefix."""
+    for step, lines in itertools.groupby(entries, operator.itemgetter("step")):
+        values: dict[str, float] = {}
+        for name, value in (pair for line in lines for pair in line.items()):
+            if name != "step" and not isinstance(value, bool) and isinstance(value, (int, float)):
+                try:
+                    values[name] = float(value)
+                except OverflowError:
+                    values[name] = math.inf if value > 0 else -math.inf
+        evaluated = {name: value for name, value in values.items() if name.startswith(EVALUATION)}
+        trained = {name: value for name, value in values.items() if name not in evaluated}
+        yield step, trained, {name.removeprefix(EVALUATION): value for name, value in evaluated.items()}
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
+def _choose(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield lines of a long file in order: some that are evenly spread, the newest evaluations, and the last ones.
 
+    Of a line that is longer than `MAX_LINE`, a part of this length.
+    """
+    first, mark = max(0, size - MAX_SCAN), f'"{EVALUATION}'.encode()
+    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as text:
 
-def read_lines(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
-    """Yield the lines in a part of a file; of a long one its beginning, without an end of line."""
-    file.seek(start)
-    while (position := file.tell()) < end:
-        line = file.readline(min(MAX_LINE + 1, end - position))
-        yield line
-        while line and len(line) > MAX_LINE and not line.endswith(b"\n"):
-            line = file.readline(MAX_LINE + 1)
+        def begin(place: int) -> int:
+            """Return where the line of a place begins; of one that is too long, or cut, any place in it."""
+            low = max(first, place - MAX_LINE)
+            return max(low, text.rfind(b"\n", low, place) + 1)
 
-
-def _choose(lines: Iterable[bytes], size: int) -> list[bytes]:
-    """Return some lines of a long file of ``size`` bytes, the newest evaluations, and the last lines, in order."""
-    spread, position, due = dict[int, bytes](), 0, 0.0
-    evaluations, last = (deque[tuple[int, bytes]](maxlen=most) for most in (MAX_EVALUATIONS, LAST_LINES))
-    mark = f'"{EVALUATION}'.encode()
-    for line in lines:
-        if position >= due:
-            spread[position], due = line, position + size / POINTS
-        if mark in line:
-            evaluations.append((position, line))
-        last.append((position, line))
-        position += len(line)
-    chosen = spread | dict(evaluations) | dict(last)
-    return [chosen[position] for position in sorted(chosen)]
+        chosen, end = {begin(first + number * (size - first) // POINTS) for number in range(POINTS)}, size
+        for _ in range(LAST_LINES):
+            end = begin(max(end - 1, first))
+            chosen.add(end)
+        end = size
+        for _ in range(MAX_EVALUATIONS):
+            if (place := text.rfind(mark, first, end)) < 0:
+                break
+            end = begin(place)
+            chosen.add(end)
+        for place in sorted(each for each in chosen if each == 0 or text[each - 1] == ord("\n")):
+            length = text.find(b"\n", place, place + MAX_LINE) + 1 - place
+            yield text[place : place + (length if length > 0 else MAX_LINE)]

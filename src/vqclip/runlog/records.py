@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
-import operator
 import signal
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +21,7 @@ from vqclip.errors import CheckpointError
 from vqclip.evaluation import Result, format_line, main_figures
 from vqclip.io.atomic import write_text
 from vqclip.runlog.health import Health
-from vqclip.runlog.metrics import EVALUATION, JsonLines, read_metrics, split_values
+from vqclip.runlog.metrics import EVALUATION, JsonLines, merge_lines, read_metrics
 from vqclip.runlog.trackers import Feed, RunFacts, TrackerConfigBase
 from vqclip.towers import CaptionLengths
 
@@ -94,16 +92,12 @@ class Records:
         evaluations: dict[int, dict[str, float]] = {}
         if self.metrics and self.metrics.path.exists():
             lines = read_metrics(self.metrics.path, skip_damaged=True)  # every line, however many there are
-            for step, entries in itertools.groupby(lines, operator.itemgetter("step")):
-                row: dict[str, float] = {}
-                for trained, evaluated in map(split_values, entries):
-                    row |= trained
-                    if evaluated:
-                        evaluations.setdefault(step, {}).update(evaluated)
+            for step, row, evaluated in merge_lines(lines):
                 if row:
                     health.add(step, row)
-                if step in evaluations:
-                    health.add_evaluation(step, evaluations[step])
+                if evaluated:
+                    evaluations[step] = evaluated
+                    health.add_evaluation(step, evaluated)
         self._ranking = Ranking(keep_best, evaluations)
         self._best: Best | None = None
         if keep_best is not None:

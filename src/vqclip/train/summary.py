@@ -16,7 +16,6 @@ from vqclip.data import mask_credentials
 from vqclip.errors import count_noun, printable
 from vqclip.evaluation import Result, format_figure, format_results
 from vqclip.report import REPORT_FILE
-from vqclip.runlog.health import HEALTHY
 from vqclip.tokenizer.saving import card
 from vqclip.towers import CaptionLengths
 
@@ -142,8 +141,6 @@ def render(summary: RunSummary) -> str:
     page = Path(summary.folder) / REPORT_FILE
     if page.is_file():
         lines.append(f"  report      {page}   (figures, curves and codes; open it in a browser)")
-    if summary.health.get("verdict", HEALTHY) != HEALTHY:
-        lines += ["", f"This run is {summary.health['verdict']}"]
     return "\n".join(lines)
 
 
