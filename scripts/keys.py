@@ -75,8 +75,8 @@ def _sections_of(annotation: Any) -> dict[str, type[BaseModel]]:
 
 def _value_words(field: FieldInfo) -> str:
     """Return type, limits and default of a key in words."""
-    annotation, metadata = unwrap(field.annotation)
-    words = describe(annotation, (*metadata, *field.metadata)).rstrip(",")
+    annotation, _ = unwrap(field.annotation)
+    words = describe(field.rebuild_annotation()).rstrip(",")
     if sections := _sections_of(annotation):
         kinds = [kind for kind, each in sections.items() if kind != each.__name__]
         own = [each for each in members(annotation) if not _sections_of(each)]

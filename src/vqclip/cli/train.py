@@ -181,7 +181,7 @@ class Train(
             evaluation["data"] = others.model_dump(mode="json", exclude_unset=True)
         is_pretrained = has_small_towers()
         file = f"configs/{'pretrained' if is_pretrained else 'captions'}.yaml"
-        tree = read_file(packaged_file(file), []).plain()
+        tree, _ = read_file(packaged_file(file), [])
         tree["run"] = {"name": name}
         tree["data"] |= {"sources": [source]} | ({} if self.val else {"held_out": _HELD_OUT})
         tree["evaluation"] = [evaluation]

@@ -12,20 +12,21 @@ what `scripts/keys.py` reads from them: a key is looked up, and a wrong one refu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from vqclip.config.loading import read_file
+from vqclip.config.loading import apply_override, read_file
 from vqclip.config.messages import suggest_key
-from vqclip.config.yaml import Node, Origin, Problem, dump_yaml
+from vqclip.config.yaml import KeyPath, Origin, Problem, dump_yaml
 from vqclip.errors import ConfigError
 
 KEYS_FILE = Path(__file__).with_name("keys.json")
@@ -95,50 +96,30 @@ def require_known_keys(path: Path | None, overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: a line for each problem found, as `load_config` writes them.
     """
-    unread = list[Problem]()
-    file = Node({}, Origin("")) if path is None else read_file(path, unread)
-    if not unread and (unknown := _find_unknown_keys(file, overrides)):
-        raise ConfigError("\n".join(map(str, unknown)))
-
-
-def _find_unknown_keys(file: Node, overrides: Sequence[str]) -> list[Problem]:
-    known = stored_sections()
-    given = getattr(file.child("task"), "value", "contrastive")
-    task = [given, *(each.removeprefix("task=") for each in overrides if each.startswith("task="))][-1]
-    if not isinstance(task, str) or task not in known["tasks"]:
-        return []
-    root, problems = {task: known["tasks"][task]}, list[Problem]()
-
-    def refuse(origin: Origin, path: tuple[str | int, ...], names: Iterable[str]) -> None:
-        allowed = [key for name in names for key in known["sections"][name]["keys"]]
-        problems.append(Problem(origin, path, f"unknown key{suggest_key(path, allowed, key_paths(task))}"))
-
-    def check(node: Node, sections: Mapping[str, str], path: tuple[str | int, ...]) -> None:
-        if isinstance(node.value, list):
-            for number, child in enumerate(node.value):
-                check(child, sections, (*path, number))
-        elif isinstance(node.value, dict):
-            kind = node.child("kind")
-            known_kind = None if kind is None else kind.value
-            names = [name for each, name in sections.items() if each in (name, known_kind)]
-            names = [*sections.values()] if kind is None and len(sections) == 1 else names
-            for key, child in node.value.items() if names else ():
-                if key in known["sections"][names[0]]["keys"]:
-                    check(child, known["sections"][names[0]]["keys"][key]["sections"], (*path, key))
-                else:
-                    refuse(child.origin, (*path, key), names)
-
-    check(file, root, ())
-    for override in (each for each in overrides if "=" in each):
-        path, names = list[str](), [*root.values()]
-        for part in re.sub(r"\[\d+\]", "", override.partition("=")[0]).strip().split("."):
-            path.append(part)
-            keys = [known["sections"][name]["keys"] for name in names]
-            if keys and not any(part in each for each in keys):
-                refuse(Origin(f'override "{override[:120]}"', is_override=True), tuple(path), names)
-            found = [each[part] for each in keys if part in each and not each[part]["is_list"]]
-            names = [*dict.fromkeys(name for each in found for name in each["sections"].values())]
-    return problems
+    unread, problems, known = list[Problem](), list[Problem](), stored_sections()
+    plain, origins = ({}, {(): Origin("")}) if path is None else read_file(path, unread)
+    for override in overrides:
+        with contextlib.suppress(ConfigError):  # left to the classes
+            apply_override(None, plain, origins, override, [])
+    task = plain.get("task", "contrastive")
+    if unread or not isinstance(task, str) or task not in known["tasks"]:
+        return
+    values: dict[KeyPath, Any] = {(): plain}
+    sections: dict[KeyPath, dict[str, str]] = {(): {task: known["tasks"][task]}}  # of a value, or of an item of a list
+    for (*above, key), origin in [each for each in origins.items() if each[0]]:
+        parent = tuple(above)
+        here, value, inner = (*parent, key), values[parent][key], sections[parent]
+        if isinstance(key, str):
+            keys = [known["sections"][name]["keys"] for name in inner.values()]
+            inner = {kind: name for each in keys if key in each for kind, name in each[key]["sections"].items()}
+            if keys and not any(key in each for each in keys):
+                allowed = [name for each in keys for name in each]
+                problems.append(Problem(origin, here, f"unknown key{suggest_key(here, allowed, key_paths(task))}"))
+        kind = value.get("kind") if isinstance(value, dict) else None
+        values[here] = value
+        sections[here] = {each: name for each, name in inner.items() if kind is None or each in (name, kind)}
+    if problems:
+        raise ConfigError("\n".join(map(str, problems)))
 
 
 def commented_yaml(config: BaseModel) -> str:

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard, Union
 
-import annotated_types
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from vqclip.config.base import INT64
-from vqclip.config.yaml import Node, Problem, path_text
+from vqclip.config.yaml import KeyPath, Origins, Problem, origin_of, path_text
 
 MAX_PROBLEMS = 200
 """Problems in one error; more are only counted."""
+_MISSING = object()
 _MAX_WORD = 120
 """Characters of a word that another one is suggested for."""
 _SYNONYMS = {
@@ -46,8 +45,6 @@ _SYNONYMS = {
 }
 """Our keys → words of other programs."""
 
-KeyPath = tuple[str | int, ...]
-
 
 @dataclass(frozen=True)
 class SchemaLocation:
@@ -56,7 +53,6 @@ class SchemaLocation:
     path: KeyPath
     """Key path, without the labels that pydantic adds for members of unions."""
     annotation: Any = Any
-    metadata: tuple[Any, ...] = ()
     owner: type[BaseModel] | None = None
     """The model whose field (or unknown key) the last part of the path is."""
 
@@ -118,21 +114,10 @@ def descend(place: SchemaLocation, part: str | int) -> SchemaLocation:
     bare = options[0] if len(options) == 1 else Any
     if is_model(bare):
         field = bare.model_fields.get(str(part))
-        if field is None:
-            return SchemaLocation(path, owner=bare)
-        inner, metadata = unwrap(field.annotation)
-        return SchemaLocation(path, inner, (*field.metadata, *metadata), bare)
-    args = typing.get_args(bare)
-    origin = typing.get_origin(bare)
-    item: Any = Any
-    if isinstance(origin, type) and issubclass(origin, Mapping) and len(args) == 2:
-        item = args[1]
-    elif origin is tuple and isinstance(part, int) and Ellipsis not in args:
-        item = args[part] if part < len(args) else Any
-    elif isinstance(origin, type) and issubclass(origin, Sequence) and args:
-        item = args[0]
-    inner, metadata = unwrap(item)
-    return SchemaLocation(path, inner, metadata)
+        return SchemaLocation(path, Any if field is None else field.rebuild_annotation(), bare)
+    items = [each for each in typing.get_args(bare) if each is not Ellipsis] or [Any]
+    is_fixed = typing.get_origin(bare) is tuple and isinstance(part, int) and part < len(items)
+    return SchemaLocation(path, items[int(part)] if is_fixed else items[-1])
 
 
 def section_meant(annotation: Any, keys: Iterable[str]) -> type[BaseModel] | None:
@@ -168,7 +153,7 @@ def locate(schema: type[BaseModel], location: Sequence[str | int], root: Any = N
                 if parts[0] != chosen.__name__:
                     return None
             parts.pop(0)
-            place = SchemaLocation(place.path, chosen, (), place.owner)
+            place = SchemaLocation(place.path, chosen, place.owner)
             continue
         if parts[0] == "[key]":
             break
@@ -177,21 +162,28 @@ def locate(schema: type[BaseModel], location: Sequence[str | int], root: Any = N
 
 
 def _value_at(root: Any, path: KeyPath) -> Any:
+    """Return the value at a path of plain data; `_MISSING` if there is none."""
     for part in path:
         try:
             root = root[part]
         except (KeyError, IndexError, TypeError):
-            return None
+            return _MISSING
     return root
 
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", Path: "a path"}
 
 
-def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
+_LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "a multiple of"}
+_LIMITS |= {"min_length": "of length >=", "max_length": "of length <=", "pattern": "that matches"}
+
+
+def describe(annotation: Any) -> str:
     """Describe an annotation in words: ``an integer >= 2``, ``one of "fsq", "lfq"``."""
-    annotation, inner = unwrap(annotation)
-    limits = _limits((*metadata, *inner))
+    annotation, metadata = unwrap(annotation)
+    parts = [part for each in metadata for part in getattr(each, "metadata", [each])]  # those of Field(...)
+    found = [(words, getattr(part, name, None)) for part in parts for name, words in _LIMITS.items()]
+    limits = " and ".join(f"{words} {limit}" for words, limit in found if limit is not None)
     return f"{_describe_bare(annotation)} {limits}".rstrip()
 
 
@@ -217,31 +209,6 @@ def _describe_bare(annotation: Any) -> str:
     return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
-def _limits(metadata: tuple[Any, ...]) -> str:
-    words: list[str] = []
-    for item in _flat(metadata):
-        for sign, name in ((">", "gt"), (">=", "ge"), ("<", "lt"), ("<=", "le"), ("a multiple of", "multiple_of")):
-            if getattr(item, name, None) is not None:
-                words.append(f"{sign} {getattr(item, name)}")
-        if getattr(item, "min_length", None):
-            words.append(f"of length >= {item.min_length}")
-        if getattr(item, "max_length", None) is not None:
-            words.append(f"of length <= {item.max_length}")
-        if getattr(item, "pattern", None):
-            words.append(f"that matches {item.pattern}")
-    return " and ".join(words)
-
-
-def _flat(metadata: Iterable[Any]) -> Iterator[Any]:
-    for item in metadata:
-        if isinstance(item, FieldInfo):
-            yield from _flat(item.metadata)
-        elif isinstance(item, annotated_types.GroupedMetadata):
-            yield from _flat(item)
-        else:
-            yield item
-
-
 def join_quoted(values: Sequence[Any], last: str = ",") -> str:
     """Return ``"a", "b"``: strings in quotes, other values as in YAML."""
     words = [f'"{value}"' if isinstance(value, str) else show(value) for value in values]
@@ -256,20 +223,17 @@ def show(value: Any, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def describe_problems(schema: type[BaseModel], root: Node, error: ValidationError) -> list[Problem]:
-    """Return one problem for each key that pydantic reports an error for."""
-    found: dict[tuple[Any, ...], Problem] = {}
-    plain = root.plain()
+def describe_problems(schema: type[BaseModel], plain: Any, origins: Origins, error: ValidationError) -> list[Problem]:
+    """Return one problem for each key of plain data that pydantic reports an error for."""
+    found: dict[KeyPath, Problem] = {}
     for detail in error.errors(include_url=False):
         if _ignores_invalid_elements(detail):
             continue
         if len(found) > MAX_PROBLEMS:  # each takes time, and no one reads more
             break
-        place = locate(schema, detail["loc"], plain)
-        if place is None:
-            continue
-        problem = _describe_problem(schema, place, root, detail)
-        found.setdefault(problem.path, problem)
+        if (place := locate(schema, detail["loc"], plain)) is not None:
+            problem = _describe_problem(schema, place, plain, origins, detail)
+            found.setdefault(problem.path, problem)
     return list(found.values())
 
 
@@ -279,37 +243,26 @@ def _ignores_invalid_elements(error: ErrorDetails) -> bool:
     return error["type"] == "too_short" and isinstance(value, list) and len(value) >= error["ctx"]["min_length"]
 
 
-def _describe_problem(schema: type[BaseModel], place: SchemaLocation, root: Node, error: ErrorDetails) -> Problem:
-    path, node, reached = place.path, root, True
+def _describe_problem(
+    schema: type[BaseModel], place: SchemaLocation, plain: Any, origins: Origins, error: ErrorDetails
+) -> Problem:
     kind = error["type"]
-    if kind in ("union_tag_invalid", "union_tag_not_found"):
-        path = (*path, "kind")
-    owner = root
-    for part in path:
-        child = node.child(part)
-        if child is None:
-            reached = False
-            break
-        owner, node = node, child
-    if reached and kind in ("missing", "extra_forbidden") and len(members(place.annotation)) > 1:
-        message = f"{_describe_got(node)}; expected {_describe_expected(place, kind)}"  # of one member of the union
-    elif kind == "extra_forbidden":
-        message = _describe_unknown_key(schema, place, owner, node)
-    elif kind in ("missing", "union_tag_not_found"):
+    path = (*place.path, "kind") if kind in ("union_tag_invalid", "union_tag_not_found") else place.path
+    value = _value_at(plain, path)
+    got = f"got {show(value)}" + ("" if value is None else f" ({type(value).__name__})")
+    is_one_of_many = value is not _MISSING and len(members(place.annotation)) > 1
+    if kind == "extra_forbidden" and not is_one_of_many:
+        message = _describe_unknown_key(schema, place, plain, origins)
+    elif kind in ("missing", "union_tag_not_found") and not is_one_of_many:
         message = f"missing; expected {_describe_expected(place, kind)}"
     elif kind in ("value_error", "assertion_error"):
         message = str(error.get("ctx", {}).get("error") or error["msg"])
-        if reached and not isinstance(node.value, (dict, list)):
-            message = f"{_describe_got(node)}; {message}"
+        if not isinstance(value, (dict, list)) and value is not _MISSING:
+            message = f"{got}; {message}"
     else:
-        hint = _suggest_value(place, node, kind.startswith("union_tag"))
-        message = f"{_describe_got(node)}; expected {_describe_expected(place, kind, error)}{hint}"
-    return Problem(node.origin, path, message)
-
-
-def _describe_got(node: Node) -> str:
-    value = node.plain()
-    return f"got {show(value)}" + ("" if value is None else f" ({type(value).__name__})")
+        hint = _suggest_closest(value, _choices(place.annotation)) if isinstance(value, str) else ""
+        message = f"{got}; expected {_describe_expected(place, kind, error)}{hint}"
+    return Problem(origin_of(origins, path), path, message)
 
 
 def _describe_expected(place: SchemaLocation, kind: str, error: ErrorDetails | None = None) -> str:
@@ -317,7 +270,7 @@ def _describe_expected(place: SchemaLocation, kind: str, error: ErrorDetails | N
         return f"one of {join_quoted(list(kinds_of(place.annotation)))}"
     if kind == "finite_number":
         return "a finite number"
-    words = describe(place.annotation, place.metadata)
+    words = describe(place.annotation)
     if error is not None and words in ("Any", "object"):
         return error["msg"]
     limit = error.get("ctx", {}).get("le") if error is not None else None
@@ -337,37 +290,18 @@ def _suggest_closest(word: str, allowed: Sequence[Any]) -> str:
     return did_you_mean(difflib.get_close_matches(word, [name for name in allowed if isinstance(name, str)], n=1))
 
 
-def _suggest_value(place: SchemaLocation, node: Node, is_kind: bool) -> str:
-    if not isinstance(node.value, str):
-        return ""
-    if len(node.value) <= _MAX_WORD and not is_kind:
-        item = descend(place, 0).annotation if len(members(place.annotation)) == 1 else Any
-        if section := _write_section(item, node.value):
-            return f"; did you mean [{section}]?"
-        if section := _write_section(place.annotation, node.value):
-            return f"; did you mean {section}?"
-    allowed: list[Any] = list(kinds_of(place.annotation))
-    for member in members(place.annotation):
-        allowed += getattr(member, "__args__", ())
-    return _suggest_closest(node.value, allowed)
+def _choices(annotation: Any) -> list[Any]:
+    """Return the kinds of a union of sections, and the values of literals."""
+    return [*kinds_of(annotation), *(value for each in members(annotation) for value in getattr(each, "__args__", ()))]
 
 
-def _write_section(annotation: Any, word: str) -> str:
-    """Return the section that a word probably stands for, by its kind; empty if there is none."""
-    kinds = kinds_of(annotation)
-    close = difflib.get_close_matches(word, kinds, n=1)
-    fields = kinds[close[0]].model_fields if close else {}
-    needed = [name for name, field in fields.items() if field.is_required() and name != "kind"]
-    return f"{{{', '.join([f'kind: {close[0]}', *(f'{name}: ...' for name in needed)])}}}" if close else ""
-
-
-def _describe_unknown_key(schema: type[BaseModel], place: SchemaLocation, owner: Node, node: Node) -> str:
-    allowed = list(place.owner.model_fields) if place.owner else []
+def _describe_unknown_key(schema: type[BaseModel], place: SchemaLocation, plain: Any, origins: Origins) -> str:
+    allowed, above = list(place.owner.model_fields) if place.owner else [], place.path[:-1]
     message = "unknown key" + suggest_key(place.path, allowed, _key_paths(schema))
-    kind = owner.child("kind")
-    if kind is not None and kind.origin.is_override and not node.origin.is_override:
-        section = path_text(place.path[:-1])
-        message += f' (kind is "{kind.value}" by override; {section}={{kind: {kind.value}}} replaces the whole section)'
+    kind, of_kind = _value_at(plain, (*above, "kind")), origin_of(origins, (*above, "kind"))
+    if isinstance(kind, str) and of_kind.is_override and not origin_of(origins, place.path).is_override:
+        section = path_text(above)
+        message += f' (kind is "{kind}" by override; {section}={{kind: {kind}}} replaces the whole section)'
     return message
 
 

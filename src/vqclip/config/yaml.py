@@ -8,7 +8,7 @@ number of values are limited, so a hostile file costs little.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -47,40 +47,14 @@ class Origin:
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
 
-@dataclass
-class Node:
-    """A configuration value, with the line or override that it comes from."""
-
-    value: Any
-    """A scalar, a ``list[Node]`` or a ``dict[str, Node]``."""
-    origin: Origin
-    is_default: bool = False
-    """Whether the value is a default, added so that an override can change a part of it."""
-
-    def plain(self) -> Any:
-        """Return the value as plain dicts, lists and scalars."""
-        if isinstance(self.value, dict):
-            return {key: child.plain() for key, child in self.value.items()}
-        if isinstance(self.value, list):
-            return [child.plain() for child in self.value]
-        return self.value
-
-    def child(self, part: str | int) -> Node | None:
-        """Return the value under a key or index, or None."""
-        if isinstance(self.value, dict):
-            return self.value.get(part)
-        if isinstance(self.value, list) and isinstance(part, int) and 0 <= part < len(self.value):
-            return self.value[part]
-        return None
+KeyPath = tuple[str | int, ...]
+Origins = dict[KeyPath, Origin]
+"""Places of the values of a configuration: key path → place; a value without one is part of a default."""
 
 
-def node_from_plain(value: Any, origin: Origin, is_default: bool = False) -> Node:
-    """Wrap plain dicts, lists and scalars, all with the same origin."""
-    if isinstance(value, dict):
-        value = {key: node_from_plain(child, origin, is_default) for key, child in value.items()}
-    elif isinstance(value, (list, tuple)):
-        value = [node_from_plain(child, origin, is_default) for child in value]
-    return Node(value, origin, is_default)
+def origin_of(origins: Origins, path: KeyPath) -> Origin:
+    """Return the place of a value, or of the nearest section above it that has one."""
+    return next(origins[path[:length]] for length in range(len(path), -1, -1) if path[:length] in origins)
 
 
 @dataclass
@@ -88,7 +62,7 @@ class Problem:
     """One line of a configuration error."""
 
     origin: Origin
-    path: tuple[str | int, ...]
+    path: KeyPath
     message: str
 
     def __str__(self) -> str:
@@ -96,7 +70,7 @@ class Problem:
         return ": ".join([part for part in where if part] + [self.message])
 
 
-def path_text(path: tuple[str | int, ...]) -> str:
+def path_text(path: KeyPath) -> str:
     """Return a key path as users write it: ``quantizer.levels[2]``."""
     text = ""
     for part in path:
@@ -108,34 +82,12 @@ def path_text(path: tuple[str | int, ...]) -> str:
     return text
 
 
-class _TooMuch(Exception):
-    """Limit of values or levels exceeded; its arguments are the line, from 1, and the limit in words."""
-
-
 class _Loader(yaml.SafeLoader):
-    """YAML loader that composes nodes only; `_Reader` makes the Python values.
-
-    It stops at the limits, so that a large document takes neither time nor memory.
-    """
+    """YAML loader that composes nodes only; `_Reader` makes the Python values."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}
     NON_PRINTABLE = re.compile(rf"(?![\udc80-\udcff]){yaml.SafeLoader.NON_PRINTABLE.pattern}")  # type: ignore[misc]
     """PyYAML's, but for surrogates that stand for bytes which are not UTF-8, in a path on a command line."""
-
-    def __init__(self, stream: str):
-        super().__init__(stream)
-        self._values = self._depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose a node and all nodes below it."""
-        self._values += 1
-        self._depth += 1
-        if self._values > 2 * MAX_VALUES or self._depth > MAX_DEPTH + 2:  # keys count here, and not in `_Reader`
-            limit = f"{MAX_VALUES} values" if self._depth <= MAX_DEPTH + 2 else f"{MAX_DEPTH} levels"
-            raise _TooMuch(self.line + 1, limit)
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -177,61 +129,56 @@ def dump_yaml(tree: Any) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-@dataclass
 class _Reader:
-    source: str
-    first_line: int | None
-    problems: list[Problem]
-    is_override: bool = False
-    values: int = field(default=0)
+    """Makes the plain value of a document, and finds the place of each part of it."""
+
+    def __init__(self, source: str, is_override: bool, problems: list[Problem]):
+        self.source, self.is_override, self.problems = source, is_override, problems
+        self.origins: Origins = {}
+        self.values = 0  # more than there are origins if a key is given twice
 
     def origin(self, node: yaml.Node) -> Origin:
-        line = None if self.first_line is None else self.first_line + node.start_mark.line
-        return Origin(self.source, line, self.is_override)
+        return Origin(self.source, None if self.is_override else 1 + node.start_mark.line, self.is_override)
 
-    def read(self, node: yaml.Node, path: tuple[str | int, ...], origin: Origin | None = None) -> Node:
-        origin = origin or self.origin(node)
+    def read(self, node: yaml.Node, path: KeyPath, origin: Origin) -> Any:
         self.values += 1
         if self.values > MAX_VALUES or len(path) > MAX_DEPTH:
             limit = f"{MAX_VALUES} values" if self.values > MAX_VALUES else f"{MAX_DEPTH} levels"
-            raise _too_much(origin, limit)
+            raise ConfigError(f"{origin}: more than {limit}; a configuration is smaller (check its aliases)")
+        self.origins[path] = origin
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
-            return Node(self.mapping(node, path), origin)
+            return self.mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
-            return Node([self.read(child, (*path, i)) for i, child in enumerate(node.value)], origin)
+            return [self.read(each, (*path, i), self.origin(each)) for i, each in enumerate(node.value)]
+        problem = f"tag {node.tag.replace(_TAG, '!!')[:_SHOWN]!r} is not allowed; write plain values"
         if isinstance(node, yaml.ScalarNode):
             try:
-                return Node(_scalar(node.tag, node.value), origin)
+                return _scalar(node.tag, node.value)
             except KeyError:
                 pass
             except ValueError as error:
-                self.problems.append(Problem(origin, path, f"cannot be read: {error}"))
-                return Node(None, origin)
-        tag = node.tag.replace(_TAG, "!!")[:_SHOWN]
-        self.problems.append(Problem(origin, path, f"tag {tag!r} is not allowed; write plain values"))
-        return Node(None, origin)
+                problem = f"cannot be read: {error}"
+        self.problems.append(Problem(origin, path, problem))
+        return None
 
-    def mapping(self, node: yaml.MappingNode, path: tuple[str | int, ...]) -> dict[str, Node]:
-        result: dict[str, Node] = {}
+    def mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        result: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            origin = self.origin(key_node)
+            origin, key = self.origin(key_node), key_node.value
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
-                shown = key_node.value[:_SHOWN] if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
+                shown = key[:_SHOWN] if isinstance(key_node, yaml.ScalarNode) else "a list or mapping"
                 self.problems.append(Problem(origin, path, f"key {shown!r} is not a string; put it in quotes"))
                 continue
-            key = key_node.value
+            below = (*path, key)
             if not key.isascii() and any("\ud800" <= character <= "\udfff" for character in key):
-                self.problems.append(Problem(origin, (*path, key), "half a character (a lone surrogate) in a key"))
+                self.problems.append(Problem(origin, below, "half a character (a lone surrogate) in a key"))
                 continue
             if key in result:
-                first = f" (first on line {result[key].origin.line})" if result[key].origin.line else ""
-                self.problems.append(Problem(origin, (*path, key), f"given twice{first}; remove one"))
-            result[key] = self.read(value_node, (*path, key), origin)
+                line = self.origins[below].line
+                first = f" (first on line {line})" if line else ""
+                self.problems.append(Problem(origin, below, f"given twice{first}; remove one"))
+            result[key] = self.read(value_node, below, origin)
         return result
-
-
-def _too_much(origin: Origin, limit: str) -> ConfigError:
-    return ConfigError(f"{origin}: more than {limit}; a configuration is smaller (check its aliases)")
 
 
 def _scalar(tag: str, text: str) -> Any:
@@ -260,9 +207,9 @@ def _scalar(tag: str, text: str) -> Any:
 
 
 def read_yaml(
-    text: str, source: str, problems: list[Problem], *, path: tuple[str | int, ...] = (), is_override: bool = False
-) -> Node:
-    """Read one YAML document.
+    text: str, source: str, problems: list[Problem], *, path: KeyPath = (), is_override: bool = False
+) -> tuple[Any, Origins]:
+    """Read one YAML document; return it as plain dicts, lists and scalars, and the place of each of them.
 
     Args:
         text: the document.
@@ -274,7 +221,7 @@ def read_yaml(
     Raises:
         ConfigError: the text is not valid YAML, or exceeds a limit.
     """
-    origin = Origin(source, None, is_override)
+    origin, reader = Origin(source, None, is_override), _Reader(source, is_override, problems)
     if len(text) > MAX_BYTES:
         raise ConfigError(f"{source}: {len(text)} characters; a configuration has at most {MAX_BYTES}")
     try:
@@ -286,11 +233,7 @@ def read_yaml(
         raise ConfigError(f"{where}: not valid YAML: {detail}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
-    except _TooMuch as error:
-        line, limit = error.args
-        raise _too_much(origin if is_override else Origin(source, line), limit) from None
     except RecursionError as error:
         raise ConfigError(f"{source}: nested too deeply; a configuration has at most {MAX_DEPTH} levels") from error
-    if node is None:
-        return Node(None, origin)
-    return _Reader(source, None if is_override else 1, problems, is_override).read(node, path)
+    value = None if node is None else reader.read(node, path, reader.origin(node))
+    return value, reader.origins | {path: reader.origins.get(path, origin)}

@@ -103,7 +103,7 @@ def read_run(folder: Path) -> RunFiles:
     run = RunFiles(folder)
     with naming(run, "config.yaml", "the settings are unknown"):
         run.config_text = read_bounded(folder / "config.yaml", MAX_CONFIG_BYTES).decode("utf-8", "replace")
-        tree = read_yaml(run.config_text, "config.yaml", []).plain()
+        tree, _ = read_yaml(run.config_text, "config.yaml", [])
         run.config = tree if isinstance(tree, dict) else {}
     with naming(run, "metrics.jsonl", "there are no curves yet"):
         run.curves = read_curves(folder / "metrics.jsonl")
