@@ -209,7 +209,7 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
         ((run_folder, "--config", tmp_path / "none.yaml"), "none.yaml: no such configuration file"),
         ((run_folder, "--config", config), "evaluation: missing"),
         ((run_folder, "--config", config, "evaluaton=[]"), "got evaluaton=[]; expected evaluation[0].key=value"),
-        (("zero-shot", run_folder, "--data", fine, "--csv", tmp_path), "--csv: got the folder"),
+        (("zero-shot", run_folder, "--data", fine, "--csv", tmp_path), "(str); expected a file, not a folder"),
         (("zero-shot", run_folder, "--data", "kind=csv"), "path: missing"),
         (("knn", run_folder, "--data", fine), "fine: has no split 'train'; splits with tars: test"),
         (("knn", run_folder, "--data", "kind=scenes"), "train: kind scenes with split train has captions, not classes"),

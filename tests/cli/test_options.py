@@ -125,7 +125,7 @@ def test_limits_are_those_of_the_parts() -> None:
     assert MAX_CONTEXT in (each.le for each in limits.metadata if hasattr(each, "le"))
     with pytest.raises(ValueError, match="less than or equal to"):
         Check(source="x", context_length=MAX_CONTEXT + 1)
-    assert Reconstruct(tokenizer="t", data=("d",), out="o", side=MAX_SIDE).side == MAX_SIDE
+    assert Reconstruct(tokenizer="t", data=("d",), out="o.html", side=MAX_SIDE).side == MAX_SIDE
     assert get_args(get_args(Eval.model_fields["model"].annotation)[0]) == MODES
     assert str(MAX_PIXELS) in str(Check.model_fields["max_pixels"].description)
 

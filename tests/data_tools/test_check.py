@@ -200,7 +200,7 @@ def test_mistakes_of_a_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["check", str(tmp_path / "none")]) != 0
     assert f"{tmp_path}/none" in capsys.readouterr().err
     shard = str(write_tar(tmp_path / "0.tar", caption_members(0, 2)))
-    assert main(["check", shard, "--json", str(tmp_path / "no" / "x.json")]) == 2
+    assert main(["check", shard, "--json", str(tmp_path)]) == 2
     assert main(["check", shard, "--config", "configs/base.yaml", "--context-length", "9"]) == 2
     assert main(["check", shard, "caption=txt"]) == 2
     assert "caption" in capsys.readouterr().err

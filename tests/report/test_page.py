@@ -90,11 +90,11 @@ def test_what_is_not_the_folder_of_a_run(tmp_path, capsys):
         with pytest.raises(ConfigError, match=f"did you mean {folder}\\?"):
             read_run(wrong)
     assert main([str(folder), "--out", str(tmp_path / "no" / "such.html")]) == 2
-    assert f"but there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
+    assert f"there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
     before = (folder / "config.yaml").read_bytes()
     for output in (folder / "config.yaml", tmp_path / "page.pdf", tmp_path, folder / "checkpoints"):
         assert main([str(folder), "--out", str(output)]) == 2
-        assert f"--out: got {output}; expected a file whose name ends in .html" in capsys.readouterr().err
+        assert f"out: got '{output}' (str); expected a file whose name ends in .html" in capsys.readouterr().err
     assert (folder / "config.yaml").read_bytes() == before
     assert main([str(folder)]) == 0
     assert "report.html" in capsys.readouterr().out
@@ -287,7 +287,10 @@ def test_other_settings_are_another_group(runs, tmp_path, capsys):
         (["few-seed-0", "few-seed-0"], "more than once"),
         (["few-seed-0", "--plot", "a.html"], "--plot: got it for all ids of one model"),
         (["few-seed-0", "plain", "--codes", "ids"], "--codes: got it with several models"),
-        (["few-seed-0", "--prefixes", "full", "--plot", "a.svg"], "--plot: got a.svg; expected a file"),
+        (
+            ["few-seed-0", "--prefixes", "full", "--plot", "a.svg"],
+            "plot: got 'a.svg' (str); expected a file whose name ends in .html",
+        ),
         (["few-seed-0", "nowhere"], "nowhere"),
     ],
 )

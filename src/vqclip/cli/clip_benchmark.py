@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from vqclip.cli.options import MODEL, WEIGHTS, Command, Text, Weights, Workers
+from vqclip.cli.options import MODEL, Command, Precision, Text, Weights, Workers
 from vqclip.errors import ConfigError
 
 _REFUSED = {
@@ -31,9 +31,9 @@ class Eval(Command, takes_others=True):
     pretrained: tuple[Text, ...] = Field(description=f"One or several: {MODEL}")
     model: tuple[Literal["continuous", "quantized", "codes_only"], ...] = ("continuous", "codes_only")
     """continuous: quantizers bypassed; quantized: the training path; codes_only: embeddings of stored ids."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Precision = "fp32"
     """Autocast type of the model."""
-    weights: Weights = Field("averaged", description=WEIGHTS)
+    weights: Weights = "averaged"
     model_type: Literal["vqclip"] = "vqclip"
     """Kind of the models."""
     task_: Text = "auto"

@@ -6,7 +6,6 @@ Each command imports what it needs: several processes of ``vqclip data index`` s
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,19 +18,20 @@ from vqclip.cli.options import (
     Command,
     LocalPath,
     OnRay,
+    OutputFile,
+    Page,
+    Source,
     Text,
     Workers,
-    require_page,
 )
 from vqclip.config import load_config
-from vqclip.errors import ConfigError, DataError
+from vqclip.errors import ConfigError
 from vqclip.io.atomic import write_text
 from vqclip.io.files import expand_home
 from vqclip.runlog.console import fit_lines, print_output
 
 if TYPE_CHECKING:
-    from vqclip.data import CaptionShardsConfig, ClassShardsConfig, Source
-    from vqclip.data_tools.check import Finding
+    from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 
 _MIN_SIDE, _IMAGE_SIZE, _CONTEXT = 32, 224, 77
 """Without a configuration: side of images below which `check` warns; side of images and tokens of texts in `show`."""
@@ -41,13 +41,17 @@ ContextLength = Annotated[int, Field(ge=3, le=4096)]
 """Tokens of a caption; the same limit as in `vqclip.towers.vocabulary`."""
 
 
-logger = logging.getLogger(__name__)
-
-
 class _DataCommand(
     Command, words=("source",), reads=SOURCE_KEYS, failure=1, after_interrupt="run the same command again"
 ):
     """A command on one source."""
+
+    def require_none_of(self, *keys: str) -> None:
+        """Refuse options that --config has its own of."""
+        for key in keys:
+            if getattr(self, key) is not None:
+                option = f"--{key.replace('_', '-')}"
+                raise ConfigError(f"{option}: got it beside --config, which has its own; expected one of them")
 
 
 class Draw(_DataCommand, words=(), reads="sizes and seed, such as image_size=224 train=500 seed=1"):
@@ -84,7 +88,7 @@ class Pack(_DataCommand, words=("source", "out")):
       vqclip data pack annotations.json shards/coco --workers 8    # on each of four machines
     """
 
-    source: Text = Field(description=SOURCE)
+    source: Source
     out: LocalPath
     """Folder to write to: a new one, or one that was begun."""
     split: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "train"
@@ -124,7 +128,7 @@ class Check(_DataCommand):
       vqclip data check data/captions/train --config configs/captions.yaml --against data/captions/val
     """
 
-    source: Text = Field(description=SOURCE)
+    source: Source
     config: LocalPath | None = None
     """Training configuration: its vocabulary, context length, image size and largest image."""
     context_length: ContextLength | None = None
@@ -142,7 +146,7 @@ class Check(_DataCommand):
     --config."""
     examples: Annotated[int, Field(ge=0, le=1_000_000)] = 3
     """Samples named for each kind on the screen."""
-    json_: LocalPath | None = None
+    json_: OutputFile | None = None
     """Write the report with all names to this file."""
 
     def run(self) -> int:
@@ -150,18 +154,15 @@ class Check(_DataCommand):
         from vqclip.data import open_source, parse_source
         from vqclip.data.batch import allowed_bad
         from vqclip.data.decode import MAX_PIXELS
-        from vqclip.data_tools.check import CheckOptions, check_source, format_report
+        from vqclip.data_tools.check import CheckOptions, Finding, check_source, format_report
         from vqclip.data_tools.show import ModelInputs
         from vqclip.towers.vocabulary import BPE, MAX_CONTEXT, Vocabulary
 
-        if self.json_ is not None and not self.json_.absolute().parent.is_dir():  # checked before the long work
-            raise ConfigError(f"--json: got {self.json_}, but there is no folder {self.json_.absolute().parent}")
         context_length = self.context_length
         vocabulary: Vocabulary = BPE(context_length or MAX_CONTEXT)
         min_side, max_pixels = _MIN_SIDE, MAX_PIXELS
         if self.config is not None:
-            if context_length is not None:
-                raise ConfigError("--context-length: got it beside --config, which has its own; expected one of them")
+            self.require_none_of("context_length")
             config, size, vocabulary = ModelInputs.load(self.config)
             min_side = size if isinstance(size, int) else size.patch_size
             context_length, max_pixels = vocabulary.context_length, config.data.max_pixels
@@ -172,13 +173,20 @@ class Check(_DataCommand):
             min_side=self.min_side or min_side,
             workers=self.workers,
         )
-        source, damaged = _open(self.source, self.keys)
+        given = parse_source(self.source, self.keys)
+        if hasattr(given, "bad_shards"):  # the damaged ones are named in the report
+            given = given.model_copy(update={"bad_shards": "leave_out"})
+        source = open_source(given)
         against = None if not self.against else open_source(parse_source(self.against[0], self.against[1:]))
         report = check_source(source, limits, against)
+        damaged = (
+            [Finding(*each) for each in source.tars.index.facts.damaged.items()] if hasattr(source, "tars") else []
+        )
         if damaged:
             report.bad = {"damaged shard": damaged, **report.bad}
         print_output(format_report(report, self.examples))
         if self.json_ is not None:
+            self.json_.absolute().parent.mkdir(parents=True, exist_ok=True)
             write_text(self.json_, json.dumps(report.to_json(), indent=1, ensure_ascii=True) + "\n")
         bad, allowed = report.bad_samples, allowed_bad(self.bad_fraction, report.samples)
         if not damaged and bad <= allowed:
@@ -255,7 +263,7 @@ class Show(_DataCommand, reads=_MORE_WITH_CONFIG):
     """
 
     source: Text | None = Field(None, description=SOURCE)
-    out: LocalPath
+    out: Page
     """HTML page to write."""
     config: LocalPath | None = None
     """Training configuration."""
@@ -278,19 +286,15 @@ class Show(_DataCommand, reads=_MORE_WITH_CONFIG):
         from vqclip.data_tools.show import ModelInputs, render_sheet, training_tiles
         from vqclip.towers.vocabulary import BPE
 
-        require_page("--out", self.out)
         if (self.config is None) == (self.source is None):
             raise ConfigError("got neither SOURCE nor --config, or both; expected one of them")
-        if self.config:
-            for key in ("image_size", "context_length"):
-                if getattr(self, key) is not None:
-                    option = f"--{key.replace('_', '-')}"
-                    raise ConfigError(f"{option}: got it beside --config, which has its own; expected one of them")
+        if self.config is not None:
+            self.require_none_of("image_size", "context_length")
             config, size, vocabulary = ModelInputs.load(self.config, self.keys)
             data, batch, default, name = config.data, config.train.batch_size, config.run.seed, str(self.config)
         else:
-            assert self.source is not None
-            data, batch, default, name = DataConfig(sources=(parse_source(self.source, self.keys),)), 1, 0, self.source
+            name, batch, default = str(self.source), 1, 0
+            data = DataConfig(sources=(parse_source(name, self.keys),))
             size, vocabulary = self.image_size or _IMAGE_SIZE, BPE(self.context_length or _CONTEXT)
         seed = default if self.seed is None else self.seed
         built = data.model_copy(update={"workers": 0}).build(size, vocabulary.with_lengths, batch, seed)
@@ -301,38 +305,6 @@ class Show(_DataCommand, reads=_MORE_WITH_CONFIG):
         tiles = training_tiles(built, vocabulary, self.count, self.epoch, self.views)
         write_text(self.out, render_sheet(tiles, head))
         print(f"{self.out}: {self.count} samples, {head}")
-
-
-def _open(path: str, overrides: Sequence[str]) -> tuple[Source, list[Finding]]:
-    """Return the source without its damaged tars or Parquet files, and these.
-
-    Raises:
-        DataError: all of them are damaged, or the rest cannot be read.
-    """
-    from vqclip.data import CaptionShardsConfig, ClassShardsConfig, open_source, parse_source
-    from vqclip.data.remote.files import RemoteShard
-    from vqclip.data.sources.parquet import ParquetConfig, open_parquet
-    from vqclip.data.sources.shards import TarSource
-    from vqclip.data_tools.check import Finding
-
-    config = parse_source(path, overrides)
-    if isinstance(config, CaptionShardsConfig | ClassShardsConfig):
-        tars = open_source(config.model_copy(update={"bad_shards": "leave_out"}))
-        assert isinstance(tars, TarSource)
-        return tars, [Finding(*each) for each in tars.tars.index.facts.damaged.items()]
-    damaged: list[Finding] = []
-    if isinstance(config, ParquetConfig):
-        whole = []
-        for file in config.files():
-            try:
-                with open_parquet(file):  # reads the footer
-                    pass
-                whole.append(file.url if isinstance(file, RemoteShard) else str(file))
-            except DataError as error:
-                logger.warning("%s", error)
-                damaged.append(Finding(str(file), str(error).removeprefix(f"{file}: ")))
-        config = config.model_copy(update={"path": tuple(whole)}) if whole and damaged else config
-    return open_source(config), damaged
 
 
 def parse_tars(path: str, overrides: Sequence[str]) -> CaptionShardsConfig | ClassShardsConfig:

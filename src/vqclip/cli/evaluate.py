@@ -14,17 +14,19 @@ from pydantic import Field
 
 from vqclip.cli.options import (
     DATA,
-    DEVICE,
     MODEL,
-    WEIGHTS,
     BatchSize,
     Command,
+    Device,
     LocalPath,
+    Models,
+    OutputFile,
+    Page,
+    Precision,
     Text,
     Weights,
     Workers,
     paths_and_overrides,
-    require_page,
 )
 from vqclip.errors import ConfigError, import_extra
 from vqclip.runlog.console import print_output
@@ -38,21 +40,21 @@ if TYPE_CHECKING:
 class _Evaluation(Command, words=("models",)):
     """An evaluation, with the tasks of a file or on data of its own."""
 
-    models: tuple[Text, ...] = Field(description=MODEL, min_length=1)
-    device: Text = Field("auto", description=DEVICE)
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    models: Models
+    device: Device = "auto"
+    precision: Precision = "fp32"
     """Autocast type."""
-    weights: Weights = Field("averaged", description=WEIGHTS)
+    weights: Weights = "averaged"
     codes: LocalPath | None = None
     """Keep the ids (safetensors) in this folder."""
-    json_: LocalPath | None = None
+    json_: OutputFile | None = None
     """Write the results to this file."""
-    csv: LocalPath | None = None
+    csv: OutputFile | None = None
     """Write a row for each data set, mode and figure to this file."""
     prefixes: Literal["full", "same", "none"] | None = None
     """Accuracy against bits, of prefixes of the images' ids: texts keep all of theirs (full), or the same share (same);
     none: all ids alone, to compare several models."""
-    plot: LocalPath | None = None
+    plot: Page | None = None
     """Draw accuracy against bits on this HTML page."""
 
     def run(self) -> None:
@@ -61,19 +63,10 @@ class _Evaluation(Command, words=("models",)):
         from vqclip.data import mask_credentials
 
         compares = len(self.models) > 1 or self.prefixes is not None
-        for option, path in (("json", self.json_), ("csv", self.csv)):  # before the work
-            if path is not None and path.is_dir():
-                raise ConfigError(f"--{option}: got the folder {path}, expected a file")
-        if self.plot is not None:
-            require_page("--plot", self.plot)
-            if not compares:
-                raise ConfigError(
-                    "--plot: got it for all ids of one model; expected several models, or --prefixes full"
-                )
+        if self.plot is not None and not compares:
+            raise ConfigError("--plot: got it for all ids of one model; expected several models, or --prefixes full")
         if self.codes is not None and compares:
-            raise ConfigError(
-                "--codes: got it with several models or --prefixes; expected one model and all of its ids"
-            )
+            raise ConfigError("--codes: got it with several models or --prefixes; expected one model and all its ids")
         if twice := [each for each in self.models if self.models.count(each) > 1]:
             raise ConfigError(f"got {mask_credentials(twice[0])} more than once; expected different models")
         tasks = self._tasks()
@@ -274,10 +267,10 @@ class EvaluateMteb(Command, words=("models",)):
     """Inputs in a batch."""
     workers: Workers = 0
     """Worker processes that read and decode the data."""
-    device: Text = Field("auto", description=DEVICE)
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    device: Device = "auto"
+    precision: Precision = "fp32"
     """Autocast type."""
-    weights: Weights = Field("averaged", description=WEIGHTS)
+    weights: Weights = "averaged"
     out: LocalPath | None = None
     """Folder of mteb's results, a JSON file for each task; its own cache without it (MTEB_CACHE or ~/.cache/mteb)."""
 

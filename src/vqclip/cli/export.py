@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from vqclip.cli.options import (
-    DATA,
-    TOKENIZER,
-    WEIGHTS,
-    BatchSize,
-    Command,
-    LocalPath,
-    Text,
-    Weights,
-    paths_and_overrides,
-)
+from vqclip.cli.options import BatchSize, Command, Data, LocalPath, Text, Tokenizer, Weights, paths_and_overrides
 from vqclip.errors import ConfigError
 from vqclip.runlog.console import print_output
 
@@ -45,7 +35,7 @@ class Export(Command, words=("tokenizer",)):
       vqclip export --open-clip runs/base --out towers
     """
 
-    tokenizer: Text = Field(description=TOKENIZER)
+    tokenizer: Tokenizer
     modality: Literal["image", "text"] | None = None
     """Tokenizer to export."""
     out: LocalPath
@@ -56,7 +46,7 @@ class Export(Command, words=("tokenizer",)):
     """With --open-clip: tag or file of the weights that the towers started from; without it what config.yaml names."""
     compare_only: bool = False
     """Write nothing; compare the ONNX files that are already in --out."""
-    data: tuple[Text, ...] = Field((), description=f"to compare on: {DATA}")
+    data: Data = ()
     batch_size: BatchSize = 50
     """Batch size of the comparison."""
     limit: Annotated[int, Field(ge=1, lt=2**63)] | None = None
@@ -122,7 +112,7 @@ class ExportTokenizer(Command, words=("run_",)):
     """Take the best checkpoint; see train.keep_best."""
     out: LocalPath | None = None
     """Folder to write; tokenizer-step-<step> in the run's folder without it."""
-    weights: Weights = Field("averaged", description=WEIGHTS)
+    weights: Weights = "averaged"
 
     def run(self) -> None:
         """Write the folder."""

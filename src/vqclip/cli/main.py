@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from vqclip import __version__
 from vqclip.errors import ConfigError, VqclipError, printable
 from vqclip.runlog.console import (
-    fit_lines,
     log_to_stderr,
     print_error,
     print_interrupt,
@@ -79,73 +78,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0 or what the command returns; 2 for an unknown command or a `ConfigError`; 130 for Ctrl-C;
         that of the command for other errors. Credentials in messages are masked.
     """
-    first, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
-    program = "vqclip" if first not in COMMANDS else f"vqclip {first}"
-    failure, after_interrupt = 1, ""
+    name, rest = "", [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
+    while rest and rest[0] in _words(name):
+        name = f"{name} {rest.pop(0)}".lstrip()
+    program, failure, after_interrupt = f"vqclip {name.partition(' ')[0]}".rstrip(), 1, ""
     try:
-        if first in ("-h", "--help"):
-            print_output(_help(""))
-            return 0
-        if first == "--version":
+        from vqclip.data.remote.urls import mask_credentials
+
+        if not name and rest == ["--version"]:
             print_output(__version__)
             return 0
-        if first not in COMMANDS:
-            return _refuse("vqclip", first, _words(""))
-        name = f"{first} {rest[0]}" if rest else first
-        if rest and name in COMMANDS:
-            del rest[0]
-        elif not COMMANDS[first][0]:
-            if rest and rest[0] not in ("-h", "--help"):
-                return _refuse(program, rest[0], _words(first))
-            print_output(_help(first))
+        is_command, words = bool(COMMANDS.get(name, ("",))[0]), _words(name)
+        asks_for_help = not rest or rest[0] in ("-h", "--help")
+        close = difflib.get_close_matches(rest[0], words, n=1) if rest else []
+        if not asks_for_help and (not is_command or (close and not Path(rest[0]).exists())):
+            hint = f'; did you mean "{close[0]}"?' if close else ""
+            raise ConfigError(f"got {printable(rest[0], one_line=True)!r}; expected one of {', '.join(words)}{hint}")
+        if not is_command:
+            print_output(_help(name))
             return 0 if rest else 2
-        elif rest and not Path(rest[0]).exists() and difflib.get_close_matches(rest[0], _words(first), n=1):
-            return _refuse(program, rest[0], _words(first))
-        else:
-            name = first
         from vqclip.cli.options import read_options  # needs pydantic, which the list of commands does not
 
         command = load_command(name)
         failure, after_interrupt = command.failure, command.after_interrupt
         options = read_options(name, command, rest, _list_of(name))
-        from vqclip.data.remote.urls import mask_credentials
-
         log_to_stderr(mask_credentials)
         return options.run() or 0
     except KeyboardInterrupt:
         return print_interrupt(program, after_interrupt)
     except (VqclipError, OSError) as error:  # an OSError: a full disk, a folder without write permission
-        from vqclip.data.remote.urls import mask_credentials
-
         print_error(program, error, mask_credentials)
         return 2 if isinstance(error, ConfigError) else failure
 
 
-def _words(first: str) -> list[str]:
-    """Return the words that may follow ``first``; all first words for an empty text."""
-    if not first:
-        return [name for name in COMMANDS if " " not in name]
-    return [name.partition(" ")[2] for name in COMMANDS if name.startswith(f"{first} ")]
+def _words(name: str) -> list[str]:
+    """Return the words that may follow the name of a command; all first words for an empty name."""
+    return [word for above, _, word in (f" {each}".rpartition(" ") for each in COMMANDS) if above.strip() == name]
 
 
-def _list_of(first: str) -> str:
+def _list_of(name: str) -> str:
     """Return a line for each word that may follow."""
-    names = {word: COMMANDS[f"{first} {word}".strip()][1] for word in _words(first)}
+    names = {word: COMMANDS[f"{name} {word}".strip()][1] for word in _words(name)}
     width = max(map(len, names), default=0)
     return "\n".join(f"  {name:<{width}}  {summary}" for name, summary in names.items())
 
 
-def _help(first: str) -> str:
-    program = f"vqclip {first}".rstrip()
+def _help(name: str) -> str:
+    program = f"vqclip {name}".rstrip()
     ending = f"{program} COMMAND --help lists the options of a command."
-    lines = _list_of(first).splitlines()
+    lines = _list_of(name).splitlines()
     more = ["", *lines[_FIRST:]] if lines[_FIRST:] else []
     return "\n".join([f"usage: {program} COMMAND ...", "", *lines[:_FIRST], *more, "", ending])
-
-
-def _refuse(program: str, given: str, known: Sequence[str]) -> int:
-    near = difflib.get_close_matches(given, known, n=1)
-    hint = f'; did you mean "{near[0]}"?' if near else ""
-    shown = printable(given, one_line=True)
-    print(fit_lines(f"{program}: got {shown!r}; expected one of {', '.join(known)}{hint}"), file=sys.stderr)
-    return 2

@@ -48,29 +48,55 @@ def _on_this_machine(given: Any) -> Any:
     return given
 
 
+def _is_file(path: Path) -> Path:
+    if path.is_dir():
+        raise ValueError("expected a file, not a folder")
+    return path
+
+
+def require_page(path: Path) -> Path:
+    """Return the path of a page that can be written; raise ValueError if it cannot."""
+    if path.exists() and not path.is_file() and not path.is_dir():  # /dev/stdout, a pipe
+        return path
+    if path.suffix not in (".html", ".htm") or path.is_dir():
+        raise ValueError("expected a file whose name ends in .html")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {path.absolute().parent}; expected a file in one that exists")
+    return path
+
+
 Text = Annotated[str, AfterValidator(_not_empty)]
 """A text that is not empty."""
 LocalPath = Annotated[Path, BeforeValidator(_on_this_machine)]
 """A path that is not empty, which would be the current folder, and no URL."""
+OutputFile = Annotated[LocalPath, AfterValidator(_is_file)]
+Page = Annotated[LocalPath, AfterValidator(require_page)]
+"""A page that can be written: its name ends in .html, unlike config.yaml."""
 BatchSize = Annotated[int, Field(ge=1, le=2**16)]
 Workers = Annotated[int, Field(ge=0, le=512)]
 BadFraction = Annotated[float, Field(ge=0, lt=1)]
-Weights = Literal["averaged", "current"]
+Precision = Literal["fp32", "bf16", "fp16"]
 
-# Descriptions of options that several commands have.
-TOKENIZER = "folder of a run or tokenizer, or hub name (owner/name)"
+# Options that several commands have.
+SOURCE = "file, folder, pattern or URL of the data"
+SOURCE_KEYS = "keys of the source, such as kind=csv captions=title; see docs/data.md"
+Source = Annotated[Text, Field(description=SOURCE)]
+Tokenizer = Annotated[Text, Field(description="folder of a run or tokenizer, or hub name (owner/name)")]
 MODEL = (
     "run folder (its exported tokenizer, else its newest checkpoint), checkpoint folder, exported tokenizer folder, or "
     "hub name (owner/name)"
 )
+Models = Annotated[tuple[Text, ...], Field(description=MODEL, min_length=1)]
 DATA = (
     "file, folder, pattern or URL; others of the same data may follow, and keys of the kind, such as captions=title or "
     "split=test"
 )
-DEVICE = "cpu, cuda, cuda:1, ...; auto: a GPU if there is one"
-WEIGHTS = "averaged: the moving average of the weights, where there is one (train.ema); current: those of the step"
-SOURCE = "file, folder, pattern or URL of the data"
-SOURCE_KEYS = "keys of the source, such as kind=csv captions=title; see docs/data.md"
+Data = Annotated[tuple[Text, ...], Field(description=DATA)]
+Device = Annotated[Text, Field(description="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")]
+Weights = Annotated[
+    Literal["averaged", "current"],
+    Field(description="averaged: the moving average of the weights, if there is one (train.ema); current: the step's"),
+]
 
 
 class Command(BaseModel):
@@ -266,17 +292,3 @@ def local_path(path: str) -> str | None:
     """Return an absolute path for local files or patterns; None for a URL or a hub name."""
     found = Path(path).expanduser().absolute()
     return str(found) if found.exists() or (any(mark in path for mark in "{*") and "://" not in path) else None
-
-
-def require_page(option: str, output: Path) -> None:
-    """Check that a page can be written: its name ends in .html, unlike config.yaml, and its folder exists.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    if output.exists() and not output.is_file() and not output.is_dir():  # /dev/stdout, a pipe
-        return
-    if output.suffix not in (".html", ".htm") or output.is_dir():
-        raise ConfigError(f"{option}: got {output}; expected a file whose name ends in .html")
-    if not output.parent.is_dir():
-        raise ConfigError(f"{option}: got {output}, but there is no folder {output.parent}")

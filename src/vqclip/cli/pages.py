@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from vqclip.cli.options import (
-    DATA,
-    DEVICE,
     MODEL,
-    TOKENIZER,
     BadFraction,
     BatchSize,
     Command,
+    Data,
+    Device,
     LocalPath,
+    Page,
     Text,
+    Tokenizer,
     Workers,
     paths_and_overrides,
     require_page,
@@ -41,26 +43,19 @@ class Report(Command, words=("runs",)):
 
     runs: tuple[LocalPath, ...] = Field(min_length=1)
     """Folder of a run, such as runs/base; several are compared."""
-    out: LocalPath | None = None
+    out: Page | None = None
     """The page; for one run report.html in its folder."""
 
     def run(self) -> None:
         """Write the page."""
         from vqclip.report import write_comparison, write_report
 
-        runs, output = self.runs, self.out
-        if output is not None:
-            require_page("--out", output)
-        try:
-            if len(runs) == 1:
-                path = write_report(runs[0], output)
-            elif output is not None:
-                path = write_comparison(runs, output)
-            else:
-                wanted = f"expected a file for the comparison of {len(runs)} runs, such as comparison.html"
-                raise ConfigError(f"--out: missing, {wanted}")
-        except OSError as error:
-            raise ConfigError(f"--out: {error.filename or output}: cannot be written ({error.strerror})") from error
+        if len(self.runs) == 1:
+            path = write_report(self.runs[0], self.out)
+        elif self.out is not None:
+            path = write_comparison(self.runs, self.out)
+        else:
+            raise ConfigError(f"--out: missing; expected a page for {len(self.runs)} runs, such as comparison.html")
         print_output(f"{path}: {format_bytes(path.stat().st_size)}; open it in a browser")
 
 
@@ -81,17 +76,17 @@ class Reconstruct(Command, words=("tokenizer",)):
       vqclip reconstruct runs/pixels --data kind=scenes split=val --out page.html
     """
 
-    tokenizer: Text = Field(description=f"{TOKENIZER}; with a pixel decoder")
+    tokenizer: Tokenizer
     images: LocalPath | None = None
     """Folder of image files, all of which are written."""
+    data: Data = ()
     out: LocalPath
     """Folder of the image files, or the page."""
     batch_size: BatchSize = 256
     """Images in a batch."""
     bad_fraction: BadFraction = 0.01
     """Largest share of unusable images; they are left out."""
-    device: Text = Field("auto", description=DEVICE)
-    data: tuple[Text, ...] = Field((), description=f"for a page: {DATA}")
+    device: Device = "auto"
     limit: Annotated[int, Field(ge=1, le=10_000)] = 256
     """Images of --data that are decoded, evenly spread over them."""
     show: Annotated[int, Field(ge=1, le=32)] = 4
@@ -101,6 +96,11 @@ class Reconstruct(Command, words=("tokenizer",)):
     workers: Workers = 0
     """Worker processes that decode the images of --data; 0: this process."""
 
+    @field_validator("out")
+    @classmethod
+    def _can_be_written(cls, out: Path, info: ValidationInfo) -> Path:
+        return require_page(out) if info.data.get("data") and not info.data.get("images") else out
+
     def run(self) -> None:
         """Write the image files, or the page."""
         from vqclip import dist
@@ -109,8 +109,6 @@ class Reconstruct(Command, words=("tokenizer",)):
 
         if (self.images is None) == (not self.data):
             raise ConfigError("expected one of --images FOLDER, for image files, and --data, for a page")
-        if self.images is None:
-            require_page("--out", self.out)
         device = dist.choose_device(self.device, "--device")
         tokenizer = load_tokenizer(self.tokenizer, "image").to(device)
         tokenizer.require_pixels()
@@ -172,7 +170,7 @@ class Demo(Command, words=("folder",)):
     """Address to listen on; others open the page to a network."""
     port: Annotated[int, Field(ge=0, le=65535)] = 7860
     """Port; 0: any that is free."""
-    device: Text = Field("auto", description=DEVICE)
+    device: Device = "auto"
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Threads of the CPU; all cores without it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, Field
@@ -132,34 +133,26 @@ class Plan(Command, words=("source",), reads=f"changes to the configuration; wit
 
         # What costs least comes first: rounding, exchanges, time, another result.
         sharded = "train.parallel=fsdp train.bucket_mb=null"
+        halves = [config.train.micro_batches * 2**n for n in range(1, plan.samples.bit_length())]
         tried = ["train.precision=bf16", sharded + (" train.compile=regional" if config.train.compile else "")]
-        tried += ["train.activation_checkpointing=true"]
-        tried += [
-            f"train.micro_batches={config.train.micro_batches * 2**n}" for n in range(1, plan.samples.bit_length())
-        ]
-        tried += ["loss.impl=ring", "train.ema=null"]
-        changes = list[tuple[str, int]]()
-        while plan.peak > limit and tried:
-            try:
-                changed = load_config(type(config), config, tried[0].split())
+        tried += ["train.activation_checkpointing=true", *(f"train.micro_batches={count}" for count in halves)]
+        changes = dict[str, int]()
+        for change in [*tried, "loss.impl=ring", "train.ema=null"]:
+            if plan.peak <= limit:
+                break
+            with contextlib.suppress(ConfigError):  # such as more microbatches than samples
+                changed = load_config(type(config), config, change.split())
                 found = plan_step(changed, *machines)
                 if found.peak < 0.95 * plan.peak:
-                    config, plan = changed, found
-                    changes.append((tried[0], found.peak))
-            except ConfigError:  # such as more microbatches than samples
-                pass
-            del tried[0]
+                    config, plan, changes[change] = changed, found, found.peak
 
-        known = {"samples": first.samples, "memory": first.parts, "peak": first.peak, "exchanges": first.exchanges}
-        known |= {"fits": first.peak <= limit, "fits_with_changes": plan.peak <= limit}
-        figures = known | {"changes": [{"overrides": key, "peak": peak} for key, peak in changes]}
+        figures = {"samples": first.samples, "memory": first.parts, "peak": first.peak, "exchanges": first.exchanges}
+        figures |= {"fits": first.peak <= limit, "fits_with_changes": plan.peak <= limit}
+        figures["changes"] = [{"overrides": key, "peak": peak} for key, peak in changes.items()]
         lines = [f"{first.samples:,} samples a process. Memory of a process at the peak of a step:", ""]
-        lines += [f"  {name:28} {format_bytes(size, binary=True):>10}" for name, size in first.parts.items()]
-        lines += [f"  {'together':28} {format_bytes(first.peak, binary=True):>10}", ""]
-        if first.exchanges:
-            lines += ["a process sends in a step:", ""]
-            lines += [f"  {name:28} {format_bytes(size):>10}" for name, size in first.exchanges.items()]
-            lines += [f"  {'together':28} {format_bytes(sum(first.exchanges.values())):>10}", ""]
+        lines += [*_rows(first.parts | {"together": first.peak}, binary=True), ""]
+        if sent := first.exchanges:
+            lines += ["a process sends in a step:", "", *_rows(sent | {"together": sum(sent.values())}), ""]
         if self.memory is None:
             lines.append("give --memory to compare it with that of a GPU")
         else:
@@ -167,9 +160,13 @@ class Plan(Command, words=("source",), reads=f"changes to the configuration; wit
             lines.append(f"{verdict}: {self.memory:g} GiB, less {self.reserve:g} for what is not counted (--reserve)")
         if first.peak > limit:
             lines += ["", "what to change; each line includes the changes above it:", ""]
-            lines += [f"  {key:52} {format_bytes(peak, binary=True):>10}" for key, peak in changes]
             lost = (
                 "no setting that was tried makes it fit: use more GPUs, a smaller train.batch_size, or a smaller model"
             )
-            lines += ["", "then it fits" if plan.peak <= limit else lost]
+            lines += [*_rows(changes, 52, binary=True), "", "then it fits" if plan.peak <= limit else lost]
         return 0 if first.peak <= limit else 1, figures, lines
+
+
+def _rows(sizes: Mapping[str, int], width: int = 28, binary: bool = False) -> list[str]:
+    """Return a line for each size in bytes, by its name."""
+    return [f"  {name:{width}} {format_bytes(size, binary=binary):>10}" for name, size in sizes.items()]

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from vqclip.cli.options import (
-    DATA,
-    DEVICE,
-    TOKENIZER,
     BadFraction,
     BatchSize,
     Command,
+    Data,
+    Device,
     LocalPath,
+    Page,
     Text,
+    Tokenizer,
     local_path,
     paths_and_overrides,
-    require_page,
 )
 from vqclip.errors import ConfigError, DataError, printable
 from vqclip.io.files import format_bytes
@@ -37,8 +37,8 @@ class Build(Command):
       vqclip search build --tokenizer runs/photos --data photos.csv --modality text --out texts
     """
 
-    tokenizer: Text = Field(description=TOKENIZER)
-    data: tuple[Text, ...] = Field(description=DATA)
+    tokenizer: Tokenizer
+    data: Data
     modality: Literal["image", "text"] = "image"
     """image: index the images; text: their captions."""
     out: LocalPath
@@ -47,7 +47,7 @@ class Build(Command):
     """Images or captions at once."""
     bad_fraction: BadFraction = 0.01
     """Largest share of unusable images; they are left out."""
-    device: Text = Field("auto", description=DEVICE)
+    device: Device = "auto"
 
     def run(self) -> None:
         """Make the index."""
@@ -96,7 +96,7 @@ class Query(Command, words=("text",)):
     """Image to search for instead of a text."""
     k: Annotated[int, Field(ge=1, lt=2**63)] = 24
     """Number of results."""
-    out: LocalPath | None = None
+    out: Page | None = None
     """Write a page with the images of --data to this file."""
 
     def run(self) -> None:
@@ -114,8 +114,6 @@ class Query(Command, words=("text",)):
 
         if (self.text is None) == (self.image is None):
             raise ConfigError("query: got a text and --image, or neither; expected one of them")
-        if self.out is not None:
-            require_page("--out", self.out)
         index = CodeIndex.load(self.index)
         if self.out is not None and not self.data:
             # An index from somebody else could name any local folder, whose images would get into a shared page.
@@ -139,10 +137,8 @@ class Query(Command, words=("text",)):
         with torch.no_grad():
             query = own.embed(own.encode(inputs))
         found = search.search(query, self.k)
-        lines = []
         for rank, (score, item) in enumerate(zip(found.scores[0].tolist(), found.items[0].tolist(), strict=True), 1):
-            lines.append(f"{rank:3d}  {score:.4f}  {printable(index.names[item], one_line=True)}")
-        print_output("\n".join(lines))
+            print_output(f"{rank:3d}  {score:.4f}  {printable(index.names[item], one_line=True)}")
         if self.out is not None:
 
             def report_bad(error: DataError) -> None:
@@ -150,9 +146,5 @@ class Query(Command, words=("text",)):
                 print(f"vqclip search: left out of the page: {shown}", file=sys.stderr)
 
             notes = f"{len(index):,} items of {index.packing.bits} bits in {self.index.name}, searched by their codes"
-            source = open_indexed(index, *paths_and_overrides(self.data))
-            page = search_page(self.text or Path(asked).name, find_hits(index, found, source, report_bad), notes)
-            try:
-                write_text(self.out, page)
-            except OSError as error:
-                raise ConfigError(f"--out: {self.out}: cannot be written ({error.strerror})") from None
+            hits = find_hits(index, found, open_indexed(index, *paths_and_overrides(self.data)), report_bad)
+            write_text(self.out, search_page(self.text or Path(asked).name, hits, notes))

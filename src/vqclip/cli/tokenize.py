@@ -8,14 +8,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from vqclip.cli.options import (
-    DATA,
-    DEVICE,
-    TOKENIZER,
     BadFraction,
     BatchSize,
+    Data,
     LocalPath,
     OnRay,
-    Text,
+    Tokenizer,
     Workers,
     paths_and_overrides,
 )
@@ -34,8 +32,8 @@ class Tokenize(OnRay, failure=1, after_interrupt="run the same command to contin
       vqclip tokenize --engine ray --ray-address auto --tokenizer ... --data s3://bucket/all --out ...
     """
 
-    tokenizer: Text = Field(description=TOKENIZER)
-    data: tuple[Text, ...] = Field(description=DATA)
+    tokenizer: Tokenizer
+    data: Data
     out: LocalPath
     """Folder of the token shards and manifest.json."""
     modality: Literal["image", "text", "both"] = "both"
@@ -47,7 +45,8 @@ class Tokenize(OnRay, failure=1, after_interrupt="run the same command to contin
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """fp32: in the type of the weights; bf16, fp16: under autocast; fp64: everything in float64, several times slower,
     but batch size, threads and machine change ids about half a billion times less often."""
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description=DEVICE)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Threads of each process on the CPU; more processes are faster than more threads."""
     tolerance: BadFraction = 0.01
