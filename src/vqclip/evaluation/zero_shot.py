@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from pydantic import AfterValidator, TypeAdapter, ValidationError, model_validator
 from torch import Tensor
 
-from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, ClassFolder, read_lines, read_templates
+from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, read_lines, read_templates, read_text
 from vqclip.errors import DataError
 from vqclip.evaluation.details import Details
 from vqclip.evaluation.encode import MODES, Encoded, Encoder, Mode
@@ -77,7 +77,7 @@ class ZeroShotConfig(ImagesConfig):
             templates = self.templates or images.source.templates or (DEFAULT_TEMPLATE,)
             if self.templates_file is not None:
                 path = self.templates_file.expanduser()
-                templates = read_templates(ClassFolder(path.parent), path.name)
+                templates = read_templates(path)
             classes: Sequence[Names] = [(each,) for each in images.source.classnames]
             if self.classes_file is not None:
                 classes = read_classes(self.classes_file.expanduser(), images.source.classnames)
@@ -195,12 +195,11 @@ def read_classes(path: Path, known: Sequence[str]) -> tuple[Names, ...]:
     Raises:
         DataError: the file cannot be read, or its classes are not those of the data.
     """
-    folder = ClassFolder(path.parent)
     if path.suffix.lower() != ".json":
-        found: list[Names] = [(line,) for line in read_lines(folder, path.name, _NAMES)]
+        found: list[Names] = [(line,) for line in read_lines(path, _NAMES)]
     else:
         try:
-            content = _JSON.validate_python(json.loads(folder.read(path.name, _NAMES)))
+            content = _JSON.validate_python(json.loads(read_text(path, _NAMES)))
         except (ValueError, RecursionError) as error:
             problem = validation_problems(error)[0] if isinstance(error, ValidationError) else error
             raise DataError(

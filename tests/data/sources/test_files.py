@@ -108,7 +108,7 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
             "classnames: set, and no column is read as label",
         ),
         ("filepath,cls\na.jpg,x\n", ["label=cls", "templates=[a photo]"], "expected prompts with {c}"),
-        ("filepath,title\na.jpg,x\n", ["encoding=none"], "encoding: got 'none'; expected one that Python knows"),
+        ("filepath,title\na.jpg,x\n", ["encoding=none"], "cannot be read (LookupError: unknown encoding: none)"),
     ],
 )
 def test_wrong_tables(folder: Path, text: str, overrides: list[str], message: str) -> None:
@@ -325,7 +325,7 @@ def test_a_file_that_comes_later_is_found_at_the_next_start(folder: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[", "is not JSON"),
+        ("[", "cannot be read as JSON (JSONDecodeError: "),
         ("3", "got a int; expected a list of objects"),
         ('[{"drawing": 1}]', "name it, image=COLUMN; its columns: 'drawing'"),
         (
@@ -355,7 +355,7 @@ def test_damaged_gzip(folder: Path, name: str) -> None:
     whole = gzip.compress(ROWS.encode() * 100)
     for data in (whole[:-20], whole[:30] + b"xxxx" + whole[34:]):
         (folder / name).write_bytes(data)
-        with pytest.raises(DataError, match=rf"{name}: (is damaged|cannot be read): "):
+        with pytest.raises(DataError, match=rf"{name}: cannot be read( as JSON)? \("):
             parse_source(folder / name).build()
 
 

@@ -170,7 +170,7 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("cat/0.jpg dog/0.jpg lost+found/x $RECYCLE.BIN/0.jpg", [], ["cat", "dog"]),
         ("pics/0.jpg metadata.csv", [], ["metadata.csv", "images found in"]),
         ("cat/0.jpg metadata.json", [], "none of the first .* or set captions: classes, txt or names"),
-        ("0.heic 1.heic", [], "contains 0.heic, an image that is not read; convert it to JPEG or PNG"),
+        ("0.heic 1.heic", [], "0.heic: an image that is not read; convert it to JPEG or PNG"),
         ("0.jpg 0.txt @eaDir/0.jpg/THUMB.jpg a/@eaDir/0.jpg/THUMB.jpg a/1.jpg a/1.txt", [], ["0.txt", "a/1.txt"]),
         ("cat/0.jpg dog/0.jpg @eaDir/0.jpg __MACOSX/0.jpg", [], ["cat", "dog"]),
         ("0.jpg 1.jpg metadata.csv", [], ["metadata.csv", "1 file that metadata.csv does not name, such as 1.jpg"]),

@@ -99,7 +99,9 @@ def test_wrong_class_folders(tmp_path: Path) -> None:
         ClassShardsConfig(path=tmp_path / "none").build
     )
     folder = class_folder(tmp_path / "a")
-    assert "has no split 'test'; splits with tars: train" in refusal(ClassShardsConfig(path=folder, split="test").build)
+    assert "has no split 'test'; splits with tars: 'train'" in refusal(
+        ClassShardsConfig(path=folder, split="test").build
+    )
     (folder / "zeroshot_classification_templates.txt").write_text("a photo\n")
     assert "templates.txt:1: no {c} for the class name in 'a photo'" in refusal(ClassShardsConfig(path=folder).build)
     (folder / "zeroshot_classification_templates.txt").write_bytes(b"\xef\xbb\xbfa {c}\n\n")
@@ -141,8 +143,8 @@ def test_paths_that_stand_for_nothing(tmp_path: Path) -> None:
         tmp_path / "none": "no such file or folder; expected a tar, a folder of tars",
         tmp_path / "empty": "no *.tar, *.tar.gz, *.tgz in this folder (it is empty)",
         folder.parent: "found some in train: did you mean",
-        f"{folder}/{{00000..00003}}.tar": f"2 of 4 shards are missing: {folder}/00002.tar, {folder}/00003.tar",
-        f"{folder}/{{10..13}}.tar": "matches no file",
+        f"{folder}/{{00000..00003}}.tar": f"2 of 4 files are missing: {folder}/00002.tar, {folder}/00003.tar",
+        f"{folder}/{{10..13}}.tar": f"4 of 4 files are missing: {folder}/10.tar",
         f"{folder}/*.tgz": "matches no file",
     }.items():
         message_got = refusal(find_shards, [path])

@@ -122,7 +122,7 @@ def test_damaged_shards_are_left_out_by_a_setting(tmp_path: Path) -> None:
     (folder / "00002_stats.json").unlink()
     os.truncate(folder / "00002.tar", 3000)
     path = f"{folder}/{{00000..00004}}.tar"
-    with pytest.raises(DataError, match=r"1 of 5 shards are missing: .*00004.tar.*\*\.tar.*bad_shards: leave_out"):
+    with pytest.raises(DataError, match=r"1 of 5 files are missing: .*00004.tar.*\*\.tar.*bad_shards: leave_out"):
         CaptionShardsConfig(path=path).build()
     with pytest.raises(DataError, match=r"00002.tar: truncated.*bad_shards: leave_out .*writes 00002_stats.json"):
         CaptionShardsConfig(path=str(folder)).build()

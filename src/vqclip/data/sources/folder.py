@@ -18,7 +18,6 @@ from vqclip.data.sources.class_names import (
     DEFAULT_TEMPLATE,
     TEMPLATES,
     Classes,
-    ClassFolder,
     ClassNames,
     describe_ids,
     read_templates,
@@ -244,7 +243,7 @@ class FolderConfig(FileSourceConfig):
         names, labels = self._classes(folder, classes, builder)
         templates: Sequence[str] = (DEFAULT_TEMPLATE,)
         if builder.read_from(folder / TEMPLATES).exists():
-            templates = read_templates(ClassFolder(folder))
+            templates = read_templates(folder / TEMPLATES)
         depths = {path.count("/") for path in filter(self._is_image, paths)}
         inner = {path.split("/")[1] for path in filter(self._is_image, paths) if path.count("/") == 2}
         depth = 2 if len(inner) == 1 and 1 not in depths else 1

@@ -52,14 +52,20 @@ KINDS: dict[str, type[SourceConfigBase]] = {
 """Config classes of the kinds of this package, by kind."""
 _ENDINGS = {
     "shards": TAR_ENDINGS,
-    "csv": (".csv", ".txt", ".token"),
-    "tsv": (".tsv", ".tab"),
-    "json": (".json", ".jsonl", ".ndjson"),
+    "csv": (".csv", ".txt", ".token", ".csv.gz", ".txt.gz", ".token.gz"),
+    "tsv": (".tsv", ".tab", ".tsv.gz", ".tab.gz"),
+    "json": (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz"),
     "parquet": (".parquet",),
 }
 """Endings of names of files that are plainly of a kind."""
-_TABLES = (*_ENDINGS["csv"][:1], *_ENDINGS["tsv"], *_ENDINGS["json"])
-_ARCHIVES = (".zip", ".rar", ".7z", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
+_TABLES = (".csv", ".tsv", ".tab", ".json", ".jsonl", ".ndjson")
+_UNREAD = {
+    (".zip", ".rar", ".7z", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst"): "an archive of a kind that is not "
+    "read; unpack it, and name the folder",
+    OTHER_ENDINGS: "an image that is not read; convert it to JPEG or PNG",
+    IMAGE_ENDINGS: "an image, or a pattern of images; expected their folder, or a table of them",
+}
+"""Endings of names of files that are not read, and the reason."""
 
 
 def parse_source(path: str | Path | Sequence[str], overrides: Sequence[str] = (), **defaults: Any) -> SourceConfigBase:
@@ -188,14 +194,9 @@ def _find_kind(path: str, has_split: bool) -> str:
     else:
         name = PurePosixPath(path.partition("?")[0] if "://" in path else path).name.lower()
         found = [kind for kind, endings in _ENDINGS.items() if name.endswith(endings)]
-        if not found and name.endswith(".gz"):
-            found = [kind for kind in ("csv", "tsv", "json") if name.removesuffix(".gz").endswith(_ENDINGS[kind])]
         if not found and is_local and not os.path.exists(local) and not any(mark in path for mark in "{*?["):
             raise DataError(f"{local.absolute()}: no such file or folder; expected a data set")
-        if name.endswith(_ARCHIVES):
-            raise DataError(f"{shown}: an archive of a kind that is not read; unpack it, and name the folder")
-        if name.endswith(IMAGE_ENDINGS):
-            raise DataError(f"{shown}: an image, or a pattern of images; expected their folder, or a table of them")
+        _refuse_unread(name, shown)
         if not found and not is_local and not PurePosixPath(name).suffix:
             found = ["classes" if has_split else "shards"]
         if not found:
@@ -240,21 +241,21 @@ def _kinds_in(folder: Path) -> list[str]:
         raise DataError(f"{folder.absolute()}: the folder is empty; expected a data set")
     if not found:
         shown = ", ".join(name if name in files else f"{name}/" for name in names[:5])
-        if archive := next((name for name in names if name.lower().endswith(_ARCHIVES)), None):
-            raise DataError(
-                f"{folder.absolute()}: contains {archive}, an archive of a kind that is not read; unpack it"
-            )
+        for name in names:
+            _refuse_unread(name, folder.absolute() / name)
         tables = [name for name in names if name in files and name.lower().endswith(_TABLES)]
         if tables:
             tables.sort(key=lambda name: ("caption" not in name.lower(), "train" not in name.lower(), name))
             raise DataError(f"{folder.absolute()}: tables; one of them is the path: {folder.absolute() / tables[0]}")
-        if unread := next((name for name in names if name.lower().endswith(OTHER_ENDINGS)), None):
-            raise DataError(
-                f"{folder.absolute()}: contains {unread}, an image that is not read; convert it to JPEG or PNG"
-            )
         raise DataError(
             f"{folder.absolute()}: its kind is not plain from its contents ({shown}); name it, kind: one of "
             f"{', '.join(KINDS)}"
             + (f"; or name the path of one with tars or Parquet in it: {', '.join(below)}" if below else "")
         )
     return found
+
+
+def _refuse_unread(name: str, path: object) -> None:
+    for endings, what in _UNREAD.items():
+        if name.lower().endswith(endings):
+            raise DataError(f"{path}: {what}")

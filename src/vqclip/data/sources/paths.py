@@ -124,12 +124,10 @@ def _find_local(path: str, endings: Sequence[str], allow_missing: bool) -> list[
             f"{names[0].absolute()}: no such file or folder; expected a {_noun(endings)}, a folder of "
             f"{_noun(endings)}s, or a pattern such as train/{{00000..00041}}{endings[0]}"
         )
-    if len(missing) == len(names):
-        raise DataError(f"{path}: matches no file: none of the {len(names)} exists, such as {names[0].absolute()}")
     if missing and not allow_missing:
         shown = ", ".join(str(name) for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise DataError(
-            f"{path}: {len(missing)} of {len(names)} shards are missing: {shown}. Name the folder or a pattern such as "
+            f"{path}: {len(missing)} of {len(names)} files are missing: {shown}. Name the folder or a pattern such as "
             f"*{endings[0]}, or leave them out: bad_shards: leave_out"
         )
     return [name.absolute() for name in names]

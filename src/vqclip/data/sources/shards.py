@@ -10,24 +10,28 @@ from pydantic import BeforeValidator, Field, model_validator
 from vqclip.data.decode import OTHER_ENDINGS
 from vqclip.data.remote.files import Shard, is_tar
 from vqclip.data.remote.retry import RemoteConfig
-from vqclip.data.remote.urls import display_url
+from vqclip.data.remote.urls import beneath, display_url, local_path, protocol_of
 from vqclip.data.sources.base import Place, Preparation, RawSample, SourceConfigBase, name_sample
 from vqclip.data.sources.class_names import (
     CLASSNAMES,
-    ClassFolder,
+    TEMPLATES,
     checksum_prompts,
     fill_templates,
     read_lines,
     read_templates,
+    read_text,
 )
 from vqclip.data.sources.columns import CaptionFiles, Weighted, decode_text
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.tars.members import KINDS, MemberRules
 from vqclip.data.tars.open import TarSet, describe_left_out
 from vqclip.data.tars.reader import TarReader
-from vqclip.errors import DataError
+from vqclip.errors import ConfigError, DataError
+from vqclip.io.files import expand_home
 from vqclip.scenes import ScenesConfig, make_scenes
 
+_MAX_COUNT = 100_000
+"""Shards of a class folder that are listed in memory."""
 _Endings = Annotated[
     tuple[Annotated[str, Field(pattern=r"^\.?[^/\s]+$")], ...],
     BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
@@ -46,6 +50,11 @@ class TarConfig(SourceConfigBase):
     remote: RemoteConfig = RemoteConfig()
     """Download and caching of shards at URLs."""
 
+    @property
+    def text_kind(self) -> str:
+        """Kind of the members beside the images: txt, json or cls."""
+        raise NotImplementedError
+
     def tars(self) -> Sequence[Shard]:
         """Return the tars.
 
@@ -59,11 +68,11 @@ class TarConfig(SourceConfigBase):
         """Rules by which members are grouped."""
         return MemberRules(self.image_member)
 
-    def open(self, tars: TarReader, is_part: bool = False) -> TarSource:
-        """Return the source of some tars; if they are a part of all, none of their samples may be usable.
+    def open(self, tars: TarReader) -> TarSource:
+        """Return the source of some tars.
 
         Raises:
-            DataError: no sample has all members.
+            DataError: other files that it needs are missing or wrong.
         """
         raise NotImplementedError
 
@@ -77,12 +86,15 @@ class TarConfig(SourceConfigBase):
         return self.tar_set().preparations()
 
     def build(self) -> TarSource:
-        """Open the shards, after indexing those without an index."""
-        return self.open(self.tar_set().open())
+        """Open the shards, after indexing those without an index; see `SourceConfigBase.build`."""
+        tars = (found := self.tar_set()).open()
+        more = f" and {len(found.shards) - 1} more" if found.shards[1:] else ""
+        _require_members(tars, self.text_kind, f"{found.shards[0]}{more}")
+        return self.open(tars)
 
     def build_part(self, shards: Sequence[Shard]) -> TarSource:
         """Open some of the shards, for processes that share a data set; none of their samples may be usable."""
-        return self.open(self.tar_set(shards).open(), is_part=True)
+        return self.open(self.tar_set(shards).open())
 
 
 class TarSource:
@@ -200,25 +212,23 @@ class CaptionShardsConfig(TarConfig):
         return False
 
     @property
-    def paths(self) -> Sequence[str]:
-        """All paths."""
-        return [self.path] if isinstance(self.path, str) else self.path
+    def text_kind(self) -> Literal["txt", "json"]:
+        """See `TarConfig.text_kind`."""
+        return "json" if self.captions == "json" else "txt"
 
     @property
     def rules(self) -> MemberRules:
         """See `TarConfig.rules`."""
-        return MemberRules(self.image_member, self.caption_member, "json" if self.captions == "json" else "txt")
+        return MemberRules(self.image_member, self.caption_member, self.text_kind)
 
     def tars(self) -> Sequence[Shard]:
         """See `TarConfig.tars`."""
-        return find_shards(self.paths, self.remote, allow_missing=self.bad_shards == "leave_out")
+        paths = [self.path] if isinstance(self.path, str) else self.path
+        return find_shards(paths, self.remote, allow_missing=self.bad_shards == "leave_out")
 
-    def open(self, tars: TarReader, is_part: bool = False) -> TarSource:
+    def open(self, tars: TarReader) -> TarSource:
         """See `TarConfig.open`."""
-        captions = CaptionFiles(self.captions, tuple(self.json_keys))
-        if not is_part:
-            _require_members(tars, captions.kind, ", ".join(map(display_url, self.paths)))
-        return TarSource(self, tars, captions)
+        return TarSource(self, tars, CaptionFiles(self.captions, tuple(self.json_keys)))
 
 
 class ClassShardsConfig(TarConfig):
@@ -242,25 +252,63 @@ class ClassShardsConfig(TarConfig):
         return True
 
     @property
-    def folder(self) -> ClassFolder:
-        """The folder."""
-        return ClassFolder(self.path, self.remote)
+    def text_kind(self) -> str:
+        """See `TarConfig.text_kind`."""
+        return "cls"
 
     def tars(self) -> Sequence[Shard]:
-        """See `TarConfig.tars`; raises ConfigError if there are several splits, and none is named."""
-        return self.folder.shards(self.folder.choose_split(self.split))
+        """See `TarConfig.tars`: ``0.tar``, ``1.tar``, ... if the protocol cannot list folders.
 
-    def open(self, tars: TarReader, is_part: bool = False) -> TarSource:
-        """See `TarConfig.open`; raises DataError for class names or templates that are missing or wrong."""
-        folder = self.folder
-        config = self.model_copy(update={"split": folder.choose_split(self.split)})
-        if not is_part:
-            _require_members(tars, "cls", folder.name(config.split or ""))
-        names = read_lines(folder, CLASSNAMES, "one class name a line")
-        source = TarSource(config, tars, None, names, read_templates(folder))
+        Raises:
+            ConfigError: no split is named, and there are several, or it is a URL.
+        """
+        folder = self._file(self._find_split())
+        if protocol_of(folder) not in ("http", "https"):
+            return find_shards([folder], self.remote)
+        file, expected = beneath(folder, "nshards.txt"), f"the number of shards, at most {_MAX_COUNT}"
+        text = read_text(file, expected, self.remote, 64).strip()
+        if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _MAX_COUNT):
+            raise DataError(f"{display_url(file)}: got {text[:20]!r}; expected {expected}")
+        return find_shards([beneath(folder, f"{number}.tar") for number in range(int(text))], self.remote)
+
+    def open(self, tars: TarReader) -> TarSource:
+        """See `TarConfig.open`."""
+        config = self.model_copy(update={"split": self._find_split()})
+        names = read_lines(self._file(CLASSNAMES), "one class name a line", self.remote)
+        source = TarSource(config, tars, None, names, read_templates(self._file(TEMPLATES), self.remote))
         if unnamed := [f"class {number}" for number, name in enumerate(names) if not name]:
             source.notes += (f"{CLASSNAMES}: no name for {', '.join(unnamed[:5])}",)
         return source
+
+    def _file(self, name: str) -> str:
+        """Return the path or URL of a file or folder in the folder."""
+        local = local_path(self.path)
+        return beneath(self.path, name) if local is None else str(expand_home(local).absolute() / name)
+
+    def _find_split(self) -> str:
+        """Return the split to use: the given one, otherwise the only one in the folder.
+
+        With several splits the user must choose: training on the test split, or testing on the train split, must be
+        intended.
+        """
+        if (local := local_path(self.path)) is None:
+            if self.split is None:
+                raise ConfigError(f"split: missing; expected the name of a split of {display_url(self.path)}")
+            return self.split
+        folder = expand_home(local).absolute()
+        if not folder.is_dir():
+            wanted = f"{CLASSNAMES} and {self.split or 'SPLIT'}/*.tar"
+            raise DataError(f"{folder}: no such folder; expected one with {wanted}")
+        tars = (file for file in (*folder.glob("*"), *folder.glob("*/*")) if is_tar(file.name))
+        splits = sorted({tar.parent.relative_to(folder).name for tar in tars})
+        shown = ", ".join(map(repr, splits)) or "none"
+        if splits in ([], [""]) and not (folder / CLASSNAMES).exists() and (folder.parent / CLASSNAMES).exists():
+            raise DataError(f"{folder}: is a split itself; expected the path {folder.parent}, and split: {folder.name}")
+        if self.split is None and len(splits) > 1:
+            raise ConfigError(f"split: missing; expected one of those in {folder}: {shown}")
+        if self.split not in (None, *splits) or not splits:
+            raise DataError(f"{folder}: has no split {self.split or 'with tars'!r}; splits with tars: {shown}")
+        return splits[0] if self.split is None else self.split
 
 
 def _require_members(tars: TarReader, kind: str, path: object) -> None:

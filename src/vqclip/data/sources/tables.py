@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import re
-import zlib
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Annotated, Any, Literal, TextIO
 from pydantic import BeforeValidator, Field
 
 from vqclip.data.decode import IMAGE_ENDINGS
+from vqclip.data.lookup import name_errors
 from vqclip.data.sources.columns import Row, is_split, parse_cell
 from vqclip.data.sources.files import ListConfig
 from vqclip.errors import DataError, printable, quote_names
@@ -67,7 +67,7 @@ class CsvConfig(ListConfig):
     def rows(self, path: Path, notes: list[str]) -> Iterator[Row]:
         """See `ListConfig.rows`; 1 is the number of the header. Rows that cannot be used are errors."""
         separator = self.separator
-        with _open_text(path, self.encoding) as file:
+        with name_errors(f"{path}: cannot be read"), _open_text(path, self.encoding) as file:
             lines = _read_lines(file)
             first = list(itertools.islice(lines, _SAMPLED))
             if first and (match := re.fullmatch(r'"?sep=(.)"?\s*', first[0])):  # Excel's
@@ -207,36 +207,21 @@ def _open_bytes(path: Path) -> io.BufferedReader:
     return io.BufferedReader(gzip.GzipFile(fileobj=file)) if file.peek(2)[:2] == b"\x1f\x8b" else file  # type: ignore[attr-defined,return-value]
 
 
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
-
-
 def _open_text(path: Path, encoding: str | None = None) -> TextIO:
-    """Open a text file in UTF-8 or UTF-16, with a mark or without, gzipped or not; raises DataError if it cannot."""
-    try:
-        file = _open_bytes(path)
-        marked = file.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff")
-        wanted = (encoding or ("utf-16" if marked else "utf-8")).lower()
-        wanted = "utf-8-sig" if wanted in ("utf-8", "utf8") else wanted
-        return io.TextIOWrapper(file, wanted, "surrogateescape" if wanted == "utf-8-sig" else "replace", newline="")
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {_reason(error)}; expected a table, a text file") from None
-    except LookupError:
-        raise DataError(
-            f"{path}: encoding: got {encoding!r}; expected one that Python knows, such as latin-1"
-        ) from None
+    """Open a text file in UTF-8 or UTF-16, with a mark or without, gzipped or not."""
+    file = _open_bytes(path)
+    marked = file.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff")
+    wanted = (encoding or ("utf-16" if marked else "utf-8")).lower()
+    wanted = "utf-8-sig" if wanted in ("utf-8", "utf8") else wanted
+    return io.TextIOWrapper(file, wanted, "surrogateescape" if wanted == "utf-8-sig" else "replace", newline="")
 
 
 def _read_lines(file: TextIO) -> Iterator[str]:
     """Yield the lines of a file; of one that is far too long, the beginning."""
-    try:
-        while line := file.readline(_MAX_LINE + 2):
-            yield line
-            rest = line
-            while len(rest) == _MAX_LINE + 2 and not rest.endswith("\n"):
-                rest = file.readline(_MAX_LINE + 2)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{file.name}: is damaged: {error}") from None
+    while line := file.readline(_MAX_LINE + 2):
+        yield line
+        while len(line) == _MAX_LINE + 2 and not line.endswith("\n"):
+            line = file.readline(_MAX_LINE + 2)
 
 
 class JsonConfig(ListConfig):
@@ -273,22 +258,16 @@ class JsonConfig(ListConfig):
 
 def read_json(path: Path) -> Any:
     """Read a JSON file of at most 2 GiB; raises DataError if it cannot be read."""
-    try:
-        with _open_bytes(path) as file:
-            data = file.read(_MAX_JSON + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {_reason(error)}; expected a JSON file") from None
-    if len(data) > _MAX_JSON:
-        raise DataError(f"{path}: more than {_MAX_JSON} bytes, which are not read")
-    try:
+    with name_errors(f"{path}: cannot be read as JSON"), _open_bytes(path) as file:
+        data = file.read(_MAX_JSON + 1)
+        if len(data) > _MAX_JSON:
+            raise DataError(f"{path}: more than {_MAX_JSON} bytes, which are not read")
         return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: is not JSON: {error}") from None
 
 
 def read_json_lines(path: Path) -> Iterator[Row]:
     """Yield the objects of a file of JSON lines; a line that is none is an error."""
-    with _open_text(path) as file:
+    with name_errors(f"{path}: cannot be read"), _open_text(path) as file:
         for number, line in enumerate(_read_lines(file), 1):
             if not line.strip():
                 continue
