@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from vqclip.cli.clip_benchmark import Eval
-from vqclip.cli.data import Check, ContextLength, Index, Pack
+from vqclip.cli.data import Check, ContextLength, Index
 from vqclip.cli.evaluate import EvaluateTask
 from vqclip.cli.main import COMMANDS, load_command, main
 from vqclip.cli.options import SOURCE_KEYS, Command
@@ -19,7 +19,6 @@ from vqclip.config import Config
 from vqclip.data import CsvConfig
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.tars.make import CHUNK
-from vqclip.data_tools.pack import Options as PackOptions
 from vqclip.evaluation import MODES, KnnConfig, LinearProbeConfig, ZeroShotConfig
 from vqclip.evaluation.images import ImagesConfig
 from vqclip.report.images import MAX_SIDE
@@ -105,9 +104,7 @@ def test_help_names_the_command_as_it_is_typed_and_describes_each_option(name, c
     assert "python -m" not in shown
 
 
-@pytest.mark.parametrize(
-    ("command", "schema"), [(Tokenize, TokenizeOptions), (Pack, PackOptions), (Reconstruct, ImagesConfig)]
-)
+@pytest.mark.parametrize(("command", "schema"), [(Tokenize, TokenizeOptions), (Reconstruct, ImagesConfig)])
 def test_defaults_are_those_of_the_configuration(command: type[Command], schema: type[Config]) -> None:
     """They are stated twice, since the configuration imports torch."""
     shared = {name for name, field in command.model_fields.items() if not field.is_required()} & {*schema.model_fields}

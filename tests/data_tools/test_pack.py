@@ -11,7 +11,8 @@ import pytest
 from tests.commands import command
 from tests.data.making import caption_members, class_folder, encode, pixels, write_tar
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, RawSample, Source, parse_source
-from vqclip.data_tools.pack import Options, pack
+from vqclip.data.work_folder import WorkResult
+from vqclip.data_tools.pack import pack
 from vqclip.errors import ConfigError, DataError
 
 main = command("data")
@@ -46,8 +47,11 @@ def files_of(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-def options(out: Path, **changes: Any) -> Options:
-    return Options(out=out, shard_size=SHARD, **{"workers": 0, **changes})
+SETTINGS = {"split": "train", "shard_size": SHARD, "workers": 0, "bad_fraction": 0.01, "max_pixels": 10**6}
+
+
+def write(source: Any, out: Path, **changes: Any) -> WorkResult:
+    return pack(source, out, **SETTINGS | changes)
 
 
 def assert_same_samples(first: Source, second: Source) -> None:
@@ -56,7 +60,7 @@ def assert_same_samples(first: Source, second: Source) -> None:
 
 
 def test_every_caption_and_every_byte_come_back(tmp_path: Path) -> None:
-    done = pack(Made(), options(tmp_path / "out"))
+    done = write(Made(), tmp_path / "out")
     assert done.manifest is not None
     assert (done.made, done.samples, done.manifest.samples) == (3, COUNT, COUNT)
     assert done.note == f"read them with {{kind: shards, path: {tmp_path / 'out'}, captions: json}}"
@@ -74,24 +78,24 @@ def test_every_caption_and_every_byte_come_back(tmp_path: Path) -> None:
 def test_the_bytes_depend_neither_on_workers_nor_on_the_time(tmp_path: Path, labelled: bool) -> None:
     source = ClassShardsConfig(path=str(class_folder(tmp_path / "in", COUNT))).build() if labelled else Made()
     for name, workers in (("one", 0), ("two", 2)):
-        pack(source, options(tmp_path / name, workers=workers))
-    done = pack(source, options(tmp_path / "two"))
+        write(source, tmp_path / name, workers=workers)
+    done = write(source, tmp_path / "two")
     assert (done.made, done.found, done.missing) == (0, 3, 0)
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
 
 
 def test_labels_and_prompts_come_back(tmp_path: Path) -> None:
     source = ClassShardsConfig(path=str(class_folder(tmp_path / "in", COUNT))).build()
-    pack(source, options(tmp_path / "out", split="test"))
+    write(source, tmp_path / "out", split="test")
     packed = ClassShardsConfig(path=str(tmp_path / "out"), split="test").build()
     assert_same_samples(source, packed)
     assert (packed.classnames, packed.templates) == (source.classnames, source.templates)
     assert (tmp_path / "out" / "test" / "nshards.txt").read_text() == "3\n"
-    pack(source, options(tmp_path / "out", split="train"))
+    write(source, tmp_path / "out", split="train")
     (tmp_path / "in" / "classnames.txt").write_text("cat\ndog\nfox\n")
     other = ClassShardsConfig(path=str(tmp_path / "in")).build()
     with pytest.raises(ConfigError, match=r"classnames\.txt: belongs to data with other classes"):
-        pack(other, options(tmp_path / "out", split="val"))
+        write(other, tmp_path / "out", split="val")
 
 
 def test_labels_and_own_captions_come_back(tmp_path: Path) -> None:
@@ -101,7 +105,7 @@ def test_labels_and_own_captions_come_back(tmp_path: Path) -> None:
         def read(self, index: int) -> RawSample:
             return super().read(index)._replace(label=index % 2)
 
-    pack(Labelled(), options(tmp_path / "out"))
+    write(Labelled(), tmp_path / "out")
     captioned = CaptionShardsConfig(path=str(tmp_path / "out" / "train"), captions="json").build()
     assert_same_samples(Made(), captioned)
     labels = ClassShardsConfig(path=str(tmp_path / "out")).build()
@@ -115,13 +119,13 @@ def test_an_interrupted_job_continues_with_the_same_bytes(tmp_path: Path) -> Non
                 raise KeyboardInterrupt
             return super().read(index)
 
-    pack(Made(), options(tmp_path / "whole"))
+    write(Made(), tmp_path / "whole")
     with mock.patch("vqclip.data_tools.pack._estimate_size", return_value=0.0), pytest.raises(KeyboardInterrupt):
-        pack(Dying(), options(tmp_path / "out"))
+        write(Dying(), tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").glob("0*.tar")] != []
     assert not (tmp_path / "out" / "00002.tar").exists()
     (tmp_path / "out" / ".tmp-00002.tar-killed").write_bytes(b"half")
-    done = pack(Made(), options(tmp_path / "out"))
+    done = write(Made(), tmp_path / "out")
     assert (done.made, done.found) == (1, 2)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
@@ -131,7 +135,7 @@ def test_too_many_bad_samples_end_the_job_and_are_named(tmp_path: Path) -> None:
     source = CaptionShardsConfig(path=str(write_tar(tmp_path / "in" / "0.tar", members))).build()
     message = r"2 samples cannot be used; --bad-fraction allows 1.*\n.*sample 000000000: not"
     with pytest.raises(DataError, match=message):
-        pack(source, options(tmp_path / "out", bad_fraction=0.1))
+        write(source, tmp_path / "out", bad_fraction=0.1)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
@@ -141,20 +145,20 @@ def test_what_does_not_fit_is_refused_before_it_is_written(tmp_path: Path) -> No
         mock.patch("shutil.disk_usage", return_value=free),
         pytest.raises(DataError, match=r"has room for 9 kB, and about [\d.]+ kB are needed; OUT: name a folder"),
     ):
-        pack(Made(), options(tmp_path / "out"))
+        write(Made(), tmp_path / "out")
     assert not [*(tmp_path / "out").glob("*.tar")]
 
 
 def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
-    pack(Made(), options(tmp_path / "out"))
+    write(Made(), tmp_path / "out")
     with pytest.raises(ConfigError, match="shard_size: 5 there, 6 now"):
-        pack(Made(), Options(out=tmp_path / "out", shard_size=6, workers=0))
+        write(Made(), tmp_path / "out", shard_size=6)
     write_tar(tmp_path / "foreign" / "0.tar", caption_members(0, 1))
     with pytest.raises(ConfigError, match=r"contains 0\.tar; expected an empty folder or one that `vqclip data pack`"):
-        pack(Made(), options(tmp_path / "foreign"))
+        write(Made(), tmp_path / "foreign")
     (tmp_path / "file").write_text("a file")
     with pytest.raises(ConfigError, match="OUT: .*file: cannot be made"):
-        pack(Made(), options(tmp_path / "file"))
+        write(Made(), tmp_path / "file")
 
 
 @pytest.mark.parametrize("labelled", [False, True])
@@ -165,8 +169,8 @@ def test_rows_are_packed_without_the_cache(tmp_path: Path, monkeypatch: pytest.M
     texts = {"label": ["cat", "dog", "dog", "cat", "cat", "cat", "cat"]} if labelled else {"caption": list("abcdefg")}
     parquet.write_table(pyarrow.table({"image": images, **texts}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="1 samples cannot be used; --bad-fraction allows 0"):
-        pack(parse_source(tmp_path / "a.parquet"), options(tmp_path / "none", bad_fraction=0.0))
-    done = pack(parse_source(tmp_path / "a.parquet"), options(tmp_path / "out", bad_fraction=0.2))
+        write(parse_source(tmp_path / "a.parquet"), tmp_path / "none", bad_fraction=0.0)
+    done = write(parse_source(tmp_path / "a.parquet"), tmp_path / "out", bad_fraction=0.2)
     assert done.manifest is not None
     assert (done.manifest.samples, done.manifest.bad) == (6, {"image format": 1})
     assert not (tmp_path / "cache" / "packed").exists()
@@ -179,7 +183,7 @@ def test_class_names_that_could_not_be_read_back_are_refused(tmp_path: Path) -> 
     source = Made()
     source.classnames = ("cat", "k" * 1001)
     with pytest.raises(DataError, match="of 1001 characters, expected one line of at most 1000"):
-        pack(source, options(tmp_path / "out"))
+        write(source, tmp_path / "out")
 
 
 def test_shards_are_not_written_into_a_folder_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -236,8 +236,9 @@ def test_the_command_prints_no_credentials(onnx, monkeypatch, capsys):
     tokenizer, folder = onnx
     monkeypatch.setattr("vqclip.tokenizer.loading.load_tokenizer", lambda *_: tokenizer)
     monkeypatch.setattr("vqclip.data.prepare.open_images", lambda *_: None)
+    monkeypatch.setattr("vqclip.export.to_onnx.export_onnx", lambda *_: None)
     url = "https://user:secret@example.org/{0..1}.tar?token=hidden"
-    assert main(["t", "--modality", "text", "--data", url, "--compare-only", "--out", str(folder)]) == 0
+    assert main(["t", "--modality", "text", "--data", url, "--out", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "compared on: https://" in printed
     assert "secret" not in printed
@@ -308,14 +309,6 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="would be replaced, and contains no export.json but thesis.tex"):
         export_onnx(built(FSQ).image, tmp_path)
     assert (tmp_path / "thesis.tex").exists()
-
-
-def test_what_is_kept_is_compared(onnx, tmp_path, capsys):
-    tokenizer, folder = onnx
-    tokenizer.save_pretrained(tmp_path)
-    arguments = [str(tmp_path), "--modality", "text", "--out", str(folder), "--compare-only", "--program"]
-    assert main(arguments) == 0
-    assert capsys.readouterr().out.count(" 0 of 64 samples with another id") == 2
 
 
 @pytest.mark.slow
@@ -417,7 +410,6 @@ def test_options_that_do_not_go_together_are_refused(tmp_path, capsys):
         (["x", "--out", "o", "--modality", "image", "--limit", "3"], "--limit: got it without --data"),
         (["x", "--out", "o", "--modality", "image", "--base", "b"], "--base: got it without --open-clip"),
         (["x", "--out", "o", "--modality", "image", "--open-clip"], "--modality: got it with --open-clip"),
-        (["x", "--out", "o", "--compare-only", "--open-clip"], "--compare-only: got it with --open-clip"),
     ]:
         assert main(arguments) == 2
         assert message in capsys.readouterr().err

@@ -106,15 +106,14 @@ class Pack(_DataCommand, words=("source", "out")):
         """Pack the source, and print where it is and how it is read."""
         from vqclip.data import FolderConfig, open_source, parse_source
         from vqclip.data.sources.packed import PackedConfig
-        from vqclip.data_tools.pack import Options, pack
+        from vqclip.data_tools.pack import pack
 
         config, out = parse_source(self.source, self.keys), expand_home(self.out).absolute()
         if isinstance(config, FolderConfig) and out.resolve().is_relative_to(config.listing.resolve()):
             raise ConfigError(f"OUT: {out} is inside SOURCE, whose folders are data; expected a folder elsewhere")
         data = config if isinstance(config, PackedConfig) and config.image_files() is None else open_source(config)
-        fields = ("split", "shard_size", "workers", "bad_fraction", "max_pixels")
-        done = pack(data, Options(out=out, **{name: getattr(self, name) for name in fields}))
-        print(fit_lines(done.describe(out)), flush=True)
+        settings = self.model_dump(include={"split", "shard_size", "workers", "bad_fraction", "max_pixels"})
+        print(fit_lines(pack(data, out, **settings).describe(out)), flush=True)
 
 
 class Check(_DataCommand):

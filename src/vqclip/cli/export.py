@@ -44,21 +44,17 @@ class Export(Command, words=("tokenizer",)):
     """Write both towers into an open_clip model."""
     base: Text | None = None
     """With --open-clip: tag or file of the weights that the towers started from; without it what config.yaml names."""
-    compare_only: bool = False
-    """Write nothing; compare the ONNX files that are already in --out."""
     data: Data = ()
     batch_size: BatchSize = 50
     """Batch size of the comparison."""
     limit: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     """Compare at most this number of inputs, evenly spread."""
-    program: bool = False
-    """Compare programs of torch.export as well."""
 
     def run(self) -> None:
         """Export a tokenizer, and compare; or write towers into an open_clip model."""
         from vqclip.data import mask_credentials
         from vqclip.data.prepare import open_images
-        from vqclip.export.runtime import verify, verify_program
+        from vqclip.export.runtime import verify
         from vqclip.export.to_onnx import export_onnx
         from vqclip.io.files import format_bytes
         from vqclip.tokenizer.loading import load_tokenizer
@@ -74,23 +70,20 @@ class Export(Command, words=("tokenizer",)):
             raise ConfigError("--limit: got it without --data; expected both or neither")
         source = open_images(*paths_and_overrides(self.data)) if self.data else None
         tokenizer = load_tokenizer(self.tokenizer, self.modality)
-        if not self.compare_only:
-            export_onnx(tokenizer, self.out)
-            sizes = ", ".join(f"{path.name} {format_bytes(path.stat().st_size)}" for path in sorted(self.out.iterdir()))
-            print_output(f"{self.out}: {sizes}")
+        export_onnx(tokenizer, self.out)
+        sizes = ", ".join(f"{path.name} {format_bytes(path.stat().st_size)}" for path in sorted(self.out.iterdir()))
+        print_output(f"{self.out}: {sizes}")
         inputs = list(batches(tokenizer, source, self.batch_size, self.limit))
         compared = mask_credentials(" ".join(self.data)) or f"{_RANDOM_INPUTS} random inputs"
         print_output(f"compared on: {compared}, batches of {self.batch_size}")
         print_output(f"onnxruntime: {verify(self.out, tokenizer, inputs)}")
-        if self.program:
-            print_output(f"torch.export: {verify_program(tokenizer, inputs)}")
 
     def _export_open_clip(self) -> None:
         from vqclip.export.open_clip import export_towers
         from vqclip.io.tensors import first_names
         from vqclip.tokenizer.folder import find_folder
 
-        others = ("modality", "compare_only", "data", "limit", "program")
+        others = ("modality", "data", "limit")
         if given := [name for name in others if getattr(self, name)]:
             raise ConfigError(f"--{given[0].replace('_', '-')}: got it with --open-clip, to which it does not apply")
         folder = find_folder(self.tokenizer)

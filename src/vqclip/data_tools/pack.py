@@ -18,15 +18,13 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 
-from vqclip.config import Config
 from vqclip.data import Source
 from vqclip.data.batch import allowed_bad, require_few_bad
-from vqclip.data.decode import MAX_PIXELS, decode_image
+from vqclip.data.decode import decode_image
 from vqclip.data.sources.base import RawSample
 from vqclip.data.sources.class_names import CLASSNAMES, DEFAULT_TEMPLATE, MAX_LINE, TEMPLATES
 from vqclip.data.sources.packed import PackedConfig, Piece, Stream, StreamSample, require_room, write_piece
@@ -42,23 +40,6 @@ _PROBES = 32
 """Samples that are read to estimate the size."""
 _HEADERS = 2048
 """Bytes of a sample in a tar beside its contents."""
-
-
-class Options(Config):
-    """Options of `vqclip data pack`."""
-
-    out: Path
-    """Folder to write to."""
-    shard_size: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
-    """Samples in a shard, unusable ones included; sources that are read in pieces have a shard for each of them."""
-    split: str = "train"
-    """Folder of the shards of labelled data."""
-    workers: Annotated[int, Field(ge=0, le=512)] = 1
-    """Processes that read, verify and write; any number writes the same bytes."""
-    bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
-    """Largest share of samples that cannot be used and are left out; bad_samples.jsonl names them."""
-    max_pixels: Annotated[int, Field(ge=1)] = MAX_PIXELS
-    """Larger images cannot be used."""
 
 
 class _Slices:
@@ -104,17 +85,19 @@ class _PieceWriter:
     Args:
         data: the source, or the configuration of one that is read forward.
         folder: the folder of the shards.
-        options: see `Options`.
+        shard_size: samples in a shard.
+        max_pixels: larger images cannot be used.
     """
 
-    def __init__(self, data: Source | PackedConfig, folder: WorkFolder, options: Options):
-        self._data, self._folder, self._options = data, folder, options
+    def __init__(self, data: Source | PackedConfig, folder: WorkFolder, shard_size: int, max_pixels: int):
+        self._data, self._folder, self._shard_size, self._max_pixels = data, folder, shard_size, max_pixels
         self._stream: Stream | None = None
 
     def __call__(self, piece: int) -> ItemRecord | None:
         """Write a piece and its statistics, and return its record; None if another process is writing it."""
         if self._stream is None:
-            self._stream = _open_stream(self._data, self._options)
+            data = self._data
+            self._stream = data.find().open() if isinstance(data, PackedConfig) else _Slices(data, self._shard_size)
         for _ in self._folder.claim([piece]):
             record = write_piece(self._folder, piece, self._stream, self._check)
             good, bad = record.samples, len(record.bad)
@@ -126,19 +109,29 @@ class _PieceWriter:
         return None
 
     def _check(self, sample: RawSample) -> None:
-        decode_image(sample.image, self._options.max_pixels)
+        decode_image(sample.image, self._max_pixels)
 
 
-def _open_stream(data: Source | PackedConfig, options: Options) -> Stream:
-    return data.find().open() if isinstance(data, PackedConfig) else _Slices(data, options.shard_size)
-
-
-def pack(data: Source | PackedConfig, options: Options) -> WorkResult:
+def pack(
+    data: Source | PackedConfig,
+    out: Path,
+    *,
+    split: str,
+    shard_size: int,
+    workers: int,
+    bad_fraction: float,
+    max_pixels: int,
+) -> WorkResult:
     """Write a source as shards; run again, or by several processes at a time, it continues.
 
     Args:
         data: the source, or the configuration of one that is read forward, which is then not packed into the cache.
-        options: see `Options`.
+        out: folder to write to.
+        split: folder of the shards of labelled data.
+        shard_size: samples in a shard, unusable ones included; sources that are read in pieces have a shard for each.
+        workers: processes that read, verify and write; any number writes the same bytes.
+        bad_fraction: largest share of samples that are left out; bad_samples.jsonl names them.
+        max_pixels: larger images cannot be used.
 
     Raises:
         VqclipError: for anything a user can correct; the message says how.
@@ -150,17 +143,18 @@ def pack(data: Source | PackedConfig, options: Options) -> WorkResult:
         packable = data.find()
         stream, identity = packable.open(), packable.identity
     else:
-        stream, identity = _Slices(data, options.shard_size), data.fingerprint
-    folder = _open_folder(data, stream, identity, options)
+        stream, identity = _Slices(data, shard_size), data.fingerprint
+    settings = {"shard_size": None if isinstance(data, PackedConfig) else shard_size, "max_pixels": max_pixels}
+    folder = _open_folder(data, stream, settings | {"data": identity}, out, split)
     records = [folder.record(piece, verify=True) for piece in range(folder.items)]
     wanted = [piece for piece, record in enumerate(records) if record is None]
     found = folder.items - len(wanted)
     require_room(folder.path, sum(stream.pieces[piece].size for piece in wanted), "OUT: name a folder on a larger disk")
-    allowed = None if isinstance(data, PackedConfig) else allowed_bad(options.bad_fraction, len(data))
+    allowed = None if isinstance(data, PackedConfig) else allowed_bad(bad_fraction, len(data))
     bad = [each.reason for record in records if record is not None for each in record.bad]
-    writer = _PieceWriter(data, folder, options)
+    writer = _PieceWriter(data, folder, shard_size, max_pixels)
     with explain_worker_deaths("pack"), ProgressBar(folder.items, found, True, "pack", "shard") as bar:
-        for record in ordered_map(writer, wanted, min(options.workers, len(wanted)), section="pack"):
+        for record in ordered_map(writer, wanted, min(workers, len(wanted)), section="pack"):
             if record is not None:
                 made, samples = made + 1, samples + record.samples
                 bad += [each.reason for each in record.bad]
@@ -170,17 +164,19 @@ def pack(data: Source | PackedConfig, options: Options) -> WorkResult:
             bar.show({"samples": samples})
     manifest = note = None
     if (whole := folder.records()) is not None:
-        manifest = folder.finish(whole, options.bad_fraction, "--bad-fraction")
+        manifest = folder.finish(whole, bad_fraction, "--bad-fraction")
         captions = sum(record.facts["captions"] for record in whole)
-        note = f"{{kind: shards, path: {options.out}{', captions: json' * (captions > manifest.samples)}}}"
+        note = f"{{kind: shards, path: {out}{', captions: json' * (captions > manifest.samples)}}}"
         if stream.classnames:
             write_file(folder.path / "nshards.txt", f"{folder.items}\n".encode())
-            note = f"{{kind: classes, path: {options.out}, split: {options.split}}}"
+            note = f"{{kind: classes, path: {out}, split: {split}}}"
         note = f"read them with {note}"
     return WorkResult(made, found, folder.missing(), samples, time.monotonic() - start, manifest, note)
 
 
-def _open_folder(data: Source | PackedConfig, stream: Stream, identity: object, options: Options) -> WorkFolder:
+def _open_folder(
+    data: Source | PackedConfig, stream: Stream, settings: dict[str, Any], out: Path, split: str
+) -> WorkFolder:
     """Make the folder of the shards, beside the names of the classes; or compare what is there."""
     names = stream.classnames
     templates = (data.templates if stream.has_prompts else ()) if isinstance(data, PackedConfig) else data.templates
@@ -192,20 +188,13 @@ def _open_folder(data: Source | PackedConfig, stream: Stream, identity: object, 
                 f"class names and prompts are written one a line; got {text[:80]!r} of {len(text)} characters, "
                 f"expected one line of at most {MAX_LINE}"
             )
-    settings = {
-        "layout": "classes" if names else "captions",
-        "shard_size": None if isinstance(data, PackedConfig) else options.shard_size,
-        "classnames": names,
-        "templates": templates,
-        "max_pixels": options.max_pixels,
-        "made_with": {name: importlib.metadata.version(name) for name in _MADE_WITH},
-        "data": identity,
-    }
-    path = options.out / options.split if names else options.out
+    settings |= {"layout": "classes" if names else "captions", "classnames": names, "templates": templates}
+    settings["made_with"] = {name: importlib.metadata.version(name) for name in _MADE_WITH}
+    path = out / split if names else out
     layout = FolderLayout(_VERSIONS, ".tar", "vqclip data pack", "OUT", 1 if names else 5)
     folder = WorkFolder(path, settings, len(stream.pieces), layout)
     for name, lines in ((CLASSNAMES, names), (TEMPLATES, templates)) if names else ():
-        file, content = options.out / name, "".join(f"{line}\n" for line in lines).encode()
+        file, content = out / name, "".join(f"{line}\n" for line in lines).encode()
         if file.exists() and file.read_bytes() != content:
             raise ConfigError(f"{file}: belongs to data with other classes or prompts; expected a new folder")
         if not file.exists():

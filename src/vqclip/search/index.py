@@ -22,7 +22,7 @@ from vqclip.data import EvalSet, ShardedSource
 from vqclip.errors import CheckpointError, DataError, ShapeError
 from vqclip.io.atomic import FileDigest, digest_file, replace_folder, require_replaceable, verify_file
 from vqclip.io.json_files import add_checksum, read_checked
-from vqclip.io.tensors import open_tensors, save_tensors
+from vqclip.io.tensors import open_tensors, save_tensors, shape_differences
 from vqclip.lm_vocabulary.layouts import require_codes
 from vqclip.nn.inputs import require_ids
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
@@ -289,25 +289,19 @@ class CodeIndex:
 
 def _require_tensors(path: Path, tensors: dict[str, Tensor], packing: Packing, items: int) -> None:
     """Check the tensors of an index of so many items; raise CheckpointError if one does not fit."""
-    shapes: dict[str, tuple[int | None, ...]] = {"codes": (None, packing.bytes), "names": (None,)}
+    rows = {name: (*each.shape, 0)[0] for name, each in tensors.items()}
+    codes = rows.get("codes", 0) if "row" in tensors else items
+    shapes = {"codes": (codes, packing.bytes), "names": (rows.get("names", 0),)}
     shapes |= {name: (items,) for name in ("row", "places") if name in tensors}
-    dtypes = {"codes": torch.uint8, "names": torch.uint8, "row": torch.int32}
-    problems = [f"{name} is missing" for name in shapes.keys() - tensors.keys()]
-    problems += [f"unexpected {name}" for name in tensors.keys() - shapes.keys()]
-    for name in shapes.keys() & tensors.keys():
-        got, want, dtype = tensors[name], shapes[name], dtypes.get(name, torch.int64)
-        fits = got.ndim == len(want) and all(w in (None, g) for g, w in zip(got.shape, want, strict=True))
-        if not fits or got.dtype != dtype:
-            problems.append(f"{name}: got {tuple(got.shape)} {got.dtype}, expected {want} {dtype}")
-    if not problems:
-        row, codes = tensors.get("row"), len(tensors["codes"])
-        if row is None and codes != items:
-            problems.append(f"{codes} codes for {items} items")
-        if row is not None and items and (int(row.min()) < 0 or int(row.max()) >= codes):
-            problems.append(f"row: numbers outside the {codes} codes")
-        places = tensors.get("places")
-        if places is not None and items and int(places.min()) < 0:
-            problems.append(f"places: got {int(places.min())}, expected 0 or more")
+    problems = shape_differences(shapes, {name: tuple(each.shape) for name, each in tensors.items()})
+    dtypes = {"codes": torch.uint8, "names": torch.uint8, "row": torch.int32, "places": torch.int64}
+    wrong = [name for name in shapes.keys() & tensors.keys() if tensors[name].dtype != dtypes[name]]
+    problems += [f"{name}: got {tensors[name].dtype}, expected {dtypes[name]}" for name in wrong]
+    for name, count in (("row", codes), ("places", 2**63)):
+        if not problems and items and name in tensors:
+            least, most = int(tensors[name].min()), int(tensors[name].max())
+            if least < 0 or most >= count:
+                problems.append(f"{name}: got {least} to {most}, expected 0 to {count - 1}")
     if problems:
         raise CheckpointError(f"{path}: " + "; ".join(sorted(problems)))
 
