@@ -11,10 +11,10 @@ import pytest
 from vqclip.cli.clip_benchmark import Eval
 from vqclip.cli.data import Check, ContextLength, Index
 from vqclip.cli.evaluate import EvaluateTask
+from vqclip.cli.export import Tokenize
 from vqclip.cli.main import COMMANDS, load_command, main
 from vqclip.cli.options import SOURCE_KEYS, Command
 from vqclip.cli.pages import Reconstruct
-from vqclip.cli.tokenize import Tokenize
 from vqclip.config import Config
 from vqclip.data import CsvConfig
 from vqclip.data.decode import MAX_PIXELS

@@ -120,10 +120,11 @@ def descend(place: SchemaLocation, part: str | int) -> SchemaLocation:
     return SchemaLocation(path, items[int(part)] if is_fixed else items[-1])
 
 
-def section_meant(annotation: Any, keys: Iterable[str]) -> type[BaseModel] | None:
-    """Return the only section of a union without ``kind`` that has one of these keys, or None."""
+def section_meant(annotation: Any, value: Any) -> type[BaseModel] | None:
+    """Return the only section of a union without ``kind`` that has one of the keys of a value, or None."""
     sections = [] if kinds_of(annotation) else [each for each in members(annotation) if is_model(each)]
-    found = [section for section in sections if section.model_fields.keys() & set(keys)]
+    keys = value.keys() if isinstance(value, dict) else set[str]()
+    found = [section for section in sections if section.model_fields.keys() & keys]
     return found[0] if len(found) == 1 else None
 
 
@@ -140,24 +141,19 @@ def locate(schema: type[BaseModel], location: Sequence[str | int], root: Any = N
         root: the configuration as plain dicts, lists and scalars.
     """
     place = SchemaLocation((), schema)
-    parts = list(location)
-    while parts:
+    for part in location:
         if len(members(place.annotation)) > 1:
-            kinds = kinds_of(place.annotation)
-            chosen = kinds.get(str(parts[0]))
+            of_kind = kinds_of(place.annotation).get(str(part))
+            chosen = of_kind or section_meant(place.annotation, _value_at(root, place.path))
             if chosen is None:
-                value = _value_at(root, place.path)
-                chosen = section_meant(place.annotation, value) if isinstance(value, dict) else None
-                if chosen is None:
-                    break
-                if parts[0] != chosen.__name__:
-                    return None
-            parts.pop(0)
+                break
+            if of_kind is None and part != chosen.__name__:
+                return None
             place = SchemaLocation(place.path, chosen, place.owner)
-            continue
-        if parts[0] == "[key]":
+        elif part == "[key]":
             break
-        place = descend(place, parts.pop(0))
+        else:
+            place = descend(place, part)
     return place
 
 
@@ -227,20 +223,15 @@ def describe_problems(schema: type[BaseModel], plain: Any, origins: Origins, err
     """Return one problem for each key of plain data that pydantic reports an error for."""
     found: dict[KeyPath, Problem] = {}
     for detail in error.errors(include_url=False):
-        if _ignores_invalid_elements(detail):
-            continue
+        value, context = detail["input"], detail.get("ctx", {})
+        if detail["type"] == "too_short" and isinstance(value, list) and len(value) >= context["min_length"]:
+            continue  # only because pydantic does not count its invalid elements
         if len(found) > MAX_PROBLEMS:  # each takes time, and no one reads more
             break
         if (place := locate(schema, detail["loc"], plain)) is not None:
             problem = _describe_problem(schema, place, plain, origins, detail)
             found.setdefault(problem.path, problem)
     return list(found.values())
-
-
-def _ignores_invalid_elements(error: ErrorDetails) -> bool:
-    """Return whether a list is too short only because pydantic does not count its invalid elements."""
-    value = error["input"]
-    return error["type"] == "too_short" and isinstance(value, list) and len(value) >= error["ctx"]["min_length"]
 
 
 def _describe_problem(
