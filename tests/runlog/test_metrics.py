@@ -15,7 +15,7 @@ from vqclip.evaluation import Result
 from vqclip.runlog import metrics as runlog_metrics
 from vqclip.runlog.health import Health
 from vqclip.runlog.metrics import LAST_LINES, POINTS, SMALL_BYTES, JsonLines, read_curves, read_metrics
-from vqclip.runlog.records import Ranking, Records
+from vqclip.runlog.records import Records, place_evaluation
 
 
 def steps(path) -> list[int]:
@@ -169,23 +169,15 @@ class NoData:
         return {}
 
 
-def write_on_a_disk_that_is_full_at_the_end(folder, monkeypatch):
+def test_all_files_are_closed_whatever_happens_to_one(tmp_path, monkeypatch):
     def full(file):
         raise OSError(28, "No space left on device")
 
-    with Records(folder, 0, NoData(), {}, Health(None, None, "loss", 1.0, {}), None) as records:
+    records = Records(tmp_path, 0, NoData(), {}, Health(None, None, "loss", 1.0, {}), None)
+    with pytest.raises(OSError, match=r"No space left on device: '.*jsonl'"), records:
         for file in (records.metrics, *records._files):
             file.write(1, {"a": 1})
         monkeypatch.setattr(os, "fsync", full)
-
-
-def test_all_files_are_closed_whatever_happens_to_one(tmp_path, monkeypatch, caplog):
-    with pytest.raises(OSError, match="No space left"):
-        write_on_a_disk_that_is_full_at_the_end(tmp_path, monkeypatch)
-    monkeypatch.undo()
-    paths = [f"{tmp_path}/{name}.jsonl" for name in ("metrics", "bad_samples", "events")]
-    lost = "may lack its last lines: [Errno 28] No space left on device"
-    assert sorted(caplog.messages) == sorted(f"{path}: {lost}: '{path}'" for path in paths)
     held = {str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink() and each.exists()}
     assert not {each for each in held if each.startswith(str(tmp_path))}
 
@@ -213,21 +205,9 @@ def result(i2t, t2i):
     return Result("pairs", "retrieval", figures, dict.fromkeys(rates, 0.1), 9, None, 9, {"image": None, "text": None})
 
 
-def test_each_evaluation_has_its_place_also_after_a_resume(tmp_path):
-    ranking = Ranking(None, {})
-    assert ranking.place(1, result(0.2, 0.2)) == ""
-    assert ranking.place(2, result(0.1, 0.4)) == "best so far"
-    assert ranking.place(3, result(0.2, 0.3)) == "best after step 2"
-    with closing(JsonLines(tmp_path / "metrics.jsonl")) as log:
-        log.write(2, {"loss/total": 1.0})
-        for step, rates in ((2, (0.1, 0.4)), (3, (0.2, 0.3))):
-            log.write(step, {f"eval/{name}": rate for name, rate in result(*rates).scalars().items()})
-    resumed = Ranking(None, read_curves(log.path).evaluations)
-    assert resumed.place(3, result(0.2, 0.3)) == "best after step 2"
-    assert resumed.place(4, result(0.3, 0.3)) == "best so far"
-
-
-def test_the_metric_of_keep_best_decides_alone():
-    ranking = Ranking("eval/pairs/quantized/i2t_r1", {})
-    ranking.place(1, result(0.2, 0.2))
-    assert ranking.place(2, result(0.1, 0.4)) == "best after step 1"
+def test_each_evaluation_has_its_place():
+    before = {2: result(0.1, 0.4).scalars(), 3: result(0.2, 0.3).scalars(), 4: {"another/quantized/top1": 1.0}}
+    assert place_evaluation(result(0.2, 0.2), {}, None) == ""
+    assert place_evaluation(result(0.2, 0.3), before, None) == "best after step 2"
+    assert place_evaluation(result(0.3, 0.3), before, None) == "best so far"
+    assert place_evaluation(result(0.2, 0.4), before, "eval/pairs/quantized/i2t_r1") == "best after step 3"

@@ -97,15 +97,18 @@ def line_chart(
     low, high = min(ys), max(ys)
     if floor is not None and not logarithmic:
         low, high = min(low, floor * factor), max(high, floor * factor)
-    plot = Plot((min(xs), max(xs)), (low, high), logarithmic=logarithmic)
+    plot = _Axes((min(xs), max(xs)), (low, high), logarithmic=logarithmic)
     plot.x_axis(ticks(min(xs), max(xs), whole=True), x_label)
-    plot.y_axis(log_ticks(low, high) if logarithmic else ticks(low, high, 4))
+    for value in log_ticks(low, high) if logarithmic else ticks(low, high, 4):
+        plot.add('<path class="grid" d="M{:.1f} {:.1f}H{:.1f}"/>', plot.left, plot.y(value), plot.right)
+        plot.text(plot.left - 7, plot.y(value) + 4, compact(value), "end")
     for number, points in shown.items():
-        if number in bands:
-            plot.band(bands[number], number)
-        plot.line(points, number)
-        if marks or len(points) == 1:
-            plot.dots(points, number)
+        if band := bands.get(number):
+            ends = [(x, start) for x, start, _ in band] + [(x, end) for x, _, end in reversed(band)]
+            plot.add('<path class="band c{}" d="{}Z"/>', number, plot.path(ends))
+        plot.add('<path class="line c{}" d="{}"/>', number, plot.path(points))
+        for x, y in points if marks or len(points) == 1 else ():
+            plot.add('<circle class="dot c{}" cx="{:.1f}" cy="{:.1f}" r="3"/>', number, plot.x(x), plot.y(y))
     lost = sum(not _is_shown(y, logarithmic) for curve in curves[:COLOURS] for y in curve.y)
     reason = "are not finite or not positive" if logarithmic else "are not finite"
     note = f"{lost:,} values {reason} and are left out." if lost else ""
@@ -128,11 +131,25 @@ def heat_map(
     """
     if not rows or not steps:
         return None
-    plot = Plot((steps[0], steps[-1]), (len(rows), 0.0), height=min(420.0, max(150.0, 60.0 + 11.0 * len(rows))))
-    plot.colours(np.asarray(values, dtype=np.float64))
+    plot = _Axes((steps[0], steps[-1]), (len(rows), 0.0), height=min(420.0, max(150.0, 60.0 + 11.0 * len(rows))))
+    table, anchors = np.asarray(values, dtype=np.float64), [[*bytes.fromhex(each[1:])] for each in CIVIDIS]
+    place = np.nan_to_num(np.clip(table, 0.0, 1.0)) * (len(CIVIDIS) - 1)
+    colours = [np.interp(place, range(len(CIVIDIS)), channel) for channel in zip(*anchors, strict=True)]
+    pixels = np.stack([*colours, 255.0 * ~np.isnan(table)], axis=-1).round().astype(np.uint8)
+    plot.add(
+        '<image class="map-colours" href="{}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" '
+        'preserveAspectRatio="none"/>',
+        png_uri(Image.fromarray(pixels, "RGBA")),
+        *(plot.left, plot.top, plot.right - plot.left, plot.bottom - plot.top),
+    )
     plot.x_axis(ticks(steps[0], steps[-1], whole=True), "step", grid=False)
     every = math.ceil(len(rows) / 16)
-    plot.row_names(rows[::every], [number + 0.5 for number in range(0, len(rows), every)], 7)
+    for number in range(0, len(rows), every):
+        name = rows[number] if len(rows[number]) <= 7 else f"{rows[number][:6]}…"  # the whole is shown on pointing
+        plot.add(
+            '<text class="name" x="{:.1f}" y="{:.1f}" text-anchor="end">{}<title>{}</title></text>',
+            *(plot.left - 7, plot.y(number + 0.5) + 4, name, rows[number]),
+        )
     return Chart(title, plot.svg(f"{title}, by step"), scale=scale)
 
 
@@ -140,7 +157,7 @@ def _is_shown(value: float, logarithmic: bool) -> bool:
     return math.isfinite(value) and abs(value) < 1e30 and (value > 1e-30 or not logarithmic)
 
 
-class Plot:
+class _Axes:
     """A pair of axes.
 
     Args:
@@ -174,53 +191,22 @@ class Plot:
         for value in values:
             place = self.x(value)
             if grid:
-                self._add('<path class="grid" d="M{:.1f} {:.1f}V{:.1f}"/>', place, self.top, self.bottom)
-            self._text(place, self.bottom + 15, compact(value), "middle")
-        self._text((self.left + self.right) / 2, self.bottom + 31, label, "middle")
+                self.add('<path class="grid" d="M{:.1f} {:.1f}V{:.1f}"/>', place, self.top, self.bottom)
+            self.text(place, self.bottom + 15, compact(value), "middle")
+        self.text((self.left + self.right) / 2, self.bottom + 31, label, "middle")
 
-    def y_axis(self, values: Iterable[float]) -> None:
-        """Draw grid lines at values, and their numbers."""
-        for value in values:
-            self._add('<path class="grid" d="M{:.1f} {:.1f}H{:.1f}"/>', self.left, self.y(value), self.right)
-            self._text(self.left - 7, self.y(value) + 4, compact(value), "end")
+    def path(self, points: Iterable[tuple[float, float]]) -> Markup:
+        """Return the line through points as a path; it is numbers alone, and never cut as text is."""
+        return Markup("M" + "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points))
 
-    def row_names(self, names: Sequence[str], places: Sequence[float], most: int) -> None:
-        """Write names beside the vertical axis, each of at most so many characters; the whole is shown on pointing."""
-        for name, place in zip(names, places, strict=True):
-            shown = name if len(name) <= most else f"{name[: most - 1]}…"
-            self._add(
-                '<text class="name" x="{:.1f}" y="{:.1f}" text-anchor="end">{}<title>{}</title></text>',
-                self.left - 7,
-                self.y(place) + 4,
-                shown,
-                name,
-            )
+    def text(self, x: float, y: float, text: str, anchor: str) -> None:
+        """Write a text at a place in pixels."""
+        self.add('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>', x, y, anchor, text)
 
-    def line(self, points: Iterable[tuple[float, float]], colour: int) -> None:
-        """Draw a line through points."""
-        self._add('<path class="line c{}" d="{}"/>', colour, self._path(points))
-
-    def dots(self, points: Iterable[tuple[float, float]], colour: int) -> None:
-        """Draw a dot at each point."""
-        for x, y in points:
-            self._add('<circle class="dot c{}" cx="{:.1f}" cy="{:.1f}" r="3"/>', colour, self.x(x), self.y(y))
-
-    def band(self, points: Sequence[tuple[float, float, float]], colour: int) -> None:
-        """Fill the area between a low and a high value at each place."""
-        ends = [(x, low) for x, low, _ in points] + [(x, high) for x, _, high in reversed(points)]
-        self._add('<path class="band c{}" d="{}Z"/>', colour, self._path(ends))
-
-    def colours(self, table: np.ndarray) -> None:
-        """Fill the axes with a table of values in [0, 1] as colours, its first row at the top; NaN stays empty."""
-        uri, size = png_uri(_colour_image(table)), (self.right - self.left, self.bottom - self.top)
-        self._add(
-            '<image class="map-colours" href="{}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" '
-            'preserveAspectRatio="none"/>',
-            uri,
-            self.left,
-            self.top,
-            *size,
-        )
+    def add(self, template: str, *values: object) -> None:
+        """Add an element; values are escaped."""
+        fit = [plain(each, 300) if type(each) is str else each for each in values]
+        self._parts.append(Markup(template).format(*fit))
 
     def svg(self, description: str) -> Markup:
         """Return the figure, with a text for those who cannot see it."""
@@ -228,18 +214,6 @@ class Plot:
             WIDTH, self.height, plain(description, 300)
         )
         return head + Markup("").join(self._parts) + Markup("</svg>")
-
-    def _path(self, points: Iterable[tuple[float, float]]) -> Markup:
-        """Return the line through points as a path; it is numbers alone, and never cut as text is."""
-        return Markup("M" + "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points))
-
-    def _text(self, x: float, y: float, text: str, anchor: str) -> None:
-        self._add('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>', x, y, anchor, text)
-
-    def _add(self, template: str, *values: object) -> None:
-        """Add an element; values are escaped."""
-        fit = [plain(each, 300) if type(each) is str else each for each in values]
-        self._parts.append(Markup(template).format(*fit))
 
 
 def ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
@@ -254,16 +228,10 @@ def ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> lis
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def log_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return round numbers between two positive ones for a logarithmic axis."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    stride = max(1, math.ceil((last - first) / most))
-    decades = [10.0**power for power in range(first, last + 1, stride)]
-    for factors in ((1,), (1, 3), (1, 2, 5)):
-        found = [factor * each for each in decades for factor in factors if low <= factor * each <= high]
-        if len(found) >= 3:
-            return found
-    return ticks(low, high, most)
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return at most five powers of ten between two positive numbers, or round ones if there is at most one power."""
+    powers = [10.0**power for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+    return powers[:: math.ceil(len(powers) / 5)] if len(powers) > 1 else ticks(low, high)
 
 
 def compact(value: float) -> str:
@@ -280,15 +248,6 @@ def _widen(low: float, high: float) -> tuple[float, float]:
         return low, high
     by = abs(low) / 2 or 1.0
     return low - by, high + by
-
-
-def _colour_image(table: np.ndarray) -> Image.Image:
-    """Return an image with a pixel for each value; NaN is transparent."""
-    anchors = np.array([list(bytes.fromhex(each[1:])) for each in CIVIDIS], dtype=np.float64)
-    place = np.nan_to_num(np.clip(table, 0.0, 1.0)) * (len(CIVIDIS) - 1)
-    colours = [np.interp(place, range(len(CIVIDIS)), anchors[:, channel]) for channel in range(3)]
-    pixels = np.stack([*colours, 255.0 * ~np.isnan(table)], axis=-1)
-    return Image.fromarray(pixels.round().astype(np.uint8), "RGBA")
 
 
 def plain(text: object, most: int = MAX_TEXT) -> str:

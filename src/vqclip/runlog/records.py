@@ -89,16 +89,17 @@ class Records:
         """Whether ``metrics.jsonl`` has no evaluation after ``start_step``; the same on every rank."""
 
         self.health = health
-        evaluations: dict[int, dict[str, float]] = {}
+        self._evaluations: dict[int, dict[str, float]] = {}
+        """Step → metrics of its evaluations, without their prefix."""
         if self.metrics and self.metrics.path.exists():
             lines = read_metrics(self.metrics.path, skip_damaged=True)  # every line, however many there are
             for step, row, evaluated in merge_lines(lines):
                 if row:
                     health.add(step, row)
                 if evaluated:
-                    evaluations[step] = evaluated
+                    self._evaluations[step] = evaluated
                     health.add_evaluation(step, evaluated)
-        self._ranking = Ranking(keep_best, evaluations)
+        self._keep_best = keep_best
         self._best: Best | None = None
         if keep_best is not None:
             self._best = Best(keep_best, best, folder if writes else None)
@@ -133,12 +134,14 @@ class Records:
         figures = {f"{EVALUATION}{name}": value for name, value in rates.items()}
         self.record(done, figures)
         self._warn(done, self.health.add_evaluation(done, rates) if self.metrics else ())
+        self._evaluations[done] = dict(rates)
         if self._best and figures:
             self._best.update(done, figures)
 
     def report_evaluation(self, done: int, result: Result) -> None:
         """Tell the log how an evaluation went: its main figures beside chance, and whether it is the best so far."""
-        place = self._ranking.place(done, result)
+        before = {step: row for step, row in self._evaluations.items() if step < done}
+        place = place_evaluation(result, before, self._keep_best)
         logger.info("step %d: %s%s", done, format_line(result), place and f"; {place}")
 
     def record_event(self, kind: str, reason: str, applied: bool, batch: Batch) -> None:
@@ -174,18 +177,9 @@ class Records:
         with ExitStack() as stack:  # all of them, whatever happens to one
             for file in (self.metrics, *self._files):
                 if file is not None:
-                    stack.callback(_close, file)
+                    stack.callback(file.close)
             if self._feed:
                 self._feed.close(finished=error is None)
-
-
-def _close(file: JsonLines) -> None:
-    """Close a file; log its error as well, because only one error can be raised."""
-    try:
-        file.close()
-    except OSError as error:
-        logger.error("%s: may lack its last lines: %s", file.path, error)
-        raise
 
 
 class BadSamples:
@@ -283,35 +277,23 @@ def _checkpoint(folder: Path, best: Mapping[str, Any]) -> Path:
     return folder / "checkpoints" / checkpoint_name(best["step"])
 
 
-class Ranking:
-    """Place of each evaluation among those before it, in words; by the mean of its main figures.
+def place_evaluation(result: Result, before: Mapping[int, Mapping[str, float]], metric: str | None) -> str:
+    """Return the place of an evaluation by the mean of its main figures: ``best so far`` or ``best after step 40``.
 
     Args:
+        result: the evaluation.
+        before: step → metrics of the evaluations before it, without their prefix; without any the place is empty.
         metric: metric that decides alone for its task, such as that of ``train.keep_best``.
-        before: step → metrics of the evaluations so far, without their prefix.
     """
-
-    def __init__(self, metric: str | None, before: Mapping[int, Mapping[str, float]]):
-        self._metric = None if metric is None else metric.removeprefix(EVALUATION)
-        self._before = [(step, dict(row)) for step, row in before.items()]
-
-    def place(self, step: int, result: Result) -> str:
-        """Return ``best so far`` or ``best after step 40``, and remember the result; empty for the first one."""
-        mode, figures = main_figures(result)
-        names = [f"{result.name}/{mode}/{figure}" for figure in figures]
-        now = result.scalars()
-        if self._metric in now:
-            names = [self._metric]
-
-        def rank(row: Mapping[str, float]) -> float:
-            return sum(row[name] for name in names)
-
-        earlier = [(rank(row), -at) for at, row in self._before if at < step and row.keys() >= set(names)]
-        self._before.append((step, now))
-        if not earlier:
-            return ""
-        value, at = max(earlier)
-        return "best so far" if rank(now) > value else f"best after step {-at}"
+    mode, figures = main_figures(result)
+    now = result.scalars()
+    alone = (metric or "").removeprefix(EVALUATION)
+    names = [alone] if alone in now else [f"{result.name}/{mode}/{figure}" for figure in figures]
+    rates = {step: sum(row[name] for name in names) for step, row in before.items() if row.keys() >= set(names)}
+    if not rates:
+        return ""
+    best = max(rates, key=lambda step: (rates[step], -step))
+    return "best so far" if sum(now[name] for name in names) > rates[best] else f"best after step {best}"
 
 
 def read_best(folder: Path) -> int:
