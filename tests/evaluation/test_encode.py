@@ -7,9 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.evaluation.made import LFQ, QUANTIZERS, SIZE, image_folder, tiny_clip
+from tests.evaluation.made import LFQ, QUANTIZERS, SIZE, tiny_clip
 from tests.ranks import for_each
-from vqclip.data import FolderConfig
 from vqclip.errors import CheckpointError, NonFiniteError, ShapeError
 from vqclip.evaluation.encode import Encoder, code_usage, count_codes, evaluation_mode, id_dtype, load_ids, save_ids
 from vqclip.evaluation.partition import RankPartition
@@ -185,16 +184,3 @@ def test_rows_and_items_agree_where_some_are_left_out(ranks):
             assert rows == items
             assert items == list(range(9)) or left_out
             assert sorted(items) == [item for item in range(9) if item not in left_out]
-
-
-def only_rank_zero(folder):
-    partition = RankPartition.create(distributed=False)
-    if RankPartition.create(distributed=True).rank == 0:
-        with partition.raise_on_all_ranks():
-            rows, items = partition.gather_rows(torch.ones(2, 1)).tolist(), partition.gather_items([1])
-        return rows, items, len(partition.open(FolderConfig(path=image_folder(folder / "images"))))
-    return None
-
-
-def test_alone_there_is_no_collective(ranks, tmp_path):
-    assert ranks(2, only_rank_zero, tmp_path, timeout=20.0) == [([[1.0], [1.0]], [1], 4), None]

@@ -81,18 +81,6 @@ def test_all_tasks_and_models_without_codes(task, tmp_path):
         assert [len(each.prefixes) for each in evaluate(whole, [task, knn], prefixes=Prefixes.of(whole))] == lengths
 
 
-def evaluate_on_rank(task):
-    whole = model()
-    (found,) = evaluate(whole, [task], prefixes=Prefixes.of(whole, text="same"))
-    return found.to_json()
-
-
-def test_ranks_together_find_what_one_finds(ranks, task):
-    alone = evaluate_on_rank(task)
-    for found in ranks(2, evaluate_on_rank, task):
-        assert found["prefixes"] == alone["prefixes"] != []
-
-
 def test_a_prefix_that_the_model_lacks_is_refused():
     with pytest.raises(ConfigError, match="codebooks: got 3, expected 1 to 2"):
         Prefixes.of(model(), [Prefix(1, 3)])

@@ -1,5 +1,4 @@
 import dataclasses
-import itertools
 import os
 import time
 
@@ -45,23 +44,6 @@ def tasks(folder, batch_size=4, limit=None):
         ZeroShotConfig(data=ClassShardsConfig(path=folder / "classes"), batch_size=batch_size, limit=limit),
         RetrievalConfig(data=captions, batch_size=batch_size, limit=limit),
     ]
-
-
-def evaluate_on_rank(folder, limit):
-    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
-    found = evaluate(CLIP.from_pretrained(folder / "model").train(), tasks(folder, limit=limit))
-    return [result.to_json() for result in found]
-
-
-def test_ranks_together_find_what_one_finds(ranks, folder):
-    """Also with one sample, of which two ranks have none; `test_tasks.py` has two ranks and every kind."""
-    alone = [evaluate_on_rank(folder, limit) for limit in (None, 1)]
-    for found in ranks(3, for_each, evaluate_on_rank, [(folder, None), (folder, 1)]):
-        for result, expected in zip(itertools.chain(*found), itertools.chain(*alone), strict=True):
-            figures = result.pop("figures")
-            for mode in MODES:
-                assert figures[mode] == pytest.approx(expected["figures"][mode])
-            assert result == {name: value for name, value in expected.items() if name != "figures"}
 
 
 def evaluate_wrapped(folder):

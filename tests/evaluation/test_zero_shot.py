@@ -112,18 +112,6 @@ def test_notes_tell_of_equal_class_names_and_of_files_left_out(tmp_path):
     assert [note.split(" without")[0] for note in plain.notes] == ["left out: 1 file"]
 
 
-def test_the_mean_per_class_gives_every_class_that_occurs_the_same_weight(tmp_path):
-    folder = number_shards(tmp_path, [0] * 8 + [1, 2], 4)
-    model = PlainModel(4)
-    model.image.embed = lambda ids, precision="fp32": (
-        F.one_hot(ids[:, 0, 0] % 2, 4) * model.image.weight
-    )  # a 2 is taken for a 0
-    (result,) = evaluate(model, [ZeroShotConfig(data=ClassShardsConfig(path=folder))])
-    figures = result.figures["codes_only"]
-    assert (figures["top1"], figures["mean_per_class"]) == pytest.approx((0.9, 2 / 3))
-    assert result.chance["mean_per_class"] == 0.25
-
-
 def test_templates_and_classes_are_read_from_files(tmp_path):
     folder = number_shards(tmp_path / "data", [0, 1, 2], 3)
     config = ZeroShotConfig(data=ClassShardsConfig(path=folder))

@@ -176,7 +176,7 @@ def test_what_is_no_small_image_is_not_shown():
         assert image_uri(content) is None
 
 
-STORED = [b"{}", b"[]", b"\xff\xfe", b'{"step": 1, "result": {"name": "x"}}', b'{"step": 1e999}', b"{" * 100_000]
+STORED = [b"{}", b"[]", b"\xff\xfe", b'{"step": 1, "result": {"name": "x"}}', b" " * (17 << 20)]
 
 
 @pytest.mark.parametrize("forged", STORED)
@@ -238,17 +238,10 @@ FORGED: list[tuple[tuple[str | int, ...], Any]] = [
     (("step",), HUGE),
     (("result", "samples"), -1),
     (("result", "details", "examples", 0, "hits", 0, "rank"), HUGE),
-    (("result", "details", "examples", 0, "hits", 0, "candidates"), HUGE),
-    (("result", "details", "classes", 0, "images"), HUGE),
-    (("result", "details", "confusions", 0, "images"), HUGE),
-    (("result", "details", "codes", "looked_at"), HUGE),
     (("result", "details", "codes", "codebooks", 0, "size"), HUGE),
-    (("result", "details", "codes", "galleries", 0, "code"), HUGE),
     (("result", "details", "reconstructions", 0, "decoded", 0, "bits"), HUGE),
     (("result", "details", "reconstructions", 0, "decoded", 0, "figures", "psnr"), HUGE),
     (("result", "details", "intervals", "codes_only", "i2t_r1"), [0, 2]),
-    (("result", "details", "intervals", "codes_only", "i2t_r1"), ["0", "1"]),
-    (("result", "details", "examples", 0, "direction"), "sideways"),
     (("result", "details", "examples", 0, "hits"), [{}] * 50),
     (("result", "details", "examples", 0, "hits", 0, "text"), "x" * 301),
     (("result", "details", "examples", 0, "hits", 0, "image", "thumbnail"), "not base64!"),

@@ -1,6 +1,7 @@
 """What every tracker does; a new one is a line in `TRACKERS`."""
 
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from vqclip.runlog.metrics import JsonLines
 from vqclip.runlog.trackers import Feed, TrackerConfig, WandbConfig, view
 from vqclip.train import TrainConfig
 
+SECRET = "hunter2"
 TRACKERS = {"tensorboard": (), "wandb": pytest.mark.slow}
 
 
@@ -47,7 +49,8 @@ def live_and_be_killed(kind: str, folder: Path, start: int, end: int) -> None:
     name = live.__module__
     script = f"from pathlib import Path; from {name} import live; live({kind!r}, Path({str(folder)!r}), {start}, {end})"
     command = [sys.executable, "-c", f"{script}; import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"AWS_SECRET_ACCESS_KEY": SECRET}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert (done.stdout, "failed" in done.stderr) == ("", False)
 
@@ -71,6 +74,7 @@ def test_a_killed_run_is_as_a_whole_one(tmp_path, kind, checkpoint):
     assert sorted(found) == list(range(1, 11))
     assert found == (reading.rounded(whole) if kind == "tensorboard" else whole)
     assert whole[4]["eval/a/codes_only/top1"] == 0.5
+    assert not [file for file in tmp_path.rglob("*") if file.is_file() and SECRET.encode() in file.read_bytes()]
 
 
 def test_the_view_has_few_scalars_in_groups():
