@@ -94,7 +94,7 @@ def test_what_is_not_the_folder_of_a_run(tmp_path, capsys):
     before = (folder / "config.yaml").read_bytes()
     for output in (folder / "config.yaml", tmp_path / "page.pdf", tmp_path, folder / "checkpoints"):
         assert main([str(folder), "--out", str(output)]) == 2
-        assert f"out: got '{output}' (str); expected a file whose name ends in .html" in capsys.readouterr().err
+        assert re.search("out: got .*; expected a file whose name ends in .html", capsys.readouterr().err)
     assert (folder / "config.yaml").read_bytes() == before
     assert main([str(folder)]) == 0
     assert "report.html" in capsys.readouterr().out
