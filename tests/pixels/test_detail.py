@@ -118,7 +118,7 @@ def test_wrong_settings_and_ids_are_named():
     detail = build()
     with pytest.raises(ShapeError, match="detail ids: got 4 a token; expected at most 3, of 3 stages"):
         detail.decode(torch.zeros(1, 4, 4, dtype=torch.int64))
-    with pytest.raises(ShapeError, match="detail ids: id 12 in codebook 1, expected 0 to 11, or -1 for none"):
+    with pytest.raises(ShapeError, match=r"detail ids\[0, 0, 1\]: got id 12, expected codebook 1: 0 to 11, or -1"):
         detail.decode(torch.tensor([0, 12, 0]).expand(1, 4, 3))
     short = torch.zeros(1, 4, 2, dtype=torch.uint8)
     assert torch.equal(detail.decode(short), detail.decode(short.long()))

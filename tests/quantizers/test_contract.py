@@ -517,7 +517,7 @@ class TestErrors:
             if wrong < 2**63:
                 broken = ids.clone()
                 broken[1, -1] = wrong
-                with pytest.raises(ShapeError, match=rf"id {wrong} in codebook {ids.shape[-1] - 1}, expected 0 to"):
+                with pytest.raises(ShapeError, match=rf"got id {wrong}, expected codebook {ids.shape[-1] - 1}: 0 to"):
                     quantizer.decode(broken)
 
 

@@ -172,7 +172,7 @@ PICTURE = Image.new("RGB", (16, 16))
     ("ids", "message"),
     [
         (torch.zeros(2, 5, 1, dtype=torch.int64), r"ids: got shape \(2, 5, 1\), expected \(B, 4, 1\)"),
-        (torch.full((1, 4, 1), 64), "id 64(, expected| in) codebook 0"),
+        (torch.full((1, 4, 1), 64), "ids.*: got id 64, expected codebook 0"),
         (torch.zeros(1, 4, 1), "^ids: got .*expected integers"),
         (torch.tensor(2**64 - 1, dtype=torch.uint64).expand(1, 4, 1), "^ids: got .*expected ids that fit int64"),
         (np.zeros((1, 4, 1), np.int64), r"^ids: got a ndarray of shape \(1, 4, 1\).*torch.from_numpy\(ids\) makes one"),

@@ -23,7 +23,7 @@ from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS, MAX_LAYERS, MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.lm_vocabulary.embedding import require_rows
-from vqclip.lm_vocabulary.layouts import require_codes
+from vqclip.nn.inputs import require_codes
 from vqclip.seeds import derive_seed
 
 IMPOSSIBLE = -1e4
@@ -64,7 +64,7 @@ class CodesEmbedding(nn.Module):
 
     def each(self, ids: Tensor) -> Tensor:
         """Map ids ``(B, T, C)`` to the embedding of each code ``(B, T, C, H)``."""
-        ids = _require_codes(ids, self.codebook_sizes)
+        ids = require_codes(ids, self.codebook_sizes, samples=True)
         return self.table(ids.clamp(min=0) + self.starts) * (ids >= 0).unsqueeze(-1)
 
 
@@ -178,7 +178,7 @@ class CodesHead(nn.Module, ABC):
 
     def _require(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """Check hidden states and ids, and return the ids as int64."""
-        ids = _require_codes(ids, self.codebook_sizes)
+        ids = require_codes(ids, self.codebook_sizes, samples=True)
         if hidden.shape != (*ids.shape[:2], self.width):
             raise ShapeError(
                 f"hidden: got shape {tuple(hidden.shape)}, expected {(*ids.shape[:2], self.width)}: "
@@ -302,11 +302,6 @@ class CodesHeadConfig(Config):
             ShapeError: more than 2^22 codes in all.
         """
         return SoftmaxHead(self)
-
-
-def _require_codes(ids: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Check ids ``(B, T, C)``, unless that would break a compiled graph, and return them as int64."""
-    return ids.long() if torch.compiler.is_compiling() else require_codes(ids, sizes)
 
 
 def _draw(logits: Tensor, temperature: float, seed: int) -> Tensor:

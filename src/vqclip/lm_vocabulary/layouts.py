@@ -13,7 +13,7 @@ from torch import Tensor
 from vqclip.config import Modality
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.lm_vocabulary.embedding import mean_rows, projected_rows, require_rows
-from vqclip.nn.inputs import require_ids
+from vqclip.nn.inputs import require_all, require_codes, require_ids
 from vqclip.seeds import derive_seed
 
 INT64_IDS = 2**63
@@ -70,7 +70,7 @@ class FlatCodes:
         Raises:
             ShapeError: for another shape or dtype, or an id outside its codebook.
         """
-        codes = require_codes(ids, self.codebook_sizes)
+        codes = require_codes(ids, self.codebook_sizes, samples=True)
         starts = torch.tensor(self.starts, device=ids.device)
         return torch.where(codes < 0, self.pad, codes + starts).flatten(1)
 
@@ -144,7 +144,7 @@ class DelayedCodes:
         Raises:
             ShapeError: for another shape or dtype, or an id outside its codebook.
         """
-        codes = require_codes(ids, self.codebook_sizes)
+        codes = require_codes(ids, self.codebook_sizes, samples=True)
         samples, tokens, codebooks = codes.shape
         streams = codes.new_full((samples, tokens + codebooks - 1, codebooks), self.pad)
         for c in range(codebooks):
@@ -352,25 +352,3 @@ def require_integers(name: str, ids: Tensor, ndim: int, shape: str) -> Tensor:
     if wide.ndim != ndim:
         raise ShapeError(f"{name}: got shape {tuple(ids.shape)} and dtype {ids.dtype}, expected integers {shape}")
     return wide
-
-
-def require_codes(ids: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return ids ``(B, N, C)`` of a tokenizer as int64.
-
-    Raises:
-        ShapeError: for another shape or dtype, or an id outside its codebook.
-    """
-    wide = require_integers("ids", ids, 3, f"(B, N, {len(sizes)})")
-    if ids.shape[-1] != len(sizes):
-        raise ShapeError(f"ids: got shape {tuple(ids.shape)}, expected (B, N, {len(sizes)}): one id per codebook")
-    largest = torch.tensor([size - 1 for size in sizes], device=ids.device)
-    require_all((wide >= -1) & (wide <= largest), wide, "ids", [f"0 to {size - 1}, or -1 for none" for size in sizes])
-    return wide
-
-
-def require_all(good: Tensor, ids: Tensor, name: str, expected: Sequence[str]) -> None:
-    """Raise ShapeError for the first id that is not ``good``; ``expected`` describes good ids of each codebook."""
-    if not bool(good.all()):
-        place = [int(index) for index in (~good).nonzero()[0]]
-        got = int(ids[tuple(place)])
-        raise ShapeError(f"{name}{place}: got id {got}, expected codebook {place[-1]}: {expected[place[-1]]}")

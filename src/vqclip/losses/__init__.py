@@ -3,8 +3,8 @@
 After `vqclip.model`, which makes the embeddings; before the training step.
 
     contrastive.py   the losses, their configuration, and a readable reference of each: ``impl: gather``
-    tiled.py         the default: the same numbers without the G × G matrix of logits
-    exchange.py      how the texts of all ranks reach a rank: all at once (``tiled``), or in a ``ring``
+    tiled.py         the default: the same numbers without the G × G matrix of logits; the texts of all ranks reach a
+                     rank all at once (``tiled``), or in a ``ring``
 
 Where the loss is summed over ranks: `tiled.FeatureGradients.finish`; ``gather`` needs no sum, because it collects all
 features first.

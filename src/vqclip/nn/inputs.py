@@ -70,6 +70,38 @@ def require_ids(ids: Any, name: str = "ids", shape: str = "(B, N, C)") -> Tensor
     return wide
 
 
+def require_codes(ids: Any, sizes: Sequence[int], name: str = "ids", samples: bool = False) -> Tensor:
+    """Return ids ``(..., C)`` of codebooks of these sizes, or -1 for absent ones, as int64.
+
+    Args:
+        ids: of any integer type.
+        sizes: K of each codebook.
+        name: of the ids in messages.
+        samples: expect ``(B, N, C)``.
+
+    Raises:
+        ShapeError: see `require_ids`; another number of columns, or an id outside its codebook (which is not checked
+            under `torch.compile`).
+    """
+    shape = f"({'B, N' if samples else '...'}, {len(sizes)})"
+    wide = require_ids(ids, name, shape)
+    if wide.ndim == 0 or wide.shape[-1] != len(sizes) or (samples and wide.ndim != 3):
+        raise ShapeError(f"{name}: got shape {tuple(wide.shape)}, expected {shape}: one id per codebook")
+    if torch.compiler.is_compiling():  # a graph cannot depend on values
+        return wide
+    largest = torch.tensor([size - 1 for size in sizes], device=wide.device)
+    require_all((wide >= -1) & (wide <= largest), wide, name, [f"0 to {size - 1}, or -1 for none" for size in sizes])
+    return wide
+
+
+def require_all(good: Tensor, ids: Tensor, name: str, expected: Sequence[str]) -> None:
+    """Raise ShapeError for the first id that is not ``good``; ``expected`` describes good ids of each codebook."""
+    if not bool(good.all()):
+        place = [int(index) for index in (~good).nonzero()[0]]
+        got = int(ids[tuple(place)])
+        raise ShapeError(f"{name}{place}: got id {got}, expected codebook {place[-1]}: {expected[place[-1]]}")
+
+
 def _is_array(value: Any) -> bool:
     return hasattr(value, "__array_interface__")
 

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS, MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError, name_section
-from vqclip.nn.inputs import require_ids
+from vqclip.nn.inputs import require_codes, require_ids
 from vqclip.nn.precision import full_precision
 from vqclip.quantizers import Product, QuantizerConfig, QuantizerOutput
 from vqclip.quantizers.stats import random_integers
-from vqclip.quantizers.vectors import check_ids
 from vqclip.seeds import derive_seed
 from vqclip.towers.image import Normalize
 
@@ -141,7 +140,7 @@ class Detail(nn.Module):
                 )
             ids, columns = ids[..., :needed], needed
         ids = F.pad(ids, (0, most - columns), value=-1)
-        check_ids("detail ids", self.codebook_sizes, ids)  # the quantizer would name itself
+        require_codes(ids, self.codebook_sizes, "detail ids")  # the quantizer would name itself
         return self.quantizer.decode(ids)
 
     def add(self, vectors: Tensor) -> Tensor:

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from vqclip.errors import ConfigError, ShapeError
+from vqclip.nn.inputs import require_codes
 from vqclip.nn.precision import full_precision
 from vqclip.quantizers.stats import Stats
 from vqclip.quantizers.vectors import (
     MAX_COUNTED_CODES,
     Prefix,
-    check_ids,
     histogram,
     straight_through,
     summary,
@@ -154,10 +154,10 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ConfigError, ShapeError: see `columns` and `decode`.
         """
-        check_ids(type(self).__name__, self.codebook_sizes, ids)
+        ids = require_codes(ids, self.codebook_sizes, f"{type(self).__name__}: ids")
         kept = self.columns(stages, codebooks)
-        truncated = torch.full_like(ids, -1, dtype=torch.int64)
-        truncated[..., kept] = ids[..., kept].long()
+        truncated = torch.full_like(ids, -1)
+        truncated[..., kept] = ids[..., kept]
         return truncated
 
     def first_stages(self, x: Tensor, stages: int, mask: Tensor | None = None) -> Tensor:
@@ -249,8 +249,8 @@ class Quantizer(nn.Module, ABC):
         Raises:
             ShapeError: wrong width or dtype, or an id out of range (not checked under `torch.compile`).
         """
-        check_ids(type(self).__name__, self.codebook_sizes, ids)
-        grouped = ids.long().reshape(math.prod(ids.shape[:-1]), 1, len(self.codebook_sizes))
+        ids = require_codes(ids, self.codebook_sizes, f"{type(self).__name__}: ids")
+        grouped = ids.reshape(math.prod(ids.shape[:-1]), 1, len(self.codebook_sizes))
         with full_precision(ids.device):
             return self._decode(grouped).reshape(*ids.shape[:-1], self.dim)
 

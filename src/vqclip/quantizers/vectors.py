@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor
 
-from vqclip.errors import ConfigError, ShapeError
+from vqclip.errors import ConfigError
 from vqclip.nn.precision import gpu_memory
 
 SHORT = 1e-6
@@ -173,24 +173,3 @@ def summary(name: str, each: Tensor, used: Tensor | None = None) -> Tensor:
     if name == "oldest":
         return each.max()
     return each.mean() if used is None else each.sum() / used.sum()
-
-
-def check_ids(name: str, sizes: Sequence[int], ids: Tensor) -> None:
-    """Raise a `ShapeError` for ids of a wrong width or dtype, or out of range."""
-    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
-        raise ShapeError(f"{name}: ids are {ids.dtype}, expected integers")
-    if ids.ndim == 0 or ids.shape[-1] != len(sizes):
-        raise ShapeError(
-            f"{name}: ids have shape {tuple(ids.shape)}, expected (..., {len(sizes)}): one id per codebook"
-        )
-    if torch.compiler.is_compiling():  # the check below depends on values, which a graph cannot
-        return
-    largest = torch.tensor([size - 1 for size in sizes], device=ids.device)
-    wide = ids.long()  # a narrow dtype could not hold the sizes
-    wrong = (wide < -1) | (wide > largest)
-    if bool(wrong.any()):
-        *_, codebook = (int(index) for index in wrong.nonzero()[0])
-        raise ShapeError(
-            f"{name}: id {int(wide[wrong][0])} in codebook {codebook}, expected 0 to {int(largest[codebook])}, or "
-            "-1 for none"
-        )

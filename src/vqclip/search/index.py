@@ -23,8 +23,7 @@ from vqclip.errors import CheckpointError, DataError, ShapeError
 from vqclip.io.atomic import FileDigest, digest_file, replace_folder, require_replaceable, verify_file
 from vqclip.io.json_files import add_checksum, read_checked
 from vqclip.io.tensors import open_tensors, save_tensors, shape_differences
-from vqclip.lm_vocabulary.layouts import require_codes
-from vqclip.nn.inputs import require_ids
+from vqclip.nn.inputs import require_codes, require_ids
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer, Tokenizer
 from vqclip.tokenizer.folder import ID_LAYOUT_VERSION
 from vqclip.tokenizer.stored import fingerprint
@@ -115,7 +114,7 @@ class Packing:
         return [(column, shift, codebook) for column, (codebook, shift) in enumerate(places)]
 
     def _require(self, ids: Tensor) -> None:
-        wide = require_codes(ids, self.codebook_sizes)
+        wide = require_codes(ids, self.codebook_sizes, samples=True)
         if wide.shape[1] != self.num_tokens:
             raise ShapeError(f"ids: got {wide.shape[1]} tokens, expected {self.num_tokens}")
         if not self.absent and bool((wide < 0).any()):
