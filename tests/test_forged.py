@@ -1,4 +1,4 @@
-"""Checkpoints whose hashes are right and whose content is not: each is refused with a CheckpointError, or works."""
+"""Checkpoints whose hashes are right and whose content is not are refused, or work; any flipped bit is noticed."""
 
 import copy
 import json
@@ -14,10 +14,12 @@ import torch
 
 import vqclip
 from tests.models import BUSY_VQ, FSQ, reseal, tiny_model
+from vqclip import checkpoint
 from vqclip.checkpoint import folders
 from vqclip.errors import CheckpointError
 from vqclip.losses import ContrastiveLoss
 from vqclip.model import CLIP
+from vqclip.tokenizer.folder import CARD_FILE, PROCESSOR_FILE
 from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.guards import GuardConfig, Guards
 from vqclip.train.optim import OptimConfig, Schedule
@@ -197,3 +199,40 @@ def test_a_poisoned_checkpoint_is_set_aside_on_resume(
     assert resume(checkpointer(tmp_path / "all", training_step()))[0] == 1
     assert "contain NaN or infinity" in caplog.text
     assert {each.name for each in (tmp_path / "all").iterdir()} == {"step-00000001", "set-aside-step-00000002"}
+
+
+def flip(file: Path, place: int, bit: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(place)
+        (byte,) = stream.read(1)
+        stream.seek(place)
+        stream.write(bytes([byte ^ 1 << bit]))
+
+
+@pytest.mark.parametrize("flips", [25, pytest.param(1000, marks=pytest.mark.faults)])
+def test_any_flipped_bit_is_detected(tmp_path: Path, saved: Path, flips: int) -> None:
+    """First the file is drawn, so that small ones get as many flips, then the byte and the bit."""
+    path, seen = shutil.copytree(saved / "step-00000002", tmp_path / "step-00000002"), set()
+    files = sorted(each for each in path.rglob("*") if each.is_file() and each.name not in (CARD_FILE, PROCESSOR_FILE))
+    for number in range(flips):
+        draw = random.Random(f"0-{number}")
+        file = draw.choice(files)
+        place, bit = draw.randrange(file.stat().st_size), draw.randrange(8)
+        seen.add(file)
+        flip(file, place, bit)
+        for use in (checkpoint.load, load) if file.parent.name == "model" else (checkpoint.load,):
+            with pytest.raises(CheckpointError, match=file.name):
+                use(path)
+        flip(file, place, bit)
+    assert len(seen) == len(files) == 7
+
+
+def test_every_byte_of_a_configuration_is_verified(tmp_path: Path, saved: Path) -> None:
+    path = shutil.copytree(saved / "step-00000002", tmp_path / "step-00000002")
+    file = path / "model" / "config.json"
+    for place in range(file.stat().st_size):
+        flip(file, place, place % 8)
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            vqclip.load_tokenizer(path / "model", modality="image")
+        flip(file, place, place % 8)
+    load(path)

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from tests.models import WIDE_LFQ, tiny_model
 from vqclip.cli.main import main
-from vqclip.data import CaptionShardsConfig, ClassShardsConfig, EvalSet, open_source
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, open_source
 from vqclip.errors import ConfigError, NonFiniteError
 from vqclip.evaluation import RetrievalConfig, ZeroShotConfig, evaluate
 from vqclip.integrations.mteb import load
@@ -122,19 +121,6 @@ def test_retrieval_of_images_and_of_texts(run):
             for k in (1, 5, 10):
                 assert scores[f"recall_at_{k}"] == scores[f"hit_rate_at_{k}"] == round(figures[mode][f"{name}_r{k}"], 5)
     assert figures["codes_only"]["i2t_r10"] > 0
-
-
-def test_embeddings_are_ours_bit_for_bit(run):
-    """So that mteb's probes and clusters are those of our embeddings."""
-    clip = CLIP.from_pretrained(run / "tokenizer").eval()
-    images = [batch.images for batch in EvalSet(open_source(EUROSAT), clip.image.transform, batch_size=BATCH)]
-    with torch.no_grad():
-        expected = {"continuous": torch.cat([clip.image.continuous(each) for each in images])}
-        expected["codes_only"] = torch.cat([clip.image.embed(clip.image.encode(each)) for each in images])
-    data, _ = labelled(EUROSAT)
-    for mode in MODES:
-        loader = DataLoader(data, batch_size=BATCH, collate_fn=lambda rows: {"image": [row["image"] for row in rows]})
-        assert torch.equal(load(run, mode=mode, device="cpu").encode(loader), expected[mode])
 
 
 def test_the_metadata_is_filled_from_the_folder(run, tmp_path):

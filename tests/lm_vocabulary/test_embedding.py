@@ -31,7 +31,8 @@ class LanguageModel(nn.Module):
     def get_output_embeddings(self):
         return self.output
 
-    def resize_token_embeddings(self, rows):
+    def resize_token_embeddings(self, rows, pad_to_multiple_of=None, mean_resizing=True):
+        assert not mean_resizing  # new rows are written over
         self.inputs, self.output = nn.Embedding(rows, 32), nn.Linear(32, rows, bias=False)
         self.tie()
 
@@ -55,16 +56,6 @@ def test_a_language_model_gets_the_same_rows_on_both_ends(tied):
     for weight in (model.inputs.weight, model.output.weight):
         assert weight.shape == (57, 32)
         assert torch.equal(weight[50:], rows)
-
-
-def test_a_model_that_would_draw_first_values_is_told_not_to():
-    class Drawing(LanguageModel):
-        def resize_token_embeddings(self, rows, pad_to_multiple_of=None, mean_resizing=True):
-            self.drew = mean_resizing
-            super().resize_token_embeddings(rows)
-
-    model = resize(Drawing(tied=True), 50, torch.randn(7, 32))
-    assert not model.drew
 
 
 def test_rows_are_drawn_by_their_seed_and_of_the_tables_size():
@@ -114,8 +105,6 @@ def test_what_cannot_be_resized_is_refused():
         resize(nn.Linear(3, 3), 0, rows)
     with pytest.raises(ShapeError, match=r"rows: got shape \(3, 31\), expected \(count, 32\)"):
         resize(table(), 50, rows[:, :31])
-    with pytest.raises(ShapeError, match="start: got 51 in a table of 50 rows"):
-        resize(table(), 51, rows)
     with pytest.raises(ShapeError, match=r"rows: got 1099511627826 in all, expected at most 4194304; a Product"):
         resize(table(), 50, torch.zeros(1, 32).expand(2**40, 32))
     with pytest.raises(ShapeError, match="rows: got 1099511627781 in all, expected at most 4194304; a Product"):

@@ -123,16 +123,11 @@ def test_computes_in_full_precision_under_autocast(case):
     )
     assert under[0].dtype == torch.float32
     assert all(torch.equal(a, b) for a, b in zip(plain, under, strict=True))
-
-
-def test_half_precision_features_are_widened_first(case):
-    image, text = pairs(8, dtype=torch.bfloat16)
-    numbers = numbers_of(case, torch.float32)
-    loss = case.config.build()(image.requires_grad_(), text, *numbers)
+    half = [features.requires_grad_() for features in pairs(8, dtype=torch.bfloat16)]  # widened first
+    loss = loss_fn(*half, *numbers_of(case, torch.float32))
     loss.backward()
-    assert loss.dtype == torch.float32
-    assert image.grad.dtype == torch.bfloat16
-    assert loss == case.config.build()(image.float(), text.float(), *numbers)
+    assert (loss.dtype, half[0].grad.dtype) == (torch.float32, torch.bfloat16)
+    assert loss == loss_fn(*(features.float() for features in half), *numbers_of(case, torch.float32))
 
 
 @pytest.mark.parametrize("kind", ["equal pairs", "opposite pairs", "one point"])

@@ -26,16 +26,11 @@ from vqclip.tokenizer.stored import fingerprint
 B, N, D, HEADS = 5, 7, 24, 3
 
 
-def _pair() -> tuple[AttentionPooling, Attention]:
+@pytest.mark.parametrize("masked", [False, True])
+def test_pooling_is_attention_of_one_query(masked: bool) -> None:
     torch.manual_seed(0)
     fast, plain = AttentionPooling(D, HEADS).double(), Attention(D, HEADS).double()
     plain.load_state_dict(fast.state_dict())
-    return fast, plain
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_pooling_is_attention_of_one_query(masked: bool) -> None:
-    fast, plain = _pair()
     query = torch.randn(D, dtype=torch.float64)
     tokens = torch.randn(B, N, D, dtype=torch.float64)
     mask = torch.rand(B, N) > 0.3 if masked else None
@@ -51,16 +46,8 @@ def test_pooling_is_attention_of_one_query(masked: bool) -> None:
 
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-12, atol=1e-12)
-
-
-def test_masked_tokens_are_absent_bit_for_bit() -> None:
-    fast, _ = _pair()
-    query, tokens = torch.randn(D, dtype=torch.float64), torch.randn(B, N, D, dtype=torch.float64)
-    mask = torch.ones(B, N, dtype=torch.bool)
-    mask[:, 4:] = False
-    other = tokens.masked_fill(~mask.unsqueeze(-1), 1e3)
-
-    assert torch.equal(fast(query, tokens, mask), fast(query, other, mask))
+    if mask is not None:
+        assert torch.equal(fast(query, tokens.masked_fill(~mask.unsqueeze(-1), 1e3), mask), found[0])
 
 
 KINDS = {"linear": {"kind": "linear"}, "mlp": {"kind": "mlp"}, "attention": {"kind": "attention", "heads": 2}}
@@ -154,13 +141,8 @@ def test_padding_changes_nothing(config):
     torch.testing.assert_close(out[1:], module(x[1:], None))
     poisoned = x.masked_fill(~mask.unsqueeze(-1), torch.nan)  # features of padding are undefined
     assert module(poisoned, mask).equal(out)
-
-
-@pytest.mark.parametrize("config", REDUCTIONS[1:], ids=lambda config: config.kind)
-def test_reductions_of_no_tokens_and_no_samples(config):
-    module = config.build(8)
-    assert module(torch.randn(2, 5, 8), torch.zeros(2, 5, dtype=torch.bool)).isfinite().all()
-    assert module(torch.randn(0, 5, 8), None).shape == (0, module.num_tokens, 8)
+    assert module(x, torch.zeros_like(mask)).isfinite().all()
+    assert module(x[:0], None).shape == (0, module.num_tokens, 8)
 
 
 CPU = torch.device("cpu")

@@ -82,7 +82,6 @@ def test_weights_keep_their_type(tmp_path, dtype, quantizer):
     [
         (rewritten(lambda state: state.pop(BIAS)), "missing image.project_out.0.bias"),
         (rewritten(lambda state: state.update({"image.surplus": torch.zeros(1)})), "unexpected image.surplus"),
-        (rewritten(lambda state: state.update({"logit_scale.x": torch.zeros(1)})), "unexpected logit_scale.x$"),
         (rewritten(lambda state: state.update({BIAS: torch.zeros(3)})), r"bias: got shape \(3,\), expected \(16,\)"),
         (
             rewritten(lambda state: state.update({BIAS: torch.zeros(16).half()})),
@@ -100,8 +99,6 @@ def test_weights_keep_their_type(tmp_path, dtype, quantizer):
         (edited(lambda c: c["image"].update(widht=3)), "config.json: image.widht: got 3; Extra inputs"),
         (edited(lambda c: c["text"].update(embed_dim=32)), "got embed_dim 16 for image and 32 for text"),
         (edited(lambda c: c["text"].update(preprocess={})), "text.preprocess: got a section; expected none"),
-        (edited(lambda c: c["text"].pop("fewest_tokens")), "config.json: text.fewest_tokens: Field required"),
-        (edited(lambda c: c.pop("temperature")), "expected a temperature too"),
         (edited(lambda c: c.pop("image")), "got a temperature with fewer than two tokenizers"),
         (set_each(num_tokens=10**12), "num_tokens: got -?\\d+; Input should be less than or equal to 1048576"),
         (set_each(quantizer=RESIDUAL | {"depth": 10**9}), "residual.depth: got .*less than or equal to 256"),
@@ -247,10 +244,6 @@ def of_pixels(change):
         (
             of_pixels(lambda state: state[POSITION].fill_(torch.nan)),
             "pixels.safetensors: these tensors contain NaN or infinity: image.pixels.layers.position",
-        ),
-        (
-            of_pixels(lambda state: state.update({POSITION: state[POSITION].half()})),
-            f"{POSITION}: got dtype torch.float16, expected torch.float32",
         ),
         (
             rewritten(lambda state: state.update({POSITION: torch.zeros(4, 16)})),

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.data.hostile import marking_pickle
+from tests.data.hostile import Marker
 from tests.open_clip_models import TRUNK, both_towers, save_open_clip
 from vqclip.errors import ConfigError
 from vqclip.model import CLIP, ModelConfig
 from vqclip.towers.open_clip import OpenCLIPImageTowerConfig, OpenCLIPTextTowerConfig, find_inherited
 
 EVIL = object()
-"""In place of a state dict: a pickle that runs code."""
+"""In place of a state dict: an object whose pickle runs code."""
 
 
 def test_open_clip_models_that_give_no_patch_features_are_refused(monkeypatch):
@@ -124,20 +124,14 @@ def with_nan(state):
         (lambda state: {"nothing": torch.zeros(1)}, r"weights.pt' cannot be loaded as weights of vqclip-test"),
         (with_nan, r"weights.pt' contain NaN or infinity: visual\.conv1"),
         (narrow, r"weights.pt' cannot be loaded .*expected a state dict of this model"),
-        (lambda state: [1, 2], "expected a state dict"),
-        (lambda state: {}, r"expected a (\.safetensors|state dict)"),
-        (lambda state: torch.zeros(3), "expected a state dict"),
         (lambda state: {"state_dict": [1]}, "expected a state dict"),
-        (lambda state: b"", r"expected a \.safetensors"),
         (lambda state: EVIL, r"weights.pt cannot be read: it is damaged, .*code in it is never run"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_and_pickles_are_not_run(tiny_open_clip, tmp_path, content, message):
     model, name, _ = tiny_open_clip
     path, made = tmp_path / "weights.pt", content(model.state_dict())
-    if made is EVIL:
-        made = marking_pickle(tmp_path / "was here")
-    path.write_bytes(made) if isinstance(made, bytes) else torch.save(made, path)
+    torch.save(Marker(tmp_path / "was here") if made is EVIL else made, path)
     with pytest.raises(ConfigError, match=rf"^tower.pretrained: .*{message}"):
         OpenCLIPImageTowerConfig(model=name, pretrained=str(path)).build()
     assert not (tmp_path / "was here").exists()
