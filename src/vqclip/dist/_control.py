@@ -105,16 +105,9 @@ def run_on_main(work: Callable[[], Any]) -> Any:
         VqclipError: Raised by `work`, on every rank. Any other error becomes a DistributedError with its name on all
             ranks except 0.
     """
-    result, failure = None, None
-    if is_main():
-        try:
-            result = work()
-        except Exception as error:  # of any kind, because the other ranks wait for the result
-            failure = error
-    result, description = broadcast_json([result, _describe(failure)])
-    if description is not None:
-        raise failure or _rebuild(description, 0)
-    return result
+    with raise_on_all_ranks():
+        result = work() if is_main() else None
+    return broadcast_json(result)
 
 
 @contextlib.contextmanager
@@ -135,23 +128,14 @@ def raise_on_all_ranks() -> Iterator[None]:
         raise
     except Exception as error:  # of any kind, because the other ranks wait for the result
         failure = error
-    descriptions = gather_json(_describe(failure))
-    failed = [each for each in range(len(descriptions)) if descriptions[each] is not None]
-    if failed:
-        first = min(failed, key=lambda each: (descriptions[each][0] != StopRequested.__name__, each))
+    found = gather_json(None if failure is None else [type(failure).__name__, str(failure)])
+    if failed := [number for number, each in enumerate(found) if each is not None]:
+        first = min(failed, key=lambda number: (found[number][0] != StopRequested.__name__, number))
         if failure and first == rank():
             raise failure
-        raise _rebuild(descriptions[first], first) from failure
-
-
-def _describe(failure: Exception | None) -> list[str] | None:
-    return None if failure is None else [type(failure).__name__, str(failure)]
-
-
-def _rebuild(description: list[str], rank: int) -> Exception:
-    name, message = description
-    kind = getattr(errors, name, None)
-    return kind(message) if kind else DistributedError(f"rank {rank} failed: {name}: {message}")
+        name, message = found[first]
+        kind = getattr(errors, name, None)
+        raise (kind(message) if kind else DistributedError(f"rank {first} failed: {name}: {message}")) from failure
 
 
 def gather_json(value: Any) -> list[Any]:
