@@ -15,7 +15,6 @@ import torch
 import vqclip
 from tests.models import BUSY_VQ, FSQ, reseal, tiny_model
 from vqclip import checkpoint
-from vqclip.checkpoint import folders
 from vqclip.errors import CheckpointError
 from vqclip.losses import ContrastiveLoss
 from vqclip.model import CLIP
@@ -61,7 +60,7 @@ def checkpointer(folder: Path, step: TrainStep) -> Checkpointer:
 def resealed(folder: Path) -> None:
     """Give a changed checkpoint the hashes that fit."""
     reseal(folder / "model")
-    folders.write_manifest(folder, int(folder.name.removeprefix("step-")))
+    checkpoint.write_manifest(folder, int(folder.name.removeprefix("step-")))
 
 
 def places(tree: Any) -> Iterator[tuple[Any, Any]]:

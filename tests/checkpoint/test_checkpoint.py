@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.checkpoint.making import restore, save_checkpoint
 from vqclip import checkpoint
-from vqclip.checkpoint import folders
+from vqclip.checkpoint.optimizer import optimizer_tensors
 from vqclip.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def save(folder: Path, number: int, keep_last: int = 3, state: dict | None = Non
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in checkpoint.optimizer_tensors(optimizer).items()}
+    return {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer).items()}
 
 
 def names(folder: Path) -> list[str]:
@@ -222,7 +222,7 @@ def test_foreign_files_links_and_renamed_folders_are_refused(tmp_path):
 
 
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(folders.VERSIONS, "version", 5)
+    monkeypatch.setitem(checkpoint.VERSIONS, "version", 5)
     path = save(tmp_path, 1)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="version is 5, this vqclip reads 4; use the vqclip that wrote it"):

@@ -106,7 +106,7 @@ def gradient_of_own_loss(x, sizes):
 def test_backward_sums_over_ranks_with_different_losses(ranks, world_size):
     cases = [(rows(sizes), sizes) for sizes in SIZES[world_size]]
     found = ranks(world_size, for_each, gradient_of_own_loss, cases)
-    for (x, sizes), gradients in zip(cases, zip(*found, strict=True), strict=True):
+    for (x, _), gradients in zip(cases, zip(*found, strict=True), strict=True):
         full = x.clone().requires_grad_()
         (sum(range(1, world_size + 1)) * loss_of(full)).backward()
         torch.testing.assert_close(torch.cat(gradients), full.grad, rtol=1e-11, atol=1e-12)

@@ -22,12 +22,11 @@ from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vqclip.checkpoint import OPTIMIZER_FILE
 from vqclip.errors import CheckpointError
 from vqclip.io.json_files import Strict, describe_differences, read_plain, write_plain
 from vqclip.io.tensors import first_names, map_tensors, nonfinite_names, tensor_differences
 
-OPTIMIZER_FILE = "optimizer.safetensors"
-"""File of the optimizer's tensors in a checkpoint."""
 _LAYOUT_FILE = "optimizer.json"
 _OPTIONS = ("betas", "eps", "momentum", "weight_decay", "lr_ratio", "muon")
 """Options of a group that must be equal; the others say how a step is computed."""
@@ -40,20 +39,18 @@ Shapes = Mapping[str, Sequence[int]]
 NO_SHAPES: Shapes = MappingProxyType({})
 
 
-class _Group(Strict):
-    options: dict[str, JsonValue]
-    parameters: dict[str, str]
-
-
 class _Layout(Strict):
     kind: str
-    groups: list[_Group]
+    groups: list[dict[str, dict[str, JsonValue]]]
+    """``options`` and ``parameters`` of each group."""
 
 
 def first_state(
     optimizer: Optimizer, group: Mapping[str, Any], like: Tensor, device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
     """Return what an optimizer keeps of a parameter after a first step, with the ``step`` of its group if it has one.
+
+    An optimizer like it, over one parameter of zeros, makes the step.
 
     Args:
         optimizer: of any kind; it stays as it is.
@@ -62,20 +59,13 @@ def first_state(
         device: of the parameter.
     """
     parameter = nn.Parameter(torch.zeros_like(like, device=device))
-    probe = probe_of(optimizer, group, parameter)
-    parameter.grad = torch.zeros_like(parameter)
-    probe.step()
-    (own,) = probe.param_groups
-    return dict(probe.state[parameter]) | ({_COUNT: own["step"]} if "step" in own else {})
-
-
-def probe_of(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> Optimizer:
-    """Return an optimizer like another one, over one parameter with the options of a group, before its first step."""
     probe: Optimizer = object.__new__(type(optimizer))
     own = {name: copy.deepcopy(value) for name, value in group.items() if name not in ("step", "params")}
-    alone = [own | {"params": [parameter], "param_names": [""]}]
-    vars(probe).update(vars(optimizer) | {"state": defaultdict(dict), "param_groups": alone})
-    return probe
+    own |= {"params": [parameter], "param_names": [""]}
+    vars(probe).update(vars(optimizer) | {"state": defaultdict(dict), "param_groups": [own]})
+    parameter.grad = torch.zeros_like(parameter)
+    probe.step()
+    return dict(probe.state[parameter]) | ({_COUNT: own["step"]} if "step" in own else {})
 
 
 def state_bytes(optimizer: Optimizer, shapes: Shapes = NO_SHAPES) -> int:
@@ -105,7 +95,7 @@ def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
     found = dict[str, Tensor]()
     for number, (group, named) in enumerate(_named_groups(optimizer)):
         if "step" in group:
-            found[_count_name(number)] = _as_tensor(group["step"])
+            found[f"groups/{number}/step"] = _as_tensor(group["step"])
         for name, parameter in named.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 found[f"{name}/{key}"] = _as_tensor(value)
@@ -128,13 +118,12 @@ def read_optimizer(folder: Path, optimizer: Optimizer, shapes: Shapes = NO_SHAPE
     differences = describe_differences(saved, _describe(optimizer, shapes), "in the checkpoint")
     _require_none(folder, [line.strip() for line in differences.values()])
     tensors = map_tensors(path)
-    # A parameter that no step has changed has no state.
-    stored = {name.rpartition("/")[0] for name in tensors}
+    stored = {name.rpartition("/")[0] for name in tensors}  # a parameter that no step has changed has no state
     for number, (_, named) in enumerate(_named_groups(optimizer)):
         if stored & named.keys():
-            stored.add(_count_name(number).rpartition("/")[0])
-    slots = {name: slot.outline for name, slot in _slots(optimizer, shapes).items()}
-    expected = {name: each for name, each in slots.items() if name.rpartition("/")[0] in stored}
+            stored.add(f"groups/{number}")
+    slots = _slots(optimizer, shapes).items()
+    expected = {name: slot.outline for name, slot in slots if name.rpartition("/")[0] in stored}
     _require_none(path, tensor_differences(expected, tensors))
     if bad := nonfinite_names(tensors):
         raise CheckpointError(f"{path}: these tensors contain NaN or infinity: {first_names(bad)}")
@@ -198,7 +187,7 @@ def _slots(optimizer: Optimizer, shapes: Shapes = NO_SHAPES) -> dict[str, _Slot]
                 }
             for key, outline in known[kind].items():
                 if key == _COUNT:
-                    found[_count_name(number)] = _Slot(group, "step", *outline)
+                    found[f"groups/{number}/step"] = _Slot(group, "step", *outline)
                 else:
                     found[f"{name}/{key}"] = _Slot(parameter, key, *outline)
     return found
@@ -206,11 +195,6 @@ def _slots(optimizer: Optimizer, shapes: Shapes = NO_SHAPES) -> dict[str, _Slot]
 
 def _as_tensor(value: Tensor | float) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=_DTYPES[type(value)])
-
-
-def _count_name(number: int) -> str:
-    """Return the name of the count of steps of a group, which no parameter has."""
-    return f"groups/{number}/step"
 
 
 def _describe(optimizer: Optimizer, shapes: Shapes) -> dict[str, Any]:

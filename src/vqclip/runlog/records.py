@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vqclip import dist
-from vqclip.checkpoint import checkpoint_name, checkpoints
-from vqclip.checkpoint.folders import step_of
+from vqclip.checkpoint import checkpoint_name, checkpoints, step_of
 from vqclip.data import Batch, TrainData
 from vqclip.errors import CheckpointError
 from vqclip.evaluation import Result, format_line, main_figures

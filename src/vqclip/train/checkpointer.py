@@ -30,6 +30,7 @@ from torch import Tensor
 
 from vqclip import checkpoint, dist
 from vqclip.checkpoint import MODEL, OPTIMIZER_FILE, STATE_FILE
+from vqclip.checkpoint.optimizer import optimizer_tensors, write_layout
 from vqclip.errors import CheckpointError, DistributedError, NonFiniteError
 from vqclip.io import parts
 from vqclip.io.atomic import TEMPORARY
@@ -173,7 +174,7 @@ class Checkpointer:
         def fill(folder: Path) -> None:
             self._write_tensors(files, folder)
             step.task.write_model(folder / MODEL, frozen)
-            checkpoint.write_layout(folder, step.optimizer, step.parallel.weights.shapes)
+            write_layout(folder, step.optimizer, step.parallel.weights.shapes)
 
         def write() -> None:  # uses nothing that the training changes
             begun = time.perf_counter()
@@ -271,32 +272,28 @@ class Checkpointer:
             writing[1].result()
             self.written = writing[0]
 
-    def model_tensors(self, constants: bool = False) -> dict[str, Tensor]:
-        """Return the tensors of the model in checkpoints; with ``constants``, those that the run stores once, too."""
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the model in checkpoints: all but those that the run stores once."""
         state = self.step.model.state_dict()
-        return {name: each for name, each in state.items() if constants or name not in self.frozen.names}
+        return {name: each for name, each in state.items() if name not in self.frozen.names}
 
-    def _files(self, constants: bool = False) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of each file of a checkpoint but those of the guards; of shards, this rank's rows.
-
-        Args:
-            constants: return those that the run stores once, too.
-        """
+    def _files(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of each file of a checkpoint but those of the guards; of shards, this rank's rows."""
         step, others = self.step, self.step.task.discriminators
-        model = {name: dist.local_rows(tensor) for name, tensor in self.model_tensors(constants).items()}
+        model = {name: dist.local_rows(tensor) for name, tensor in self.model_tensors().items()}
         state = {} if step.ema is None else step.ema.tensors()
         if others is not None:
             state |= {f"{DISCRIMINATORS}{name}": tensor for name, tensor in others.state_dict().items()}
-        return {MODEL_FILE: model, OPTIMIZER_FILE: checkpoint.optimizer_tensors(step.optimizer), STATE_FILE: state}
+        return {MODEL_FILE: model, OPTIMIZER_FILE: optimizer_tensors(step.optimizer), STATE_FILE: state}
 
-    def tensors(self, constants: bool = False, in_shards: bool = True) -> dict[str, Tensor]:
-        """Return the tensors to check before a save, by names that say what they are.
+    def tensors(self, in_shards: bool = True) -> dict[str, Tensor]:
+        """Return the tensors to check before a save, frozen ones included, by names that say what they are.
 
         Args:
-            constants: return those that the run stores once, too.
             in_shards: return those of which every rank has other rows.
         """
-        shapes, files = self.step.parallel.weights.shapes, self._files(constants)
+        shapes, files = self.step.parallel.weights.shapes, self._files()
+        files[MODEL_FILE] = {name: dist.local_rows(each) for name, each in self.step.model.state_dict().items()}
         return {
             f"{kind}{name}": tensor
             for kind, tensors in zip(("model.", "optimizer.", ""), files.values(), strict=True)
@@ -323,22 +320,18 @@ class Checkpointer:
                 "train.precision: bf16 or fp32"
             )
 
-    def require_equal(self, done: int, constants: bool = False) -> None:
+    def require_equal(self, done: int) -> None:
         """Compare the bits of model and optimizer over all ranks. A collective.
 
         Codebooks that are not synchronised must have been made equal before. Of weights in shards there are no two
         copies to compare.
-
-        Args:
-            done: steps done.
-            constants: compare the tensors that never change in the run, too; once is enough.
 
         Raises:
             DistributedError: on every rank, when they differ; names the ranks in the minority, and the tensors.
         """
         if not dist.is_distributed():
             return
-        mine = checksums(self.tensors(constants, in_shards=False))
+        mine = checksums(self.tensors(in_shards=False))
         prints = dist.gather_json(hashlib.sha256(repr(mine).encode()).hexdigest())
         if len(set(prints)) == 1:
             return

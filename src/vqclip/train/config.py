@@ -26,7 +26,7 @@ from vqclip.tokenizer import Tokenizer
 from vqclip.train.ema import EmaConfig
 from vqclip.train.feature_cache import FeatureMaker
 from vqclip.train.guards import GuardConfig
-from vqclip.train.optim import OptimConfig, Schedule
+from vqclip.train.optim import ELEMENTWISE, OptimConfig, Schedule
 from vqclip.train.step import ComputeConfig
 from vqclip.train.tasks.base import Task
 
@@ -270,6 +270,16 @@ class TaskConfig(Config):
         if self.train.keep_best not in (None, *names):
             expected = f"one of {', '.join(names)}" if names else "null, as evaluation is empty"
             raise ValueError(f"train.keep_best: got {self.train.keep_best!r}; expected {expected}")
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_fits_shards(self) -> Self:
+        kind, parallel = self.optim.kind, self.train.parallel
+        if parallel != "ddp" and not ELEMENTWISE.fullmatch(kind):
+            raise ValueError(
+                f"train.parallel: got {parallel!r} with optim.kind {kind}, which steps a weight by numbers of all its "
+                "rows, such as their norm; expected ddp, or optim.kind: adamw, muon or lion"
+            )
         return self
 
     @model_validator(mode="after")

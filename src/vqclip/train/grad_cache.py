@@ -72,40 +72,25 @@ def backward_from_cached_grads(out: TaskOutput, cached: TaskOutput, rows: slice)
     )
 
 
-def mean_drift(out: TaskOutput, cached: TaskOutput, rows: slice) -> float:
-    """Return the mean distance of this rank's rows between the two passes; 0 without rows."""
-    pairs = [(again, cached.rows[name][rows]) for name, again in out.rows.items()]
-    distances = [(again.detach() - first.detach()).flatten(1).norm(dim=1) for again, first in pairs]
-    found = torch.cat(distances) if distances else torch.empty(0)
-    return float(found.mean()) if len(found) else 0.0
-
-
-def require_replay(
-    model: nn.Module, drifts: Sequence[float], run: Callable[[int], object], half: bool, step: int
-) -> None:
-    """Check, on every rank, that the second pass repeats the first. A collective.
+def require_replay(model: nn.Module, forward: Callable[[], object], half: bool, step: int) -> None:
+    """Check, on every rank, that the second pass repeats the first, module by module. A collective.
 
     Args:
         model: whose modules are compared.
-        drifts: result of `mean_drift` for each microbatch.
-        run: runs the model on a microbatch, every time from the same state of torch's generators.
+        forward: runs the model on a microbatch, every time from the same state of torch's generators.
         half: whether the model runs in half precision.
         step: number of the step, for the message.
 
     Raises:
         ReplayError: on every rank, if it does not on one; names the first module with other outputs.
     """
-    worst = max(range(len(drifts)), key=drifts.__getitem__)
-    moved = drifts[worst] > (3e-2 if half else 1e-3)  # a code may flip where kernels round differently
-    drifting = first_drifting_module(model, lambda: run(worst), 1e-2 if half else 1e-4)
-    named = "none" if drifting is None else f"model.{drifting}"
-    found = f"embeddings moved by {drifts[worst]:.2g} on average, the first module with other outputs: {named}"
-    reports = dist.gather_json(found if moved or drifting is not None else None)
-    if guilty := [f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None]:
+    reports = dist.gather_json(first_drifting_module(model, forward, 1e-2 if half else 1e-4))
+    if guilty := [f"rank {rank}: model.{name}" for rank, name in enumerate(reports) if name is not None]:
         raise ReplayError(
             f"train.micro_batches: the second pass of step {step} does not repeat the first, so the gradient would "
-            f"be wrong. On {guilty[0]}. A module may draw random numbers from torch's generators alone and must "
-            "not change its state in forward; replace it, or set train.micro_batches to 1"
+            f"be wrong. The first module with other outputs on {guilty[0]}. A module may draw random numbers from "
+            "torch's generators alone and must not change its state in forward; replace it, or set train.micro_batches "
+            "to 1"
         )
 
 

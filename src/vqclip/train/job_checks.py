@@ -15,6 +15,7 @@ from pydantic_core import to_jsonable_python
 
 import vqclip
 from vqclip import checkpoint, dist
+from vqclip.checkpoint.optimizer import state_bytes
 from vqclip.data import mask_credentials
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.files import format_bytes
@@ -96,7 +97,7 @@ def require_space(folder: Path, step: TrainStep) -> None:
         CheckpointError: it has not, by an estimate from the sizes of the tensors.
     """
     averages = {} if step.ema is None else step.ema.tensors()
-    state = checkpoint.state_bytes(step.optimizer, step.parallel.weights.shapes)
+    state = state_bytes(step.optimizer, step.parallel.weights.shapes)
     tensors = [*step.model.state_dict().values(), *averages.values()]
     needed = sum(each.numel() * each.element_size() for each in tensors) + state
     disk = shutil.disk_usage(folder)

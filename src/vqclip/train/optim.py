@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from vqclip import checkpoint
+from vqclip.checkpoint.optimizer import first_state
 from vqclip.config import Config
 from vqclip.config.messages import did_you_mean
 from vqclip.errors import ConfigError
@@ -47,6 +46,13 @@ _UNDECAYED_NAME = re.compile(
 )
 _UNDECAYED_MODULES = (nn.Embedding, nn.EmbeddingBag)
 _SHOWN = 3
+
+ELEMENTWISE = re.compile(
+    r"muon|lionc?|sgd[cw]?|momentum|nesterovw?|adam(c|w|ax|wlegacy)?|adanw?|ada(belief|delta|grad)|adopt[cw]?|lapropc?|"
+    r"madgradw?|nadam(c|w|legacy)?|radam(w|legacy)?|radabelief|rmsprop(tf[cw]?)?"
+)
+"""Kinds that step a row of a weight by numbers of that row alone, so that its weights can be in shards; `Muon` gathers
+them itself."""
 
 _OWN_KINDS: Mapping[str, type[AdamW]] = {"adamw": AdamW, "muon": Muon}
 _OWN_BETAS, _OWN_EPS = (0.9, 0.98), 1e-6
@@ -185,7 +191,7 @@ class OptimConfig(Config):
             given["eps"] = self.eps
         try:
             found = create_optimizer_v2(groups, self.kind, self.lr, self.weight_decay, **given)
-            state = checkpoint.first_state(found, found.param_groups[0], torch.zeros(8, 8))
+            state = first_state(found, found.param_groups[0], torch.zeros(8, 8))
         except Exception as error:
             raise ConfigError(f"optim.kind: {self.kind} cannot be used: {type(error).__name__}: {error}") from error
         if odd := [name for name, each in state.items() if not isinstance(each, Tensor | bool | int | float)]:
@@ -375,37 +381,6 @@ def _match_overrides(
             problem = f"no parameter; expected names such as {first_names(names, _SHOWN)}{did_you_mean(close)}"
         raise ConfigError(f"optim.overrides[{number}].pattern: got {override.pattern!r}, which matches {problem}")
     return found
-
-
-def require_elementwise(what: str, optimizer: Optimizer) -> None:
-    """Check that an optimizer can step the rows of a weight apart, as those of a shard; `Muon` gathers them itself.
-
-    Three steps of a matrix are compared with those of its halves. The first gradient of the upper half is at right
-    angles to its rows, which AdamP and SGDP treat apart.
-
-    Raises:
-        ConfigError: it steps a row by numbers of the others, such as their norm; begins with ``what``.
-    """
-    draw = torch.Generator().manual_seed(0)
-    start, *gradients = torch.randn(4, 512, 256, dtype=torch.float64, generator=draw) * torch.arange(512)[:, None]
-    upper = F.normalize(start[:256], dim=1)
-    gradients[0][:256] -= (gradients[0][:256] * upper).sum(dim=1, keepdim=True) * upper
-
-    def step_rows(group: dict[str, Any], rows: slice) -> Tensor:
-        parameter = nn.Parameter(start[rows].clone())
-        probe = checkpoint.probe_of(optimizer, group, parameter)
-        for gradient in gradients:
-            parameter.grad = gradient[rows].clone()
-            probe.step()
-        return parameter.detach() - start[rows]
-
-    for group in () if isinstance(optimizer, Muon) else optimizer.param_groups:
-        apart = torch.cat([step_rows(group, slice(256)), step_rows(group, slice(256, None))])
-        if not torch.allclose(step_rows(group, slice(None)), apart, rtol=1e-6, atol=0.0):
-            raise ConfigError(
-                f"{what} with an optimizer ({type(optimizer).__name__}) that steps a weight by numbers of all its "
-                "rows, such as their norm; expected ddp, or optim.kind: adamw, muon or lion"
-            )
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

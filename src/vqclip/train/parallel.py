@@ -32,7 +32,6 @@ from vqclip.quantizers import Quantizer
 from vqclip.towers.blocks import block_names, compiled_forward
 from vqclip.train.ema import replace_weights
 from vqclip.train.muon import Muon
-from vqclip.train.optim import require_elementwise
 from vqclip.train.tasks.base import Task
 
 _Slots = list[tuple[nn.Module, str]]
@@ -56,7 +55,7 @@ class Parallel:
         weights: what this rank stores of the weights.
 
     Raises:
-        ConfigError: the task or the optimizer cannot be in shards, or there are no weights to shard.
+        ConfigError: the task cannot be in shards, or there are no weights to shard.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class Parallel:
         self._slots: dict[str, _Slots] = {}
         if kind != "ddp":
             task.require_shardable(f"train.parallel: got {kind!r}")
-            require_elementwise(f"train.parallel: got {kind!r}", optimizer)
         in_shards = kind != "ddp" and dist.is_distributed()
         self.weights = self._shard(optimizer, kind == "hsdp") if in_shards else dist.Replicas(task.model)
         if isinstance(optimizer, Muon):

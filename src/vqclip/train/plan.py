@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vqclip import checkpoint
+from vqclip.checkpoint.optimizer import state_bytes
 from vqclip.data.batch import share_sizes
 from vqclip.errors import ConfigError
 from vqclip.model import CLIP, ModelConfig
@@ -26,7 +26,6 @@ from vqclip.nn.precision import AUTOCAST_DTYPES
 from vqclip.towers.blocks import block_names
 from vqclip.train.config import TaskConfig
 from vqclip.train.main import build_task, require_samples
-from vqclip.train.optim import require_elementwise
 from vqclip.train.tasks.contrastive import TrainConfig
 
 
@@ -72,8 +71,6 @@ def plan_step(config: TaskConfig, processes: int, of_machine: int = 8, gpu: int 
     samples, several = share_sizes(train.batch_size, processes)[0], train.micro_batches > 1
     model = _outline(config)
     optimizer = config.optim.build(model)
-    if train.parallel != "ddp":
-        require_elementwise(f"train.parallel: got {train.parallel!r}", optimizer)
     batch, saved, statistics = _forward(config, model, samples, math.ceil(samples / train.micro_batches))
 
     # FSDP cuts the weights of the towers that train. Two blocks are whole at a time, and what is outside of the blocks;
@@ -88,7 +85,7 @@ def plan_step(config: TaskConfig, processes: int, of_machine: int = 8, gpu: int 
     own = trained - cut + math.ceil(cut / shards)
     always = {
         "weights": _size(model.parameters()) + _size(model.buffers()) - trained + own + whole,
-        "optimizer": checkpoint.state_bytes(optimizer) * own // trained,
+        "optimizer": state_bytes(optimizer) * own // trained,
         "moving averages": own if train.ema else 0,
         "statistics": 2 * statistics,
         "batch": batch + (2 * samples * width if several else 0),

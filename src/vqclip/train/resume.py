@@ -17,10 +17,10 @@ from torch import Tensor
 
 from vqclip import checkpoint, dist
 from vqclip.checkpoint import OPTIMIZER_FILE, STATE_FILE
+from vqclip.checkpoint.optimizer import read_optimizer, restore_optimizer
 from vqclip.errors import CheckpointError, ConfigError, OtherRunError
 from vqclip.io.json_files import describe_differences, flatten, validate
 from vqclip.io.tensors import first_names, map_tensors, nonfinite_names
-from vqclip.quantizers.vectors import MAX_COUNTED_CODES
 from vqclip.tokenizer.folder import read_weights
 from vqclip.train.checkpointer import DISCRIMINATORS, MODEL_FILE, Checkpointer, RunState, parameter_of
 from vqclip.train.ema import AVERAGE, averages_in, read_averages, require_averages
@@ -80,13 +80,13 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
 
     found = dist.run_on_main(find)
     if found is None:
-        checkpointer.require_equal(0, constants=True)
+        checkpointer.require_equal(0)
         return Resumed(0, {}, None)
     path, state = Path(found["path"]), RunState.model_validate(found["state"])
     done = checkpoint.step_of(path)
     rows = _rows_of_rank(checkpointer, path.name, files)
     _load_weights(checkpointer, rows[MODEL_FILE])
-    checkpoint.restore_optimizer(step.optimizer, rows[OPTIMIZER_FILE])
+    restore_optimizer(step.optimizer, rows[OPTIMIZER_FILE])
     tensors = dict(rows[STATE_FILE])
     _restore_state(step, state, tensors)
     if step.ema is not None:
@@ -95,7 +95,7 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
         step.move_to_step(done - 1)
         set_lr(step.optimizer, step.schedule(done - 1))
     checkpointer.written = done
-    checkpointer.require_equal(done, constants=True)
+    checkpointer.require_equal(done)
     logger.info("resumed from step %d: %s", done, path)
     counts = {"replaced": dict(state.replaced), "caption_lengths": dict(state.caption_lengths)}
     return Resumed(done, counts, state.best.model_dump() if state.best else None)
@@ -136,28 +136,14 @@ def _verify(
     _require_same(path, state.identity, checkpointer.identity, allow)
     checkpointer.frozen.require_equal(saved.model_folder)
     weights = read_weights(saved.model_folder, checkpointer.model_tensors())
-    optimizer = checkpoint.read_optimizer(path, step.optimizer, step.parallel.weights.shapes)
+    optimizer = read_optimizer(path, step.optimizer, step.parallel.weights.shapes)
     tensors = saved.tensors()
-    total, most = sum(each.numel() for each in tensors.values()), _most_numbers(step)
-    if total > most:  # before memory is taken
-        raise CheckpointError(f"{path / STATE_FILE}: contains {total} numbers; expected at most {most} of this model")
     require_averages(dict(step.model.named_parameters()), averages_in(tensors))
     try:
         _restore_state(step, state, tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path / 'state.json'}: cannot be used ({type(error).__name__}: {error})") from error
     return path, state, {MODEL_FILE: weights, OPTIMIZER_FILE: optimizer, STATE_FILE: tensors}
-
-
-def _most_numbers(step: TrainStep) -> int:
-    """Return a bound for the averages, the discriminators and the codebook windows of this model.
-
-    Also for one with other codebooks, where the run allows it.
-    """
-    sizes = [size for quantizer in step.task.quantizers().values() for size in quantizer.codebook_sizes]
-    windows = 2**24 + 2 * sum(1 + size for size in sizes if size <= MAX_COUNTED_CODES)
-    modules = (step.model, step.task.discriminators)
-    return windows + sum(each.numel() for module in modules if module is not None for each in module.parameters())
 
 
 def _rows_of_rank(

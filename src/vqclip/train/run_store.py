@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vqclip import checkpoint
-from vqclip.checkpoint.folders import MANIFEST, find_old, set_aside
+from vqclip.checkpoint import MANIFEST, find_old, set_aside
 from vqclip.data.remote.files import RemoteFolder, require_writable
 from vqclip.data.remote.retry import TransferConfig
 from vqclip.errors import CheckpointError, ConfigError, StorageError
