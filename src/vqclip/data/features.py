@@ -246,17 +246,16 @@ class FeatureReader:
         self._folder, self.settings = folder, folder.settings
         self._shards = Recent[int, dict[str, np.ndarray]](_OPEN_SHARDS)
 
-    def read(self, sample_id: int, entry: int, entries: int) -> Tensor:
+    def read(self, sample_id: int, entry: int) -> Tensor:
         """Return the features ``(N, D)`` of one view or caption of a sample.
 
         Args:
             sample_id: number of the sample over all sources.
             entry: number of the view or caption.
-            entries: how many of them the sample has.
 
         Raises:
             DataError: the sample is bad, with the reason and kind that its decoding had.
-            StorageError: the shard is missing or damaged, or was made from other data.
+            StorageError: the shard is missing or damaged.
         """
         number, place = divmod(sample_id, self.settings.shard_samples)
         path = self._folder.work.file(number)
@@ -271,11 +270,6 @@ class FeatureReader:
                 if bad.sample_id == sample_id:
                     raise DataError(bad.reason, bad.kind)
             raise self._damage(number, f"sample {sample_id} has no features")
-        if len(rows) != entries:
-            raise StorageError(
-                f"{path}: sample {sample_id} has {len(rows)} views or captions, expected {entries}; delete the folder",
-                "changed features",
-            )
         data = bytearray(shard["rows"][rows[entry]].data)
         if zlib.crc32(data) != shard["sums"][rows[entry]]:
             raise self._damage(number, f"the features of sample {sample_id} have changed")

@@ -146,8 +146,8 @@ class SampleMaker:
             decoded = _decode(self.sources[source], index, raw, self._max_pixels, self.transform.min_side)
             image = self.transform(decoded, self._augmentation.at(view, sample_id))
         choice = self._choose_caption(source, raw, epoch, sample_id) if len(raw.captions) > 1 else 0
-        entries = {"image": (view, self.views or 1), "text": (choice, len(raw.captions))}
-        features = {name: each.read(sample_id, *entries[each.settings.modality]) for name, each in stored.items()}
+        entries = {"image": view, "text": choice}
+        features = {name: each.read(sample_id, entries[each.settings.modality]) for name, each in stored.items()}
         return Sample(image, raw.captions[choice], sample_id, raw.label, features)
 
     def _choose_caption(self, source: int, raw: RawSample, epoch: int, sample_id: int) -> int:

@@ -63,8 +63,6 @@ _SHOWN = 5
 """Settings that are listed where features of other settings cannot be used."""
 _PROBED = 32
 """Samples whose captions are counted to estimate the size."""
-_CAPTION_CHUNKS = 16
-"""Chunks of captions between two heartbeats."""
 
 
 @dataclass(frozen=True)
@@ -357,18 +355,15 @@ class FeatureJob:
         )
         tokenize = self.maker.tokenize
         prepare: Callable[[list[Tensor | str]], Tensor] = torch.stack if tokenize is None else tokenize  # type: ignore[assignment]
-        rows_at_once = size if tokenize is None else _CAPTION_CHUNKS * size
         shard = _ShardInWork()
         with contextlib.closing(blocks), explain_worker_deaths():
             for block in blocks:
-                number = block.ids[0] // settings.shard_samples
-                is_last = block.ids[-1] + 1 == settings.shard_range(number).stop
-                shard.add(block)
-                while len(shard.waiting) >= (1 if is_last else rows_at_once):
-                    part, shard.waiting = shard.waiting[:rows_at_once], shard.waiting[rows_at_once:]
-                    shard.rows.append(self._compute(prepare(part)))
+                new = shard.add(block)
+                for first in range(0, len(new), size):
+                    shard.rows.append(self._compute(prepare(new[first : first + size])))
                     yield 0
-                if is_last:
+                number = block.ids[0] // settings.shard_samples
+                if block.ids[-1] + 1 == settings.shard_range(number).stop:
                     self._write(number, shard)
                     shard = _ShardInWork()
                 yield len(block.ids)
@@ -408,23 +403,20 @@ class _ShardInWork:
     """Numbers of the rows of the views or captions, for each sample."""
     rows: list[Tensor] = field(default_factory=list)
     """``(R, N, D)`` each, computed."""
-    waiting: list[Tensor | str] = field(default_factory=list)
-    """Images or captions of the rows that follow."""
     bad: list[BadSample] = field(default_factory=list)
-    count: int = 0
-    """Rows, those that wait included."""
-    row_of: dict[str, int] = field(default_factory=dict)
-    """Caption → its row."""
+    row_of: dict[str | tuple[int, int], int] = field(default_factory=dict)
+    """Row of each caption, or of each view by sample and number."""
 
-    def add(self, block: SamplesRead[Tensor | tuple[str, ...]]) -> None:
-        """Add a block of samples."""
+    def add(self, block: SamplesRead[Tensor | tuple[str, ...]]) -> list[Tensor | str]:
+        """Add a block of samples; return the images or captions of its new rows."""
+        new: list[Tensor | str] = []
         self.bad += block.bad
         for sample_id in block.ids:
-            entry = []
-            for value in block.found.get(sample_id, ()):
-                row = self.row_of.setdefault(value, self.count) if isinstance(value, str) else self.count
-                if row == self.count:  # a new one
-                    self.waiting.append(value)
-                    self.count += 1
-                entry.append(row)
-            self.entries.append(entry)
+            values = block.found.get(sample_id, ())
+            keys = [each if isinstance(each, str) else (sample_id, view) for view, each in enumerate(values)]
+            for key, value in zip(keys, values, strict=True):
+                if key not in self.row_of:
+                    self.row_of[key] = len(self.row_of)
+                    new.append(value)
+            self.entries.append([self.row_of[key] for key in keys])
+        return new
