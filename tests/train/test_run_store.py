@@ -115,18 +115,6 @@ def test_another_machine_finds_what_was_uploaded(tmp_path, store, caplog):
         assert [path.name[-1] for path in mirror.checkpoints()] == ["6", "8"]
 
 
-def test_only_files_that_are_missing_or_changed_are_fetched(tmp_path, store, caplog):
-    upload(tmp_path / "a", 2)
-    upload(tmp_path / "b", 3)
-    (tmp_path / "a" / "config.yaml").write_text("two: run\n")
-    (tmp_path / "b" / "wandb").mkdir()
-    with caplog.at_level("INFO"), opened(tmp_path / "a"), opened(tmp_path / "b"):
-        pass
-    assert [record.args[1:3] for record in caplog.records if "of its" in record.msg] == [(2, 2), (0, 2)]
-    assert (tmp_path / "a" / "config.yaml").read_text() == "one: run\n"
-    assert (tmp_path / "a" / "metrics.jsonl").read_text() == "3\n"
-
-
 def test_files_that_vanish_while_they_are_listed_are_left_out(tmp_path, store, monkeypatch):
     upload(tmp_path / "a", 2)
     walk = os.walk

@@ -1,6 +1,6 @@
 """A run folder in an object store, with a copy on rank 0's disk.
 
-    start:  what is at the URL counts; the copy gets its files, and its newest whole checkpoint when it is needed;
+    start:  what is at the URL counts; the copy gets its files, and its newest whole checkpoint unless it has that;
             the job writes its name to the URL
     save:   another job's name there ends this one; a checkpoint is written to the copy  ->  uploaded, manifest last
             ->  old ones are removed, manifest first
@@ -11,15 +11,13 @@ So a checkpoint at the URL is whole as soon as its manifest is there. The names 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 from vqclip import checkpoint
 from vqclip.checkpoint import MANIFEST, find_old, set_aside
@@ -35,9 +33,9 @@ logger = logging.getLogger(__name__)
 _CHECKPOINTS = "checkpoints"
 _JOB = "job.txt"
 """Name of the job that started last, at the URL alone."""
-_RECORD = ".at-url.json"
-"""File of the copy with the version at the URL, size and time of each of its files, so that none is fetched twice."""
-_LEFT_OUT = (*LOCK_FILES, _CHECKPOINTS, _JOB, _RECORD, "wandb")
+_STACKS = "stacks"
+"""Stacks of a hang, after which nothing is uploaded: the copy keeps its own."""
+_LEFT_OUT = (*LOCK_FILES, _CHECKPOINTS, _JOB, "wandb")
 """Parts of the copy that are not uploaded with the files; wandb uploads its own."""
 _MAX_MANIFEST = 1 << 20
 """Bytes of a manifest."""
@@ -82,27 +80,17 @@ class RunMirror:
         for path in local:
             if path.name not in stored:
                 set_aside(path, f"is not at {self._remote}, from which the run continues")
-        versions, record = self._remote.versions(), dict[str, list[Any]]()
-        with contextlib.suppress(OSError, ValueError):  # a new copy, or a record that was cut short
-            record = json.loads((self._folder / _RECORD).read_text())
-        kept = (*_LEFT_OUT, "stacks")  # stacks: of a hang, after which nothing is uploaded
-        for name in _files(self._folder, kept):
-            if versions.get(name) is None or record.get(name) != [versions[name], *Stamp.of(self._folder / name)]:
-                (self._folder / name).unlink()
-        wanted = [name for name in names if name.split("/")[0] not in _LEFT_OUT]
-        for path in (self._folder / name for name in wanted):
-            if path.is_symlink():
-                path.unlink()
-            elif path.is_dir():
-                shutil.rmtree(path)
-        missing = [name for name in wanted if not (self._folder / name).exists()]
-        size = format_bytes(sum(names[name] for name in missing))
-        logger.info("%s: fetching %d of its %d files (%s)", self._remote, len(missing), len(wanted), size)
-        for name in missing:
+        for path in self._folder.iterdir():
+            if path.name not in (*_LEFT_OUT, _STACKS):
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        tops = {name: name.split("/")[0] for name in names}
+        wanted = [name for name in names if tops[name] not in _LEFT_OUT]
+        wanted = [name for name in wanted if tops[name] != _STACKS or not (self._folder / name).exists()]
+        size = format_bytes(sum(names[name] for name in wanted))
+        logger.info("%s: fetching its %d files (%s)", self._remote, len(wanted), size)
+        for name in wanted:
             self._remote.download(name, self._folder / name)
-        same = {name for name in wanted if name in missing or name.split("/")[0] not in kept}
-        self._uploaded = {name: Stamp.of(self._folder / name) for name in same}
-        self._write_record(versions)
+        self._uploaded = {name: Stamp.of(self._folder / name) for name in wanted}
 
     def claim(self, done: int) -> None:
         """Write the name of this job to the URL; a job that started earlier ends when it finds it.
@@ -198,7 +186,7 @@ class RunMirror:
             StorageError: one cannot be written.
         """
         self._require_own()
-        names, before = _files(self._folder, _LEFT_OUT), dict(self._uploaded)
+        names = _files(self._folder, _LEFT_OUT)
         for name in names:
             try:
                 stamp = Stamp.of(self._folder / name)
@@ -211,8 +199,6 @@ class RunMirror:
         for name in self._uploaded.keys() - set(names):
             self._remote.remove(name)
             del self._uploaded[name]
-        if self._uploaded != before:
-            self._write_record(self._remote.versions())
 
     def _require_own(self) -> None:
         if (job := self._remote.read(_JOB)) not in (None, self._job):
@@ -221,10 +207,6 @@ class RunMirror:
                 f"run.folder: another job ({other}) continues the run at {self._remote}; this one "
                 f"({self._job.decode()}) writes nothing more to it"
             )
-
-    def _write_record(self, versions: Mapping[str, str | None]) -> None:
-        record = {name: [versions.get(name), *stamp] for name, stamp in self._uploaded.items()}
-        (self._folder / _RECORD).write_text(json.dumps(record))
 
     def remove_newer(self, step: int) -> None:
         """Remove checkpoints newer than ``step`` at the URL: they are damaged, or of steps that the run repeats."""
@@ -278,7 +260,6 @@ def copy_run(url: str, folder: Path) -> Path:
     def fill(aside: Path) -> None:
         mirror = RunMirror(url, aside, options)
         mirror.open()
-        (aside / _RECORD).unlink()
         checkpoint.use_latest(
             aside / _CHECKPOINTS, lambda path: checkpoint.verify(mirror.fetch(path)), mirror.checkpoints()
         )

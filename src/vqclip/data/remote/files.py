@@ -276,21 +276,13 @@ class RemoteFolder:
 
     def list(self, below: str = "") -> dict[str, int]:
         """Return the names of all files below a name, with their sizes in bytes."""
-        return {name: int(info["size"]) for name, info in self._find(below).items()}
-
-    def versions(self) -> dict[str, str | None]:
-        """Return the names of all files, with a text that changes with their content; None where a store has none."""
-        marks = {name: [info.get(key) for key in ("ETag", "etag", "created")] for name, info in self._find("").items()}
-        return {name: next((str(each) for each in found if each), None) for name, found in marks.items()}
-
-    def _find(self, below: str) -> dict[str, dict[str, Any]]:
         root = self._path("")
 
-        def find(system: Any, path: str, timeout: float) -> dict[str, dict[str, Any]]:
+        def find(system: Any, path: str, timeout: float) -> dict[str, int]:
             system.invalidate_cache()
             with contextlib.suppress(FileNotFoundError):
-                found = system.find(path, detail=True, timeout=timeout)
-                return {each.removeprefix(root): info for each, info in found.items() if _is_plain(each, root)}
+                found = system.find(path, detail=True, timeout=timeout).items()
+                return {each.removeprefix(root): int(info["size"]) for each, info in found if _is_plain(each, root)}
             return {}
 
         return self._call(below, "listed", find)
