@@ -10,8 +10,6 @@ from vqclip.errors import ConfigError
 from vqclip.io.atomic import ProcessLock
 
 LOCK_FILE = "run.lock"
-LOCK_FILES = (LOCK_FILE, f".{LOCK_FILE}")
-"""Two files: a job that loses one to an ``rm`` still holds the folder."""
 
 
 class RunLock:
@@ -22,15 +20,14 @@ class RunLock:
             lock.acquire()
             ...
 
-    The files stay in the folder; an unlocked one means nothing. Another `acquire` restores a deleted one.
+    The file stays in the folder; an unlocked one means nothing. Another `acquire` restores a deleted one.
 
     Args:
         folder: the run's.
     """
 
     def __init__(self, folder: Path):
-        self._folder = folder
-        self._locks = [ProcessLock(folder / name) for name in LOCK_FILES]
+        self._folder, self._lock = folder, ProcessLock(folder / LOCK_FILE)
 
     def acquire(self) -> None:
         """Lock the folder, making it if necessary, or check that it is still locked. A collective.
@@ -41,7 +38,7 @@ class RunLock:
 
         def acquire() -> str | None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            return next((holder for lock in self._locks if (holder := lock.try_acquire())), None)
+            return self._lock.try_acquire()
 
         holder = dist.run_on_main(acquire)
         if holder is not None:
@@ -54,6 +51,5 @@ class RunLock:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for lock in self._locks:
-            with contextlib.suppress(OSError):  # a full disk, which was reported when the line was written
-                lock.release()
+        with contextlib.suppress(OSError):  # a full disk, which was reported when the line was written
+            self._lock.release()
