@@ -66,7 +66,7 @@ def test_a_callback_of_a_user_comes_after_reports_and_checkpoints(tmp_path, shar
 def test_the_first_steps_after_a_change_of_the_model_have_the_long_limit(tmp_path, shards, monkeypatch):
     """As it may be compiled again."""
     patient = []
-    monkeypatch.setattr(TrainStep, "changes_at", lambda self, step: step == 3)
+    monkeypatch.setattr(TrainStep, "move_to_step", lambda self, step: step == 3)
     monkeypatch.setattr(Watchdog, "expect_compilation", lambda self: patient.append(self._position.done))
     train(run_tree(tmp_path, shards, train__steps=5))
     assert patient == [3]

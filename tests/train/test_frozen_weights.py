@@ -137,7 +137,7 @@ def test_a_tower_trains_from_its_step_on(tmp_path, shards):
     """Until then it has its first weights and no state in the optimizer."""
     config = tree(tmp_path, shards, {"from_step": 3}, train__save_in_background=False)
     step = build(config)
-    assert [step.changes_at(number) for number in range(STEPS)] == [False] * 3 + [True] + [False] * 2
+    assert [step.move_to_step(number) for number in range(STEPS)] == [False] * 3 + [True] + [False] * 2
     first = step.model.image.tower.state_dict()
     run(config, str(tmp_path / "cache"))
     for done, changed in ((2, False), (3, False), (4, True), (STEPS, True)):

@@ -159,10 +159,7 @@ def build_step(settings):
 
 
 def evaluate_on_rank_zero_alone(settings):
-    """Return this rank's numbers in towers, and whether rank 0 has all weights, or averages, within the block.
-
-    Also whether it alone has them for an export.
-    """
+    """Return this rank's numbers in towers, and whether rank 0 has all weights, or averages, within the block."""
     step, before = build_step(settings)
     step.ema.update(0, torch.tensor(False))
     for each in step.ema.averages.values():
@@ -175,11 +172,6 @@ def evaluate_on_rank_zero_alone(settings):
                 with torch.no_grad():
                     whole.evaluated.image(whole.model.image.tower.example())
                 found.append(whole.evaluated.text.quantizer is step.model.text.quantizer)
-    with step.whole_task(for_export=True) as whole:
-        held = sum(each.numel() for each in whole.model.image.tower.parameters())
-        found.append(
-            held == (sum(before[name].numel() for name in before if name.startswith("image.tower.")) * dist.is_main())
-        )
     left = sum(each.numel() for each in step.parallel._whole.model.image.tower.parameters())
     mine = sum(step.parallel.weights.parameters[name].numel() for name in before if name.startswith("image.tower."))
     return mine, left, all(found)

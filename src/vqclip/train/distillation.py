@@ -219,7 +219,6 @@ class Distillation:
 
     Attributes:
         identity: settings and teachers that define the trajectory, with digests of the weights in place of their paths.
-        ends: first steps without a term; None for one that stays.
 
     Raises:
         ConfigError: on every rank, for a teacher that cannot be loaded or does not fit the student; names the key.
@@ -247,7 +246,6 @@ class Distillation:
                 f"distillation: rank {', '.join(others)} loaded other teachers than rank 0; expected the same files on "
                 "every machine"
             )
-        self.ends = {config.until_step for config in configs}
 
     def compares_features(self, step: int) -> bool:
         """Return whether `compare` needs the towers' features in step number ``step``."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import shutil
 import socket
 from pathlib import Path
@@ -20,12 +19,8 @@ from vqclip.data import mask_credentials
 from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.files import format_bytes
 from vqclip.io.json_files import describe_differences, flatten
-from vqclip.io.tensors import first_names
-from vqclip.process.lock import LOCK_FILE
 from vqclip.train.config import TaskConfig
 from vqclip.train.step import TrainStep
-
-logger = logging.getLogger(__name__)
 
 _LOCAL = ("folder", "path", "workers", "trackers")
 """Last parts of the names of settings that may differ between machines: they change nothing that is computed."""
@@ -47,12 +42,11 @@ def compare_machines(config: TaskConfig) -> None:
     is_local = {name: any(part.split("[")[0] in _LOCAL for part in name.split(".")) for name in leaves}
     settings = {name: value for name, value in leaves.items() if not is_local[name]}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    folder, newest, lock = config.run.path, -1, None
+    folder, newest = config.run.path, -1
     with contextlib.suppress(OSError):  # this rank need not see the folder
         newest = max(map(checkpoint.step_of, checkpoint.checkpoints(folder / "checkpoints")), default=-1)
-        lock = (folder / LOCK_FILE).read_text(encoding="utf-8", errors="replace")[:200]  # as rank 0 has written it
     mine = {"host": socket.gethostname(), "versions": _versions(), "settings": digest}
-    found = dist.gather_json({**mine, "folder": str(folder), "newest": newest, "lock": lock})
+    found = dist.gather_json({**mine, "folder": str(folder), "newest": newest})
     names = [f"rank {rank} on {each['host']}" for rank, each in enumerate(found)]
 
     if others := [rank for rank, each in enumerate(found) if each["versions"] != found[0]["versions"]]:
@@ -80,10 +74,6 @@ def compare_machines(config: TaskConfig) -> None:
             f"become the first. Copy the folder to {found[0]['host']}, or start the job so that {found[rank]['host']} "
             "has rank 0; a run.folder on shared storage avoids this"
         )
-    apart = [f"{rank} ({each['host']})" for rank, each in enumerate(found) if each["lock"] != found[0]["lock"]]
-    if apart and dist.is_main():
-        told = "%s: not the folder that rank %s sees; logs and stacks of these ranks stay on their machines"
-        logger.info(told, folder, first_names(apart, _SHOWN))
 
 
 def _versions() -> str:

@@ -48,7 +48,7 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
             for batch in training.clock.time_waits(batches):
                 training.batch = batch
                 _call(callbacks, "on_step_start", training)
-                if training.step.changes_at(batch.step):
+                if training.step.move_to_step(batch.step):
                     watchdog.expect_compilation()
                 watchdog.at(training.done, "in the next step")
                 with _record_nonfinite(training):

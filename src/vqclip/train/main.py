@@ -342,7 +342,7 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, di
     """
     config, folder = training.config, training.config.run.path / "tokenizer"
     training.watchdog.at(training.done, "evaluating", patient=True)
-    with training.step.whole_task(for_export=True) as whole:
+    with training.step.whole_task() as whole:
         if dist.is_main():  # before the evaluation: one that fails costs no step
             export_tokenizer(whole, folder)
     outcome = training.outcome or evaluate(training)
@@ -359,7 +359,6 @@ def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, di
         return outcome, training.done, best
     with training.step.whole_task() as whole:
         outcome = try_all(whole.evaluated, config.evaluation, precision=config.train.precision, details=config.report)
-    with training.step.whole_task(for_export=True) as whole:
         if dist.is_main():
             export_tokenizer(whole, folder)
     write_pages(config.report, config.run.path, best["step"], outcome)

@@ -128,21 +128,16 @@ class Parallel:
         return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     @contextmanager
-    def whole_task(self, averages: Mapping[str, Tensor], for_export: bool = False) -> Iterator[Task]:
+    def whole_task(self, averages: Mapping[str, Tensor]) -> Iterator[Task]:
         """Return the task with whole weights; those in shards are gathered now, in a collective, and none is later.
 
         Args:
             averages: name → moving average, of this rank's rows, to use instead of a weight.
-            for_export: gather weights in shards to the host memory of rank 0 alone, one after the other; then no
-                forward can run.
         """
         try:
             for name, slots in self._slots.items():
                 own = self.weights.parameters[name]
-                found = self.weights.gather(name, averages.get(name, own)).detach()
-                if for_export:
-                    found = found.cpu() if dist.is_main() else found.new_empty(0)
-                _fill(slots, found.to(own.dtype))
+                _fill(slots, self.weights.gather(name, averages.get(name, own)).detach().to(own.dtype))
             others = {name: each for name, each in averages.items() if name not in self._slots}
             with replace_weights(self._whole.model, others):
                 yield self._whole

@@ -119,8 +119,3 @@ class ReconstructingCLIP(nn.Module):
             parameter.requires_grad_(trains)
             parameter.grad = None
         return self.pixels.losses.move_to_step(step if trains else -1) or bool(changing)
-
-    @property
-    def changing_steps(self) -> set[int]:
-        """First steps of the decoder and of the terms."""
-        return {max(self.config.start_step, step) for step in (0, *self.pixels.losses.starts)}

@@ -202,14 +202,12 @@ class TrainStep:
         if self.ema is not None:
             self.ema.settle(skipped)
 
-    def move_to_step(self, step: int) -> None:
-        """Change which parts train, as in step number ``step``; a collective where this changes anything."""
-        if self.task.move_to_step(step):
+    def move_to_step(self, step: int) -> bool:
+        """Change which parts train, as in step number ``step``; return whether this changes anything, a collective."""
+        changes = self.task.move_to_step(step)
+        if changes:
             self.parallel.wrap_again()
-
-    def changes_at(self, step: int) -> bool:
-        """Return whether the computation changes with step number ``step``, so that it is compiled again."""
-        return step > 0 and step in self.task.changing_steps
+        return changes
 
     def _microbatches(self, samples: RankBatch) -> list[RankBatch]:
         """Return the samples of each microbatch."""
@@ -275,17 +273,15 @@ class TrainStep:
         if self.ema is not None:
             self.ema.update(step, skip)
 
-    def whole_task(self, averaged: bool = True, for_export: bool = False) -> AbstractContextManager[Task]:
+    def whole_task(self, averaged: bool = True) -> AbstractContextManager[Task]:
         """Return the task to evaluate and to export; weights in shards are gathered once. A collective then.
 
         Within the block no forward is a collective.
 
         Args:
             averaged: use the moving averages of the weights, if there are any (`train.ema`).
-            for_export: gather weights in shards to the host memory of rank 0 alone; then no forward can run.
         """
-        averages = {} if self.ema is None or not averaged else self.ema.averages
-        return self.parallel.whole_task(averages, for_export)
+        return self.parallel.whole_task({} if self.ema is None or not averaged else self.ema.averages)
 
     def broadcast_local_codebooks(self) -> None:
         """Copy rank 0's unsynchronised codebooks to all ranks: a checkpoint and an evaluation have one codebook.

@@ -176,11 +176,6 @@ class Task(ABC):
         """Change which parts train, as in step number ``step``; return whether this changes anything."""
         return False
 
-    @property
-    def changing_steps(self) -> set[int | None]:
-        """Steps with which the computation changes; None is none."""
-        return set()
-
     def quantizers(self) -> dict[str, Quantizer]:
         """Return the quantizers that are trained, by name; they have statistics under these names."""
         return {}

@@ -180,14 +180,6 @@ class ContrastiveTask(Task):
         parts = [*self.towers.values(), *([] if self.reconstruction is None else [self.reconstruction])]
         return any([part.move_to_step(step) for part in parts])
 
-    @property
-    def changing_steps(self) -> set[int | None]:
-        """First steps of towers and of losses on pixels, and the ends of the bottleneck and of terms of teachers."""
-        steps: set[int | None] = {tower.first_step for tower in self.towers.values()}
-        steps.add(None if self.bottleneck is None else self.bottleneck.steps)
-        steps |= set() if self.reconstruction is None else self.reconstruction.changing_steps
-        return steps | self.distillation.ends
-
     def quantizers(self) -> dict[str, Quantizer]:
         """Return those of both tokenizers."""
         return self.model.quantizers()

@@ -125,11 +125,6 @@ class PixelTask(Task):
         """Freeze or unfreeze the discriminators."""
         return self.pixel_losses.move_to_step(step)
 
-    @property
-    def changing_steps(self) -> set[int | None]:
-        """First steps of the terms."""
-        return {*self.pixel_losses.starts}
-
     def quantizers(self) -> dict[str, Quantizer]:
         """Return that of the detail codebooks."""
         return {} if self.decoder.detail is None else {"detail": self.decoder.detail.quantizer}
