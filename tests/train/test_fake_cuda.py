@@ -95,7 +95,7 @@ def train(config, device, gpu=None):
         training = SimpleNamespace(step=step, result=result, config=config, done=batch.step + 1)
         found.append(_read_metrics(training)[0])
         resume_guards(step.guards)
-    step.settle()
+    step.guards.settle()
     assert all(each.started for each in step.task.quantizers().values())
     return found
 
@@ -137,7 +137,7 @@ def test_a_decoder_of_a_frozen_tokenizer_trains_on_a_gpu(tmp_path, monkeypatch):
         step = build_step(config, build_task(config, GPU))
         for number in range(3):
             step(make_batch(number, model), number)
-        step.settle()
+        step.guards.settle()
         for modality, inputs in (("image", make_batch(0, model).images), ("text", ["red", "a blue star"])):
             tokenizer = getattr(step.task.whole, modality)
             ids = tokenizer.encode(inputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as c10d
@@ -108,12 +108,12 @@ def replicated_sum(x: Tensor) -> Tensor:
     return _ReplicatedSum.apply(x) if is_distributed() else x
 
 
-def reduce_(x: Tensor, op: str = "sum") -> Tensor:
+def reduce_(x: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
     """Reduce statistics over ranks in place.
 
     Args:
         x: Any shape, equal on every rank; must not require a gradient.
-        op: "sum" or "max".
+        op: What to take over the ranks.
 
     Returns:
         `x`, the same on every rank.
@@ -126,12 +126,9 @@ def reduce_(x: Tensor, op: str = "sum") -> Tensor:
             "reduce_: got a tensor that requires a gradient, expected one without; use replicated_sum if every rank "
             "computes the same loss from the sum, or pass x.detach()"
         )
-    ops = {"sum": c10d.ReduceOp.SUM, "max": c10d.ReduceOp.MAX}
-    if op not in ops:
-        raise DistributedError(f"reduce_: got op {op!r}, expected one of {', '.join(ops)}")
     if is_distributed() and x.numel():
         dense = x.contiguous()
-        run_collective("reduce_", c10d.all_reduce, dense, op=ops[op])
+        run_collective("reduce_", c10d.all_reduce, dense, op=getattr(c10d.ReduceOp, op.upper()))
         if dense is not x:
             x.copy_(dense)
     return x

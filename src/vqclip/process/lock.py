@@ -37,7 +37,11 @@ class RunLock:
         """
 
         def acquire() -> str | None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                told = f"run.folder: cannot make the run's folder {self._folder}: {error.strerror}"
+                raise OSError(told) from error
             return self._lock.try_acquire()
 
         holder = dist.run_on_main(acquire)

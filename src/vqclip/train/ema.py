@@ -64,8 +64,6 @@ class Ema:
     def __init__(self, config: EmaConfig, parameters: Mapping[str, nn.Parameter]):
         self.config, self._parameters = config, parameters
         self.averages: dict[str, Tensor] = {}
-        self._begun: tuple[str, ...] = ()
-        """Averages that began in the last update, until the host knows whether its step was skipped."""
 
     @torch.no_grad()
     def update(self, step: int, skip: Tensor) -> None:
@@ -73,10 +71,8 @@ class Ema:
 
         Args:
             step: number of the step.
-            skip: () bool on the device, True if the step was not applied: no average changes. Call `settle` when the
-                host reads it.
+            skip: () bool on the device, True if the step was not applied: no average changes.
         """
-        self._begun = ()
         parameters = self._parameters
         shares = {
             dtype: torch.where(skip, 0.0, 1 - self.config.decay_at(step)).to(dtype)
@@ -84,17 +80,9 @@ class Ema:
         }
         for name, average in self.averages.items():
             average.lerp_(parameters[name].to(average.dtype), shares[average.dtype])
-        self._begun = tuple(
-            name for name, each in parameters.items() if each.requires_grad and name not in self.averages
-        )
-        for name in self._begun:
-            self.averages[name] = parameters[name].detach().to(_dtype(parameters[name]), copy=True)
-
-    def settle(self, skipped: bool) -> None:
-        """Forget averages that began in the last update if its step was ``skipped``."""
-        for name in self._begun if skipped else ():
-            del self.averages[name]
-        self._begun = ()
+        for name, each in parameters.items():
+            if each.requires_grad and name not in self.averages:
+                self.averages[name] = each.detach().to(_dtype(each), copy=True)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the averages, named as in a checkpoint."""

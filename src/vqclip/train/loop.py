@@ -59,7 +59,7 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
                 apply_requests()
                 if training.needs_verdict:
                     with _record_nonfinite(training):
-                        training.step.settle()
+                        training.step.guards.settle()
                 _record_events(training)  # first: an unusual step is on record whatever happens next
                 _call(callbacks, "on_step_end", training)
                 watchdog.at(training.done, "waiting for the next batch")
@@ -70,7 +70,7 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
                     break
             apply_requests()
             with _record_nonfinite(training):
-                training.step.settle()
+                training.step.guards.settle()
             _call(callbacks, "on_train_end", training)
     except StopRequested:
         raise

@@ -219,16 +219,10 @@ def _claim_folder(config: TaskConfig, lock: RunLock, mirror: RunMirror | None, l
     """Make and lock the run's folder before any work is done, and begin the log in it."""
     for tracker in config.run.trackers:
         tracker.require()
-    folder = config.run.path
-    if dist.is_main():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OSError(f"run.folder: cannot make the run's folder {folder}: {error.strerror}") from error
     lock.acquire()
     dist.run_on_main(lambda: None if mirror is None else mirror.open())
     if dist.is_main():
-        remove_leftovers(folder)
+        remove_leftovers(config.run.path)
     log.open()
     compare_machines(config)
 
@@ -282,17 +276,12 @@ def _build_checkpointer(config: TaskConfig, step: TrainStep, data: TrainData, mi
     _require_same_data(config, data.fingerprint)
     folder, identity = config.run.path / "checkpoints", config.run_identity(step.task, data.fingerprint)
     dist.run_on_main(lambda: require_space(config.run.path, step))
-    settings = config.train
-    checkpointer = Checkpointer(
-        folder,
-        identity,
-        step,
-        settings.keep_checkpoints,
-        settings.save_in_background,
-        mirror,
-        config.run.timeout_s,
-        settings.keep_every,
+    keep_last, background, every = (
+        config.train.keep_checkpoints,
+        config.train.save_in_background,
+        config.train.keep_every,
     )
+    checkpointer = Checkpointer(folder, identity, step, keep_last, background, mirror, config.run.timeout_s, every)
     if config.run.resume == "never" and dist.run_on_main(lambda: len(checkpointer.find())):
         raise ConfigError(
             f"run.resume: got 'never', but {config.run.url or config.run.path}/checkpoints contains checkpoints; "
@@ -321,17 +310,6 @@ def _write_config(config: TaskConfig, mirror: RunMirror | None, done: int) -> No
         write_text(config.run.path / "config.yaml", to_yaml(config, mask_credentials))
         remove_stopped(config.run.path)
     dist.run_on_main(lambda: None if mirror is None else mirror.claim(done))
-    _upload_files(mirror)
-
-
-def _upload_files(mirror: RunMirror | None) -> None:
-    """Upload the files of a run at a URL from rank 0. A collective."""
-
-    def upload() -> None:
-        if mirror is not None and mirror.is_claimed:
-            mirror.upload_files()
-
-    dist.run_on_main(upload)
 
 
 def _export_and_evaluate(training: Training) -> tuple[EvaluationOutcome, int, dict[str, Any] | None]:
@@ -377,7 +355,8 @@ def _summarise(
     if dist.is_main() and (outcome.results or outcome.failure is None):  # otherwise keep the former summary
         write_summary(summary, config)
     write_pages(config.report, folder, training.done)
-    _upload_files(training.checkpointer.mirror)
+    mirror = training.checkpointer.mirror
+    dist.run_on_main(lambda: None if mirror is None else mirror.upload_files())
     require_success(outcome)
     if dist.is_main():
         log_to_file(render(summary))
@@ -396,7 +375,7 @@ def _report_stop(
     """Tell people and schedulers that the run can be resumed."""
     reason = next((each for each in dist.gather_json(stop.reason) if each is not None), "requested")
     saved = dist.run_on_main(lambda: write_stopped(config.run.path, config.train.steps, reason))
-    _upload_files(mirror)
+    dist.run_on_main(lambda: None if mirror is None else mirror.upload_files())
     done, metrics = (started[0].done, dict(started[0].metrics)) if started else (saved, {})
     result = RunResult(config, done, metrics, reason, None)
     if dist.is_main():

@@ -59,7 +59,7 @@ class RunMirror:
         self._remote = RemoteFolder(url, options, "run.remote")
         self._uploaded: dict[str, Stamp] = {}
         self._job = f"process {os.getpid()} on {socket.gethostname()}, started at {time.time_ns() / 1e9:.9f}".encode()
-        self.is_claimed = False
+        self._is_claimed = False
         """True once the run at the URL is this job's: before, nothing is uploaded."""
 
     def open(self) -> None:
@@ -93,7 +93,7 @@ class RunMirror:
         self._uploaded = {name: Stamp.of(self._folder / name) for name in wanted}
 
     def claim(self, done: int) -> None:
-        """Write the name of this job to the URL; a job that started earlier ends when it finds it.
+        """Write the name of this job to the URL, and upload its files; a job that started earlier ends at its next one.
 
         Args:
             done: steps after which this job continues; later checkpoints, which the other job has written, are removed.
@@ -102,8 +102,9 @@ class RunMirror:
             StorageError: it cannot be written.
         """
         self._remote.write(_JOB, self._job)
-        self.is_claimed = True
+        self._is_claimed = True
         self.remove_newer(done)
+        self.upload_files()
 
     def checkpoints(self, names: Iterable[str] | None = None) -> list[Path]:
         """Return the paths in the copy of all whole checkpoints at the URL, oldest first; they may not be there.
@@ -185,6 +186,8 @@ class RunMirror:
             CheckpointError: another job has continued the run.
             StorageError: one cannot be written.
         """
+        if not self._is_claimed:
+            return
         self._require_own()
         names = _files(self._folder, _LEFT_OUT)
         for name in names:
@@ -219,7 +222,7 @@ class RunMirror:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self.is_claimed and isinstance(error, Exception) and not isinstance(error, CheckpointError | StorageError):
+        if isinstance(error, Exception) and not isinstance(error, CheckpointError | StorageError):
             self._remote = self._remote.with_limits(tries=1, total_s=_LAST_S)
             with contextlib.suppress(CheckpointError, StorageError):
                 self.upload_files()

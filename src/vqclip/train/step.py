@@ -185,22 +185,12 @@ class TrainStep:
         set_dropout_keys(self.model, self.seed, step, None)
         self.scaler.unscale_(self.optimizer)
         grad_norm = self.parallel.clip(self.clip_norm)
-        self.settle()
+        self.guards.settle()
         skip = self.guards.judge(losses, grad_norm, batch, self.scaler)
         sums = {name: each.detach() for name, each in sums.items()}
         self._update(sums, skip, step)
         detached = {name: term.detach() for name, term in losses.items()}
         return StepResult(detached, grad_norm, lr, sums, self.task.figures(out))
-
-    def settle(self) -> None:
-        """Read the verdict on the newest step, if it is not read yet; its update is otherwise still to be judged.
-
-        Raises:
-            NonFiniteError: as a call; on every rank.
-        """
-        skipped = self.guards.settle()
-        if self.ema is not None:
-            self.ema.settle(skipped)
 
     def move_to_step(self, step: int) -> bool:
         """Change which parts train, as in step number ``step``; return whether this changes anything, a collective."""
