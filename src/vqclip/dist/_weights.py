@@ -66,10 +66,6 @@ class Replicas:
         """Return a module around ``module`` whose backward averages gradients; see `wrap_ddp`."""
         return wrap_ddp(module, bucket_mb)
 
-    def gathering(self) -> AbstractContextManager[None]:
-        """Name the errors of a forward that gathers weights."""
-        return contextlib.nullcontext()
-
     def no_sync(self, module: nn.Module) -> AbstractContextManager[object]:
         """Accumulate gradients of a wrapped module in the block without averaging them over ranks.
 
@@ -245,9 +241,6 @@ class Shards(Replicas):
     def wrap(self, module: nn.Module, bucket_mb: float | None) -> nn.Module:
         """Return ``module``, whose parameters gather themselves."""
         return module
-
-    def gathering(self) -> AbstractContextManager[None]:
-        return named_errors("gathering the weights")
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:

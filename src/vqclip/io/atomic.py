@@ -32,15 +32,6 @@ from vqclip.io.json_files import Strict
 logger = logging.getLogger(__name__)
 
 
-def open_lock(path: Path) -> TextIO:
-    """Open a file to lock it; make it if it is missing.
-
-    Raises:
-        OSError: it cannot be opened, or is a symbolic link: the file it points at would be overwritten.
-    """
-    return open(path, "a+", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
-
-
 def try_lock(file: int) -> bool:
     """Take the exclusive lock on an open file; return False if another process or file object holds it."""
     try:
@@ -88,6 +79,10 @@ _files = weakref.WeakSet[TextIO]()
 os.register_at_fork(after_in_child=lambda: [file.close() for file in _files])
 
 
+def _open_no_link(name: str, flags: int) -> int:
+    return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+
 class ProcessLock:
     """Lock of this process on a file, which its children do not inherit; it names its holder in the file.
 
@@ -115,7 +110,9 @@ class ProcessLock:
             self.release()
         if self._is_held:
             return None
-        file = self._file = self._file or open_lock(self._path)
+        if self._file is None:  # never through a link: the file it points at would be overwritten
+            self._file = open(self._path, "a+", encoding="utf-8", opener=_open_no_link)  # noqa: SIM115
+        file = self._file
         _files.add(file)
         try:
             self._is_held = try_lock(file.fileno())
@@ -256,9 +253,8 @@ def remove_leftovers(folder: Path) -> None:
     It lists the folder, so it is called once for a job and not for every file.
     """
     for temporary in folder.glob(f"{TEMPORARY}*"):
-        with contextlib.suppress(OSError), temporary.open("r+b") as file:  # removed meanwhile, or locks do not work
-            if try_lock(file.fileno()):
-                temporary.unlink()
+        with contextlib.suppress(OSError):  # locks do not work
+            remove_unlocked(temporary)
 
 
 @contextlib.contextmanager

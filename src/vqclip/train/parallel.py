@@ -34,7 +34,6 @@ from vqclip.train.ema import replace_weights
 from vqclip.train.muon import Muon
 from vqclip.train.tasks.base import Task
 
-_Slots = list[tuple[nn.Module, str]]
 _LIMITS = {"recompile_limit": 1024, "accumulated_recompile_limit": 1024}
 """Most versions of a block's code. Past either torch would run the block eagerly, with a warning: its limit of 8, and
 of 256 in all, is less than the blocks of a tower with another rate of stochastic depth in each."""
@@ -68,7 +67,6 @@ class Parallel:
     ):
         self._task, self._compiled, self._bucket_mb = task, compiled, bucket_mb
         self._whole: Task = task
-        self._slots: dict[str, _Slots] = {}
         if kind != "ddp":
             task.require_shardable(f"train.parallel: got {kind!r}")
         in_shards = kind != "ddp" and dist.is_distributed()
@@ -91,7 +89,7 @@ class Parallel:
                 "train.parallel: got fsdp or hsdp, but no weights of a tower train in the first step, and only these "
                 "are put into shards; expected ddp"
             )
-        self._whole, self._slots = _copy_without(self._task, sharded)
+        self._whole = _copy_without(self._task, sharded)
         del sharded
         for group in optimizer.param_groups:
             group["params"] = []  # so that no whole weight stays in memory
@@ -134,46 +132,21 @@ class Parallel:
         Args:
             averages: name → moving average, of this rank's rows, to use instead of a weight.
         """
-        try:
-            for name, slots in self._slots.items():
-                own = self.weights.parameters[name]
-                _fill(slots, self.weights.gather(name, averages.get(name, own)).detach().to(own.dtype))
-            others = {name: each for name, each in averages.items() if name not in self._slots}
-            with replace_weights(self._whole.model, others):
-                yield self._whole
-        finally:
-            for name, slots in self._slots.items():
-                _fill(slots, self.weights.parameters[name].new_empty(0))
+        rows = {name: each.detach() for name, each in self.weights.parameters.items() if name in self.weights.shapes}
+        whole = {name: self.weights.gather(name, each) for name, each in (rows | dict(averages)).items()}
+        with replace_weights(self._whole.model, whole):
+            yield self._whole
 
 
-def _copy_without(task: Task, sharded: Collection[nn.Parameter]) -> tuple[Task, dict[str, _Slots]]:
-    """Copy a task with empty tensors for some parameters; everything without any of them is shared.
-
-    Returns:
-        The copy, and the places of each parameter in it, by the parameter's first name.
-    """
+def _copy_without(task: Task, sharded: Collection[nn.Parameter]) -> Task:
+    """Copy a task with empty tensors for some parameters; everything without any of them is shared."""
     model = task.model
     memo: dict[int, Any] = {id(each): each for each in model.buffers()}
     for parameter in model.parameters():
         empty = nn.Parameter(parameter.detach().new_empty(0), parameter.requires_grad)
         memo[id(parameter)] = empty if parameter in sharded else parameter
     memo |= {id(each): each for each in model.modules() if not any(p in sharded for p in each.parameters())}
-    whole = copy.deepcopy(task, memo)
-    names = {id(memo[id(each)]): name for name, each in model.named_parameters() if each in sharded}
-    slots: dict[str, _Slots] = {name: [] for name in names.values()}
-    for module in whole.model.modules():
-        for key, each in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(each) in names:
-                slots[names[id(each)]].append((module, key))
-    return whole, slots
-
-
-def _fill(slots: _Slots, tensor: Tensor) -> None:
-    """Put one tensor into all places of a parameter."""
-    parameter = None
-    for module, key in slots:
-        parameter = parameter or nn.Parameter(tensor, module.get_parameter(key).requires_grad)
-        setattr(module, key, parameter)
+    return copy.deepcopy(task, memo)
 
 
 class CompiledRegions:

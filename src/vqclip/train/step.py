@@ -245,7 +245,8 @@ class TrainStep:
         set_dropout_keys(self.model, self.seed, step, samples.order.places)
         if self.compiled:
             self.task.mark_dynamic(samples)
-        with autocast(self.device, self.precision), self.parallel.weights.gathering():
+        gathers = dist.named_errors("gathering the weights") if self.parallel.weights.shapes else nullcontext()
+        with autocast(self.device, self.precision), gathers:
             return self.task.run(model or self.parallel.network, samples, step)
 
     def _compiled_regions(self, compiled: bool = True) -> AbstractContextManager[None]:
