@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,8 +17,8 @@ from tests.models import BUSY_RESIDUAL
 from tests.ranks import RankError
 from tests.train.test_resume import start, wait_for
 from tests.training import all_equal, identity_of, run, run_tree, timeless, weights
-from vqclip.data.features import FeatureFolder
 from vqclip.data.samples import read_decoded
+from vqclip.data.work_folder import WorkFolder
 from vqclip.errors import ConfigError, DataError, NonFiniteError, StorageError
 from vqclip.io.atomic import ProcessLock
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
@@ -389,11 +388,12 @@ def run_on_own_folder(tree, folder):
 
 def test_files_that_are_hidden_for_a_while_are_waited_for(tmp_path, shards, monkeypatch):
     """As by the cache of a network file system, which remembers that a file was missing."""
-    seen = iter([Path("00000.safetensors"), Path("00000.safetensors"), None, None])
+    record, hidden = WorkFolder.record, [True, True]
     monkeypatch.setattr(feature_cache, "_POLL_S", 0.01)
-    monkeypatch.setattr(FeatureFolder, "first_unseen", lambda folder: next(seen))
+    monkeypatch.setattr(feature_cache, "_find_missing", lambda folder, shards: list(shards))
+    monkeypatch.setattr(WorkFolder, "record", lambda *args: None if hidden and hidden.pop() else record(*args))
     run(tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT), str(tmp_path / "cache"))
-    assert not list(seen)
+    assert not hidden
 
 
 def test_two_jobs_compute_one_after_the_other(tmp_path, shards, features, caplog, monkeypatch):

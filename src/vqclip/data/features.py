@@ -224,11 +224,6 @@ class FeatureFolder:
                     found.append([path.parent.name, *describe_differences(other, mine, "there").values()])
         return min((each for each in found if each[0] != self.path.name), key=len, default=[])
 
-    def first_unseen(self) -> Path | None:
-        """Return the first shard that this process cannot see with its record; None if it sees all."""
-        missing = (shard for shard in range(self.settings.shards) if self.work.record(shard) is None)
-        return next((self.work.file(shard) for shard in missing), None)
-
     def _facts(self, shard: int) -> dict[str, object]:
         return {**FORMAT, "settings": self.work.digest, "shard": shard}
 

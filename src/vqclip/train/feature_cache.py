@@ -227,14 +227,15 @@ def _complete(job: FeatureJob) -> None:
 def wait_until_visible(folder: FeatureFolder) -> None:
     """Wait until this rank sees all shards: a network file system may hide new files of other machines for a minute."""
     end = time.monotonic() + VISIBLE_S
-    while (unseen := folder.first_unseen()) is not None:
-        if time.monotonic() >= end:
-            raise DataError(
-                f"data.feature_cache.folder: rank {dist.rank()} does not see {unseen}, which another rank wrote; "
-                "expected a folder on a file system that all machines share"
-            )
-        progress.heartbeat()
-        time.sleep(_POLL_S)
+    for shard in range(folder.settings.shards):
+        while folder.work.record(shard) is None:
+            if time.monotonic() >= end:
+                raise DataError(
+                    f"data.feature_cache.folder: rank {dist.rank()} does not see {folder.work.file(shard)}, which "
+                    "another rank wrote; expected a folder on a file system that all machines share"
+                )
+            progress.heartbeat()
+            time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager

@@ -75,6 +75,9 @@ def backward_from_cached_grads(out: TaskOutput, cached: TaskOutput, rows: slice)
 def require_replay(model: nn.Module, forward: Callable[[], object], half: bool, step: int) -> None:
     """Check, on every rank, that the second pass repeats the first, module by module. A collective.
 
+    As in the two passes, one forward is without gradients and the next one with them. Of an output the sum with random
+    signs is compared, which changes by about the norm of the outputs' difference.
+
     Args:
         model: whose modules are compared.
         forward: runs the model on a microbatch, every time from the same state of torch's generators.
@@ -82,30 +85,10 @@ def require_replay(model: nn.Module, forward: Callable[[], object], half: bool, 
         step: number of the step, for the message.
 
     Raises:
-        ReplayError: on every rank, if it does not on one; names the first module with other outputs.
+        ReplayError: on every rank, if it does not on one; names the first module, in the order in which they finish,
+            with other outputs.
     """
-    reports = dist.gather_json(first_drifting_module(model, forward, 1e-2 if half else 1e-4))
-    if guilty := [f"rank {rank}: model.{name}" for rank, name in enumerate(reports) if name is not None]:
-        raise ReplayError(
-            f"train.micro_batches: the second pass of step {step} does not repeat the first, so the gradient would "
-            f"be wrong. The first module with other outputs on {guilty[0]}. A module may draw random numbers from "
-            "torch's generators alone and must not change its state in forward; replace it, or set train.micro_batches "
-            "to 1"
-        )
-
-
-def first_drifting_module(model: nn.Module, forward: Callable[[], object], tolerance: float) -> str | None:
-    """Return the first module, in the order in which modules finish, whose outputs differ between two forwards.
-
-    As in the two passes, the first forward is without gradients and the second with them. Of an output it compares the
-    sum with random signs, which changes by about the norm of the outputs' difference.
-
-    Args:
-        model: whose modules are compared.
-        forward: runs the model, every time from the same state of torch's generators.
-        tolerance: difference of an output, relative to its norm, that counts as rounding.
-    """
-    found: list[tuple[str, float, float]] = []
+    passes: list[list[tuple[str, float, float]]] = []
 
     def record(name: str, module: nn.Module, inputs: object, output: Any) -> None:
         if dataclasses.is_dataclass(output):
@@ -114,22 +97,29 @@ def first_drifting_module(model: nn.Module, forward: Callable[[], object], toler
             if isinstance(leaf, Tensor):
                 wide, generator = leaf.detach().double(), torch.Generator().manual_seed(0)
                 signs = 2.0 * torch.randint(0, 2, wide.shape, generator=generator).to(wide) - 1
-                found.append((name, float((wide * signs).sum()), float(wide.norm())))
+                passes[-1].append((name, float((wide * signs).sum()), float(wide.norm())))
 
-    hooks = [(name, functools.partial(record, name)) for name, _ in model.named_modules() if name]
-    handles = [model.get_submodule(name).register_forward_hook(hook) for name, hook in hooks]
+    named = [(name, module) for name, module in model.named_modules() if name]
+    handles = [module.register_forward_hook(functools.partial(record, name)) for name, module in named]
     try:
-        with torch.no_grad():
-            forward()
-        first = list(found)
-        found.clear()
-        with torch.enable_grad():
-            forward()
+        for mode in (torch.no_grad(), torch.enable_grad()):
+            passes.append([])
+            with mode:
+                forward()
     finally:
         for handle in handles:
             handle.remove()
-    for (name, before, norm), (again, after, _) in itertools.zip_longest(first, found, fillvalue=("", 0.0, 0.0)):
+    tolerance, drifting = 1e-2 if half else 1e-4, None
+    for (name, before, norm), (again, after, _) in itertools.zip_longest(*passes, fillvalue=("", 0.0, 0.0)):
         both_nan = not (math.isfinite(before) or math.isfinite(after))
         if name != again or not (both_nan or abs(after - before) <= tolerance * norm):
-            return name or again
-    return None
+            drifting = name or again
+            break
+    reports = dist.gather_json(drifting)
+    if guilty := [f"rank {rank}: model.{name}" for rank, name in enumerate(reports) if name is not None]:
+        raise ReplayError(
+            f"train.micro_batches: the second pass of step {step} does not repeat the first, so the gradient would "
+            f"be wrong. The first module with other outputs on {guilty[0]}. A module may draw random numbers from "
+            "torch's generators alone and must not change its state in forward; replace it, or set train.micro_batches "
+            "to 1"
+        )
