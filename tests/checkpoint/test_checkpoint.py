@@ -2,9 +2,6 @@ import errno
 import logging
 import os
 import shutil
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -266,63 +263,3 @@ def test_interrupted_replacement_loses_nothing(tmp_path, monkeypatch):
     save(tmp_path, 2)
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
     assert checkpoint.load(tmp_path / "step-00000001").state == {"try": 1}
-
-
-# A process that saves as fast as it can, in a forked child so that each death costs no new import of torch.
-SAVER = """
-    import os, random, signal, sys, time
-    from pathlib import Path
-    import torch
-    from safetensors.torch import save_file
-    from tests.checkpoint.making import restore, save_checkpoint
-    from vqclip import checkpoint
-
-    folder, draw = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
-    parameter = torch.nn.Parameter(torch.zeros(20_000))
-    optimizer = torch.optim.AdamW([("w", parameter)])
-
-    def save_for_ever(step):
-        while True:
-            value = torch.full((20_000,), float(step))
-            moments = {"exp_avg": value, "exp_avg_sq": value.clone()}
-            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
-            model = lambda aside: save_file({"w": value}, aside / "model.safetensors")
-            save_checkpoint(folder, step, optimizer, model, {"at": step})
-            step += draw.random() < 0.5  # often the same step again
-
-    last = 0
-    for death in range(30):
-        child = os.fork()
-        if child == 0:
-            save_for_ever(last + 1)
-        time.sleep(draw.uniform(0.02, 0.12))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        path = checkpoint.latest(folder)
-        if path is None:
-            assert last == 0
-            continue
-        loaded = checkpoint.load(path)
-        assert loaded.step == loaded.state["at"] >= last, (loaded.step, last)
-        restore(path, optimizer)
-        assert (optimizer.state[parameter]["exp_avg"] == loaded.step).all()
-        last = loaded.step
-    assert last > 5, last
-    print("survived")
-"""
-
-
-@pytest.mark.faults
-def test_killed_while_saving(tmp_path):
-    folder = tmp_path / "checkpoints"
-    script = textwrap.dedent(SAVER)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", script, str(folder), "0"]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "survived\n"
-    assert len(names(folder)) <= 4, names(folder)
-    last = checkpoint.latest(folder)
-    assert last is not None
-    save(folder, checkpoint.load(last).step + 1, keep_last=1)
-    assert len(names(folder)) == 1

@@ -259,13 +259,14 @@ class Shards(Replicas):
                 assert isinstance(each.grad, DTensor)
                 self._local[id(each)].grad = each.grad.to_local()
                 each.grad = None
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for name, whole in self.parameters.items():
-            if name not in self.shapes and whole.requires_grad:
-                whole.grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
-                by_dtype.setdefault(whole.dtype, []).append(whole.grad)
-        for gradients in by_dtype.values():
-            _average_(gradients)
+        whole = [each for name, each in self.parameters.items() if name not in self.shapes and each.requires_grad]
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in whole]
+        joined = torch.cat([each.reshape(-1) for each in gradients])  # averaged in one exchange
+        run_collective("all_reduce (gradients)", c10d.all_reduce, joined)
+        joined /= world_size()
+        means = joined.split([each.numel() for each in whole])
+        for parameter, gradient, mean in zip(whole, gradients, means, strict=True):
+            parameter.grad = gradient.copy_(mean.view_as(gradient))
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         mine = {id(each) for each in self._local.values()}
@@ -370,12 +371,3 @@ def sharded_parameters(roots: Roots) -> set[nn.Parameter]:
 def _copy_view(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
     """Copy an output that is a view, of which FSDP would warn."""
     return output.clone() if output._is_view() else output
-
-
-def _average_(gradients: list[Tensor]) -> None:
-    """Replace gradients of one type by their means over ranks, in one exchange."""
-    joined = torch.cat([each.reshape(-1) for each in gradients])
-    run_collective("all_reduce (gradients)", c10d.all_reduce, joined)
-    joined /= world_size()
-    for gradient, mean in zip(gradients, joined.split([each.numel() for each in gradients]), strict=True):
-        gradient.copy_(mean.view_as(gradient))
