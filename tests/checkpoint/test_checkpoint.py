@@ -15,7 +15,6 @@ from vqclip import checkpoint
 from vqclip.checkpoint.optimizer import optimizer_tensors
 from vqclip.errors import CheckpointError
 
-ROOT = Path(__file__).parents[2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 STATE = {"lr": 0.1 + 0.2, "tiny": 5e-324, "big": 2**80, "text": "π\n", "none": None, "levels": [8, 5.0], "scaler": {}}
 
