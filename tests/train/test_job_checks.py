@@ -52,7 +52,7 @@ def test_machines_that_differ_are_told_apart(tmp_path, ranks):
     told = main["checkpoint"]
     assert "rank 1 on node1 has a checkpoint of step 7 in" in told
     assert "rank 0 on node0, which reads and writes" in told
-    assert "rank 1 on node1 has torch 1.0: expected the same versions" in main["versions"]
+    assert "on rank 0, 'torch 1.0' on rank 1 on node1" in main["versions"]
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path, monkeypatch):

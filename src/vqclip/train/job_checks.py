@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import shutil
 import socket
 from pathlib import Path
@@ -40,29 +38,19 @@ def compare_machines(config: TaskConfig) -> None:
         return
     leaves = flatten(mask_credentials(to_jsonable_python(config.model_dump())))
     is_local = {name: any(part.split("[")[0] in _LOCAL for part in name.split(".")) for name in leaves}
-    settings = {name: value for name, value in leaves.items() if not is_local[name]}
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    settings = {name: value for name, value in leaves.items() if not is_local[name]} | {"versions": _versions()}
     folder, newest = config.run.path, -1
     with contextlib.suppress(OSError):  # this rank need not see the folder
         newest = max(map(checkpoint.step_of, checkpoint.checkpoints(folder / "checkpoints")), default=-1)
-    mine = {"host": socket.gethostname(), "versions": _versions(), "settings": digest}
-    found = dist.gather_json({**mine, "folder": str(folder), "newest": newest})
+    mine = {"host": socket.gethostname(), "folder": str(folder), "newest": newest}
+    found = dist.gather_json({**mine, "settings": settings})
     names = [f"rank {rank} on {each['host']}" for rank, each in enumerate(found)]
-
-    if others := [rank for rank, each in enumerate(found) if each["versions"] != found[0]["versions"]]:
-        shown = [f"{names[rank]} has {found[rank]['versions']}" for rank in (0, *others[:_SHOWN])]
-        raise ConfigError(f"{'; '.join(shown)}: expected the same versions on every machine")
-    if any(each["settings"] != found[0]["settings"] for each in found):
-        every = dist.gather_json(settings)
-        rank = next(rank for rank, each in enumerate(every) if each != every[0])
-        differing = describe_differences(every[0], every[rank], "on rank 0").values()
-        lines = [line.removesuffix(" now") + f" on {names[rank]}" for line in differing]
-        more = f"\n  ... and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-        raise ConfigError(
-            "the ranks of this job have different settings; expected the same file and overrides:\n"
-            + "\n".join(lines[:_SHOWN])
-            + more
-        )
+    for name, each in zip(names, found, strict=True):
+        if differing := describe_differences(found[0]["settings"], each["settings"], "on rank 0").values():
+            lines = [line.removesuffix(" now") + f" on {name}" for line in differing]
+            more = [f"  ... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+            told = "the ranks of this job differ; expected the same versions, configuration and overrides:"
+            raise ConfigError("\n".join([told, *lines[:_SHOWN], *more]))
     if config.run.url is not None:
         return
     rank = max(range(len(found)), key=lambda each: found[each]["newest"])
