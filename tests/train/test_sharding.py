@@ -215,7 +215,7 @@ def test_what_cannot_be_in_shards_is_refused(ranks, tmp_path, shards):
         assert "expected several machines" in found[1]
 
 
-# ---- Checkpoints that every rank writes: the files of one process, whole or absent, and read back by rows.
+# ---- Checkpoints that every rank writes: the files of one process, whole or absent.
 
 
 SETTINGS = {"quantizer": BUSY_RESIDUAL, "train__steps": 4, "train__checkpoint_every": 2, "optim__warmup_steps": 1}
@@ -237,7 +237,7 @@ def run_counting(settings, cache, stop, shared):
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_all_ranks_write_and_read_the_files_of_one(ranks, tmp_path, shards, world_size):
+def test_all_ranks_write_the_files_of_one(ranks, tmp_path, shards, world_size):
     """Byte for byte, where some ranks have no rows of small tensors, before and after a resume."""
     cache, trees = str(tmp_path / "cache"), {name: tree(tmp_path / name, shards, **SETTINGS) for name in ("all", "one")}
     for stop in (2, 4):

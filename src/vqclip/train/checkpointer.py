@@ -112,8 +112,7 @@ class Checkpointer:
         keep_every: also keep the checkpoints after every ``keep_every`` steps; None for no others.
 
     Attributes:
-        is_shared: whether the weights are in shards and all ranks see the run's folder: each then writes and reads its
-            own rows.
+        is_shared: whether the weights are in shards and all ranks see the run's folder: each then writes its own rows.
     """
 
     def __init__(

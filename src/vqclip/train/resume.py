@@ -1,7 +1,7 @@
 """Resuming a run: find the newest usable checkpoint, check that it belongs to this run, restore it on all ranks.
 
 rank 0        newest checkpoint -> verify -> compare with the run; if it is damaged, the one before it
-every rank    its rows of every tensor: read from the files, or received from rank 0
+every rank    its rows of every tensor, which rank 0 sends one after the other
               compare the bits of all ranks
 """
 
@@ -20,7 +20,7 @@ from vqclip.checkpoint import OPTIMIZER_FILE, STATE_FILE
 from vqclip.checkpoint.optimizer import read_optimizer, restore_optimizer
 from vqclip.errors import CheckpointError, ConfigError, OtherRunError
 from vqclip.io.json_files import describe_differences, flatten, validate
-from vqclip.io.tensors import first_names, map_tensors, nonfinite_names
+from vqclip.io.tensors import first_names, nonfinite_names
 from vqclip.tokenizer.folder import read_weights
 from vqclip.train.checkpointer import DISCRIMINATORS, MODEL_FILE, Checkpointer, RunState, parameter_of
 from vqclip.train.ema import AVERAGE, averages_in, read_averages, require_averages
@@ -44,8 +44,7 @@ class Resumed(NamedTuple):
 def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
     """Restore the newest usable checkpoint, if there is one. A collective.
 
-    Rank 0 alone verifies it. It sends the tensors to the other ranks, which need no access to its disk; with weights in
-    shards and a folder that all see, every rank reads its rows.
+    Rank 0 alone verifies it. It sends the tensors to the other ranks, which need no access to its disk.
 
     Args:
         checkpointer: of the run; model, optimizer, scaler and guards of its step are restored.
@@ -84,7 +83,7 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
         return Resumed(0, {}, None)
     path, state = Path(found["path"]), RunState.model_validate(found["state"])
     done = checkpoint.step_of(path)
-    rows = _rows_of_rank(checkpointer, path.name, files)
+    rows = _rows_of_rank(step, files)
     _load_weights(checkpointer, rows[MODEL_FILE])
     restore_optimizer(step.optimizer, rows[OPTIMIZER_FILE])
     tensors = dict(rows[STATE_FILE])
@@ -116,7 +115,7 @@ def load_model(checkpointer: Checkpointer, done: int) -> None:
         files[STATE_FILE] = {f"{AVERAGE}{name}": each for name, each in averages.items()}
 
     dist.run_on_main(verify)
-    rows = _rows_of_rank(checkpointer, checkpointer.path(done).name, files)
+    rows = _rows_of_rank(step, files)
     _load_weights(checkpointer, rows[MODEL_FILE])
     tensors = dict(rows[STATE_FILE])
     if step.ema is not None:
@@ -147,16 +146,15 @@ def _verify(
 
 
 def _rows_of_rank(
-    checkpointer: Checkpointer, name: str, files: Mapping[str, Mapping[str, Tensor]]
+    step: TrainStep, files: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Iterator[tuple[str, Tensor]]]:
     """Return for each file of a checkpoint the names and this rank's rows of its tensors. A collective.
 
-    Where the ranks do not all read the files, every item is a collective too, in which rank 0 sends one whole tensor:
-    all ranks run all iterators to their end, in the same order.
+    Every item is a collective too, in which rank 0 sends one whole tensor: all ranks run all iterators to their end, in
+    the same order.
 
     Args:
-        checkpointer: of the run.
-        name: of the checkpoint.
+        step: of the run.
         files: file → tensors, on rank 0.
     """
     outlines = dist.broadcast_json(
@@ -165,18 +163,9 @@ def _rows_of_rank(
             for file, tensors in files.items()
         }
     )
-    sends, step = dist.is_distributed() and not checkpointer.is_shared, checkpointer.step
-    if not sends:
-        with dist.raise_on_all_ranks():
-            if not dist.is_main():
-                folder = checkpointer.folder / name
-                files = {file: map_tensors(folder / file) if each else {} for file, each in outlines.items()}
 
     def read(file: str) -> Iterator[tuple[str, Tensor]]:
         for name, (shape, dtype) in outlines[file].items():
-            if not sends:
-                yield name, step.parallel.weights.rows(parameter_of(name), files[file][name])
-                continue
             whole = torch.empty(shape, dtype=getattr(torch, dtype), device=step.device)
             if dist.is_main():
                 whole.copy_(files[file][name])
