@@ -19,10 +19,10 @@ from tests.training import run_tree
 from vqclip.data import Batch
 from vqclip.dist._torch_versions import TORCH_VERSION
 from vqclip.quantizers import VQ
+from vqclip.train import step as train_step
 from vqclip.train.callbacks.builtin import _read_metrics
 from vqclip.train.guards import Guards
 from vqclip.train.main import build_step, build_task
-from vqclip.train.parallel import Parallel
 from vqclip.train.speed import SpeedMeter
 from vqclip.train.tasks import pixels
 from vqclip.train.tasks.kinds import load_task_config
@@ -150,7 +150,7 @@ def to_host(tensor):
 
 
 PLANTED = {
-    "step": (Parallel, "clip", lambda clip: lambda self, limit: to_host(clip(self, limit))),
+    "step": (train_step, "clip_gradients", lambda clip: lambda *args: to_host(clip(*args))),
     "quantizer": (VQ, "_replace_dead", lambda replace: lambda self, *drawn: replace(self, *map(to_host, drawn))),
     "guards": (Guards, "judge_numbers", lambda judge: lambda self, numbers: judge(self, to_host(numbers))),
 }

@@ -154,7 +154,7 @@ def wrapped_parameters(config):
     found = []
     for number in (0, 2, 3):
         step.move_to_step(number)
-        found.append((id(step.parallel.network), len(step.parallel.network._build_params_for_reducer()[0])))
+        found.append((id(step.network), len(step.network._build_params_for_reducer()[0])))
     ours = [each.requires_grad for each in step.model.parameters()]
     return [count for _, count in found], found[0][0] == found[1][0], sum(ours)
 

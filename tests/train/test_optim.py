@@ -1,6 +1,5 @@
 import math
 import re
-from types import SimpleNamespace
 
 import open_clip
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 
 from tests.checkpoint.making import restore, save_checkpoint
 from tests.models import BUSY_VQ, FSQ, tiny_model
+from vqclip import dist
 from vqclip.config import load_config
 from vqclip.errors import ConfigError
 from vqclip.train.muon import Muon
@@ -24,7 +24,7 @@ from vqclip.train.optim import (
     parameter_groups,
     set_lr,
 )
-from vqclip.train.parallel import Parallel
+from vqclip.train.parallel import clip_gradients
 
 
 class Model(nn.Module):
@@ -394,11 +394,6 @@ def test_muon_orthogonalizes_a_flattened_convolution():
     assert ((singular > 0.6) & (singular < 1.3)).all()
 
 
-def clip(model: nn.Module, limit: float | None) -> torch.Tensor:
-    task = SimpleNamespace(model=model, student=model, clipped_apart=lambda: [list(model.parameters())])
-    return Parallel(task, OptimConfig().build(model)).clip(limit)
-
-
 @pytest.mark.parametrize("limit", [None, 0.5, 1e9])
 def test_clip_gradients(limit):
     model = Model()
@@ -408,7 +403,7 @@ def test_clip_gradients(limit):
             parameter.grad = torch.randn_like(parameter)
             gradients.append(parameter.grad.clone())
     expected = torch.cat([gradient.flatten() for gradient in gradients]).norm()
-    norm = clip(model, limit)
+    norm = clip_gradients([model.parameters()], dist.Replicas(model), limit)
     assert norm.ndim == 0
     torch.testing.assert_close(norm, expected)
     scale = min(1.0, limit / (expected + 1e-6)) if limit else 1.0
@@ -421,4 +416,4 @@ def test_clipping_shows_what_is_not_finite():
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     model.bias.grad[0] = math.nan
-    assert clip(model, 1.0).isnan()
+    assert clip_gradients([model.parameters()], dist.Replicas(model), 1.0).isnan()

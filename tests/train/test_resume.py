@@ -133,8 +133,8 @@ OUTSIDE = {
     ".stop",  # signals it got
     ".watchdog",
     ".lock",
-    ".step.parallel.network",  # process group and buffers of DDP; the model is that of `.step.model`
-    ".step.parallel.weights",  # process groups of shards
+    ".step.network",  # process group and buffers of DDP; the model is that of `.step.model`
+    ".step.weights",  # process groups of shards
     ".checkpointer",  # threads and buffers of saving
     ".records",
     ".data",
@@ -150,7 +150,7 @@ def differences_after_a_resume(tree, cache):
     def recording(training, callbacks):
         loops.append(training)
         if training.done:
-            sharded = training.step.parallel.weights.shapes  # FSDP's buffers have no memory between steps
+            sharded = training.step.weights.shapes  # FSDP's buffers have no memory between steps
             compared.extend(
                 differences(*([each.step.optimizer.state for each in loops] if sharded else loops), OUTSIDE)
             )

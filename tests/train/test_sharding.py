@@ -172,8 +172,8 @@ def evaluate_on_rank_zero_alone(settings):
                 with torch.no_grad():
                     whole.evaluated.image(whole.model.image.tower.example())
                 found.append(whole.evaluated.text.quantizer is step.model.text.quantizer)
-    left = sum(each.numel() for each in step.parallel._whole.model.image.tower.parameters())
-    mine = sum(step.parallel.weights.parameters[name].numel() for name in before if name.startswith("image.tower."))
+    left = sum(each.numel() for each in step._whole.model.image.tower.parameters())
+    mine = sum(step.weights.parameters[name].numel() for name in before if name.startswith("image.tower."))
     return mine, left, all(found)
 
 

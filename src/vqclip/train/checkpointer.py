@@ -137,7 +137,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: tuple[int, Future[None]] | None = None
         """Steps of the checkpoint that is being written, and the job that does it."""
-        self.is_shared = bool(step.parallel.weights.shapes) and is_shared(folder.parent)
+        self.is_shared = bool(step.weights.shapes) and is_shared(folder.parent)
         self._timeout_s = timeout_s
         self._group: dist.BackgroundGroup | None = None
 
@@ -173,7 +173,7 @@ class Checkpointer:
         def fill(folder: Path) -> None:
             self._write_tensors(files, folder)
             step.task.write_model(folder / MODEL, frozen)
-            write_layout(folder, step.optimizer, step.parallel.weights.shapes)
+            write_layout(folder, step.optimizer, step.weights.shapes)
 
         def write() -> None:  # uses nothing that the training changes
             begun = time.perf_counter()
@@ -198,7 +198,7 @@ class Checkpointer:
             not find the files of another one.
         """
         suffix = f".{dist.broadcast_json(secrets.token_hex(8))}" if self.is_shared else ""
-        weights, files, found = self.step.parallel.weights, self._files(), dict[str, dict[str, Part]]()
+        weights, files, found = self.step.weights, self._files(), dict[str, dict[str, Part]]()
         files[STATE_FILE] |= self.step.guards.tensors()
         found[OPTIMIZER_FILE + suffix] = {}  # also before the first step
         for kind, tensors in files.items():
@@ -291,7 +291,7 @@ class Checkpointer:
         Args:
             in_shards: return those of which every rank has other rows.
         """
-        shapes, files = self.step.parallel.weights.shapes, self._files()
+        shapes, files = self.step.weights.shapes, self._files()
         files[MODEL_FILE] = {name: dist.local_rows(each) for name, each in self.step.model.state_dict().items()}
         return {
             f"{kind}{name}": tensor

@@ -75,7 +75,7 @@ def require_space(folder: Path, step: TrainStep) -> None:
         CheckpointError: it has not, by an estimate from the sizes of the tensors.
     """
     averages = {} if step.ema is None else step.ema.tensors()
-    state = state_bytes(step.optimizer, step.parallel.weights.shapes)
+    state = state_bytes(step.optimizer, step.weights.shapes)
     tensors = [*step.model.state_dict().values(), *averages.values()]
     needed = sum(each.numel() * each.element_size() for each in tensors) + state
     disk = shutil.disk_usage(folder)

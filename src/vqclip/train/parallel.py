@@ -1,13 +1,7 @@
-"""Execution of a task: in one or several processes, eagerly or compiled.
+"""Execution of a task: its weights in shards, its gradient over the ranks, its code compiled.
 
-    parallel.network               the module of the task whose backward averages gradients over ranks
-    parallel.weights               what this rank has of every weight: `dist.Replicas` or `dist.Shards`
-    parallel.whole_task(...)       the task with whole weights, to evaluate, export and save
-    regions.applied()              blocks of towers and quantizers run compiled (``compile: regional``)
-
-Nothing else asks whether there is one process, DDP or FSDP2. Compiled are a whole model, or the regions that take its
-time. Blocks of one kind share their code, so that compilation takes as long for one block as for all. The rest, and the
-losses, whose work is in operators of their own, run eagerly.
+Compiled are a whole model, or the regions that take its time. Blocks of one kind share their code, so that compilation
+takes as long for one block as for all. The rest, and the losses, whose work is in operators of their own, run eagerly.
 """
 
 from __future__ import annotations
@@ -17,9 +11,9 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -30,8 +24,6 @@ from vqclip import dist
 from vqclip.errors import ConfigError
 from vqclip.quantizers import Quantizer
 from vqclip.towers.blocks import block_names, compiled_forward
-from vqclip.train.ema import replace_weights
-from vqclip.train.muon import Muon
 from vqclip.train.tasks.base import Task
 
 _LIMITS = {"recompile_limit": 1024, "accumulated_recompile_limit": 1024}
@@ -39,103 +31,37 @@ _LIMITS = {"recompile_limit": 1024, "accumulated_recompile_limit": 1024}
 of 256 in all, is less than the blocks of a tower with another rate of stochastic depth in each."""
 
 
-class Parallel:
-    """Weights of a task over the ranks. A collective.
+def shard(task: Task, optimizer: Optimizer, hybrid: bool) -> tuple[dist.Shards, Task]:
+    """Put the weights of towers that train now into shards, one unit a block. A collective.
 
     Args:
-        task: in the state of its first step; weights that train now may be put into shards, one unit a block.
+        task: in the state of its first step.
         optimizer: new, over the parameters of the task; gets this rank's rows instead of those in shards.
-        kind: see `ComputeConfig.parallel`; no effect in one process.
-        compiled: compile the whole model.
-        bucket_mb: see `ComputeConfig.bucket_mb`.
+        hybrid: keep a copy of the shards on every machine (``parallel: hsdp``).
 
-    Attributes:
-        network: `Task.student` as it trains: compiled, and with gradients averaged over ranks.
-        weights: what this rank stores of the weights.
+    Returns:
+        The shards, and a copy of the task with empty tensors in their place, for whole weights.
 
     Raises:
-        ConfigError: the task cannot be in shards, or there are no weights to shard.
+        ConfigError: there are no weights to shard.
     """
-
-    def __init__(
-        self,
-        task: Task,
-        optimizer: Optimizer,
-        kind: Literal["ddp", "fsdp", "hsdp"] = "ddp",
-        compiled: bool = False,
-        bucket_mb: float | None = None,
-    ):
-        self._task, self._compiled, self._bucket_mb = task, compiled, bucket_mb
-        self._whole: Task = task
-        if kind != "ddp":
-            task.require_shardable(f"train.parallel: got {kind!r}")
-        in_shards = kind != "ddp" and dist.is_distributed()
-        self.weights = self._shard(optimizer, kind == "hsdp") if in_shards else dist.Replicas(task.model)
-        if isinstance(optimizer, Muon):
-            optimizer.weights = self.weights
-        self.network = self._wrap()
-
-    def _shard(self, optimizer: Optimizer, hybrid: bool) -> dist.Shards:
-        """Put weights into shards, after a copy of the task was made for whole ones."""
-        model = self._task.model
-        roots = [
-            (tower, [tower.get_submodule(name) for name in block_names(tower)])
-            for tower in self._task.towers.values()
-            if not tower.is_frozen
-        ]
-        sharded = dist.sharded_parameters(roots)
-        if not sharded:
-            raise ConfigError(
-                "train.parallel: got fsdp or hsdp, but no weights of a tower train in the first step, and only these "
-                "are put into shards; expected ddp"
-            )
-        self._whole = _copy_without(self._task, sharded)
-        del sharded
-        for group in optimizer.param_groups:
-            group["params"] = []  # so that no whole weight stays in memory
-        optimizer.state.clear()  # of kinds that make it before the first step; they make it again for shards
-        shards = dist.Shards(model, roots, hybrid)
-        for group in optimizer.param_groups:
-            group["params"] = [shards.parameters[name] for name in group["param_names"]]
-        return shards
-
-    def _wrap(self) -> nn.Module:
-        student: Any = self._task.student
-        if self._compiled:
-            prepare_compilation([student])
-            student = torch.compile(student)
-        return self.weights.wrap(student, self._bucket_mb)
-
-    def wrap_again(self) -> None:
-        """Wrap the network for the parameters that train now. A collective."""
-        dist.release_ddp(self.network)
-        self.network = self._wrap()
-
-    def clip(self, limit: float | None) -> Tensor:
-        """Limit the gradient norm of each group of parameters, None to measure it alone. A collective of shards.
-
-        Returns:
-            () norm of the whole gradient before, not finite if a gradient is not.
-        """
-        norms = []
-        for group in self._task.clipped_apart():
-            if held := [each for each in self.weights.local(group) if each.grad is not None]:
-                norms.append(self.weights.norm(held))
-                if limit is not None:
-                    nn.utils.clip_grads_with_norm_(held, limit, norms[-1])
-        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-
-    @contextmanager
-    def whole_task(self, averages: Mapping[str, Tensor]) -> Iterator[Task]:
-        """Return the task with whole weights; those in shards are gathered now, in a collective, and none is later.
-
-        Args:
-            averages: name → moving average, of this rank's rows, to use instead of a weight.
-        """
-        rows = {name: each.detach() for name, each in self.weights.parameters.items() if name in self.weights.shapes}
-        whole = {name: self.weights.gather(name, each) for name, each in (rows | dict(averages)).items()}
-        with replace_weights(self._whole.model, whole):
-            yield self._whole
+    trained = [tower for tower in task.towers.values() if not tower.is_frozen]
+    roots = [(tower, [tower.get_submodule(name) for name in block_names(tower)]) for tower in trained]
+    sharded = dist.sharded_parameters(roots)
+    if not sharded:
+        raise ConfigError(
+            "train.parallel: got fsdp or hsdp, but no weights of a tower train in the first step, and only these "
+            "are put into shards; expected ddp"
+        )
+    whole = _copy_without(task, sharded)
+    del sharded
+    for group in optimizer.param_groups:
+        group["params"] = []  # so that no whole weight stays in memory
+    optimizer.state.clear()  # of kinds that make it before the first step; they make it again for shards
+    shards = dist.Shards(task.model, roots, hybrid)
+    for group in optimizer.param_groups:
+        group["params"] = [shards.parameters[name] for name in group["param_names"]]
+    return shards, whole
 
 
 def _copy_without(task: Task, sharded: Collection[nn.Parameter]) -> Task:
@@ -147,6 +73,21 @@ def _copy_without(task: Task, sharded: Collection[nn.Parameter]) -> Task:
         memo[id(parameter)] = empty if parameter in sharded else parameter
     memo |= {id(each): each for each in model.modules() if not any(p in sharded for p in each.parameters())}
     return copy.deepcopy(task, memo)
+
+
+def clip_gradients(groups: Iterable[Iterable[nn.Parameter]], weights: dist.Replicas, limit: float | None) -> Tensor:
+    """Limit the gradient norm of each group of parameters, None to measure it alone. A collective of shards.
+
+    Returns:
+        () norm of the whole gradient before, not finite if a gradient is not.
+    """
+    norms = []
+    for group in groups:
+        if held := [each for each in weights.local(group) if each.grad is not None]:
+            norms.append(weights.norm(held))
+            if limit is not None:
+                nn.utils.clip_grads_with_norm_(held, limit, norms[-1])
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 class CompiledRegions:

@@ -135,7 +135,7 @@ def _verify(
     _require_same(path, state.identity, checkpointer.identity, allow)
     checkpointer.frozen.require_equal(saved.model_folder)
     weights = read_weights(saved.model_folder, checkpointer.model_tensors())
-    optimizer = read_optimizer(path, step.optimizer, step.parallel.weights.shapes)
+    optimizer = read_optimizer(path, step.optimizer, step.weights.shapes)
     tensors = saved.tensors()
     require_averages(dict(step.model.named_parameters()), averages_in(tensors))
     try:
@@ -169,7 +169,7 @@ def _rows_of_rank(
             whole = torch.empty(shape, dtype=getattr(torch, dtype), device=step.device)
             if dist.is_main():
                 whole.copy_(files[file][name])
-            rows = step.parallel.weights.rows(parameter_of(name), dist.broadcast_(whole))
+            rows = step.weights.rows(parameter_of(name), dist.broadcast_(whole))
             yield name, rows if rows is whole else rows.clone()  # so that nobody keeps the whole one
 
     return {file: read(file) for file in outlines}

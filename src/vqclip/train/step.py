@@ -11,8 +11,8 @@
 
 The host queues all of it on the device and waits for nothing; see `vqclip.train.guards`.
 
-What is computed is the business of a task (`vqclip.train.tasks`), such as contrastive training; how several processes
-share it that of `vqclip.train.parallel`.
+What is computed is the business of a task (`vqclip.train.tasks`), such as contrastive training. Several processes have
+copies of the weights or shards of them (`vqclip.dist`).
 
 With `train.micro_batches`, forward and backward run in microbatches; see `vqclip.train.grad_cache`.
 """
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -41,11 +41,12 @@ from vqclip.nn.precision import AUTOCAST_DTYPES, Precision, autocast
 from vqclip.quantizers import Stats
 from vqclip.seeds import derive_seed
 from vqclip.towers.blocks import Recomputed, recompute_blocks
-from vqclip.train.ema import Ema, EmaConfig
+from vqclip.train.ema import Ema, EmaConfig, replace_weights
 from vqclip.train.grad_cache import backward_from_cached_grads, join_outputs, require_replay
 from vqclip.train.guards import GuardConfig, Guards
+from vqclip.train.muon import Muon
 from vqclip.train.optim import Schedule, set_lr
-from vqclip.train.parallel import CompiledRegions, Parallel
+from vqclip.train.parallel import CompiledRegions, clip_gradients, prepare_compilation, shard
 from vqclip.train.tasks.base import RankBatch, Task, TaskOutput
 
 
@@ -145,13 +146,24 @@ class TrainStep:
         self.micro_batches, self.compiled = compute.micro_batches, compute.compile is True
         regional = compute.compile == "regional"
         self.regions = CompiledRegions(training, task.quantizers().values()) if regional else None
-        self.parallel = Parallel(task, optimizer, compute.parallel, self.compiled, compute.bucket_mb)
+        self.weights: dist.Replicas
+        """What this rank has of every weight: all of it, or its rows."""
+        self.weights, self._whole = dist.Replicas(task.model), task
+        if compute.parallel != "ddp":
+            task.require_shardable(f"train.parallel: got {compute.parallel!r}")
+            if dist.is_distributed():
+                self.weights, self._whole = shard(task, optimizer, compute.parallel == "hsdp")
+        if isinstance(optimizer, Muon):
+            optimizer.weights = self.weights
+        self._bucket_mb = compute.bucket_mb
+        self.network = self._wrap()
+        """`Task.student` as it trains: compiled, and with gradients averaged over ranks."""
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=compute.precision == "fp16")
         task.precision = compute.precision
         for name, quantizer in task.quantizers().items():  # keys of their random draws, equal on all ranks
             quantizer.set_seed(derive_seed(seed, "quantizer", name))
         self.guards = guards or Guards(GuardConfig(spikes=None))
-        self.ema = None if ema is None else Ema(ema, self.parallel.weights.parameters)
+        self.ema = None if ema is None else Ema(ema, self.weights.parameters)
         self._replay_checked = False
         """Whether the second pass over the microbatches was compared with the first."""
 
@@ -184,7 +196,7 @@ class TrainStep:
             self._backward(losses["total"], out, parts, step)
         set_dropout_keys(self.model, self.seed, step, None)
         self.scaler.unscale_(self.optimizer)
-        grad_norm = self.parallel.clip(self.clip_norm)
+        grad_norm = clip_gradients(self.task.clipped_apart(), self.weights, self.clip_norm)
         self.guards.settle()
         skip = self.guards.judge(losses, grad_norm, batch, self.scaler)
         sums = {name: each.detach() for name, each in sums.items()}
@@ -195,9 +207,17 @@ class TrainStep:
     def move_to_step(self, step: int) -> bool:
         """Change which parts train, as in step number ``step``; return whether this changes anything, a collective."""
         changes = self.task.move_to_step(step)
-        if changes:
-            self.parallel.wrap_again()
+        if changes:  # wrapped for the parameters that train now
+            dist.release_ddp(self.network)
+            self.network = self._wrap()
         return changes
+
+    def _wrap(self) -> nn.Module:
+        student: Any = self.task.student
+        if self.compiled:
+            prepare_compilation([student])
+            student = torch.compile(student)
+        return self.weights.wrap(student, self._bucket_mb)
 
     def _microbatches(self, samples: RankBatch) -> list[RankBatch]:
         """Return the samples of each microbatch."""
@@ -220,14 +240,14 @@ class TrainStep:
             self.scaler.scale(total).backward()
         if len(parts) > 1:
             self._second_pass(out, parts, step)
-        self.parallel.weights.collect_gradients()
+        self.weights.collect_gradients()
 
     def _second_pass(self, cached: TaskOutput, parts: Sequence[RankBatch], step: int) -> None:
         """Run every microbatch with a graph, and continue the backward of the cached outputs in it."""
         begin = 0
         for number, part in enumerate(parts):
             rows = slice(begin, begin + len(part))
-            with nullcontext() if number == len(parts) - 1 else self.parallel.weights.no_sync(self.parallel.network):
+            with nullcontext() if number == len(parts) - 1 else self.weights.no_sync(self.network):
                 out = self._run_model(part, step, number)
                 with dist.named_errors("averaging the gradients"):
                     backward_from_cached_grads(out, cached, rows)
@@ -245,9 +265,9 @@ class TrainStep:
         set_dropout_keys(self.model, self.seed, step, samples.order.places)
         if self.compiled:
             self.task.mark_dynamic(samples)
-        gathers = dist.named_errors("gathering the weights") if self.parallel.weights.shapes else nullcontext()
+        gathers = dist.named_errors("gathering the weights") if self.weights.shapes else nullcontext()
         with autocast(self.device, self.precision), gathers:
-            return self.task.run(model or self.parallel.network, samples, step)
+            return self.task.run(model or self.network, samples, step)
 
     def _compiled_regions(self, compiled: bool = True) -> AbstractContextManager[None]:
         return nullcontext() if self.regions is None else self.regions.applied(compiled)
@@ -264,7 +284,8 @@ class TrainStep:
         if self.ema is not None:
             self.ema.update(step, skip)
 
-    def whole_task(self, averaged: bool = True) -> AbstractContextManager[Task]:
+    @contextmanager
+    def whole_task(self, averaged: bool = True) -> Iterator[Task]:
         """Return the task to evaluate and to export; weights in shards are gathered once. A collective then.
 
         Within the block no forward is a collective.
@@ -272,7 +293,12 @@ class TrainStep:
         Args:
             averaged: use the moving averages of the weights, if there are any (`train.ema`).
         """
-        return self.parallel.whole_task({} if self.ema is None or not averaged else self.ema.averages)
+        found = {name: each.detach() for name, each in self.weights.parameters.items() if name in self.weights.shapes}
+        if self.ema is not None and averaged:
+            found |= self.ema.averages
+        whole = {name: self.weights.gather(name, rows) for name, rows in found.items()}
+        with replace_weights(self._whole.model, whole):
+            yield self._whole
 
     def broadcast_local_codebooks(self) -> None:
         """Copy rank 0's unsynchronised codebooks to all ranks: a checkpoint and an evaluation have one codebook.
