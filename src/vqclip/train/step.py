@@ -208,6 +208,7 @@ class TrainStep:
         """Change which parts train, as in step number ``step``; return whether this changes anything, a collective."""
         changes = self.task.move_to_step(step)
         if changes:  # wrapped for the parameters that train now
+            self.optimizer.zero_grad(set_to_none=True)
             dist.release_ddp(self.network)
             self.network = self._wrap()
         return changes
