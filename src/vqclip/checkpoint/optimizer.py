@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import JsonValue
@@ -69,7 +69,7 @@ def first_state(
 
 
 def state_bytes(optimizer: Optimizer, shapes: Shapes = NO_SHAPES) -> int:
-    """Estimate the bytes of the whole state from that of a small matrix in each group; ``shapes`` as in `_slots`."""
+    """Estimate the bytes of the whole state from that of a small matrix in each group; ``shapes`` as of `write_layout`."""
     total, probe = 0, torch.zeros(64, 64)
     for group, named in _named_groups(optimizer):
         state = first_state(optimizer, group, probe)
@@ -122,8 +122,8 @@ def read_optimizer(folder: Path, optimizer: Optimizer, shapes: Shapes = NO_SHAPE
     for number, (_, named) in enumerate(_named_groups(optimizer)):
         if stored & named.keys():
             stored.add(f"groups/{number}")
-    slots = _slots(optimizer, shapes).items()
-    expected = {name: slot.outline for name, slot in slots if name.rpartition("/")[0] in stored}
+    values = ((name, value) for name, _, _, value in _first_values(optimizer, shapes))
+    expected = {name: _as_tensor(each).to("meta") for name, each in values if name.rpartition("/")[0] in stored}
     _require_none(path, tensor_differences(expected, tensors))
     if bad := nonfinite_names(tensors):
         raise CheckpointError(f"{path}: these tensors contain NaN or infinity: {first_names(bad)}")
@@ -140,57 +140,34 @@ def restore_optimizer(optimizer: Optimizer, tensors: Iterable[tuple[str, Tensor]
         optimizer: over the same named parameters, in the same groups.
         tensors: by name; of parameters in shards this rank's rows.
     """
-    slots, found = _slots(optimizer), dict[str, Any]()
-    for name, tensor in tensors:
-        slot = slots[name]
-        # Kernels iterate over memory: a moment needs the strides that the optimizer gives it.
-        held = torch.empty_like(slot.outline, device=slot.device).copy_(tensor)
-        found[name] = held if slot.number is None else slot.number(held.item())
+    found = dict(tensors)
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group.pop("step", None)
-    for name, slot in slots.items():
+    for name, of, key, value in _first_values(optimizer):
         if name in found:
-            holder = optimizer.state[slot.of] if isinstance(slot.of, Tensor) else slot.of
-            holder[slot.key] = found[name]
+            stored = found.pop(name)
+            holder = optimizer.state[of] if isinstance(of, Tensor) else of
+            # Kernels iterate over memory: a moment keeps the strides that the optimizer gives it.
+            holder[key] = value.copy_(stored) if isinstance(value, Tensor) else type(value)(stored.item())
 
 
-class _Slot(NamedTuple):
-    """Place of a value in the state."""
+def _first_values(
+    optimizer: Optimizer, shapes: Shapes = NO_SHAPES
+) -> Iterator[tuple[str, Tensor | dict[str, Any], str, Any]]:
+    """Yield all values that the state can contain, as they are after a first step.
 
-    of: Tensor | dict[str, Any]
-    """Parameter or group that it belongs to."""
-    key: str
-    outline: Tensor
-    """Tensor of the same shape, strides and dtype on `meta`."""
-    device: torch.device
-    number: type | None
-    """Type of a number; None: it is a tensor."""
-
-
-def _slots(optimizer: Optimizer, shapes: Shapes = NO_SHAPES) -> dict[str, _Slot]:
-    """Return the places of all values that the state can contain, by their names in a checkpoint."""
-    found, known = dict[str, _Slot](), dict[Any, dict[str, Any]]()
+    Yields:
+        Name in a checkpoint; parameter or group that the value belongs to; its key there; value.
+    """
     for number, (group, named) in enumerate(_named_groups(optimizer)):
         for name, parameter in named.items():
             whole = torch.empty(shapes[name], dtype=parameter.dtype, device="meta") if name in shapes else parameter
-            kind = number, whole.shape, whole.stride(), parameter.dtype, parameter.device
-            if kind not in known:
-                state = first_state(optimizer, group, whole, parameter.device)
-                known[kind] = {
-                    key: (
-                        _as_tensor(value).to("meta"),
-                        value.device if isinstance(value, Tensor) else torch.device("cpu"),
-                        None if isinstance(value, Tensor) else type(value),
-                    )
-                    for key, value in state.items()
-                }
-            for key, outline in known[kind].items():
+            for key, value in first_state(optimizer, group, whole, parameter.device).items():
                 if key == _COUNT:
-                    found[f"groups/{number}/step"] = _Slot(group, "step", *outline)
+                    yield f"groups/{number}/step", group, "step", value
                 else:
-                    found[f"{name}/{key}"] = _Slot(parameter, key, *outline)
-    return found
+                    yield f"{name}/{key}", parameter, key, value
 
 
 def _as_tensor(value: Tensor | float) -> Tensor:
