@@ -69,7 +69,7 @@ def first_state(
 
 
 def state_bytes(optimizer: Optimizer, shapes: Shapes = NO_SHAPES) -> int:
-    """Estimate the bytes of the whole state from that of a small matrix in each group; ``shapes`` as of `write_layout`."""
+    """Estimate the bytes of the whole state from a small matrix in each group; ``shapes`` as of `write_layout`."""
     total, probe = 0, torch.zeros(64, 64)
     for group, named in _named_groups(optimizer):
         state = first_state(optimizer, group, probe)
