@@ -214,8 +214,7 @@ def test_newer_checkpoints_and_files_that_are_gone_are_removed_at_the_url(tmp_pa
         for note in ("stopped.json", "best.json"):
             (tmp_path / "a" / note).write_text("{}")
         mirror.upload_files()
-    with opened(tmp_path / "b") as mirror:
-        mirror.remove_newer(2)
+    with opened(tmp_path / "b", 2) as mirror:
         assert [path.name for path in mirror.checkpoints()] == ["step-00000002"]
         (tmp_path / "b" / "stopped.json").unlink()
         mirror.upload_files()

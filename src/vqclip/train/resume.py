@@ -71,8 +71,6 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
         path, state, tensors = found
         files.update(tensors)
         checkpoint.set_aside_newer(checkpointer.folder, checkpoint.step_of(path))
-        if mirror is not None:
-            mirror.remove_newer(checkpoint.step_of(path))
         if state.best is not None and (best := checkpointer.path(state.best.step)) in paths:
             fetch(best)
         return {"path": str(path), "state": state.model_dump()}

@@ -96,14 +96,18 @@ class RunMirror:
         """Write the name of this job to the URL, and upload its files; a job that started earlier ends at its next one.
 
         Args:
-            done: steps after which this job continues; later checkpoints, which the other job has written, are removed.
+            done: steps after which this job continues; later checkpoints are removed: they are damaged, or of steps that
+                the run repeats.
 
         Raises:
             StorageError: it cannot be written.
         """
         self._remote.write(_JOB, self._job)
         self._is_claimed = True
-        self.remove_newer(done)
+        for path in self.checkpoints():
+            if checkpoint.step_of(path) > done:
+                logger.warning("%s/%s/%s: removed", self._remote, _CHECKPOINTS, path.name)
+                self._remove(path.name)
         self.upload_files()
 
     def checkpoints(self, names: Iterable[str] | None = None) -> list[Path]:
@@ -210,13 +214,6 @@ class RunMirror:
                 f"run.folder: another job ({other}) continues the run at {self._remote}; this one "
                 f"({self._job.decode()}) writes nothing more to it"
             )
-
-    def remove_newer(self, step: int) -> None:
-        """Remove checkpoints newer than ``step`` at the URL: they are damaged, or of steps that the run repeats."""
-        for path in self.checkpoints():
-            if checkpoint.step_of(path) > step:
-                logger.warning("%s/%s/%s: removed", self._remote, _CHECKPOINTS, path.name)
-                self._remove(path.name)
 
     def __enter__(self) -> RunMirror:
         return self
