@@ -96,8 +96,7 @@ class RunMirror:
         """Write the name of this job to the URL, and upload its files; a job that started earlier ends at its next one.
 
         Args:
-            done: steps after which this job continues; later checkpoints are removed: they are damaged, or of steps that
-                the run repeats.
+            done: steps after which this job continues; later checkpoints, damaged or of steps that it repeats, are removed.
 
         Raises:
             StorageError: it cannot be written.
