@@ -96,7 +96,7 @@ class RunMirror:
         """Write the name of this job to the URL, and upload its files; a job that started earlier ends at its next one.
 
         Args:
-            done: steps after which this job continues; later checkpoints, damaged or of steps that it repeats, are removed.
+            done: steps after which this job continues; later checkpoints, damaged or of steps to repeat, are removed.
 
         Raises:
             StorageError: it cannot be written.
