@@ -42,9 +42,9 @@ from vqclip.io.files import sync_folder
 from vqclip.io.json_files import Strict, add_checksum, read_checked, read_plain, write_plain
 from vqclip.io.tensors import map_tensors
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 MODEL = "model"
 """Folder of the model in a checkpoint."""
@@ -53,7 +53,9 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.safetensors"
 """File of the tensors of the caller's state in a checkpoint."""
 MANIFEST = "manifest.json"
+"""File of a checkpoint with the sizes and hashes of the others."""
 VERSIONS = {"format": "vqclip-checkpoint", "version": 4}
+"""Format of a checkpoint."""
 _STATE = "state.json"
 _STEP = re.compile(rf"(?:{re.escape(REPLACED)})?step-(\d{{8,}})")
 
@@ -149,7 +151,7 @@ def save(
             old.rename(doomed)
             shutil.rmtree(doomed)
         except OSError as error:
-            logger.error("%s: the old checkpoint could not be removed: %s", old, error)
+            _logger.error("%s: the old checkpoint could not be removed: %s", old, error)
     return path
 
 
@@ -248,7 +250,7 @@ def latest(folder: Path) -> Path | None:
     return use_latest(folder, verify)
 
 
-def use_latest(folder: Path, use: Callable[[Path], T], paths: Sequence[Path] | None = None) -> T | None:
+def use_latest(folder: Path, use: Callable[[Path], _T], paths: Sequence[Path] | None = None) -> _T | None:
     """Return the result of ``use`` on the newest checkpoint in ``folder`` that it accepts; None if there is none.
 
     Args:
@@ -268,7 +270,7 @@ def use_latest(folder: Path, use: Callable[[Path], T], paths: Sequence[Path] | N
         except OtherRunError:
             raise
         except CheckpointError as error:
-            logger.error("damaged checkpoint, trying the one before it: %s", error)
+            _logger.error("damaged checkpoint, trying the one before it: %s", error)
             problems.append(str(error))
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
@@ -297,7 +299,7 @@ def set_aside(path: Path, why: str) -> None:
         number += 1
         name = f"set-aside-{path.name.lstrip('.')}-{number}"
     path.rename(target)
-    logger.warning("%s %s: renamed to %s", path, why, target.name)
+    _logger.warning("%s %s: renamed to %s", path, why, target.name)
 
 
 def find_old(paths: Iterable[Path], newest: Path, keep_last: int, keep: Callable[[int], bool]) -> list[Path]:

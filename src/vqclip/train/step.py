@@ -147,7 +147,7 @@ class TrainStep:
         regional = compute.compile == "regional"
         self.regions = CompiledRegions(training, task.quantizers().values()) if regional else None
         self.weights: dist.Replicas
-        """What this rank has of every weight: all of it, or its rows."""
+        """Every weight as this rank has it: the whole, or its rows."""
         self.weights, self._whole = dist.Replicas(task.model), task
         if compute.parallel != "ddp":
             task.require_shardable(f"train.parallel: got {compute.parallel!r}")
