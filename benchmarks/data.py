@@ -9,7 +9,8 @@ Prints rates and ratios, after about 5 minutes on two CPU cores.
 All read the same JPEGs with the same random crop, output size, vocabulary and batch size, in one process with one
 thread each; rounds alternate, and time is CPU time, so other work on the machine disturbs little. vqclip's loader gives
 uint8 and leaves normalisation to the device; to compare equal outputs, its batches are turned into normalised floats
-here, inside the time measured (the figure without that is printed as well).
+here, inside the time measured (the figure without that is printed as well). vqclip's sides keep freed memory, as
+`vqclip.train` does; with `GLIBC_TUNABLES` as in benchmarks/losses.py all sides do.
 
 open_clip's training code needs webdataset 0.2.86 (it fails with 1.x) and pandas. Make it an environment that sees the
 packages of the one you have, but for these:
@@ -53,6 +54,10 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if options.side:
         sides = {"ours": ours, "uint8": ours_in_bytes, "other": ours_in_bytes, "peer": peer}
+        if options.side != "peer":
+            from vqclip.process.memory import keep_freed_memory
+
+            keep_freed_memory()
         serve(sides[options.side](options), options)
         return
     print(__doc__.partition("\n\n    ")[0], file=sys.stderr)
