@@ -103,11 +103,12 @@ def test_refusals_are_shown_and_end_nothing(demo, folder, tmp_path):
     assert demo.predict("a cat", None, api_name="/caption")[1].startswith("[[")
 
 
+@pytest.mark.parametrize("event", [0, 1], ids=["as an image", "as a caption"])
 @pytest.mark.parametrize("path", ["secret.png", "/etc/passwd", "http://203.0.113.1/x.png"])
-def test_a_request_cannot_name_another_file(demo, folder, path):
+def test_a_request_cannot_name_another_file(demo, folder, path, event):
     """The client would upload a file of this machine itself, so this asks as a browser does."""
     given = {"path": path if "/" in path else str(folder / path), "meta": {"_type": "gradio.FileData"}}
-    body = json.dumps({"data": [given], "fn_index": 0, "session_hash": "x"}).encode()
+    body = json.dumps({"data": [given, None][: event + 1], "fn_index": event, "session_hash": "x"}).encode()
     api = f"{demo.src.rstrip('/')}/gradio_api/queue"
     joined = urllib.request.Request(f"{api}/join", body, {"content-type": "application/json"})
     said = ""

@@ -136,6 +136,10 @@ def _picture(pixels: Tensor) -> Image.Image:
     return picture
 
 
+async def _refuse_url(url: str) -> Any:
+    raise ValueError("got a URL; expected an uploaded file")
+
+
 def serve(folder: str, answers: Answers, host: str, port: int, ready: Callable[[str], None]) -> None:
     """Serve the page until Ctrl-C, which raises KeyboardInterrupt.
 
@@ -156,6 +160,7 @@ def serve(folder: str, answers: Answers, host: str, port: int, ready: Callable[[
     with tempfile.TemporaryDirectory(prefix="vqclip-demo-") as uploads:
         os.environ |= local | {"GRADIO_TEMP_DIR": uploads}
         gr = import_extra("gradio", "demo", "vqclip demo ")
+        gr.processing_utils.async_ssrf_protected_get = _refuse_url  # with it Gradio fetches URLs that requests name
         theme = gr.themes.Base(font="system-ui", font_mono="ui-monospace")  # fonts of the visitor: none is fetched
         page = build_page(folder, answers)
         try:
