@@ -97,18 +97,6 @@ def test_classify_tells_three_figures_and_their_differences(example, tokenizer, 
     assert all(re.search(r"[+-]\d+\.\d% \[[+-]\d+\.\d%, [+-]\d+\.\d%\]$", line) for line in lines[2:])
 
 
-def test_probe_learns_what_is_linear_and_the_penalty_is_chosen_by_held_out_folds():
-    classify = load("classify")
-    inputs = torch.randn(200, 6, generator=torch.Generator().manual_seed(1))
-    labels = inputs[:, :3].argmax(dim=1)
-    predict = classify.fit_linear(inputs[:150], labels[:150], 3, 1e-3)
-    assert (predict(inputs[150:]) == labels[150:]).float().mean() > 0.9
-    nothing = torch.randint(3, (200,), generator=torch.Generator().manual_seed(2))
-    assert classify.choose_penalty(inputs, labels, 3, seed=0) < classify.PENALTIES[-1]
-    low, high = classify.interval((predict(inputs) == nothing).double() - 1 / 3, seed=0)
-    assert low < 0 < high
-
-
 def test_caption_and_draw_judges_both_directions(example, tokenizer, captions):
     lines = example("caption_and_draw", tokenizer, captions, "--updates", 10)
     assert lines[0].startswith("24 training pairs, ")

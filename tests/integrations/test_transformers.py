@@ -13,7 +13,6 @@ from PIL import Image
 
 import vqclip
 from tests.models import IDENTITY, PRODUCT, tiny_model
-from tests.tokenizer.test_loading import Hub
 from vqclip.errors import CheckpointError, ConfigError, ShapeError
 from vqclip.model import CLIP
 from vqclip.pixels import TransformerPixelsConfig, attach
@@ -182,16 +181,6 @@ def test_the_pipeline_gives_our_scores(folder, model, images, embeddings, caplog
         each["label"]: each["score"] for each in pipe(images[0], candidate_labels=labels, hypothesis_template=template)
     }
     assert found == dict(zip(labels, logits.softmax(dim=-1)[0].tolist(), strict=True))
-
-
-def test_what_is_pushed_has_a_card_and_can_be_loaded(folder, tmp_path, monkeypatch):
-    hub = Hub(monkeypatch)
-    ours.VqclipImageTokenizer.from_pretrained(folder).push_to_hub("somebody/model", private=True)
-    assert sorted(hub.files) == ["README.md", "config.json", "model.safetensors", "preprocessor_config.json"]
-    assert "VqclipImageTokenizer" in hub.files["README.md"].decode()
-    for name, data in hub.files.items():
-        (tmp_path / name).write_bytes(data)
-    transformers.AutoModel.from_pretrained(tmp_path)
 
 
 def test_one_processor_takes_captions_and_images(folder, model, images, tmp_path):
