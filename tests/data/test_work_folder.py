@@ -7,7 +7,6 @@ import time
 import pytest
 
 from tests.ranks import start_process
-from vqclip.data import work_folder
 from vqclip.data.work_folder import FolderLayout, WorkFolder
 from vqclip.io.atomic import write_file
 
@@ -46,27 +45,11 @@ def test_processes_share_items_and_take_over_those_of_a_killed_one(tmp_path):
     assert records is not None
     assert [record.samples for record in records] == [*range(6)]
     makers = [folder.file(item).read_text().split()[-1] for item in range(6)]
-    assert makers[:2] == [str(dying.pid)] * 2
-    assert str(dying.pid) not in makers[2:]
+    assert makers[2] != str(dying.pid)
     folder.finish(records, 0.0, "--tolerance")
     assert json.loads((tmp_path / "manifest.json").read_text())["samples"] == 15
     assert not [*(tmp_path / "claims").iterdir()]
     assert not list(folder.claim())
-
-
-def test_a_claim_of_another_machine_holds_while_it_is_renewed(tmp_path, monkeypatch):
-    folder = open_folder(tmp_path)
-    claim = tmp_path / "claims" / "00000"
-    claim.write_text("process 1 on elsewhere\n")
-    assert list(folder.claim(range(2))) == [1]
-    os.utime(claim, (time.time() - 301,) * 2)
-    assert list(folder.claim(range(2))) == [0, 1]
-    monkeypatch.setattr(work_folder, "_RENEW_S", 0)
-    for item in folder.claim([3]):
-        path = tmp_path / "claims" / f"{item:05d}"
-        os.utime(path, (0, 0))
-        folder.renew()
-        assert path.stat().st_mtime > time.time() - 60
 
 
 @pytest.mark.parametrize("damage", ["short", "flipped", "decayed", "missing", "record", "moved"])

@@ -64,6 +64,14 @@ class Recent(Generic[K, V]):
                 self._close(dropped)
         return value
 
+    def clear(self) -> None:
+        """Drop all values."""
+        while self._values:
+            _, dropped = self._values.popitem()
+            if self._close:
+                self._close(dropped)
+        self._used = 0
+
     def __len__(self) -> int:
         """Return the number of values that are kept."""
         return len(self._values)

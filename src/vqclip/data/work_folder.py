@@ -3,12 +3,12 @@
     settings.json            everything that determines the bytes; other settings are refused
     00000.tar, ...           the file of each item of the work
     records/00000.json, ...  a finished item: size and checksum of its file, samples left out, facts that its maker adds
-    claims/00000, ...        an item that a process is making: locked, and renewed, while it does
+    claims/00000, ...        an item that a process is making: locked while it does
     manifest.json            the whole, when every item is finished; bad_samples.jsonl names the samples left out
 
     folder = WorkFolder(path, settings, items, layout)   # makes the folder, or compares its settings
     for item in folder.claim():                          # items that nobody has finished or is making
-        file = write_file(folder.file(item), content)    # folder.renew() now and then
+        file = write_file(folder.file(item), content)
         folder.add_record(item, file, samples)           # now it is finished
     if (records := folder.records()) is not None:        # every item is finished
         folder.finish(records, bad_fraction, "--tolerance")
@@ -18,8 +18,8 @@ item. An item depends on the settings and its number alone: claims save work, an
 processes that make one item, on machines whose locks do not see each other, write the same bytes, and so do two that
 write the manifest.
 
-A claim ends with its process, however that ends. On a disk that machines share without common locks, one that another
-machine has not renewed for five minutes counts as abandoned.
+A claim ends with its process, however that ends. Each process takes items in an order of its own, so machines whose
+locks do not see each other make few items twice.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ import hashlib
 import json
 import logging
 import os
+import random
 import shutil
-import socket
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,10 +54,6 @@ SETTINGS_FILE, MANIFEST_FILE, BAD_FILE = "settings.json", "manifest.json", "bad_
 _RECORDS, _CLAIMS = "records", "claims"
 VISIBLE_S = 90.0
 """Longest wait for a file of another machine: a network file system may hide new files for a minute."""
-_LEASE_S = 300.0
-"""Time after which a claim of another machine that was not renewed counts as abandoned."""
-_RENEW_S = 20.0
-"""Shortest time between two renewals of a claim."""
 _WAIT_S = 0.5
 """Time between two looks at items that others are making."""
 _SHOWN = 20
@@ -189,8 +184,6 @@ class WorkFolder:
         self.path, self.items, self.layout = path, items, layout
         self.settings: dict[str, Any] = json.loads(json.dumps(dict(settings)))
         self.digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
-        self._claims: list[Path] = []
-        self._renewed = time.monotonic()
         file = path / SETTINGS_FILE
         try:
             for folder in (_RECORDS, _CLAIMS):
@@ -249,56 +242,33 @@ class WorkFolder:
         return self.path / _RECORDS / f"{item:05d}.json"
 
     def claim(self, items: Iterable[int] | None = None, wait: bool = False) -> Iterator[int]:
-        """Yield the items that nobody has finished, each while this process claims it.
+        """Yield the items that nobody has finished, in a random order, each while this process claims it.
 
         Args:
             items: numbers of the items wanted; None: all.
             wait: go on until all of them are finished, also those that other processes are making.
         """
         left = [item for item in (range(self.items) if items is None else items) if self.record(item) is None]
+        random.Random(os.urandom(8)).shuffle(left)
         while left:
             busy = []
             for item in left:
                 path = self.path / _CLAIMS / f"{item:05d}"
-                lock = self._take(path)
-                if lock is None:
+                lock = ProcessLock(path)
+                if lock.try_acquire() is not None:
+                    lock.release()
                     busy.append(item)
                     continue
-                self._claims.append(path)
                 try:
                     if self.record(item) is None:  # another process may have finished it meanwhile
                         yield item
                 finally:
-                    self._claims.remove(path)
                     path.unlink(missing_ok=True)
                     lock.release()
             left = [item for item in busy if self.record(item) is None] if wait else []
             if left:
                 progress.heartbeat()
                 time.sleep(_WAIT_S)
-
-    def _take(self, path: Path) -> ProcessLock | None:
-        """Lock the claim of an item; return None if another process is making it."""
-        with contextlib.suppress(OSError):
-            holder = path.read_text(errors="replace").strip()
-            if holder and not holder.endswith(f" on {socket.gethostname()}"):
-                with tempfile.TemporaryFile(dir=path.parent) as file:  # times of files are those of the disk's machine
-                    age = os.fstat(file.fileno()).st_mtime - path.stat().st_mtime
-                if age < _LEASE_S:
-                    return None
-        lock = ProcessLock(path)
-        if lock.try_acquire() is None:
-            return lock
-        lock.release()
-        return None
-
-    def renew(self) -> None:
-        """Show other machines that this process still makes what it claims; called between the parts of long work."""
-        if time.monotonic() - self._renewed > _RENEW_S:
-            self._renewed = time.monotonic()
-            for path in self._claims:
-                with contextlib.suppress(OSError):
-                    os.utime(path)
 
     def add_record(
         self, item: int, file: FileDigest, samples: int, bad: Iterable[Any] = (), **facts: Any

@@ -115,14 +115,12 @@ def tokenize(options: Options) -> WorkResult:
     bad = sum(len(record.bad) for record in records if record is not None)
     left = [shard for shard, record in enumerate(records) if record is None]
     seen = made = 0
-    # Processes claim shards in order, so what comes before a claimed one is done or in work.
-    before = dict(zip(left, itertools.accumulate((sizes[shard] for shard in left), initial=0), strict=False))
-    start, done = time.monotonic(), sum(sizes) - sum(sizes[shard] for shard in left)
-    position = done
-    with ProgressBar(sum(sizes), done, rank == 0, "tokenize", "sample") as bar:
+    start, position = time.monotonic(), sum(sizes) - sum(sizes[shard] for shard in left)
+    with ProgressBar(sum(sizes), position, rank == 0, "tokenize", "sample") as bar:
         for shard in folder.claim(left):
-            bar.advance(done + before[shard] - position)
-            position = done + before[shard]
+            done = sum(size for each, size in enumerate(sizes) if folder.record_path(each).exists())
+            bar.advance(done - position)  # by what others have made
+            position = done
             for count in maker.make(source, shard, 0, bad):
                 seen, position = seen + count, position + count
                 bar.advance(count)
@@ -285,9 +283,8 @@ class ShardMaker:
                     (each["reason"] for each in left_out), len(left_out) + bad, self.most_bad, "--tolerance"
                 )
                 records += encoders.encode_images(batch, images)
-                self.folder.renew()
                 yield len(batch.ids)
-        whole, lengths = encoders.encode_captions(records, self.folder.renew)
+        whole, lengths = encoders.encode_captions(records)
         file = write_file(self.folder.file(shard), lambda file: write_shard(file, whole, settings.image, settings.text))
         self.folder.add_record(shard, file, len(whole), left_out, lengths=sorted(lengths.items()))
 
@@ -406,14 +403,8 @@ class Encoders:
         found = batch.found.items()
         return [each._replace(image=strip_padding(ids[number - first], sizes)) for number, each in found]
 
-    def encode_captions(
-        self, records: Sequence[TokenRecord], between: Callable[[], object]
-    ) -> tuple[Sequence[TokenRecord], CaptionLengths]:
+    def encode_captions(self, records: Sequence[TokenRecord]) -> tuple[Sequence[TokenRecord], CaptionLengths]:
         """Encode each distinct caption once, in batches that are padded with empty captions.
-
-        Args:
-            records: samples with their captions.
-            between: is called after each batch.
 
         Returns:
             The samples with the ids of their captions, and the lengths of all captions in tokens; without a text
@@ -431,7 +422,6 @@ class Encoders:
             for caption, size, ids in zip(some, sizes, self._ids(self.text, tokens), strict=False):
                 lengths[size] += counts[caption]
                 known[caption] = strip_padding(ids, self.text.codebook_sizes)
-            between()
         return [each._replace(texts=tuple(known[caption] for caption in each.captions)) for each in records], lengths
 
     @torch.inference_mode()

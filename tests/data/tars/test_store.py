@@ -12,10 +12,13 @@ import pytest
 
 from tests.data import serving
 from tests.data.serving import FaultyServer, status
+from vqclip.data.remote.cache import BoundedCache
 from vqclip.data.remote.files import RemoteShard
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.tars.index import ByteRange
-from vqclip.data.tars.store import OpenFiles, read_ranges
+from vqclip.data.tars.members import USUAL
+from vqclip.data.tars.reader import TarReader
+from vqclip.data.tars.store import OpenFiles
 from vqclip.errors import StorageError
 from vqclip.io.files import Stamp
 
@@ -51,11 +54,11 @@ def test_only_the_range_is_sent(server: FaultyServer, url: str) -> None:
         assert pool.apply(read, (url,)) == BODY[100:300]
 
 
-def test_a_server_that_sends_parts_no_more(server: FaultyServer, url: str) -> None:
-    server.ranges = False
-    index = SimpleNamespace(lengths=[len(BODY)], path="index")
+def test_a_server_that_sends_parts_no_more(server: FaultyServer, url: str, tmp_path: Path) -> None:
+    server.ranges, index = False, SimpleNamespace(lengths=[len(BODY)], path="index", keys=None)
+    reader = TarReader([remote(url)], index, USUAL, BoundedCache(tmp_path, 1))  # type: ignore[arg-type]
     with pytest.raises(StorageError, match="the server answers a request for a part of the file with all of it"):
-        read_ranges([ByteRange(0, 100, 300)], [remote(url)], index, OpenFiles())  # type: ignore[arg-type]
+        reader._read_ranges([ByteRange(0, 100, 300)])
 
 
 def test_a_page_in_place_of_a_part_is_tried_again(server: FaultyServer, url: str, pauses: list[float]) -> None:

@@ -277,7 +277,6 @@ def write_piece(
         for number, (row, sample, rows, name) in enumerate(stream.read(piece)):
             if number % _HEARTBEAT == 0:
                 progress.heartbeat()
-                folder.renew()
             counts["grouped"] += rows - 1
             key = f"{row:09d}" if check is None else f"{piece:05d}{number:04d}"
             try:

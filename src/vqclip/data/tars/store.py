@@ -2,7 +2,7 @@
 
 survey                sizes and tags of all shards
 read_shard            a shard once from beginning to end, to index it
-read_ranges           ranges of bytes, at any place; `OpenFiles` keeps files open
+OpenFiles             bytes at any place of shards on this machine
 find_copies           shards that cannot be read at random places: compressed ones, and those of servers that send whole
                       files only. Each is copied once into the cache, unpacked, and is then read in place like any tar
 
@@ -21,19 +21,18 @@ import resource
 import threading
 import weakref
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+from vqclip.data.lookup import Recent
 from vqclip.data.remote.files import RemoteShard, Shard, fetch, is_gzip
-from vqclip.data.remote.retry import Deadline, FetchError
-from vqclip.data.remote.transfer import Body, FileFacts, NoRangesError, find_facts, list_files
+from vqclip.data.remote.retry import FetchError
+from vqclip.data.remote.transfer import Body, FileFacts, find_facts, list_files
 from vqclip.data.remote.urls import digest, path_in_url, protocol_of
 from vqclip.data.sources.paths import strip_common_folders
-from vqclip.data.tars.index import ByteRange, TarIndex
 from vqclip.data.work_folder import require_room
 from vqclip.errors import DataError, StorageError, encodable
 from vqclip.io.atomic import FileDigest, write_file
@@ -155,44 +154,6 @@ def read_shard(shard: Shard, facts: ShardFacts, scan: Callable[[Iterable[bytes]]
     return result
 
 
-def read_ranges(
-    ranges: Sequence[ByteRange],
-    shards: Sequence[Shard],
-    index: TarIndex,
-    files: OpenFiles,
-    deadline: Deadline | None = None,
-) -> bytes:
-    """Return the bytes of all ranges, one after the other. May be called by several threads.
-
-    Args:
-        ranges: each of at least one byte.
-        shards: tar files, here or at URLs.
-        index: their sizes and tags.
-        files: the open ones on this machine.
-        deadline: ends all waits for the server; default `remote.total_s` of each shard.
-
-    Raises:
-        StorageError: a shard cannot be read; or it has another size than in the index, or, on this machine, another
-            modification time (`kind` is then "changed shard"). Bytes at URLs may come from a changed shard of the same
-            size: compare a checksum.
-    """
-    parts = []
-    for number, first, end in ranges:
-        shard = shards[number]
-        if isinstance(shard, Path):
-            parts.append(files.read(shard, index.stamp(number), first, end - first, str(shard)))
-            continue
-        try:
-            parts.append(shard.read(first, end, int(index.lengths[number]), deadline))
-        except NoRangesError:
-            raise StorageError(
-                f"{shard}: the server answers a request for a part of the file with all of it; expected one that "
-                f"answers requests with Range, as it did when {index.path} was made. Remove this index: the next start "
-                "fetches the shards whole, once"
-            ) from None
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
 class OpenFiles:
     """Reads shards by `pread`, and keeps the recently used ones open.
 
@@ -201,11 +162,10 @@ class OpenFiles:
     """
 
     def __init__(self) -> None:
-        self._files: OrderedDict[Path, int] = OrderedDict()
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = 1024 if allowed == resource.RLIM_INFINITY else max(1, min(1024, allowed // 4))
-        weakref.finalize(self, _close_all, self._files)  # `__del__` fails when the interpreter ends
-        self._lock = threading.Lock()
+        most = 1024 if allowed == resource.RLIM_INFINITY else max(1, min(1024, allowed // 4))
+        self._files, self._lock = Recent[Path, int](most, close=os.close), threading.Lock()
+        weakref.finalize(self, self._files.clear)  # `__del__` fails when the interpreter ends
 
     def read(self, path: Path, stamp: tuple[int, int], first: int, size: int, name: str) -> bytes:
         """Read bytes of a shard.
@@ -222,44 +182,34 @@ class OpenFiles:
         """
         try:
             with self._lock:
-                file = os.dup(self._open(path, stamp, name))
+                file = os.dup(self._files.get(path, _open))
             try:
+                if Stamp.of(file) != stamp:  # before every read, as the file may change while it is open
+                    raise StorageError(
+                        f"{name}: the shard has changed since it was indexed; start the run again", "changed shard"
+                    )
                 data = os.pread(file, size, first)
                 while 0 < len(data) < size and (more := os.pread(file, size - len(data), first + len(data))):
                     data += more  # a call returns at most 2 GiB
             finally:
                 os.close(file)
-        except OSError as error:
+        except (OSError, StorageError) as error:
+            with self._lock:
+                self._files.clear()  # a file was replaced, or its handle is stale: the next read opens it again
+            if isinstance(error, StorageError):
+                raise
             raise StorageError(f"{name}: cannot be read: {error.strerror}", "unreadable shard") from None
         if len(data) != size:
             raise StorageError(f"{name}: the shard became shorter while it was in use", "changed shard")
         return data
 
-    def _open(self, path: Path, stamp: tuple[int, int], name: str) -> int:
-        file = self._files.pop(path, None)
-        if file is None:
-            # Non-blocking: a pipe in place of the shard must not make the run wait.
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            if Stamp.of(file) != stamp:  # before every read, as the file may change while it is open
-                raise StorageError(
-                    f"{name}: the shard has changed since it was indexed; start the run again", "changed shard"
-                )
-        except BaseException:  # a stale handle of a network disk too: the next read opens the file again
-            os.close(file)
-            raise
-        self._files[path] = file  # the last one used
-        if len(self._files) > self._most:
-            os.close(self._files.popitem(last=False)[1])
-        return file
-
     def __reduce__(self) -> tuple[type[OpenFiles], tuple[()]]:
         return OpenFiles, ()  # descriptors are not valid in a spawned worker
 
 
-def _close_all(files: OrderedDict[Path, int]) -> None:
-    while files:
-        os.close(files.popitem()[1])
+def _open(path: Path) -> int:
+    # Non-blocking: a pipe in place of the shard must not make the run wait.
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 # ---- copies of shards that cannot be read at random places
