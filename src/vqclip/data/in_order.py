@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from vqclip.data.batch import BadSample, EvalBatch, allowed_bad
+from vqclip.data.batch import BadSample, EvalBatch, allowed_bad, require_few_bad
 from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.samples import read_decoded
 from vqclip.data.sources.base import RawSample, Source
@@ -132,13 +132,8 @@ class EvalSet:
 
     def require_few_bad(self, reasons: Sequence[str]) -> None:
         """Raise DataError if more samples are bad, for these reasons, than are allowed over all ranks."""
-        if len(reasons) > self.allowed:
-            shown = "\n".join(f"  {reason}" for reason in reasons[:5])
-            raise DataError(
-                f"{len(reasons)} of {self.size} samples cannot be used; at most {self.allowed} may. Repair or remove "
-                "them, or allow more (max_bad_fraction of an evaluation, --bad-fraction of a command). Some of them:\n"
-                f"{shown}"
-            )
+        option = "max_bad_fraction of an evaluation (--bad-fraction of a command)"
+        require_few_bad(reasons, len(reasons), self.allowed, option)
 
     def _make(self, places: Sequence[int]) -> EvalBatch:
         read = read_in_order(self._read, [place * len(self.source) // self.size for place in places])

@@ -28,14 +28,13 @@ So a batch has no sample twice, unless it has more samples of a source than the 
 nothing. The tail is that of a pass that has exchanged its own opening, where both overlap: passes of less than two
 batches.
 
-There are two orders, `FullGlobalOrder` and `WindowedGlobalOrder`, each with a shuffle. Their configurations,
-`FullOrder` and `WindowedOrder`, build them.
+There are two orders, `GlobalOrder` and `WindowedGlobalOrder`, each with a shuffle. Their configurations, `FullOrder`
+and `WindowedOrder`, build them.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -65,8 +64,8 @@ class Slots(NamedTuple):
     """int64, number of earlier passes through the source; with weight 1, the epoch."""
 
 
-class GlobalOrder(ABC):
-    """Maps positions to samples; see `OrderConfig`, whose `build` makes it.
+class GlobalOrder:
+    """Maps positions to samples, in one random order of all samples; see `OrderConfig`, whose `build` makes it.
 
     Args:
         sizes: number of samples of every source, each at least 1.
@@ -90,9 +89,9 @@ class GlobalOrder(ABC):
         self.epoch_size = max(1, round(sum(self.slots)))
         """Samples in an epoch, including repetitions; epochs differ by at most one for each source with fractions."""
 
-    @abstractmethod
     def _shuffle(self, source: int, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
         """Return the sample at each place of a pass through a source; a bijection of 0 ... size - 1 in each pass."""
+        return permute(place, self.sizes[source], hash_integers(self.seed, _SAMPLES, np.int64(source), passes))
 
     def __getitem__(self, positions: np.ndarray) -> Slots:
         """Return the samples at these positions (int64 array, >= 0); the cost depends only on their number."""
@@ -237,14 +236,6 @@ class GlobalOrder(ABC):
         return Slots(source, sample, passes)
 
 
-class FullGlobalOrder(GlobalOrder):
-    """One random order of all samples."""
-
-    def _shuffle(self, source: int, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
-        """Permute all samples of the source."""
-        return permute(place, self.sizes[source], hash_integers(self.seed, _SAMPLES, np.int64(source), passes))
-
-
 class WindowedGlobalOrder(GlobalOrder):
     """A random order of chunks, and of the samples within a window of chunks.
 
@@ -314,12 +305,6 @@ class WindowedGlobalOrder(GlobalOrder):
         windows = self.windows(source)
         return windows.most_rows * int(NodeLayout(nodes).lanes_of(rank, windows.lanes).sum())
 
-    def shared_lanes(self, source: int, nodes: Sequence[int]) -> tuple[int, int]:
-        """Return the lanes of a window of a source, and how many all nodes together need."""
-        lanes, layout = self.windows(source).lanes, NodeLayout(nodes)
-        firsts = np.unique(layout.of_rank, return_index=True)[1].tolist()
-        return lanes, sum(int(layout.lanes_of(rank, lanes).sum()) for rank in firsts)
-
     def _shuffle(self, source: int, passes: np.ndarray, place: np.ndarray) -> np.ndarray:
         """Permute the chunks of the source, and the samples of each window."""
         sample = np.empty_like(place)
@@ -351,9 +336,9 @@ class FullOrder(Config):
 
     kind: Literal["full"] = "full"
 
-    def build(self, sizes: Sequence[int], weights: Sequence[float], seed: int, batch_size: int = 1) -> FullGlobalOrder:
+    def build(self, sizes: Sequence[int], weights: Sequence[float], seed: int, batch_size: int = 1) -> GlobalOrder:
         """Return the order of some sources; see `GlobalOrder`."""
-        return FullGlobalOrder(sizes, weights, seed, batch_size)
+        return GlobalOrder(sizes, weights, seed, batch_size)
 
 
 class WindowedOrder(Config):

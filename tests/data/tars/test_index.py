@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from tests.data.making import make_index, write_tar
+from vqclip.data.remote.cache import BoundedCache
 from vqclip.data.table_file import Texts, open_table, save_table
 from vqclip.data.tars.index import TarIndex, open_index, scan_chunk
+from vqclip.data.tars.members import USUAL
+from vqclip.data.tars.reader import TarReader
 from vqclip.errors import DataError, StorageError
 
 COUNTS = (0, 3, 9, 1, 0, 2, 5, 0)
@@ -41,8 +44,8 @@ def test_chunks_partition_the_shards_and_hold_their_samples(tmp_path: Path, chun
     index = make_index(shards, tmp_path / "index", chunk)
     index = open_index(index.path)
     assert (len(index), index.samples, index.facts.members) == (-(-20 // chunk), 20, (20, 20, 0, 0))
-    assert [index.shard_name(n) for n in range(index.shards)] == [path.name for path in shards]
-    assert index.tag(3) == str(shards[3].stat().st_mtime_ns)
+    assert [index.names.read(n) for n in range(index.shards)] == [path.name for path in shards]
+    assert index.tags.read(3) == str(shards[3].stat().st_mtime_ns)
     chunks = [read(index, number, shards) for number in range(len(index))]
     assert b"".join(chunks) == b"".join(path.read_bytes() for path, count in zip(shards, COUNTS, strict=True) if count)
     assert index.facts.largest == max(map(len, chunks))
@@ -167,7 +170,9 @@ def test_crafted_numbers(tmp_path: Path, facts: dict[str, object], arrays: dict[
 
 
 def test_names_cannot_forge_lines(tmp_path: Path) -> None:
-    index = make_index(tiny(tmp_path, (1,)), tmp_path / "index")
+    shards = tiny(tmp_path, (1,))
+    index = make_index(shards, tmp_path / "index")
     names = Texts.join(["a\nb\x1b[2J\udcff"])
     change(index.path, {}, {"names": names.content, "name_ends": names.ends})
-    assert open_index(index.path).shard_name(0) == "a\\nb\\x1b[2J\\udcff"
+    reader = TarReader(shards, open_index(index.path), USUAL, BoundedCache(tmp_path / "chunks", 1))
+    assert reader.place(0) == "a\\nb\\x1b[2J\\udcff/d/000000000"

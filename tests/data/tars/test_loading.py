@@ -13,7 +13,6 @@ from tests.data.loading import global_batches, open_data, same
 from tests.data.making import caption_shards, class_folder, make_index
 from tests.data.remote.test_s3 import bucket, put  # noqa: F401
 from tests.data.serving import FaultyServer
-from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, TrainData
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.sources.base import SourceConfigBase
@@ -137,10 +136,6 @@ def test_indexes_that_do_not_fit(folder, server, tmp_path, caplog, monkeypatch):
     assert "the cache has room for 1." in caplog.text
     ids = torch.cat([batch.sample_ids for batch in data.batches(0, 31)])
     assert ids.bincount().tolist() == [10] * 31
-    assert "nodes" not in caplog.text
-    monkeypatch.setattr(dist, "nodes", lambda: (0, 1, 2))
-    open_data(folder, sources=(one_source(url, 0.9 * size),), order=order)
-    assert "lanes of chunks in a window: 1, and nodes: 3;" in caplog.text
 
 
 def test_other_indexes_that_cannot_be_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

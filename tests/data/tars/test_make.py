@@ -109,7 +109,7 @@ def test_shards_at_urls_are_read_in_streams(tmp_path, server, pauses, cache):
     index = maker.write(tmp_path / "index", 5)
     assert len(pauses) == 2
     assert index.facts.content == make_index(shards, tmp_path / "local", 5).facts.content
-    assert [index.tag(n) for n in range(3)] == ["0.tar", "1.tar", "2.tar"]
+    assert [index.tags.read(n) for n in range(3)] == ["0.tar", "1.tar", "2.tar"]
     assert b"secret" not in index.path.read_bytes()
     # one object changes, with equal size
     server.tags["/2.tar"] = '"other"'

@@ -41,7 +41,8 @@ class Fetched:
 class Reader:
     """A reader whose chunks of the index are half as long as those of the order, and take a byte."""
 
-    index, is_remote, total_bytes, cache_room = SimpleNamespace(chunk=CHUNK // 2), True, 2 * SIZE // CHUNK, 24
+    index, is_remote, total_bytes = SimpleNamespace(chunk=CHUNK // 2), True, 2 * SIZE // CHUNK
+    cache = SimpleNamespace(room=24)
 
     def __init__(self):
         self.fetch = Fetched()

@@ -80,15 +80,14 @@ def fetch_bytes(url: str, options: TransferConfig, limit: int) -> bytes:
     """
 
     def read_body(body: Body) -> bytes:
-        if body.length is not None and body.length > limit:
-            raise DataError(f"{display_url(url)}: has {body.length} bytes; at most {limit} are read", "too many bytes")
         blocks, received = [], 0
         for block in body.blocks:
             blocks.append(block)
             received += len(block)
-            if received > limit:
+            if max(received, body.length or 0) > limit:
                 raise DataError(
-                    f"{display_url(url)}: has more than {limit} bytes; at most these are read", "too many bytes"
+                    f"{display_url(url)}: has {body.length or 'more than'} bytes; at most {limit} are read",
+                    "too many bytes",
                 )
         return b"".join(blocks)
 

@@ -133,7 +133,7 @@ class ChunkSupply:
         self._readers, self._order, self._rank, self._nodes = readers, order, rank, nodes
         mine = [other for other, node in enumerate(nodes) if node == nodes[rank]]
         self._local_rank, self._local_ranks = mine.index(rank), len(mine)
-        self._cache_room = min(reader.cache_room for reader in readers.values())
+        self._cache_room = min(reader.cache.room for reader in readers.values())
         self._ahead: dict[int, FetchAhead] = {}
         self._windows = {source: self._window_bytes(source) for source in readers}
         if sum(self._windows.values()) > self._cache_room:
@@ -178,16 +178,6 @@ class ChunkSupply:
                     source,
                     1 + room / window,
                     window / 2**30,
-                )
-            lanes, fetched = self._order.shared_lanes(source, self._nodes)
-            if fetched > 1.1 * lanes:
-                logger.warning(
-                    "data.sources[%d]: lanes of chunks in a window: %d, and nodes: %d; so a chunk is fetched by %.1f "
-                    "nodes in the mean. Raise data.order.window, or use fewer nodes: see vqclip plan",
-                    source,
-                    lanes,
-                    len(set(self._nodes)),
-                    fetched / lanes,
                 )
 
     def plan(self, steps: range, source: int) -> Iterator[PlannedFetch]:

@@ -131,7 +131,10 @@ class TarWalk:
         kind = header[156:157]
         size = _number(path, header[124:136], at)
         if kind in _REGULAR and "size" in self._extended:
-            size = _decimal(path, self._extended["size"], at)
+            digits = self._extended["size"]
+            if not (digits.isascii() and digits.isdigit() and len(digits) < 19):
+                raise DataError(f"{path}: PAX header before offset {at} has no valid size: {digits[:40]!r}")
+            size = int(digits)
         start = at + BLOCK
         if start + size > self._length:
             raise DataError(
@@ -209,12 +212,6 @@ def _number(path: Shard, field: bytes, at: int) -> int:
     if digits.strip(b"01234567"):
         raise DataError(f"{path}: tar header at offset {at} has no valid size: {field!r}")
     return int(digits or b"0", 8)
-
-
-def _decimal(path: Shard, text: str, at: int) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise DataError(f"{path}: PAX header before offset {at} has no valid size: {text[:40]!r}")
-    return int(text)
 
 
 def _name(header: bytes, extended: dict[str, str]) -> str:

@@ -37,7 +37,7 @@ from vqclip.data.remote.files import Shard
 from vqclip.data.table_file import Table, Texts, open_table, save_table
 from vqclip.data.tars.headers import BLOCK
 from vqclip.data.tars.members import DIGEST, KINDS, USUAL, MemberRules, SampleTable, scan_shard
-from vqclip.errors import CheckpointError, DataError, StorageError, encodable, printable
+from vqclip.errors import CheckpointError, DataError, StorageError, encodable
 from vqclip.io.json_files import Strict, validate
 
 logger = logging.getLogger("vqclip.data")
@@ -117,17 +117,9 @@ class TarIndex:
         """Number of shards."""
         return len(self.lengths)
 
-    def shard_name(self, number: int) -> str:
-        """Return the path of a shard, without the folders that all shards have in common and without credentials."""
-        return printable(self.names.read(number), one_line=True)
-
-    def tag(self, number: int) -> str:
-        """Return the ETag of a shard; of a local file its modification time in ns."""
-        return self.tags.read(number)
-
     def stamp(self, number: int) -> tuple[int, int]:
         """Return size and modification time of a shard on this machine when it was indexed."""
-        return int(self.lengths[number]), int(self.tag(number))
+        return int(self.lengths[number]), int(self.tags.read(number))
 
     def has_shards(
         self, names: Sequence[str], rules: MemberRules, states: Iterable[tuple[int, str] | None] = ()
@@ -141,7 +133,7 @@ class TarIndex:
         """
         same = self.facts.rules == rules.to_json() and all(map(np.array_equal, self.names, Texts.join(names)))
         return same and all(
-            state in (None, (int(self.lengths[number]), self.tag(number))) for number, state in enumerate(states)
+            state in (None, (int(self.lengths[number]), self.tags.read(number))) for number, state in enumerate(states)
         )
 
     def shard_of(self, sample: int) -> int:

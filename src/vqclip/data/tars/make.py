@@ -285,9 +285,9 @@ class IndexMaker:
             rules=self.rules.to_json(),
             scattered=encodable(shard.name) if scan.is_scattered else "",
             damaged={encodable(shard.name): encodable(problem)} if problem else {},
-            endings={encodable(name): count for name, count in scan.endings.items()},
-            ignored={encodable(name): count for name, count in scan.ignored.items()},
-            ambiguous={encodable(name): count for name, count in scan.ambiguous.items()},
+            endings=dict(scan.endings),
+            ignored=dict(scan.ignored),
+            ambiguous=dict(scan.ambiguous),
         )
         arrays = _name_arrays([shard]) | {
             "firsts": np.array([0, len(scan.begins)], np.int64),

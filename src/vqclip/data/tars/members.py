@@ -25,6 +25,7 @@ from vqclip.data.decode import IMAGE_ENDINGS, OTHER_ENDINGS
 from vqclip.data.remote.files import Shard
 from vqclip.data.table_file import Texts
 from vqclip.data.tars.headers import Member, TarWalk
+from vqclip.errors import encodable
 
 KINDS = ("image", "txt", "json", "cls")
 """Members of a sample; the columns of `SampleTable.offsets` and `.sizes`."""
@@ -198,7 +199,8 @@ class _MemberScan:
             firsts = least[numbers]
         firsts[:1] = 0
         edges = [*firsts.tolist(), len(owners)]
-        joined = [_join_digests(digests[start:end]) for start, end in itertools.pairwise(edges)]
+        parts = (digests[start:end] for start, end in itertools.pairwise(edges))
+        joined = [hashlib.sha256(b"".join(each)).digest()[:DIGEST] if len(each) > 1 else each[0] for each in parts]
         count = len(samples)
         table = SampleTable(
             Texts.join(samples),
@@ -269,9 +271,5 @@ class _Endings:
         return self._known[ending][1]
 
 
-def _join_digests(digests: Sequence[bytes]) -> bytes:
-    return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()[:DIGEST]
-
-
 def _positive(counts: Counter[str]) -> dict[str, int]:
-    return {name: count for name, count in counts.most_common(_SHOWN) if count > 0}
+    return {encodable(name): count for name, count in counts.most_common(_SHOWN) if count > 0}

@@ -87,7 +87,8 @@ class TarReader:
         named: Sequence[Shard] | None = None,
     ):
         self._chunk: _OpenChunk | None = None  # the one in use; first, since `__del__` needs it
-        self._shards, self._named, self._cache, self._total_s = shards, named or shards, cache, total_s
+        self._shards, self._named, self._total_s = shards, named or shards, total_s
+        self.cache = cache
         self.index, self.rules = index, rules
         self._files = OpenFiles()
         self.is_remote = not all(isinstance(each, Path) for each in shards)
@@ -143,7 +144,8 @@ class TarReader:
 
     def place(self, index: int) -> str:
         """Return shard and sample, ``00003.tar/000031415``, without the folders that all shards have in common."""
-        return f"{self.index.shard_name(self.index.shard_of(index))}/{self.key(index)}"
+        shard = self.index.names.read(self.index.shard_of(index))
+        return f"{printable(shard, one_line=True)}/{self.key(index)}"
 
     @property
     def shards(self) -> list[dict[str, str | int]]:
@@ -163,11 +165,6 @@ class TarReader:
     def total_bytes(self) -> int:
         """Bytes of all shards and tables."""
         return int(self.index.lengths.sum()) + len(self) * _TABLE
-
-    @property
-    def cache_room(self) -> int:
-        """Bytes of the cache that are never removed as long as no more is used at a time."""
-        return self._cache.room
 
     def cached_bytes(self, chunk: int) -> int:
         """Return about how many bytes of the cache a chunk takes."""
@@ -243,16 +240,16 @@ class TarReader:
 
     def _open(self, chunk: int) -> int:
         deadline = Deadline(self._total_s)  # also of a fetch that begins after a wait for another one
-        return self._cache.open(self._key(chunk), lambda: self._make(chunk, deadline), deadline)
+        return self.cache.open(self._key(chunk), lambda: self._make(chunk, deadline), deadline)
 
     def _remove(self, chunk: int) -> None:
         self.close()
         logger.warning("%s: chunk %d is damaged in the cache and is fetched again", self.index.path, chunk)
-        self._cache.remove(self._key(chunk))
+        self.cache.remove(self._key(chunk))
 
     def _damage_error(self, chunk: int) -> StorageError:
         return StorageError(
-            f"{self._cache.folder}: chunk {chunk} of {self.index.path} is damaged whenever it is read; check the disk, "
+            f"{self.cache.folder}: chunk {chunk} of {self.index.path} is damaged whenever it is read; check the disk, "
             "or set VQCLIP_CACHE to a folder on another one"
         )
 

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, Sampler
 
 from vqclip.data.draws import hash_integers
 from vqclip.data.lookup import Recent, locate
-from vqclip.data.order import FullGlobalOrder
+from vqclip.data.order import GlobalOrder
 from vqclip.data.tokens.shards import TokenGroup, TokenRecord, TokenShard, read_manifest
 from vqclip.errors import CheckpointError, DataError
 from vqclip.io.atomic import FileDigest, verify_file
@@ -179,7 +179,7 @@ class TokenDataset(Dataset[TokenItem]):
 class TokenSampler(Sampler[tuple[int, int]]):
     """One rank's part of an epoch: positions ``rank::world_size`` of an order that depends only on (seed, epoch).
 
-    The parts of all ranks together contain every sample exactly once. The order is `FullGlobalOrder`'s, which stores
+    The parts of all ranks together contain every sample exactly once. The order is `GlobalOrder`'s, which stores
     nothing.
 
     Args:
@@ -198,9 +198,7 @@ class TokenSampler(Sampler[tuple[int, int]]):
         self._positions = range(rank, size - size % world_size if even else size, world_size)
         self._size = size
         self._shuffle = shuffle
-        self._order = (
-            FullGlobalOrder([size], [1.0], derive_seed(seed, "tokens", "order"), batch_size=1) if size else None
-        )
+        self._order = GlobalOrder([size], [1.0], derive_seed(seed, "tokens", "order"), batch_size=1) if size else None
         self._caption_seed = derive_seed(seed, "tokens", "caption")
         self.epoch = 0
 
