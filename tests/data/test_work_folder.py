@@ -52,6 +52,15 @@ def test_processes_share_items_and_take_over_those_of_a_killed_one(tmp_path):
     assert not list(folder.claim())
 
 
+def test_machines_that_see_no_common_locks_take_items_in_other_orders(tmp_path):
+    folder = open_folder(tmp_path, 99)
+    (tmp_path / "claims" / "00098").write_text("process 1 on elsewhere\n")
+    taken = list(folder.claim())
+    assert sorted(taken) == [*range(99)]
+    assert taken != sorted(taken)
+    assert list(folder.claim()) == [*range(99)]
+
+
 @pytest.mark.parametrize("damage", ["short", "flipped", "decayed", "missing", "record", "moved"])
 def test_what_is_damaged_is_made_again(tmp_path, damage):
     folder = open_folder(tmp_path)

@@ -110,9 +110,7 @@ def test_unusable_images_are_left_out_named_and_counted(ranks, spoilt, caplog):
     assert all(other == [[labelled, pairs], failed] for other in others)
     name, message = failed  # two of nine are allowed
     assert name == "DataError"
-    assert (
-        "3 samples cannot be used; max_bad_fraction of an evaluation (--bad-fraction of" in message
-    )
+    assert "3 samples cannot be used; max_bad_fraction of an evaluation (--bad-fraction of" in message
     assert "sample 000000000: not a JPEG" in message
     assert (labelled["samples"], pairs["samples"]) == (21, 6)
     assert labelled["notes"] == ["1 of 22 images cannot be used and are left out"]

@@ -18,8 +18,8 @@ item. An item depends on the settings and its number alone: claims save work, an
 processes that make one item, on machines whose locks do not see each other, write the same bytes, and so do two that
 write the manifest.
 
-A claim ends with its process, however that ends. Each process takes items in an order of its own, so machines whose
-locks do not see each other make few items twice.
+A claim ends with its process, however that ends. Where several machines work on a folder, each takes items in an order
+of its own, so that machines whose locks do not see each other make few items twice.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import logging
 import os
 import random
 import shutil
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -242,14 +243,14 @@ class WorkFolder:
         return self.path / _RECORDS / f"{item:05d}.json"
 
     def claim(self, items: Iterable[int] | None = None, wait: bool = False) -> Iterator[int]:
-        """Yield the items that nobody has finished, in a random order, each while this process claims it.
+        """Yield the items that nobody has finished, each while this process claims it; see `arrange` for their order.
 
         Args:
             items: numbers of the items wanted; None: all.
             wait: go on until all of them are finished, also those that other processes are making.
         """
-        left = [item for item in (range(self.items) if items is None else items) if self.record(item) is None]
-        random.Random(os.urandom(8)).shuffle(left)
+        items = range(self.items) if items is None else items
+        left = self.arrange(item for item in items if self.record(item) is None)
         while left:
             busy = []
             for item in left:
@@ -269,6 +270,20 @@ class WorkFolder:
             if left:
                 progress.heartbeat()
                 time.sleep(_WAIT_S)
+
+    def arrange(self, items: Iterable[int]) -> list[int]:
+        """Return items in the order in which this process takes them: a random one while other machines take some.
+
+        Locks of other machines may not be seen here; so few items are made twice.
+        """
+        arranged = [*items]
+        for path in (self.path / _CLAIMS).glob("*"):
+            with contextlib.suppress(OSError):  # its item has just been finished
+                holder = path.read_text(errors="replace").strip()
+                if holder and not holder.endswith(f" on {socket.gethostname()}"):
+                    random.Random(os.urandom(8)).shuffle(arranged)
+                    break
+        return arranged
 
     def add_record(
         self, item: int, file: FileDigest, samples: int, bad: Iterable[Any] = (), **facts: Any

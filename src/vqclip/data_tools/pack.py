@@ -147,7 +147,7 @@ def pack(
     settings = {"shard_size": None if isinstance(data, PackedConfig) else shard_size, "max_pixels": max_pixels}
     folder = _open_folder(data, stream, settings | {"data": identity}, out, split)
     records = [folder.record(piece, verify=True) for piece in range(folder.items)]
-    wanted = [piece for piece, record in enumerate(records) if record is None]
+    wanted = folder.arrange(piece for piece, record in enumerate(records) if record is None)
     found = folder.items - len(wanted)
     require_room(folder.path, sum(stream.pieces[piece].size for piece in wanted), "OUT: name a folder on a larger disk")
     allowed = None if isinstance(data, PackedConfig) else allowed_bad(bad_fraction, len(data))
