@@ -262,7 +262,7 @@ def test_shards_without_usable_samples_become_empty_ones(tmp_path: Path, tokeniz
 def test_a_data_set_without_a_sample_is_an_error(tmp_path: Path, tokenizer: str) -> None:
     for number in range(2):
         write_tar(tmp_path / "in" / f"{number}.tar", {})
-    with pytest.raises(DataError, match="in: every tar is empty; expected samples"):
+    with pytest.raises(DataError, match="every tar is empty; expected samples"):
         run(tokenizer, tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -85,10 +85,8 @@ def fetch_bytes(url: str, options: TransferConfig, limit: int) -> bytes:
             blocks.append(block)
             received += len(block)
             if max(received, body.length or 0) > limit:
-                raise DataError(
-                    f"{display_url(url)}: has {body.length or 'more than'} bytes; at most {limit} are read",
-                    "too many bytes",
-                )
+                size = body.length or f"more than {limit}"
+                raise DataError(f"{display_url(url)}: has {size} bytes; at most {limit} are read", "too many bytes")
         return b"".join(blocks)
 
     return fetch(url, options, read_body)
