@@ -138,11 +138,12 @@ class FeatureTerm:
             )
         teacher, self._teacher_config = config.teacher.build_tower(self.modality, student)
         _require_same_tokens(teacher, tower)
-        self.comparison = FeatureComparison(tower.width, teacher.width, seed).to(student.logit_scale.device)
+        matrix = fixed_map(tower.width, teacher.width, seed)
+        self.map = None if matrix is None else matrix.to(student.logit_scale.device)
         self.teacher, self.digest = freeze(teacher, student)
 
     def compare(self, out: CLIPOutput, samples: RankBatch) -> Stats:
-        """Return the sum over this rank's tokens, and their count; see `FeatureComparison`."""
+        """Return the sum over this rank's tokens, and their count; see `compare_features`."""
         is_image = self.modality == "image"
         features, inputs = (out.image_features, samples.images) if is_image else (out.text_features, samples.tokens)
         assert features is not None
@@ -153,7 +154,7 @@ class FeatureTerm:
             assert self.teacher is not None
             with torch.no_grad():
                 wanted = tower_features(self.teacher, inputs)
-        return self.comparison(features, wanted, None if is_image else self.tokenizer.mask(inputs))
+        return compare_features(features, wanted, None if is_image else self.tokenizer.mask(inputs), self.map)
 
     def makers(self) -> dict[str, FeatureMaker]:
         """Return the maker of the teacher's features; a frozen tower of a run with this tower has the same ones."""
@@ -166,47 +167,41 @@ class FeatureTerm:
         return {self.name: maker_for(self.tokenizer, theirs, config, network, compute, tokens, **resized)}
 
 
-class FeatureComparison(nn.Module):
-    """Sum over tokens of 1 - cosine between two features.
+def fixed_map(student: int, teacher: int, seed: int) -> Tensor | None:
+    """Return a matrix with orthonormal rows from the wider of two features to the narrower; None for equal widths.
 
-    The cosine ignores the length of a feature, as the LayerNorm after a tower does. If the widths differ, the wider
-    feature is first mapped to the narrower width by a fixed matrix with orthonormal rows. It is drawn by key and never
-    trained: a run needs neither to save it nor to average its gradient.
+    It is drawn by key and never trained: a run needs neither to save it nor to average its gradient.
+    """
+    rows, columns = sorted((student, teacher))
+    if rows == columns:
+        return None
+    matrix = torch.empty(rows, columns, dtype=torch.float64)
+    return nn.init.orthogonal_(matrix, generator=torch.Generator().manual_seed(seed))
+
+
+def compare_features(features: Tensor, target: Tensor, mask: Tensor | None, matrix: Tensor | None) -> Stats:
+    """Sum 1 - cosine over tokens. The cosine ignores the length of a feature, as the LayerNorm after a tower does.
 
     Args:
-        student: width of the student's features.
-        teacher: width of the teacher's.
-        seed: key of the matrix.
+        features: ``(B, N, D)``.
+        target: ``(B, N, D')`` of the teacher.
+        mask: ``(B, N)``, True for the tokens that count; None for all.
+        matrix: result of `fixed_map`, for other widths.
+
+    Returns:
+        This rank's ``sum``, differentiable, and ``count`` of tokens.
     """
-
-    map: Tensor | None
-
-    def __init__(self, student: int, teacher: int, seed: int):
-        super().__init__()
-        rows, columns = sorted((student, teacher))
-        matrix = None
-        if rows != columns:
-            matrix = torch.empty(rows, columns, dtype=torch.float64)
-            nn.init.orthogonal_(matrix, generator=torch.Generator().manual_seed(seed))
-        self.register_buffer("map", matrix, persistent=False)
-
-    def forward(self, features: Tensor, target: Tensor, mask: Tensor | None) -> Stats:
-        """Compare ``(B, N, D)`` with the teacher's ``(B, N, D')``, where ``mask`` ``(B, N)`` is True if given.
-
-        Returns:
-            This rank's ``sum``, differentiable, and ``count`` of tokens.
-        """
-        with full_precision(features.device):
-            dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
-            mine, theirs = features.to(dtype), target.detach().to(dtype)
-            if self.map is not None:
-                matrix = self.map.to(dtype)
-                mine, theirs = (x @ matrix.T if x.shape[-1] > len(matrix) else x for x in (mine, theirs))
-            apart = 1 - F.cosine_similarity(mine, theirs, dim=-1)
-            if mask is not None:
-                apart = apart.where(mask, 0)
-            count = torch.full((), apart.numel(), device=apart.device) if mask is None else mask.sum()
-            return Stats({"sum": apart.sum(), "count": count})
+    with full_precision(features.device):
+        dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
+        mine, theirs = features.to(dtype), target.detach().to(dtype)
+        if matrix is not None:
+            matrix = matrix.to(dtype)
+            mine, theirs = (x @ matrix.T if x.shape[-1] > len(matrix) else x for x in (mine, theirs))
+        apart = 1 - F.cosine_similarity(mine, theirs, dim=-1)
+        if mask is not None:
+            apart = apart.where(mask, 0)
+        count = torch.full((), apart.numel(), device=apart.device) if mask is None else mask.sum()
+        return Stats({"sum": apart.sum(), "count": count})
 
 
 class Distillation:
