@@ -46,16 +46,12 @@ class Clock:
 
     def time_waits(self, items: Iterable[Item]) -> Iterator[Item]:
         """Yield ``items``, and add up the time that the loop waits for them."""
-        iterator = iter(items)
-        while True:
-            asked = time.perf_counter()
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
+        asked = time.perf_counter()
+        for item in items:
             if self._since is not None:
                 self.waited_s += time.perf_counter() - asked
             yield item
+            asked = time.perf_counter()
 
     def count(self, samples: int) -> None:
         """Add the samples of one finished step."""
