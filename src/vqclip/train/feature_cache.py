@@ -2,7 +2,7 @@
 
     FeatureMaker     a frozen tower or teacher, and everything about it that determines its features
     FeatureJob.run   blocks of samples, read in the data workers -> network -> stored dtype -> shard
-    store_features   one job computes at a time (lock)  ->  every rank verifies a part of the shards
+    store_features   one job computes at a time (lock)  ->  rank 0 looks for missing shards
                      ->  what is missing is divided; compute for some seconds; meet, so that an error or a request to
                      stop on one rank ends all; repeat  ->  every rank checks that it sees all shards
                      ->  TrainData.use_features
@@ -267,18 +267,9 @@ def computing_alone(folder: FeatureFolder) -> Iterator[None]:
 
 
 def _find_missing(folder: FeatureFolder, shards: Sequence[int]) -> list[int]:
-    """Return those among ``shards`` that have to be computed, on every rank; each rank verifies a part of them."""
-    missing: list[int] = []
-
-    def verify() -> Iterator[int]:
-        for shard in shards[dist.rank() :: dist.world_size()]:
-            if folder.work.record(shard) is None:
-                missing.append(shard)
-            yield len(folder.settings.shard_range(shard))
-
-    for _ in progress.in_rounds(verify(), _ROUND_S):
-        pass
-    return sorted(shard for each in dist.gather_json(missing) for shard in each)
+    """Return those among ``shards`` that have to be computed, on every rank; rank 0 looks for them."""
+    found: list[int] = dist.run_on_main(lambda: [each for each in shards if folder.work.record(each) is None])
+    return found
 
 
 def _announce(job: FeatureJob, missing: list[int]) -> None:
