@@ -161,5 +161,5 @@ def test_a_page_that_cannot_be_made_ends_no_run(tree, tmp_path, caplog, monkeypa
     monkeypatch.setattr(builtin, "write_report", fail)
     with caplog.at_level(logging.WARNING):
         assert run(tree).finished
-    (first, _) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("report.html: ")]
+    (first, *_) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("report.html: ")]
     assert first.endswith("after step 2; the run continues without it: ZeroDivisionError: by design")

@@ -223,8 +223,6 @@ def evaluate(training: Training) -> EvaluationOutcome:
         training.records.report_evaluation(training.done, result)
     report, folder = training.config.report, training.config.run.path
     write_pages(report, folder, training.done, outcome)
-    if not is_last:  # after the last step, the page is written with the summary
-        write_pages(report, folder, training.done)
     return EvaluationOutcome(outcome.results, outcome.failure or current.failure)
 
 
@@ -241,24 +239,23 @@ def _evaluate_weights(training: Training, *, averaged: bool) -> EvaluationOutcom
 
 
 def write_pages(config: DetailsConfig | None, run: Path, step: int, outcome: EvaluationOutcome | None = None) -> None:
-    """Store an evaluation on rank 0 for the page, or write ``report.html``; a failure is a warning, not the run's end.
+    """Store an evaluation on rank 0, and write ``report.html``; a failure is a warning, not the run's end.
 
     Args:
         config: settings; None: nothing is written.
         run: the run's folder.
         step: steps of training of the evaluated weights.
-        outcome: outcome of the evaluation, with details; None: write the page of all that is stored.
+        outcome: outcome of the evaluation, with details; None if there is no new one.
     """
     if config is None or not dist.is_main():
         return
     try:
-        if outcome is None:
-            write_report(run)
-        elif outcome.results:
+        if outcome is not None and outcome.results:
             write_evaluations(run, step, outcome.results)
+        write_report(run)
     except Exception as error:  # of any kind: a page is never worth a run
-        what, told = "report.html" if outcome is None else "report", f"{type(error).__name__}: {error}"
-        logger.warning("%s: cannot be written after step %d; the run continues without it: %s", what, step, told)
+        told = f"{type(error).__name__}: {error}"
+        logger.warning("report.html: cannot be written after step %d; the run continues without it: %s", step, told)
 
 
 def require_success(outcome: EvaluationOutcome) -> None:
