@@ -187,15 +187,6 @@ def test_a_stopped_run_saves_and_goes_on(tmp_path, shards, whole, cache):
     assert_same_run(whole[0], tmp_path)
 
 
-def test_two_ranks_stop_at_the_same_step(tmp_path, shards, ranks):
-    """The signal reaches one rank only; both stop after the same step and can go on."""
-    tree = run_tree(tmp_path, shards, train__steps=200)
-    parts = ranks(2, run_with_one_signal, tree, str(tmp_path / "cache"), init=False)
-    assert [part["finished"] for part in parts] == [False, False]
-    assert len(parts[0]["sample_ids"]) == len(parts[1]["sample_ids"]) < 200
-    assert weights(tmp_path, len(parts[0]["sample_ids"]))
-
-
 def run_with_one_signal(tree, cache):
     """Train; the last rank alone gets a signal."""
 
