@@ -173,7 +173,7 @@ def test_workers_end_with_their_reader(tmp_path, method, script, status, output,
     """Standard output ends when the last worker does, as they all hold it."""
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, tmp_path / "script.py", method]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert (done.returncode, done.stdout) == (status, output), done.stderr
     assert done.stderr.strip().endswith(last_line)
 
