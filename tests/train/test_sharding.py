@@ -292,6 +292,7 @@ def run_at_url(settings, cache, machines):
     """Run at a URL in two starts, each on new disks; return how many files this rank wrote, and what is there."""
     store = Store(skip_instance_cache=True)
     store.failing = {}
+    store.store.clear()  # memory of the process, which an earlier case has filled
     own = f"{cache}-{os.environ['RANK']}" if machines else cache
     with (
         mock.patch.object(remote_files, "object_store", return_value=store),
