@@ -69,7 +69,7 @@ def test_the_configuration_in_the_card_is_the_runs(config, tmp_path):
     again = load_config(TrainConfig, tmp_path / "again.yaml")
     assert again.model == config.model
     assert again.run == config.run
-    assert str(again.data.sources[0].path) == "https://host/a.tar?signature=..."
+    assert str(again.data.sources[0].path) == "https://host/a.tar?..."
     assert [line for line in card.splitlines() if line.startswith("```")] == ["```python", "```"]
 
 
@@ -90,7 +90,7 @@ def test_the_card_tells_no_folder_of_this_machine_and_no_credentials(config):
     tree = yaml.safe_load("\n".join(line[4:] for line in text.partition("--config config.yaml\n")[2].splitlines()))
     *local, first, second, relative = tree["data"]["sources"][0]["path"]
     assert local == ["local", "{00..03}.tar", "b.tar", "d}.tar"]
-    assert (first, relative) == ("https://host/a.tar?sig=...&x=...", "relative/e.tar")
+    assert (first, relative) == ("https://host/a.tar?...", "relative/e.tar")
     assert second.startswith("https://host/b")
     assert tree["run"]["folder"] == "runs"
 

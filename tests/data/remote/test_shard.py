@@ -154,7 +154,7 @@ def test_credentials_stay_out_of_messages(server, shard, pauses, caplog):
     everything = text + caplog.text
     assert "s3cr3t" not in everything
     assert "hunter22" not in everything
-    assert url.partition("@")[2].partition("?")[0] + "?sig=... [" in text
+    assert url.partition("@")[2].partition("?")[0] + "?... [" in text
 
 
 def test_a_file_larger_than_the_limit_is_refused(server: FaultyServer, shard: str) -> None:
@@ -268,7 +268,7 @@ def test_a_run_keeps_no_credentials(server, tmp_path, capfd, caplog):
     files[Path("output")] = "".join((*capfd.readouterr(), caplog.text)).encode()
     for path, data in files.items():
         assert not any(secret in data for secret in (b"s3cr3t", b"hunter22")), path
-    masked = f"{server.url}/0.tar?X-Amz-Signature=...&b=..."
+    masked = f"{server.url}/0.tar?..."
     for name in ("config.yaml", "bad_samples.jsonl", "output"):
         assert any(path.name == name and masked.encode() in data for path, data in files.items()), name
 

@@ -43,7 +43,7 @@ SECRET = "https://me:pass word1@host/a/0.tar?sig=s3cr3t&part=2&bare"
         ("https://host/a\nb.tar", "control characters"),
         ("https://host/train/", "https cannot list folders; name the shards: https://host/{00000..00041}.tar"),
         ("https://host/{0..99999999}.tar?sig=s3cr3t", "more than 10000000 numbers"),
-        ("https://host/{0..9999}{0..9999}.tar?sig=s3cr3t", "?sig=... ["),
+        ("https://host/{0..9999}{0..9999}.tar?sig=s3cr3t", "?... ["),
     ],
 )
 def test_what_is_refused(path: str, message: str) -> None:
@@ -74,7 +74,7 @@ def test_file_urls_are_local_paths(tmp_path: Path) -> None:
 
 def test_credentials_are_not_shown() -> None:
     end = f" [{digest(SECRET)[:12]}]"
-    assert display_url(SECRET) == "https://host/a/0.tar?sig=...&part=...&..." + end
+    assert display_url(SECRET) == "https://host/a/0.tar?..." + end
     assert display_url("https://host/a/0.tar") == "https://host/a/0.tar"
     assert display_url("/local/a?b.tar") == "/local/a?b.tar"
     shard = RemoteShard(SECRET, RemoteConfig())
@@ -94,9 +94,9 @@ HIDDEN = {
     "https://joe:s3c@r3t:s3cr3t@host/0.tar": "https://host/0.tar",
     "https://joe:h/n%ter@host/0.tar": "https://...host/0.tar",
     "https://joe:h%2Fn%25ter@host/0.tar": "https://host/0.tar",
-    "https://joe:pa's3cr3t@host/0.tar?sig=s3cr3t": "https://host/0.tar?sig=...",
-    'https://joe:pa"s3cr3t@host/0.tar?sig=s3cr3t': "https://host/0.tar?sig=...",
-    "https://joe:<s3cr3t>@host/0.tar?sig=<s3cr3t": "https://host/0.tar?sig=...",
+    "https://joe:pa's3cr3t@host/0.tar?sig=s3cr3t": "https://host/0.tar?...",
+    'https://joe:pa"s3cr3t@host/0.tar?sig=s3cr3t': "https://host/0.tar?...",
+    "https://joe:<s3cr3t>@host/0.tar?sig=<s3cr3t": "https://host/0.tar?...",
     "https://joe:s3cr3t?x@host/0.tar": "https://...?...",
     "https://joe:12?s3cr3t@host/0.tar": "https://...?...",
     "https://joe:s3cr3t#x@host/0.tar": "https://...#...",
@@ -106,15 +106,12 @@ HIDDEN = {
     "https://host:8080/a/0.tar": "https://host:8080/a/0.tar",
     "https://joe:s3cr3t@[::1]:80/0.tar": "https://[::1]:80/0.tar",
     "s3://joe:s3cr3t/s3cr3t@bucket/0.tar": "s3://...bucket/0.tar",
-    "https://host/0.tar?X-Amz-Signature=s3cr3t&X-Amz-Date=2026": "https://host/0.tar?X-Amz-Signature=...&X-Amz-Date=...",
-    "https://host/0.tar?sig=s3cr3t==;token=s3cr3t": "https://host/0.tar?sig=...&token=...",
-    "https://host/0.tar?s3cr3t=": "https://host/0.tar?...",
+    "https://host/0.tar?X-Amz-Signature=s3cr3t&X-Amz-Date=2026": "https://host/0.tar?...",
     "https://host/0.tar?s3cr3t==": "https://host/0.tar?...",
-    "https://host/0.tar?next=https://joe:s3cr3t@other/?x=y": "https://host/0.tar?next=...",
-    "https://host/0.tar?a=b@c&sig=s3cr3t": "https://host/0.tar?a=...&sig=...",
+    "https://host/0.tar?next=https://joe:s3cr3t@other/?x=y": "https://host/0.tar?...",
     "https://host/0.tar#token=s3cr3t": "https://host/0.tar#...",
     "https://host/0.tar#a?sig=s3cr3t": "https://host/0.tar#...",
-    "https://host/0.tar?a=b#s3cr3t": "https://host/0.tar?a=...#...",
+    "https://host/0.tar?a=b#s3cr3t": "https://host/0.tar?...",
     "https://host/0.tar%3Fsig%3Ds3cr3t": "https://host/0.tar%3F...",
     "https://host/0.tar%253Fsig%253Ds3cr3t": "https://host/0.tar%253F...",
     "https://host/0.tar%23s3cr3t": "https://host/0.tar%23...",

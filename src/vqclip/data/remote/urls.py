@@ -35,7 +35,6 @@ _BETWEEN = re.compile(r"[&;#]|%(?:25)*(?:26|3b|23)", re.IGNORECASE)
 _EQUALS = re.compile(r"=|%(?:25)*3d", re.IGNORECASE)
 _PLAIN = re.compile(r"([a-z][a-z0-9]*)://[\w.-]+(:\d+)?(/[\w./{}+,-]*)?", re.ASCII)
 """A URL without anything to hide, as most are; there may be 100,000 of them."""
-_NAME = re.compile(r"[\w.-]{1,64}")
 _IPV6 = re.compile(r"(?<=[/@])\[[0-9A-Fa-f:.]+\]")
 _SHOWN_DIGITS = 12
 _SECRET = 6
@@ -102,7 +101,7 @@ def digest(url: str) -> str:
 def display_url(path: str) -> str:
     """Return a URL without credentials, followed by the first digits of its `digest` if anything was hidden.
 
-    ``https://me:pw@host/a.tar?sig=x`` → ``https://host/a.tar?sig=... [0c9a9a0f3a6b]``. The file's name in the cache
+    ``https://me:pw@host/a.tar?sig=x`` → ``https://host/a.tar?... [0c9a9a0f3a6b]``. The file's name in the cache
     begins with the same digits. A local path is returned unchanged.
     """
     hidden = _mask(path)
@@ -112,7 +111,7 @@ def display_url(path: str) -> str:
 def mask_credentials(value: T) -> T:
     """Hide the credentials of all URLs in a value, so that it may appear in files, logs and messages.
 
-    User, password, fragment and the values of the query are hidden, also when their delimiters are percent-encoded.
+    User, password, query and fragment are hidden, also when their delimiters are percent-encoded.
 
     Args:
         value: a text, which may contain more than a URL, or lists and mappings of texts; other values are unchanged.
@@ -186,24 +185,14 @@ def _mask(path: str) -> str:
         return path
     if not _PROTOCOL.fullmatch(path):
         return path
-    protocol, _, address, mark, tail = _split(path)
-    query, has_fragment, _ = tail.partition("#")
-    if "#" in mark or mark.endswith("23"):
-        tail = "..."
-    elif mark:
-        tail = "&".join(_mask_parameter(part) for part in re.split("[&;]", query)) + ("#..." if has_fragment else "")
-    hidden = f"{protocol}{address}{mark}{tail}"
+    protocol, _, address, mark, _ = _split(path)
+    hidden = f"{protocol}{address}{mark}{'...' if mark else ''}"
     return hidden if hidden.isprintable() else ascii(hidden)
 
 
 def _mask_match(match: re.Match[str]) -> str:
     url = match[0].rstrip(_ENDS)
     return _mask(url) + match[0][len(url) :]
-
-
-def _mask_parameter(part: str) -> str:
-    name, _, value = part.partition("=")
-    return f"{name}=..." if value.strip("=") and _NAME.fullmatch(name) else "..."
 
 
 def _secrets(url: str) -> set[str]:
