@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ _THREADS = 16
 _SHOWN, _COUNTED = 5, 40
 _NONE = np.zeros((0, len(KINDS)), np.int64)
 _NOTHING = ShardScan(
-    np.zeros(0, np.int64), np.zeros((0, DIGEST), np.uint8), SampleTable(Texts.join([]), _NONE, _NONE), False, {}, {}, {}
+    np.zeros(0, np.int64), np.zeros((0, DIGEST), np.uint8), SampleTable(Texts.join([]), _NONE, _NONE), False, {}
 )
 """Scan of a shard that is left out."""
 
@@ -208,6 +209,7 @@ class IndexMaker:
         if self.with_members:
             arrays |= {"keys": np.frombuffer(keys, np.uint8), "key_ends": np.concatenate(key_ends)}
             arrays |= {"offsets": np.concatenate(places[0]), "sizes": np.concatenate(places[1])}
+        counted: dict[str, Any] = {name: dict(each.most_common(_COUNTED)) for name, each in counts.items()}
         facts = IndexFacts(
             chunk=chunk,
             members=tuple(members.tolist()),
@@ -216,9 +218,7 @@ class IndexMaker:
             rules=self.rules.to_json(),
             scattered=scattered,
             damaged=damaged,
-            endings=dict(counts["endings"].most_common(_COUNTED)),
-            ignored=dict(counts["ignored"].most_common(_COUNTED)),
-            ambiguous=dict(counts["ambiguous"].most_common(_COUNTED)),
+            **counted,
         )
         return facts, arrays
 
@@ -285,9 +285,7 @@ class IndexMaker:
             rules=self.rules.to_json(),
             scattered=encodable(shard.name) if scan.is_scattered else "",
             damaged={encodable(shard.name): encodable(problem)} if problem else {},
-            endings=dict(scan.endings),
-            ignored=dict(scan.ignored),
-            ambiguous=dict(scan.ambiguous),
+            **scan.counts,
         )
         arrays = _name_arrays([shard]) | {
             "firsts": np.array([0, len(scan.begins)], np.int64),

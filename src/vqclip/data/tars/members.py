@@ -85,12 +85,10 @@ class ShardScan(NamedTuple):
     table: SampleTable
     is_scattered: bool
     """Whether members of other samples are between those of a sample, so that it cannot be read in chunks."""
-    endings: Mapping[str, int]
-    """Members by the part of their name after its first dot."""
-    ignored: Mapping[str, int]
-    """Members that are not read by their ending, where it is that of an image."""
-    ambiguous: Mapping[str, int]
-    """Samples with two members of a kind, by their endings: ``.jpg and .png``."""
+    counts: Mapping[str, Any]
+    """``endings``: members by the part of their name after its first dot. ``ignored``: members that are not read by
+    their ending, where it is that of an image. ``ambiguous``: samples with two members of a kind, by their endings:
+    ``.jpg and .png``."""
 
 
 def scan_shard(
@@ -153,17 +151,18 @@ class _MemberScan:
         self._endings = _Endings(rules)
         self._samples: dict[str, _Sample] = {}
         self._order: list[int] = []  # numbers of the keys, member by member, without repetitions
-        self._seen, self._ignored, self._ambiguous = Counter[str](), Counter[str](), Counter[str]()
+        self._counts = {name: Counter[str]() for name in ("endings", "ignored", "ambiguous")}
 
     def add(self, member: Member) -> bool:
         """Add a member; return whether it has a new key."""
         base = member.name[member.name.rfind("/") + 1 :]
-        if len(self._seen) < _SHOWN or base.partition(".")[2].lower() in self._seen:
-            self._seen[base.partition(".")[2].lower()] += 1
+        seen, rest = self._counts["endings"], base.partition(".")[2].lower()
+        if len(seen) < _SHOWN or rest in seen:
+            seen[rest] += 1
         found = None if base.startswith(".") else self._endings.split(member.name)
         if found is None:
             last = base.rpartition(".")[2].lower()
-            self._ignored[f".{last}"] += last in _IMAGE_LIKE and not base.startswith(".")
+            self._counts["ignored"][f".{last}"] += last in _IMAGE_LIKE and not base.startswith(".")
             return False
         key, ending, column, rank = found
         sample = self._samples.get(key)
@@ -175,7 +174,7 @@ class _MemberScan:
         former = sample.endings[column]
         if sample.offsets[column] != NONE and ending != former:
             if (former_rank := self._endings.rank(former)) == rank:
-                self._ambiguous[" and ".join(sorted([f".{former}", f".{ending}"]))] += 1
+                self._counts["ambiguous"][" and ".join(sorted([f".{former}", f".{ending}"]))] += 1
                 sample.offsets[column], sample.sizes[column] = AMBIGUOUS, 0
                 return is_new
             if former_rank < rank:
@@ -212,9 +211,10 @@ class _MemberScan:
             np.frombuffer(b"".join(joined), np.uint8).reshape(-1, DIGEST),
             table,
             is_scattered,
-            _positive(self._seen),
-            _positive(self._ignored),
-            _positive(self._ambiguous),
+            {
+                name: {encodable(each): count for each, count in counts.most_common(_SHOWN) if count > 0}
+                for name, counts in self._counts.items()
+            },
         )
 
     def _find_owners(self) -> np.ndarray:
@@ -227,7 +227,7 @@ class _MemberScan:
                 if (other := self._samples.get(prefix)) is not None:
                     owners[sample.number] = other.number
                     if sample.endings[0]:
-                        self._ignored[f"{key[len(prefix) :]}.{sample.endings[0]}"] += 1
+                        self._counts["ignored"][f"{key[len(prefix) :]}.{sample.endings[0]}"] += 1
                     break
         while (owners[owners] != owners).any():  # 0.a.b extends 0.a, which extends 0
             owners = owners[owners]
@@ -269,7 +269,3 @@ class _Endings:
     def rank(self, ending: str) -> int:
         """Return the rank of an ending among those of its column."""
         return self._known[ending][1]
-
-
-def _positive(counts: Counter[str]) -> dict[str, int]:
-    return {encodable(name): count for name, count in counts.most_common(_SHOWN) if count > 0}
