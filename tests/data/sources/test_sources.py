@@ -42,7 +42,7 @@ def test_wrong_layout_is_told_at_once(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "e.tar", {"d/0.tar": b"x"})
     assert "end in .tar (1). It contains tars: unpack it" in refusal(CaptionShardsConfig(path=str(path)).build)
     path = write_tar(tmp_path / "d.tar", {"txt/0.txt": b"x", "imgs/0.jpg": b""})
-    assert "an image 'imgs/0' and a txt 'txt/0': pack" in refusal(CaptionShardsConfig(path=str(path)).build)
+    assert "an image 'imgs/0' and a txt 'txt/0': give" in refusal(CaptionShardsConfig(path=str(path)).build)
 
 
 def test_a_shard_that_is_written_to_while_it_is_open_is_noticed(tmp_path: Path) -> None:

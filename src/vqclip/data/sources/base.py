@@ -19,13 +19,15 @@ MAX_BYTES = {"image": 64 << 20, "txt": 1 << 20, "json": 4 << 20, "cls": 64}
 
 
 def _to_place(path: object) -> object:
-    if path == "":  # `Field(min_length=1)` would refuse names that are not UTF-8
+    if path in ("", (), []):  # `Field(min_length=1)` would refuse names that are not UTF-8
         raise ValueError("expected a path or URL")
     return str(path) if isinstance(path, Path) else path
 
 
 Place = Annotated[str, BeforeValidator(_to_place)]
 """A path or URL."""
+Places = Annotated[str | tuple[str, ...], BeforeValidator(_to_place)]
+"""One or several paths, patterns or URLs."""
 
 
 Preparation: TypeAlias = Callable[[], object]

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
@@ -88,26 +88,23 @@ class Classes:
             return cls(given, path)
         file = given.absolute()
         visit(file)
-        expected = "one class name a line, or JSON (.json)"
+        named: Any = read_text(file, expected := "one class name a line, or JSON (.json)")
         if file.suffix.lower() != ".json":
-            lines = read_lines(file, expected)
-            pairs = [re.split(r"[\s,]+", line, maxsplit=1) for line in lines]
+            named = read_lines(file, expected)
+            pairs = [re.split(r"[\s,]+", line, maxsplit=1) for line in named]
             if all(len(pair) == 2 and re.fullmatch(r"n\d{8}", pair[0]) for pair in pairs):
-                names = [pair[1].partition(",")[0].strip() for pair in pairs]
-                return cls(names, path, {pair[0]: number for number, pair in enumerate(pairs)})
-            return cls(lines, path)
-        try:
-            content = json.loads(read_text(file, expected))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{file}: is not JSON: {error}") from None
-        values = list(content.values()) if isinstance(content, dict) else content
-        if isinstance(content, dict) and all(isinstance(each, list) and len(each) == 2 for each in values):
-            content = {str(each[0]): str(each[1]).replace("_", " ") for each in values}
-            values = list(content.values())
-        if not isinstance(values, list) or not values or not all(isinstance(each, str) for each in values):
+                named = {key: names.partition(",")[0].strip() for key, names in pairs}
+        else:
+            try:
+                named = json.loads(named)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{file}: is not JSON: {error}") from None
+            if isinstance(named, dict) and all(isinstance(each, list) and len(each) == 2 for each in named.values()):
+                named = {str(key): str(name).replace("_", " ") for key, name in named.values()}
+        names = [*named.values()] if isinstance(named, dict) else named
+        if not isinstance(names, (list, tuple)) or not names or not all(isinstance(each, str) for each in names):
             raise DataError(f"{file}: expected a list of class names, or an object that maps the data's names to them")
-        aliases = {key: number for number, key in enumerate(content)} if isinstance(content, dict) else None
-        return cls(values, path, aliases)
+        return cls(names, path, {key: number for number, key in enumerate(named)} if isinstance(named, dict) else None)
 
     def number(self, value: str) -> int:
         """Return the number of a class.

@@ -10,12 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import model_validator
-
 from vqclip.data.lookup import name_errors, require_pyarrow
 from vqclip.data.remote.files import RemoteShard, Shard
 from vqclip.data.remote.urls import digest, protocol_of
-from vqclip.data.sources.base import name_sample
+from vqclip.data.sources.base import Places, name_sample
 from vqclip.data.sources.columns import ColumnConfig, Row, is_split
 from vqclip.data.sources.files import ListConfig, from_base64
 from vqclip.data.sources.listing import FileTable, TableBuilder, list_images
@@ -25,7 +23,6 @@ from vqclip.data.sources.table import TableConfig, TableStream, content_of, kind
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.files import open_regular
 
-_ENDINGS = (".parquet",)
 _BATCH = 16
 """Rows that are decoded at a time; a few, since an image may have 64 MiB."""
 _BUFFER = 4 << 20
@@ -45,20 +42,14 @@ class ParquetConfig(TableConfig):
 
     kind: Literal["parquet"] = "parquet"
     """Parquet files."""
-    path: str | tuple[str, ...]
+    path: Places
     """A file, a folder of *.parquet, a pattern such as train-{00000..00041}.parquet or train-*.parquet, or a list of
     these. URLs (file, s3, gs, az, hf, http, https) work the same way; with http and https every file must be named, or
     written with braces."""
 
-    @model_validator(mode="after")
-    def _has_something_to_read(self) -> ParquetConfig:
-        if not self.path:
-            raise ValueError("path: got nothing; expected a folder, a file or a pattern")
-        return self
-
     def files(self) -> list[Shard]:
         """Return the Parquet files; raises DataError if there are none, or one is missing."""
-        return find_shards([self.path] if isinstance(self.path, str) else self.path, self.remote, _ENDINGS)
+        return find_shards(self.path, self.remote, (".parquet",))
 
     def find(self, known: Mapping[str, Any] | None = None) -> Packable:
         """See `PackedConfig.find`; a file at a URL counts by its URL."""

@@ -21,7 +21,7 @@ _MAX_SHARDS = 10_000_000
 
 
 def find_shards(
-    paths: Sequence[str | Path],
+    paths: str | Sequence[str | Path],
     remote: RemoteConfig | None = None,
     endings: Sequence[str] = TAR_ENDINGS,
     allow_missing: bool = False,
@@ -29,8 +29,8 @@ def find_shards(
     """Return all shards that the paths name, in the given order.
 
     Args:
-        paths: each a tar file (.tar, .tar.gz, .tgz), a folder (all tars directly in it, sorted by name), a pattern with
-            braces in WebDataset's form (``train/{00000..00041}.tar``; every file must exist), or a glob
+        paths: one or several: a tar file (.tar, .tar.gz, .tgz), a folder (all tars directly in it, sorted by name), a
+            pattern with braces in WebDataset's form (``train/{00000..00041}.tar``; every file must exist), or a glob
             (``train/*.tar``). URLs work the same way, but http and https cannot list folders, so every shard must be
             named. Shards at URLs are not checked until they are downloaded.
         remote: how shards at URLs are downloaded.
@@ -41,6 +41,7 @@ def find_shards(
         DataError: a path names nothing or cannot be read, a shard is missing or listed twice, or a protocol is not
             allowed.
     """
+    paths = [paths] if isinstance(paths, str) else paths
     try:
         shards = [
             shard for path in paths for shard in _find(str(path), remote or RemoteConfig(), endings, allow_missing)

@@ -11,7 +11,7 @@ from vqclip.data.decode import OTHER_ENDINGS
 from vqclip.data.remote.files import Shard, is_tar
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import beneath, display_url, local_path, protocol_of
-from vqclip.data.sources.base import Place, Preparation, RawSample, SourceConfigBase, name_sample
+from vqclip.data.sources.base import Place, Places, Preparation, RawSample, SourceConfigBase, name_sample
 from vqclip.data.sources.class_names import (
     CLASSNAMES,
     TEMPLATES,
@@ -186,7 +186,7 @@ class CaptionShardsConfig(TarConfig):
 
     kind: Literal["shards"] = "shards"
     """Caption shards."""
-    path: str | tuple[str, ...]
+    path: Places
     """A folder of tars, a tar, a pattern such as train/{00000..00041}.tar or train/*.tar, or a list of these. URLs
     (file, s3, gs, az, hf, http, https) work the same way; with http and https every shard must be named, or written
     with braces."""
@@ -199,9 +199,7 @@ class CaptionShardsConfig(TarConfig):
     """Ending of the members with the captions, such as `caption.txt`; with captions json that of the .json."""
 
     @model_validator(mode="after")
-    def _has_something_to_read(self) -> CaptionShardsConfig:
-        if not self.path:
-            raise ValueError("path: got nothing; expected a folder, a tar or a pattern")
+    def _weights_are_of_json(self) -> CaptionShardsConfig:
         if isinstance(self.json_keys, dict) and self.captions != "json":
             raise ValueError(f"json_keys: got weights with captions {self.captions!r}; expected captions: json")
         return self
@@ -223,8 +221,7 @@ class CaptionShardsConfig(TarConfig):
 
     def tars(self) -> Sequence[Shard]:
         """See `TarConfig.tars`."""
-        paths = [self.path] if isinstance(self.path, str) else self.path
-        return find_shards(paths, self.remote, allow_missing=self.bad_shards == "leave_out")
+        return find_shards(self.path, self.remote, allow_missing=self.bad_shards == "leave_out")
 
     def open(self, tars: TarReader) -> TarSource:
         """See `TarConfig.open`."""
@@ -321,37 +318,36 @@ def _require_members(tars: TarReader, kind: str, path: object) -> None:
     found = ", ".join(f".{name} ({count})" for name, count in sorted(facts.endings.items(), key=lambda e: -e[1])[:8])
     if not found:
         raise DataError(f"{path}: every tar is empty; expected samples, such as 000000000.jpg and 000000000.txt")
-    counts = dict(zip(KINDS, facts.members, strict=True))
-    hint = " Set image_member and caption_member to the endings of the images and captions."
-    if kind == "cls":
-        hint = " Labels are numbers in members .cls; image_member is the ending of the images."
+    counts, left_out = dict(zip(KINDS, facts.members, strict=True)), "".join(describe_left_out(tars.index)[-1:])
     if any(is_tar(f".{name}") for name in facts.endings):
-        hint = " It contains tars: unpack it, and name their folder."
+        hint = "It contains tars: unpack it, and name their folder."
     elif facts.ambiguous:
-        hint = f" {describe_left_out(tars.index)[-1]}."
+        hint = f"{left_out}."
     elif not counts["image"] and {*facts.ignored} & {*OTHER_ENDINGS}:
-        hint = f" {describe_left_out(tars.index)[-1]}: convert them to JPEG, PNG or WebP."
+        hint = f"{left_out}: convert them to JPEG, PNG or WebP."
     elif counts["image"] and kind == "txt" and counts["cls"]:
-        hint = " The samples have a .cls: is it a source of kind: classes?"
+        hint = "The samples have a .cls: is it a source of kind: classes?"
     elif counts["image"] and kind == "txt" and facts.complete[KINDS.index("json")]:
-        hint = " Captions in the .json? Set captions: json and json_keys."
-    elif counts["image"] and counts[kind] and tars.index.keys is not None:
+        hint = "Captions in the .json? Set captions: json and json_keys."
+    elif kind == "cls":
+        hint = "Labels are numbers in members .cls; image_member is the ending of the images."
+    else:
+        hint = "Set image_member and caption_member to the endings of the images and captions."
+    if counts["image"] and counts[kind] and tars.index.keys is not None:
         image, other = (
             next(
                 tars.key(sample) for sample in range(len(tars)) if tars.index.member(sample, KINDS.index(each))[0] >= 0
             )
             for each in ("image", kind)
         )
-        stem = image.rpartition(".")[0]
-        if not stem or stem != other.rpartition(".")[0]:  # 0.input.png and 0.output.txt: the hint above
-            hint = (
-                " Members of one sample have the same path but for the ending, as a/0.jpg and a/0.txt; here are, "
-                f"without endings, an image {image!r} and a {kind} {other!r}: pack them with equal names."
-            )
+        hint += (
+            " Members of one sample have the same path but for the ending, as a/0.jpg and a/0.txt; here are, without "
+            f"endings, an image {image!r} and a {kind} {other!r}: give them equal names."
+        )
     what = "label (.cls)" if kind == "cls" else f"caption (.{kind})"
     raise DataError(
         f"{path}: none of the {len(tars)} samples has an image (.jpg, .png, .webp, ...) and a {what} of the same name; "
-        f"the members end in {found}.{hint}"
+        f"the members end in {found}. {hint}"
     )
 
 
