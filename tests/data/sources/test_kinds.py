@@ -59,10 +59,7 @@ def test_a_kind_that_is_not_plain(tmp_path: Path) -> None:
             r"its kind is not plain from its contents \(both/, empty/, notes.doc, zip/\); name it, kind: one of shards"
             r", .*; or name the path of one with tars or Parquet in it: both",
         ),
-        (
-            tmp_path / "notes.doc",
-            "not plain from its name; .*plain are folders, and names that end in .tar",
-        ),
+        (tmp_path / "notes.doc", "not plain from its name; .*plain are folders, and names that end in .tar"),
         ("s3://bucket/data.bin", "its kind is not plain from its name"),
     ):
         with pytest.raises(DataError, match=message):

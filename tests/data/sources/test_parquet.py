@@ -145,27 +145,11 @@ def test_img2dataset_needs_no_settings(tmp_path: Path) -> None:
             {},
             "name it, image=COLUMN; its columns: image (struct<",
         ),
-        (
-            {"image": IMAGES, "words": CAPTIONS},
-            {},
-            "captions: no column has a usual name of captions or classes",
-        ),
-        (
-            {"image": IMAGES, "caption": CAPTIONS},
-            {"image": "img"},
-            "image: no column 'img'; its columns: 'image', 'caption'; did you mean",
-        ),
-        (
-            {"image": IMAGES, "my.meta": [{"caption": "x"}] * 10},
-            {},
-            "no column has a usual name of captions or classes",
-        ),
+        ({"image": IMAGES, "words": CAPTIONS}, {}, "captions: no column has a usual name of captions"),
+        ({"image": IMAGES, "caption": CAPTIONS}, {"image": "img"}, "no column 'img'; its columns: 'image', "),
+        ({"image": IMAGES, "my.meta": [{"caption": "x"}] * 10}, {}, "no column has a usual name of captions"),
         ({"image": IMAGES, "caption": CAPTIONS}, {"captions": "image"}, "captions: column 'image' is binary; expected"),
-        (
-            {"image": IMAGES, "caption": CAPTIONS},
-            {"label": "image"},
-            "label: column 'image' is binary; expected class numbers or names",
-        ),
+        ({"image": IMAGES, "caption": CAPTIONS}, {"label": "image"}, "column 'image' is binary; expected class"),
         (
             {"image": IMAGES, "caption": pyarrow.nulls(10), "label": [0] * 10},
             {},

@@ -123,22 +123,13 @@ def test_no_other_data_set_reads_pickles() -> None:
         ({"name": "LSUN"}, "name: got 'LSUN'"),
         ({"name": "wrap_dataset_for_transforms_v2"}, "name: got"),
         ({"name": "MNIST"}, "arguments: MNIST: missing a required argument: 'root'; expected root"),
-        (
-            {"name": "MNIST", "root": "none"},
-            "root: got none, where files of MNIST are missing or damaged; set download: true",
-        ),
-        (
-            {"name": "MNIST", "root": "x", "arguments": {"trian": 1}},
-            "MNIST: .* unexpected keyword argument 'trian'; .*did you mean .train",
-        ),
+        ({"name": "MNIST", "root": "none"}, "got none, where files of MNIST are missing or damaged; set download"),
+        ({"name": "MNIST", "root": "x", "arguments": {"trian": 1}}, "argument 'trian'; .*did you mean .train"),
         ({"name": "FakeData", "arguments": {"transform": "x"}}, "'transform' is a function, which cannot be set"),
         ({"name": "FakeData", "root": "x"}, "arguments: FakeData: .* argument 'root'; expected size"),
         ({"name": "FakeData", "arguments": {"size": 3}}, "classnames: missing; FakeData does not have the names"),
         ({"name": "FakeData", "arguments": {"size": 0}}, "torchvision FakeData: has no rows"),
-        (
-            {**FAKE, "classnames": ("cat",), "arguments": {"size": 9, "num_classes": 5}},
-            "expected a class number, 0 to 0",
-        ),
+        ({**FAKE, "classnames": ("cat",), "arguments": {"size": 9, "num_classes": 5}}, "a class number, 0 to 0"),
         ({**FAKE, "templates": ("x",)}, "expected prompts with {c}"),
     ],
 )
