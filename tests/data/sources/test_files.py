@@ -313,10 +313,10 @@ def test_captions_beside_the_images(folder: Path) -> None:
         (folder / f"{name}.txt").write_text(f"caption {name}\n")
     source = parse_source(folder).build()
     assert [source.read(index).captions for index in range(2)] == [("caption a",), ("caption b",)]
-    with pytest.raises(DataError, match=r"c\.jpg: has no \.txt beside it"):
+    with pytest.raises(DataError, match=r"c\.jpg: its captions are missing: c\.txt"):
         source.read(2)
     (folder / "b.txt").write_bytes(b"\xff")
-    with pytest.raises(StorageError, match=r"b\.jpg: \.txt has changed since it was indexed"):
+    with pytest.raises(StorageError, match=r"b\.jpg: txt has changed since it was indexed"):
         source.read(1)
     with pytest.raises(DataError, match=r"b\.jpg: \.txt is not UTF-8"):
         parse_source(folder).build().read(1)

@@ -12,7 +12,6 @@ import difflib
 import io
 import json
 import math
-import os
 import re
 import tokenize
 import warnings
@@ -49,9 +48,7 @@ class CaptionFiles:
     mode: Literal["txt", "txt_lines", "json"]
     """See `vqclip.data.CaptionShardsConfig.captions`."""
     json_keys: tuple[str, ...] = ()
-    """Keys of the .json with captions; see `collect_captions`."""
-    ending: str = ""
-    """Ending of the file's name beside an image, such as .txt; see `caption_path`."""
+    """Keys of the .json with captions; see `find_captions`."""
 
     @property
     def kind(self) -> Literal["txt", "json"]:
@@ -94,17 +91,6 @@ def decode_text(data: bytes, ending: str) -> str:
         return data.decode(encoding).strip()
     except UnicodeDecodeError as error:
         raise DataError(f".{ending} is not UTF-8: {error.reason} at byte {error.start}", "not UTF-8") from None
-
-
-def caption_path(image: str, ending: str) -> str:
-    """Return the file of an image's captions.
-
-    ``a/0.txt`` for ``a/0.jpg``; of the ending ``captions/.txt``, ``captions/0.txt``; of ``*.txt``, ``a/0.jpg.txt``.
-    """
-    folder, _, ending = ending.rpartition("/")
-    stem = image if ending.startswith("*") else os.path.splitext(image)[0]
-    ending = ending.removeprefix("*")
-    return f"{folder}/{stem.partition('/')[2] or stem}{ending}" if folder else f"{stem}{ending}"
 
 
 def find_captions(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> tuple[list[str], list[int]]:

@@ -25,8 +25,17 @@ import numpy as np
 from vqclip.data.remote.urls import display_url, local_path
 from vqclip.data.sources.base import MAX_BYTES, Place, Preparation, RawSample, SourceConfigBase, name_sample
 from vqclip.data.sources.class_names import checksum_prompts, fill_templates
-from vqclip.data.sources.columns import CaptionFiles, ColumnConfig, Row, caption_path, require_usable
-from vqclip.data.sources.listing import PROBLEM, FileTable, TableBuilder, checksum, list_images, state_of, versions
+from vqclip.data.sources.columns import CaptionFiles, ColumnConfig, Row, require_usable
+from vqclip.data.sources.listing import (
+    PROBLEM,
+    FileTable,
+    Listed,
+    TableBuilder,
+    checksum,
+    list_images,
+    state_of,
+    versions,
+)
 from vqclip.data.table_file import find_table, save_table
 from vqclip.errors import ConfigError, DataError, StorageError, encodable, printable
 from vqclip.io.files import Stamp, cache_folder, expand_home, open_regular
@@ -117,17 +126,15 @@ class FileSourceConfig(SourceConfigBase):
         Raises:
             DataError: a file is written to while it is read, or the cache cannot be written.
         """
-        name, captions = str(self.listing), self.caption_files(table)
-        second = "" if captions is None else captions.ending
-        stop = min(start + PART_SIZE, len(table))
-        paths = [table.read(row).path for row in range(start, stop)]
-        text = "\0".join([*paths, second])
+        name, stop = str(self.listing), min(start + PART_SIZE, len(table))
+        samples = [table.read(row) for row in range(start, stop)]
+        text = "\0".join(path for each in samples for path in (each.path, each.text))
         facts = {**versions(name), "paths": checksum(text.encode("utf-8", "surrogatepass"))}
         file = self._stem().with_suffix(f".{start // PART_SIZE:05d}.safetensors")
         found = find_table(file, facts, name)
         if found is not None and is_checked:
             return found.arrays
-        shape = (len(paths), 2 if second else 1)
+        shape = (len(samples), 2 if self.caption_files(table) else 1)
         states, digests = np.full((*shape, 2), MISSING - 1, np.int64), np.zeros((*shape, 32), np.uint8)
         if found is not None:
             states[:], digests[:] = found.arrays["states"], found.arrays["digests"]
@@ -137,7 +144,7 @@ class FileSourceConfig(SourceConfigBase):
             if row % _HEARTBEAT == 0:
                 progress.heartbeat()
             try:
-                files = _files_of(paths[row], root, second)
+                files = _files_of(samples[row], root)
             except DataError:  # `FileSource.read` says what is wrong with it
                 files = [""] * len(known)
             for column, path in enumerate(files):
@@ -244,11 +251,12 @@ class FileSource:
             if self.templates:
                 captions = self._prompts[sample.label]
             elif self._captions is not None:
-                captions, keys = self._captions.parse(self._read_file(index, 1))
+                text = self._read_file(sample, index, 1, self._captions.kind)
+                captions, keys = self._captions.parse(text)
             else:
                 captions = require_usable(sample.captions)
             used = tuple(keys) if self.config.caption_weights else ()
-            return RawSample(self._read_file(index, 0), captions, sample.label, used)
+            return RawSample(self._read_file(sample, index, 0, "image"), captions, sample.label, used)
 
     def key(self, index: int) -> str:
         """Return the number of the sample; see `ShardedSource.key`."""
@@ -297,16 +305,11 @@ class FileSource:
                 f"{self._listing}: none of the {len(self)} images can be read; the first: {error}{hint}"
             ) from None
 
-    def _read_file(self, index: int, column: int) -> bytes:
+    def _read_file(self, sample: Listed, index: int, column: int, kind: str) -> bytes:
         """Read the image (column 0) or the file of its captions (1)."""
-        what, second, most = "image", "", MAX_BYTES["image"]
-        if self._captions is not None:
-            second = self._captions.ending
-            what, most = (what, most) if column == 0 else (second, MAX_BYTES[self._captions.kind])
-        file = _files_of(self._table.read(index).path, self._root, second)[column]
-        size, modified = self._states[index, column].tolist()
-        if size > most:
-            raise DataError(f"{what} of {size} bytes; at most {most} are read", "too many bytes")
+        file, (size, modified) = _files_of(sample, self._root)[column], self._states[index, column].tolist()
+        if size > MAX_BYTES[kind]:
+            raise DataError(f"{kind} of {size} bytes; at most {MAX_BYTES[kind]} are read", "too many bytes")
         try:
             try:
                 opened = open_regular(Path(file))
@@ -315,15 +318,13 @@ class FileSource:
             with opened as stream:
                 data = stream.read(max(size, 0))
                 if Stamp.of(stream.fileno()) != (size, modified):
-                    raise StorageError(f"{what} has changed since it was indexed; start the run again", "changed file")
+                    raise StorageError(f"{kind} has changed since it was indexed; start the run again", "changed file")
                 return data
         except OSError as error:
             if size == MISSING and column == 1 and isinstance(error, FileNotFoundError):
-                folder, _, ending = second.rpartition("/")
-                where = f"in {folder}" if folder else "beside it"
-                raise DataError(f"has no {ending} {where}", "missing member") from None
-            kind = DataError if size == MISSING else StorageError  # it was not readable, or is not so any more
-            raise kind(f"cannot be read: {error.strerror}", "unreadable file") from None
+                raise DataError(f"its captions are missing: {sample.text}", "missing member") from None
+            error_type = DataError if size == MISSING else StorageError  # it was not readable, or is not so any more
+            raise error_type(f"cannot be read: {error.strerror}", "unreadable file") from None
 
 
 def _hash(path: str) -> tuple[int, int, bytes]:
@@ -376,10 +377,9 @@ def resolve_path(text: str, root: Path) -> str:
     return path
 
 
-def _files_of(text: str, root: Path, second: str) -> list[str]:
-    """Return the image that a path names, and its caption file if ``second`` is the ending; see `caption_path`."""
-    path = resolve_path(text, root)
-    return [os.path.join(root, each) for each in ([path, caption_path(path, second)] if second else [path])]
+def _files_of(sample: Listed, root: Path) -> list[str]:
+    """Return the image of a sample, and the file of its captions if there is one; see `resolve_path`."""
+    return [os.path.join(root, each) for each in (resolve_path(sample.path, root), sample.text) if each]
 
 
 def _as_on_disk(file: str) -> str:

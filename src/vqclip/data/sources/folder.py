@@ -22,9 +22,9 @@ from vqclip.data.sources.class_names import (
     describe_ids,
     read_templates,
 )
-from vqclip.data.sources.columns import CaptionFiles, Weighted, caption_path, is_split
+from vqclip.data.sources.columns import CaptionFiles, Weighted, is_split
 from vqclip.data.sources.files import FileSourceConfig
-from vqclip.data.sources.listing import FileTable, TableBuilder, list_images
+from vqclip.data.sources.listing import FileTable, Listed, TableBuilder, list_images
 from vqclip.data.sources.tables import CsvConfig, JsonConfig
 from vqclip.errors import ConfigError, DataError, encodable
 from vqclip.io.files import read_bounded, walk_files
@@ -34,7 +34,7 @@ METADATA = ("metadata.csv", "metadata.tsv", "metadata.jsonl", "metadata.json", "
 """Files with the captions of a folder."""
 _TEXTS = (".txt", ".TXT", ".caption", ".cap", ".text", ".caption.txt", "_caption.txt", "*.txt")
 _OBJECTS = (".json", "*.json")
-"""Endings of files with a caption; see `caption_path`."""
+"""Endings of files with a caption; see `_caption_path`."""
 _TEXT_FOLDERS = ("captions", "caption", "texts", "text", "txt", "prompts")
 """Folders beside that of the images, or below it, with a file of the same name for each."""
 _NO_TABLES = (TEMPLATES, "classes.txt", "README.txt", "LICENSE.txt")
@@ -80,7 +80,7 @@ class FolderConfig(FileSourceConfig):
         mode = table.facts["captions"]
         if mode not in ("txt", "txt_lines", "json"):
             return None
-        return CaptionFiles(mode, tuple(self.json_keys), table.facts["ending"])
+        return CaptionFiles(mode, tuple(self.json_keys))
 
     def with_all_images(self) -> FolderConfig:
         """Return this configuration if it has a caption for each image, else that with the names of the files."""
@@ -91,8 +91,7 @@ class FolderConfig(FileSourceConfig):
                 if files is None:
                     is_complete = table.facts["captions"] == "metadata"
                 else:
-                    texts = (caption_path(table.read(row).path, files.ending) for row in range(len(table)))
-                    is_complete = all((self.root / each).is_file() for each in texts)
+                    is_complete = all((self.root / table.read(row).text).is_file() for row in range(len(table)))
                 if is_complete:
                     return self
             return self.model_copy(update={"captions": "names"})
@@ -125,28 +124,28 @@ class FolderConfig(FileSourceConfig):
         if mode == "names":
             for path in images:
                 stem = _read_name(os.path.splitext(os.path.basename(path))[0])
-                builder.add(path, [stem.replace("_", " ").replace("-", " ").strip() or stem])
+                builder.add(Listed(path, captions=[stem.replace("_", " ").replace("-", " ").strip() or stem]))
         else:
             images = self._choose_images(images, ending, builder)
             place, _, plain = ending.replace("*", "").rpartition("/")
             if place:
                 builder.notes.append(f"captions are in the folder {place}, under the names of the images")
             beside = {path for path in others if path.endswith((plain, ".txt", ".json"))}
-            lost = {path for path in beside if path.endswith(plain)} - {caption_path(path, ending) for path in images}
+            lost = {path for path in beside if path.endswith(plain)} - {_caption_path(path, ending) for path in images}
             if lost:
                 builder.notes.append(f"left out: {_files(len(lost))} {plain} without an image, such as {min(lost)}")
             others = [path for path in others if path not in beside]
         builder.notes += _describe_left_out(others, "of other endings")
-        return builder.finish(captions=mode, ending=ending)
+        return builder.finish(captions=mode)
 
     def _choose_images(self, images: Sequence[str], ending: str, builder: TableBuilder) -> list[str]:
         """Add the images, of those that have the same captions the one of the preferred ending, and return them."""
         stems: dict[str, list[str]] = {}
         for path in images:
-            stems.setdefault(caption_path(path, ending), []).append(path)
+            stems.setdefault(_caption_path(path, ending), []).append(path)
         same = [sorted(paths, key=self._preference) for paths in stems.values()]
         for path, *_ in same:
-            builder.add(path)
+            builder.add(Listed(path, text=_caption_path(path, ending)))
         if twins := next((paths for paths in same if len(paths) > 1), None):
             builder.notes.append(
                 f"left out: {_files(len(images) - len(same))} named as another image but for the ending, such as "
@@ -165,10 +164,10 @@ class FolderConfig(FileSourceConfig):
         """Return where the captions of a folder without metadata are; raises DataError if it is not plain."""
         texts, ending = _text_ending(images, paths)
         objects, place = _text_ending(images, paths, _OBJECTS)
-        if "*" in place and not self._has_captions(folder, [caption_path(path, place) for path in images], paths):
+        if "*" in place and not self._has_captions(folder, [_caption_path(path, place) for path in images], paths):
             objects = 0
         if images and 2 * max(texts, objects) >= len(images):
-            if beside := {caption_path(path, ending) for path in images} & paths:
+            if beside := {_caption_path(path, ending) for path in images} & paths:
                 _refuse_boxes(folder, min(beside))
             return "txt" if 2 * texts >= len(images) else "json"
         if texts or objects:
@@ -261,7 +260,7 @@ class FolderConfig(FileSourceConfig):
                     "classes, name it as the path"
                 )
             for path in own:
-                builder.add(path, label=labels[name])
+                builder.add(Listed(path, label=labels[name]))
         if twins := len(builder) - len({os.path.splitext(path)[0] for own in images.values() for path in own}):
             builder.notes.append(
                 f"{_files(twins)} named as another image but for the ending; are these masks? image_endings chooses"
@@ -322,8 +321,19 @@ class FolderConfig(FileSourceConfig):
         return table
 
 
+def _caption_path(image: str, ending: str) -> str:
+    """Return the file of an image's captions.
+
+    ``a/0.txt`` for ``a/0.jpg``; of the ending ``captions/.txt``, ``captions/0.txt``; of ``*.txt``, ``a/0.jpg.txt``.
+    """
+    folder, _, ending = ending.rpartition("/")
+    stem = image if ending.startswith("*") else os.path.splitext(image)[0]
+    ending = ending.removeprefix("*")
+    return f"{folder}/{stem.partition('/')[2] or stem}{ending}" if folder else f"{stem}{ending}"
+
+
 def _text_ending(images: Sequence[str], paths: set[str], usual: Sequence[str] = _TEXTS) -> tuple[int, str]:
-    """Return how many images have a file with a caption, and its ending; see `caption_path`."""
+    """Return how many images have a file with a caption, and its ending; see `_caption_path`."""
     one_folder = len({path.rpartition("/")[0] and path.partition("/")[0] for path in images}) == 1
     there = {path.partition("/")[0] for path in paths if "/" in path} if one_folder else ()
     endings = [*usual, *(f"{name}/{ending}" for name in _TEXT_FOLDERS if name in there for ending in usual)]
@@ -331,7 +341,7 @@ def _text_ending(images: Sequence[str], paths: set[str], usual: Sequence[str] = 
 
 
 def _count_beside(images: Sequence[str], ending: str, paths: set[str]) -> int:
-    return sum(caption_path(path, ending) in paths for path in images)
+    return sum(_caption_path(path, ending) in paths for path in images)
 
 
 def _refuse_boxes(folder: Path, file: str) -> None:

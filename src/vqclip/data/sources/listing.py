@@ -50,7 +50,7 @@ _MAX_PROBLEM = 300
 
 def versions(name: str) -> dict[str, object]:
     """Return the facts by which a stored table or index of image files is known."""
-    return {"format": "vqclip-files", "version": 5, "name": name}
+    return {"format": "vqclip-files", "version": 6, "name": name}
 
 
 class Listed(NamedTuple):
@@ -58,14 +58,16 @@ class Listed(NamedTuple):
 
     path: str
     """Path of the file, relative to the folder of the source, or absolute; "" in a row without one."""
-    row: int
+    row: int = -1
     """Number of its first row in the user's file, for messages; -1 without one."""
-    label: int
+    label: int = -1
     """Class number; -1 without one; `PROBLEM` in a row that cannot be used."""
-    captions: list[str]
-    """Captions as they are in the table; none if they are elsewhere. What is wrong with a row that cannot be used."""
-    keys: list[int]
+    captions: list[str] = []
+    """Captions as they are in the table, or what is wrong with a row that cannot be used."""
+    keys: list[int] = []
     """Number of the column of each caption, if columns have weights."""
+    text: str = ""
+    """Path of the file with its captions; "" if they are in the table, or are prompts."""
 
 
 @dataclass(frozen=True)
@@ -111,19 +113,18 @@ class TableBuilder:
         self._inputs[str(path)] = state_of(path)
         return path
 
-    def add(
-        self, path: str, captions: Sequence[str] = (), label: int = -1, row: int = -1, keys: Sequence[int] = ()
-    ) -> None:
+    def add(self, row: Listed) -> None:
         """Add a row; with `PROBLEM` as label, the one caption is what is wrong with it."""
-        if path and label != PROBLEM:
-            plain = os.path.normpath(path) if "./" in path or "//" in path else path
-            number = self._numbers.setdefault((plain, label), len(self))
+        if row.path and row.label != PROBLEM:
+            plain = os.path.normpath(row.path) if "./" in row.path or "//" in row.path else row.path
+            number = self._numbers.setdefault((plain, row.label), len(self))
             if number < len(self):
                 self._rows[number] += 1
-                self._samples[number].captions.extend(captions)
-                self._samples[number].keys.extend(keys)
+                first = self._samples[number]
+                first.captions.extend(row.captions)
+                first.keys.extend(row.keys)
                 return
-        self._samples.append(Listed(path, row, label, [*captions], [*keys]))
+        self._samples.append(row._replace(captions=[*row.captions], keys=[*row.keys]))
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -224,7 +225,7 @@ def list_images(
     left_out = 0
     for number, row in itertools.chain(first, rows):
         if isinstance(row, DataError):
-            builder.add("", [str(row)[:_MAX_PROBLEM]], PROBLEM, number)
+            builder.add(Listed("", number, PROBLEM, [str(row)[:_MAX_PROBLEM]]))
             continue
         if any(str(look_up(row, key)).strip() not in each for key, each in wanted.items()):
             left_out += 1
@@ -235,7 +236,7 @@ def list_images(
             captions, keys, label = chosen.read([row])
         except DataError as error:
             captions, keys, label = [str(error)[:_MAX_PROBLEM]], [], PROBLEM
-        builder.add(spell(path_in(row, chosen.image)), captions, label, number, keys if given.caption_weights else ())
+        builder.add(Listed(spell(path_in(row, chosen.image)), number, label, captions, keys))
     if not len(builder):
         raise DataError(f"{path}: where: no row has these values; expected others, or leave it out")
     if left_out:
