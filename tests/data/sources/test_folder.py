@@ -148,6 +148,9 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("0.jpg 0.txt 0.png", ["image_endings=[.png]"], ["0.txt", "(.jpg 1)"]),
         ("0.jpg 0.caption 1.JPG 1.caption", [], ["0.caption", "1.caption"]),
         ("0.JPG 0.TXT", [], ["0.TXT"]),
+        ("0.jpg 1.jpg a.csv", [], "2 images without captions; expected a .txt .* named as the path: .*a.csv"),
+        ("0.jpg 1.jpg 2.jpg 0.txt", [], "3 images, of which 1 have a .txt and 0 a .json of the same name"),
+        ("0.jpg 0.txt=0_0.5_0.5_0.25_0.25", [], r"0\.txt: has numbers, such as the boxes of YOLO"),
         ("0.jpg 0.jpg.txt 1.png 1.png.txt", [], ["0.jpg.txt", "1.png.txt"]),
         ("0.jpg 0.jpg.txt 0.png 0.png.txt", [], ["0.jpg.txt", "0.png.txt"]),
         ("cat/0.jpg cat/0.jpg.json dog/1.jpg dog/1.jpg.json", [], ["cat", "dog"]),
@@ -168,7 +171,8 @@ def test_folders_as_people_have_them(tmp_path, files, overrides, expected):
     """Expected are the captions, and then parts of the notes; the captions of classes are their names."""
     for name in files.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        text = f"file_name,text\n0.jpg,{name}\n" if "metadata" in name else name
+        name, _, text = name.partition("=")
+        text = f"file_name,text\n0.jpg,{name}\n" if "metadata" in name else text.replace("_", " ") or name
         (tmp_path / name).write_text("[1]" if name == "metadata.json" else text)
     if isinstance(expected, str):
         with pytest.raises(DataError, match=expected):
