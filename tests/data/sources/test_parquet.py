@@ -184,7 +184,7 @@ def test_an_image_that_is_too_large_is_a_bad_sample(tmp_path: Path, monkeypatch:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    assert "no such file or folder; expected a parquet, a folder of parquets" in refusal(path)
+    assert "no such file or folder; expected a file, a folder of *.parquet" in refusal(path)
     assert "no *.parquet in this folder (it is empty)" in refusal(tmp_path)
     good = write(path, compression="none", use_dictionary=False).read_bytes()
     write(tmp_path / "b.parquet")
@@ -388,7 +388,7 @@ def test_images_at_urls(tmp_path: Path, server: FaultyServer, cache: Path, pause
     assert "the server sent a page (HTML) instead of an image" in refusal(path, urls="fetch")
     server.for_ever["/1.jpg"] = serving.status(503)
     assert "HTTP 503" in refusal(path, urls="fetch_or_replace", remote={"tries": 2})
-    server.for_ever["/1.jpg"] = lambda handler, body: serving.answer(handler, b"", length=65 << 20)
+    server.for_ever["/1.jpg"] = lambda handler, body: serving.answer(handler, bytes(4 << 20), length=65 << 20)
     with pytest.raises(DataError, match="has 68157440 bytes"):
         ParquetConfig(path=str(path), urls="fetch_or_replace").build().read(1)
 

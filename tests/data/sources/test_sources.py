@@ -49,15 +49,15 @@ def test_a_shard_that_is_written_to_while_it_is_open_is_noticed(tmp_path: Path) 
     """In place, as rsync --inplace does; one that is replaced by another file stays readable as it was."""
     folder = caption_shards(tmp_path, (2, 2))
     source = CaptionShardsConfig(path=str(folder)).build()
-    first, second = source.read(0), source.read(2)
+    assert source.read(0).captions == ("caption 0",)
+    second = source.read(2)
+    write_tar(folder / "new", caption_members(9, 3)).replace(folder / "00001.tar")
+    assert source.read(2) == second
     with (folder / "00000.tar").open("r+b") as file:
         file.seek(600)
         file.write(b"x")
     os.utime(folder / "00000.tar", ns=(1, 1))
     assert "00000.tar: sample 000000000: the shard has changed since it was indexed" in refusal(source.read, 0)
-    assert first.captions == ("caption 0",)
-    write_tar(folder / "new", caption_members(9, 3)).replace(folder / "00001.tar")
-    assert source.read(2) == second
     os.truncate(folder / "00000.tar", 700)
     assert "sample 000000000: the shard has changed" in refusal(source.read, 0)
 
@@ -140,7 +140,7 @@ def test_paths_that_stand_for_nothing(tmp_path: Path) -> None:
     folder = caption_shards(tmp_path / "data" / "train", (1, 1))
     (tmp_path / "empty").mkdir()
     for path, message in {
-        tmp_path / "none": "no such file or folder; expected a tar, a folder of tars",
+        tmp_path / "none": "no such file or folder; expected a file, a folder of *.tar",
         tmp_path / "empty": "no *.tar, *.tar.gz, *.tgz in this folder (it is empty)",
         folder.parent: "found some in train: did you mean",
         f"{folder}/{{00000..00003}}.tar": f"2 of 4 files are missing: {folder}/00002.tar, {folder}/00003.tar",

@@ -143,7 +143,10 @@ class FolderConfig(FileSourceConfig):
         stems: dict[str, list[str]] = {}
         for path in images:
             stems.setdefault(_caption_path(path, ending), []).append(path)
-        same = [sorted(paths, key=self._preference) for paths in stems.values()]
+        same = [
+            sorted(paths, key=lambda path: [not path.lower().endswith(each) for each in self.image_endings])
+            for paths in stems.values()
+        ]
         for path, *_ in same:
             builder.add(Listed(path, text=_caption_path(path, ending)))
         if twins := next((paths for paths in same if len(paths) > 1), None):
@@ -155,10 +158,6 @@ class FolderConfig(FileSourceConfig):
 
     def _is_image(self, name: str) -> bool:
         return name.lower().endswith(self.image_endings)
-
-    def _preference(self, name: str) -> int:
-        """Return the place of the ending of an image's name among those that are read."""
-        return next(place for place, ending in enumerate(self.image_endings) if name.lower().endswith(ending))
 
     def _find_captions(self, folder: Path, images: list[str], paths: set[str]) -> Captions:
         """Return where the captions of a folder without metadata are; raises DataError if it is not plain."""
@@ -211,15 +210,10 @@ class FolderConfig(FileSourceConfig):
             if described or "caption" not in table.lower():  # otherwise the captions of the parts are in a table
                 hint = f"; name one of them as the path: {shown}"
             raise DataError(f"{folder}: its subfolders are parts of a data set, not classes{hint}")
-        if len(own) == 1 and all(path.count("/") > 1 for path in images):
-            raise DataError(
-                f"{folder}: a single subfolder with images, {own[0]}, which are in folders of their own; if these are "
-                f"classes, it is named as the path: {folder / own[0]}"
-            )
         if len(own) == 1:
             raise DataError(
-                f"{folder}: a single subfolder with images, {own[0]}, which would be the class of all{hint}; or set "
-                "captions: classes"
+                f"{folder}: a single subfolder with images, {own[0]}, which would be the class of all; if it contains "
+                f"the classes, name it as the path: {folder / own[0]}{hint}; or set captions: classes"
             )
         return "classes"
 

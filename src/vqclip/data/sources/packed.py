@@ -411,16 +411,13 @@ class PackedSource(TarSource):
 
     def name(self, index: int) -> str:
         """Return file and row, for messages: ``/data/train.parquet: row 17``."""
-        return printable(f"{self._pieces[self._piece(index)]}: row {int(self.tars.key(index))}", one_line=True)
+        return printable(
+            f"{self._pieces[locate(self._starts, index)[0]]}: row {int(self.tars.key(index))}", one_line=True
+        )
 
     def place(self, index: int) -> str:
         """Return file and row; see `ShardedSource.place`."""
-        return f"{self._places[self._piece(index)]}/{self.tars.key(index)}".lstrip("/")
-
-    def _piece(self, index: int) -> int:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return locate(self._starts, index)[0]
+        return f"{self._places[locate(self._starts, index)[0]]}/{self.tars.key(index)}".lstrip("/")
 
     @property
     def fingerprint(self) -> dict[str, Any]:

@@ -122,8 +122,8 @@ def _find_local(path: str, endings: Sequence[str], allow_missing: bool) -> list[
     missing = [name for name in names if not os.path.isfile(name)]
     if missing and len(names) == 1:
         raise DataError(
-            f"{names[0].absolute()}: no such file or folder; expected a {_noun(endings)}, a folder of "
-            f"{_noun(endings)}s, or a pattern such as train/{{00000..00041}}{endings[0]}"
+            f"{names[0].absolute()}: no such file or folder; expected a file, a folder of *{endings[0]}, or a pattern "
+            f"such as train/{{00000..00041}}{endings[0]}"
         )
     if missing and not allow_missing:
         shown = ", ".join(str(name) for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
@@ -132,10 +132,6 @@ def _find_local(path: str, endings: Sequence[str], allow_missing: bool) -> list[
             f"*{endings[0]}, or leave them out: bad_shards: leave_out"
         )
     return [name.absolute() for name in names]
-
-
-def _noun(endings: Sequence[str]) -> str:
-    return endings[0].removeprefix(".")
 
 
 def _files_in(folder: Path, endings: Sequence[str]) -> list[Path]:
