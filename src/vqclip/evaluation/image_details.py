@@ -56,7 +56,7 @@ def make_details(
     tokenizer: ImageTokenizer,
     encoder: Encoder,
     images: EncodedImages[Any],
-    texts: Callable[[], Sequence[str]],
+    names: Sequence[str],
     make: Callable[[ImageDetails], Details],
 ) -> Details | None:
     """Return the details of a task on rank 0, if the encoder makes them; every rank must call this.
@@ -67,7 +67,7 @@ def make_details(
         tokenizer: the tokenizer of the images, in evaluation mode.
         encoder: encoder of the task.
         images: the images.
-        texts: function that returns the texts of `ImageDetails`.
+        names: of the classes; without any, the annotations are captions.
         make: function that fills the details in; it must not contain a collective.
     """
     config, ids = encoder.details, None
@@ -82,7 +82,8 @@ def make_details(
         if encoder.partition.rank:
             return None
         try:
-            return make(ImageDetails(encoder, tokenizer, images, texts(), ids))
+            texts = [names[each] if names else each[0] for each in images.annotations]
+            return make(ImageDetails(encoder, tokenizer, images, texts, ids))
         except StopRequested:
             raise
         except Exception as error:  # of any kind, also a device that runs out of memory

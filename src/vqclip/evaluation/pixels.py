@@ -133,9 +133,6 @@ class PixelQualityConfig(ImagesConfig):
         between = distances.finish(partition)
         names = images.source.classnames
 
-        def texts() -> list[str]:
-            return [names[each] if names else each[0] for each in images.annotations]
-
         def details(maker: ImageDetails) -> Details:
             shown = maker.reconstructions()
             return Details(intervals=intervals, reconstructions=shown)
@@ -152,7 +149,7 @@ class PixelQualityConfig(ImagesConfig):
             captions=0 if meaning is None else meaning.texts,
             usage={"image": images.encoded.usage} | ({} if meaning is None else {"text": meaning.text.usage}),
             notes=[*images.notes, *self._notes(model, rows, methods), *distances.notes],
-            details=make_details(tokenizer, encoder, images, texts, details),
+            details=make_details(tokenizer, encoder, images, names, details),
             pixels=PixelResult(
                 reference=describe_data(self.data),
                 image_size=size,

@@ -122,11 +122,7 @@ class ProbeConfig(ImagesConfig):
             usage={"image": test.encoded.usage},
             notes=notes + told_by_probe,
             details=make_details(
-                model.image,
-                encoder,
-                test,
-                lambda: [names[label] for label in test.annotations],
-                lambda maker: class_details(maker, test, names, self.figures, found),
+                model.image, encoder, test, names, lambda maker: class_details(maker, test, names, self.figures, found)
             ),
         )
 

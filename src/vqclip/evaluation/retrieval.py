@@ -53,6 +53,12 @@ class RetrievalConfig(ImagesConfig):
                 mode: both_ranks(image.embeddings[mode], text.embeddings[mode], counts, with_wrong=mode in with_wrong)
                 for mode in modes
             }
+
+        def details(maker: ImageDetails) -> Details:
+            found = "codes_only" in ranks
+            examples = _examples(maker, images, text, counts, ranks["codes_only"]) if found else ()
+            return Details(intervals=_intervals(ranks, counts), codes=maker.codes(), examples=examples)
+
         return Result(
             name=self.name,
             kind=self.kind,
@@ -63,7 +69,7 @@ class RetrievalConfig(ImagesConfig):
             captions=int(counts.sum()),
             usage={"image": image.usage, "text": text.usage},
             notes=images.notes + text.notes + notes,
-            details=_details(model, encoder, images, text, counts, ranks),
+            details=make_details(model.image, encoder, images, (), details),
         )
 
 
@@ -110,26 +116,6 @@ def chance(counts: Tensor) -> dict[str, float]:
     to_text = [float(hit_chance(none, counts, counts.sum() - counts, k).mean()) for k in _DEPTHS]
     to_image = [min(k, len(counts)) / len(counts) for k in _DEPTHS]
     return dict(zip(RetrievalConfig.figures, to_text + to_image, strict=True))
-
-
-def _details(
-    model: CLIP,
-    encoder: Encoder,
-    images: EncodedImages[list[str]],
-    text: Encoded,
-    counts: Tensor,
-    ranks: dict[Mode, BothRanks],
-) -> Details | None:
-    """Return the details on rank 0, if the encoder makes them; every rank must call this."""
-
-    def make(maker: ImageDetails) -> Details:
-        details = Details(intervals=_intervals(ranks, counts), codes=maker.codes())
-        if "codes_only" not in ranks:
-            return details
-        examples = _examples(maker, images, text, counts, ranks["codes_only"])
-        return details.model_copy(update={"examples": examples})
-
-    return make_details(model.image, encoder, images, lambda: [each[0] for each in images.annotations], make)
 
 
 def _intervals(ranks: Mapping[Mode, BothRanks], counts: Tensor) -> dict[Mode, dict[str, Interval]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, read_lines, read_templates, read_text
 from vqclip.errors import DataError
-from vqclip.evaluation.details import Details
+from vqclip.evaluation.details import Details, Examples
 from vqclip.evaluation.encode import MODES, Encoded, Encoder, Mode
 from vqclip.evaluation.image_details import ImageDetails, class_accuracies, largest_confusions, make_details
 from vqclip.evaluation.images import EncodedImages, ImagesConfig, LabelledData, encode_labelled
@@ -81,7 +81,7 @@ class ZeroShotConfig(ImagesConfig):
             classes: Sequence[Names] = [(each,) for each in images.source.classnames]
             if self.classes_file is not None:
                 classes = read_classes(self.classes_file.expanduser(), images.source.classnames)
-        prompts = [fill(templates, names) for names in classes]
+        prompts = [fill(templates, each) for each in classes]
         sizes = [len(each) for each in prompts]
         text = encoder.captions(model.text, list(itertools.chain(*prompts)), self.batch_size, f"{name}-text")
 
@@ -96,6 +96,20 @@ class ZeroShotConfig(ImagesConfig):
         if twice:
             told = "class names that occur more than once, which the model cannot tell apart"
             notes.insert(0, f"{told}: {', '.join(sorted(twice))}")
+        names = [each[0] for each in classes]
+
+        def details(maker: ImageDetails) -> Details:
+            examples: tuple[Examples, ...] = ()
+            if "codes_only" in ranks:
+                rows, candidates = image.embeddings["codes_only"], targets["codes_only"]
+                each = torch.arange(count, device=candidates.device)
+                hits_and_misses = maker.examples(
+                    rows, candidates, right.to(rows.device), each, ranks["codes_only"], "image_to_class",
+                    image_of_query=range(len(rows)), texts=names, text_of_query=lambda row, near: names[near],
+                )  # fmt: skip
+                examples = (hits_and_misses,)
+            return class_details(maker, images, names, CLASS_FIGURES, found, examples)
+
         return Result(
             name=self.name,
             kind=self.kind,
@@ -106,7 +120,7 @@ class ZeroShotConfig(ImagesConfig):
             captions=sum(sizes),
             usage={"image": image.usage, "text": text.usage},
             notes=notes,
-            details=_details(model, encoder, images, [names[0] for names in classes], found, ranks, targets),
+            details=make_details(model.image, encoder, images, names, details),
         )
 
 
@@ -133,40 +147,13 @@ def rank_classes(images: Encoded, targets: Mapping[Mode, Tensor], labels: Tensor
     return found
 
 
-def _details(
-    model: CLIP,
-    encoder: Encoder,
-    images: EncodedImages[int],
-    names: Sequence[str],
-    found: dict[Mode, Classified],
-    ranks: dict[Mode, Ranks],
-    targets: dict[Mode, Tensor],
-) -> Details | None:
-    """Return the details on rank 0, if the encoder makes them; every rank must call this."""
-
-    def make(maker: ImageDetails) -> Details:
-        details = class_details(maker, images, names, CLASS_FIGURES, found)
-        if "codes_only" not in ranks:
-            return details
-        rows, labels, classes = images.encoded.embeddings["codes_only"], images.labels, targets["codes_only"]
-        each = torch.arange(len(classes), device=classes.device)
-        examples = maker.examples(
-            rows, classes, labels.to(rows.device), each, ranks["codes_only"], "image_to_class",
-            image_of_query=range(len(rows)), texts=names,
-            text_of_query=lambda row, right: names[right],
-        )  # fmt: skip
-
-        return details.model_copy(update={"examples": (examples,)})
-
-    return make_details(model.image, encoder, images, lambda: [names[label] for label in images.annotations], make)
-
-
 def class_details(
     maker: ImageDetails,
     images: EncodedImages[int],
     names: Sequence[str],
     figures: Sequence[str],
     found: Mapping[Mode, Classified],
+    examples: tuple[Examples, ...] = (),
 ) -> Details:
     """Return the details of any classification.
 
@@ -176,10 +163,12 @@ def class_details(
         names: of the classes.
         figures: names of the `CLASS_FIGURES`.
         found: mode → classes that were found.
+        examples: hits and misses.
     """
     hits, codes = {mode: each.hits for mode, each in found.items()}, found.get("codes_only")
     return Details(
         intervals=class_intervals(figures, hits, images.labels),
+        examples=examples,
         classes=class_accuracies(names, images.labels, {mode: hits[mode][0] for mode in MODES if mode in hits}),
         confusions=() if codes is None else largest_confusions(names, images.labels, codes.predicted),
         codes=maker.codes(),
