@@ -21,7 +21,7 @@ from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.tars.make import CHUNK
 from vqclip.evaluation import MODES, KnnConfig, LinearProbeConfig, ZeroShotConfig
 from vqclip.evaluation.images import ImagesConfig
-from vqclip.report.images import MAX_SIDE
+from vqclip.report.plot import MAX_SIDE
 from vqclip.tokenize_dataset.job import Options as TokenizeOptions
 from vqclip.towers.vocabulary import MAX_CONTEXT
 

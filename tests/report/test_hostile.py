@@ -29,7 +29,7 @@ from vqclip.evaluation.details import (
 )
 from vqclip.evaluation.results import PixelResult, PixelRow, StoredEvaluation
 from vqclip.report import write_comparison, write_report
-from vqclip.report.images import image_uri
+from vqclip.report.plot import image_uri
 
 EVIL = "\"'><script>x0x()</script><img src=http://x0x.org onerror=x0x()>]]></style></title><!--\u202e{{ 7 * 7 }}\x1b[2J"
 ELEMENTS = """html head meta title style body main header footer section nav figure figcaption details summary p h1 h2

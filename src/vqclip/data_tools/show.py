@@ -13,8 +13,8 @@ from torch import Tensor
 from vqclip.config import load_config
 from vqclip.data import Source, TrainData
 from vqclip.data.transforms import Size, as_pixels
-from vqclip.report.images import png_uri
 from vqclip.report.page import render
+from vqclip.report.plot import png_uri
 from vqclip.towers import Vocabulary
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Figures of a page as SVG: curves and heat maps over steps.
+"""Figures of a page as SVG, curves and heat maps over steps; and its images as ``data:`` addresses.
 
 Drawn with the colours and the text of the page around them. Not with matplotlib, which takes 30 ms for each and half a
 second to be imported: together more than a tenth of the evaluation of a small run. These take a millisecond.
@@ -6,6 +6,8 @@ second to be imported: together more than a tenth of the evaluation of a small r
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +17,6 @@ from markupsafe import Markup
 from PIL import Image
 
 from vqclip.errors import printable
-from vqclip.report.images import png_uri
 
 PERCENT = "%"
 COLOURS = 8
@@ -24,6 +25,9 @@ WIDTH, HEIGHT = 350, 215
 """Size in CSS pixels: about that at which a page shows it, so that its text is as large as the page's."""
 CIVIDIS = ("#00224e", "#35456c", "#666970", "#948e77", "#c8b866", "#fee838")
 """Colours of a heat map, from 0 to 1: matplotlib's cividis, which colour-blind people see as others do."""
+MAX_SIDE = 512
+"""Largest side of an image that is shown, in pixels: a small file can hold a huge image."""
+_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg"}
 MAX_TEXT = 2000
 """Characters of a text; the rest is cut."""
 
@@ -254,3 +258,28 @@ def plain(text: object, most: int = MAX_TEXT) -> str:
     """Return a text with invisible characters made visible, and cut if it is long. It may still contain markup."""
     text = str(text)
     return printable(text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters)")
+
+
+def image_uri(content: bytes | None) -> Markup | None:
+    """Return the address of a PNG or JPEG image; None for anything else, and for a large one."""
+    if not content:
+        return None
+    try:
+        with Image.open(io.BytesIO(content), formats=tuple(_TYPES)) as image:
+            kind, size = image.format, image.size
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
+    if kind is None or kind not in _TYPES or max(size) > MAX_SIDE:  # MPO, several images, is opened as JPEG
+        return None
+    return _address(_TYPES[kind], content)
+
+
+def png_uri(image: Image.Image) -> Markup:
+    """Return the address of an image as PNG."""
+    content = io.BytesIO()
+    image.save(content, format="PNG", compress_level=1)
+    return _address("image/png", content.getvalue())
+
+
+def _address(kind: str, content: bytes) -> Markup:
+    return Markup(f"data:{kind};base64,{base64.b64encode(content).decode()}")

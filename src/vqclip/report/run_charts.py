@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vqclip.evaluation import Result
-from vqclip.evaluation.pixel_methods import CODES
+from vqclip.evaluation.pixels import CODES
 from vqclip.evaluation.tables import MODE_TITLES, figure_title
 from vqclip.report.plot import PERCENT, Chart, Curve, heat_map, line_chart
 from vqclip.report.run_files import MAX_FIGURES, split_names

@@ -14,8 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from vqclip.evaluation import Result
 from vqclip.io.tensors import first_names
 from vqclip.losses import LossConfig
-from vqclip.report.model_words import codebook_size
-from vqclip.report.run_files import RunFiles, figure_rows, number_at, text_at, value_at
+from vqclip.report.run_files import RunFiles, codebook_size, figure_rows, number_at, text_at, value_at
 from vqclip.runlog.health import (
     CODED,
     LEVELS,
