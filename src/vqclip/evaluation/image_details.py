@@ -140,7 +140,7 @@ class ImageDetails:
             candidates: ``(M, E)`` unit-norm.
             query_group: ``(Q,)`` int64, see `vqclip.evaluation.ranking.rank`.
             group: ``(M,)`` int64.
-            ranks: what `rank` returned, with `Ranks.best_wrong`.
+            ranks: what `rank` returned.
             direction: queries and candidates.
             image_of_query: row of the image of each query.
             texts: text of each candidate.
@@ -311,7 +311,7 @@ def choose_examples(ranks: Ranks, config: DetailsConfig, direction: Direction) -
     """Return the rows of hits and of misses; see `Examples`. Equal ones are in the order of the set.
 
     Args:
-        ranks: places of the right candidates, with `Ranks.best_wrong`.
+        ranks: places of the right candidates.
         config: numbers of hits and misses.
         direction: misses of classes are sorted by confidence, the others by rank.
     """

@@ -43,9 +43,9 @@ class Ranks(NamedTuple):
     wrongs: Tensor
     """int64, wrong candidates at this score."""
     best_wrong: Tensor
-    """Highest score of a wrong candidate, -inf without one; empty unless asked for."""
+    """Highest score of a wrong candidate, -inf without one."""
     first: Tensor
-    """int64, the first of the candidates with the highest score; empty unless asked for."""
+    """int64, the first of the candidates with the highest score."""
 
     def hits(self, ks: Sequence[int]) -> Tensor:
         """Return for each k and query whether a right candidate is among the k nearest; with ties, the probability.
@@ -61,7 +61,7 @@ class Ranks(NamedTuple):
         return 1 + self.above + self.wrongs // (self.rights + 1)
 
 
-def rank(queries: Tensor, candidates: Tensor, query_group: Tensor, group: Tensor, *, with_wrong: bool = False) -> Ranks:
+def rank(queries: Tensor, candidates: Tensor, query_group: Tensor, group: Tensor) -> Ranks:
     """Rank all candidates for each query.
 
     A candidate is right for the queries of its own group: a class for its images, an image for its captions, all
@@ -72,7 +72,6 @@ def rank(queries: Tensor, candidates: Tensor, query_group: Tensor, group: Tensor
         candidates: ``(M, E)`` unit-norm.
         query_group: ``(Q,)`` int64, the group of each query; each must occur in ``group``.
         group: ``(M,)`` int64, the group of each candidate.
-        with_wrong: find `Ranks.best_wrong` and `Ranks.first` too.
 
     Raises:
         StopRequested: this rank has been asked to stop (`vqclip.process.progress`).
@@ -81,26 +80,23 @@ def rank(queries: Tensor, candidates: Tensor, query_group: Tensor, group: Tensor
     rows = max(1, BLOCK // max(1, len(candidates)))
     for part, right_group in zip(queries.split(rows), query_group.split(rows), strict=True):
         progress.heartbeat()
-        found.append(rank_scores(part @ candidates.T, right_group[:, None] == group[None, :], SAME, with_wrong))
+        found.append(rank_scores(part @ candidates.T, right_group[:, None] == group[None, :], SAME))
     return Ranks(*map(torch.cat, zip(*found, strict=True)))
 
 
-def rank_scores(scores: Tensor, right: Tensor, same: float, with_wrong: bool = False) -> Ranks:
+def rank_scores(scores: Tensor, right: Tensor, same: float) -> Ranks:
     """Rank the candidates of each row by their scores; see `rank`.
 
     Args:
         scores: ``(Q, M)``.
         right: ``(Q, M)`` bool, at least one True in each row.
         same: largest difference of two scores that is a tie.
-        with_wrong: find `Ranks.best_wrong` and `Ranks.first` too.
     """
     best = scores.masked_fill(~right, -torch.inf).amax(dim=1, keepdim=True)
     above, level = scores > best + same, (scores - best).abs() <= same
-    wrong, first = best.new_empty(0), best.new_empty(0, dtype=torch.int64)
-    if with_wrong:
-        wrong = scores.masked_fill(right, -torch.inf).amax(dim=1)
-        highest = torch.maximum(best[:, 0], wrong)[:, None]
-        first = (scores >= highest - same).to(torch.uint8).argmax(dim=1)  # the first of several
+    wrong = scores.masked_fill(right, -torch.inf).amax(dim=1)
+    highest = torch.maximum(best[:, 0], wrong)[:, None]
+    first = (scores >= highest - same).to(torch.uint8).argmax(dim=1)  # the first of several
     counts = above.sum(1), (level & right).sum(1), (level & ~right).sum(1)
     return Ranks(*(each.cpu() for each in (best[:, 0], *counts, wrong, first)))
 
@@ -115,14 +111,14 @@ class Classified(NamedTuple):
 
     @classmethod
     def of(cls, ranks: Ranks) -> Classified:
-        """Return them from ranks of the classes, found with `Ranks.first`."""
+        """Return them from ranks of the classes."""
         return cls(ranks.hits(DEPTHS), ranks.first)
 
     @classmethod
     def of_scores(cls, scores: Tensor, labels: Tensor, same: float) -> Classified:
         """Return them from scores ``(n, K)`` and labels ``(n,)`` int64; ``same`` as in `rank_scores`."""
         each = torch.arange(scores.shape[1], device=scores.device)
-        return cls.of(rank_scores(scores, labels[:, None] == each, same, with_wrong=True))
+        return cls.of(rank_scores(scores, labels[:, None] == each, same))
 
     @classmethod
     def join(cls, parts: Sequence[Classified]) -> Classified:

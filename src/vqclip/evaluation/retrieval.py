@@ -47,12 +47,8 @@ class RetrievalConfig(ImagesConfig):
         counts = torch.tensor([len(one) for one in captions])
 
         modes, notes = common_modes(image, text)
-        with_wrong = () if encoder.details is None else ("codes_only",)
         with encoder.partition.raise_on_all_ranks():  # one rank may be asked to stop
-            ranks = {
-                mode: both_ranks(image.embeddings[mode], text.embeddings[mode], counts, with_wrong=mode in with_wrong)
-                for mode in modes
-            }
+            ranks = {mode: both_ranks(image.embeddings[mode], text.embeddings[mode], counts) for mode in modes}
 
         def details(maker: ImageDetails) -> Details:
             found = "codes_only" in ranks
@@ -82,19 +78,18 @@ class BothRanks(NamedTuple):
     """Its image, for each caption."""
 
 
-def both_ranks(images: Tensor, captions: Tensor, counts: Tensor, *, with_wrong: bool = False) -> BothRanks:
+def both_ranks(images: Tensor, captions: Tensor, counts: Tensor) -> BothRanks:
     """Rank the captions for each image, and the images for each caption.
 
     Args:
         images: ``(n, E)`` unit-norm.
         captions: ``(Σ counts, E)`` unit-norm, image by image.
         counts: ``(n,)`` int64, captions of each image, at least 1.
-        with_wrong: find `Ranks.best_wrong` too.
     """
     each, owner = _groups(counts, images.device)
     return BothRanks(
-        rank(images, captions, each, owner, with_wrong=with_wrong),
-        rank(captions, images, owner, each, with_wrong=with_wrong),
+        rank(images, captions, each, owner),
+        rank(captions, images, owner, each),
     )
 
 

@@ -143,7 +143,7 @@ def rank_classes(images: Encoded, targets: Mapping[Mode, Tensor], labels: Tensor
     found: dict[Mode, Ranks] = {}
     for mode, classes in targets.items():
         rows, each = images.embeddings[mode], torch.arange(len(classes), device=classes.device)
-        found[mode] = rank(rows, classes, labels.to(rows.device), each, with_wrong=True)
+        found[mode] = rank(rows, classes, labels.to(rows.device), each)
     return found
 
 

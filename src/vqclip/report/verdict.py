@@ -7,9 +7,9 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from vqclip.evaluation import Result
 from vqclip.io.tensors import first_names
@@ -28,7 +28,6 @@ from vqclip.runlog.health import (
     suggest_remedies,
 )
 
-_Thresholds = TypeVar("_Thresholds", CollapseConfig, DivergenceConfig)
 MANY_BAD = 0.1
 """Share of bad samples from which the data counts as ill."""
 FEW_BAD = 0.01
@@ -37,6 +36,13 @@ UNUSED = 0.05
 """Share of the codes that evenly used codes would show, below which a codebook is hardly used."""
 LONG_WAIT = 0.3
 """Share of the time spent waiting for data that is worth a warning."""
+
+
+class _Guards(BaseModel):
+    """Sections of ``guards`` by which a run is judged; None: it is not."""
+
+    collapse: CollapseConfig | None = CollapseConfig()
+    divergence: DivergenceConfig | None = DivergenceConfig()
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,11 @@ def judge(run: RunFiles, results: list[Result]) -> Verdict:
         results: its newest evaluation.
     """
     curves, (loss, chance) = run.curves, _progress(run)
-    collapse = _thresholds(run, "collapse", CollapseConfig)
-    divergence = _thresholds(run, "divergence", DivergenceConfig)
+    try:
+        guards = _Guards.model_validate(value_at(run.config, "guards") or {})
+    except ValidationError:  # forged
+        guards = _Guards()
+    collapse, divergence = guards.collapse, guards.divergence
     quantizers = {"image": "model.image.quantizer", "text": "model.text.quantizer", "detail": "detail.quantizer"}
     sizes = {name: codebook_size(value_at(run.config, path)) for name, path in quantizers.items()}
     codes = {name: size for name, size in sizes.items() if size is not None}
@@ -87,16 +96,6 @@ def judge(run: RunFiles, results: list[Result]) -> Verdict:
     title = f"No sign of {told}" if told else "Neither collapse nor divergence is looked for"
     healthy = Finding("good", title, _describe_progress(run, loss, chance, health.codebooks))
     return Verdict("good", "Healthy", [healthy, *found], health.codebooks)
-
-
-def _thresholds(run: RunFiles, name: str, kind: type[_Thresholds]) -> _Thresholds | None:
-    """Return a section of ``guards``: the defaults if it is absent or forged, None if it is null."""
-    guards = value_at(run.config, "guards")
-    given = guards.get(name, {}) if isinstance(guards, dict) else {}
-    try:
-        return None if given is None else kind.model_validate(given)
-    except ValidationError:
-        return kind()
 
 
 def _progress(run: RunFiles) -> tuple[str, float | str]:

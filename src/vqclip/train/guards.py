@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -273,10 +273,9 @@ class CodeWindows:
             skip: () bool on the device, True for a step that does not count.
         """
         windows = {}
-        for modality, name in ((modality, name) for modality, each in stats.items() for name in _code_counts(each)):
-            codes, tokens = stats[modality][name], stats[modality][_tokens_of(name)]
-            is_mine = name in stats[modality].histograms or dist.is_main()
-            new = torch.cat((tokens.view(1), codes.flatten() * is_mine))
+        for modality, name, tokens in _code_counts(stats):
+            codes, is_mine = stats[modality][name], name in stats[modality].histograms or dist.is_main()
+            new = torch.cat((stats[modality][tokens].view(1), codes.flatten() * is_mine))
             window = self._windows.get(f"{modality}/{name}")
             if window is None or window.shape[1] != len(new):  # another codebook, where the run allows it on resume
                 window = new.new_zeros(2, len(new))
@@ -293,14 +292,11 @@ class CodeWindows:
             stats: those of the newest `count`.
         """
         windows = _sum_over_ranks({name: each.sum(dim=0, keepdim=True) for name, each in self._windows.items()})
-        found = {}
-        for modality, each in stats.items():
-            sums = dict(each)
-            for name in _code_counts(each):
-                tokens, codes = windows[f"{modality}/{name}"].flatten().tensor_split([1])
-                sums |= {_tokens_of(name): tokens.squeeze(), name: codes.view_as(each[name])}
-            found[modality] = Stats(sums, is_global=True)
-        return found
+        found = {modality: dict(each) for modality, each in stats.items()}
+        for modality, name, tokens in _code_counts(stats):
+            count, codes = windows[f"{modality}/{name}"].flatten().tensor_split([1])
+            found[modality] |= {tokens: count.squeeze(), name: codes.view_as(stats[modality][name])}
+        return {modality: Stats(each, is_global=True) for modality, each in found.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state: the windows over all ranks. A collective."""
@@ -334,10 +330,10 @@ def _sum_over_ranks(windows: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.cat((each[:, :1], part.view(len(each), -1)), dim=1) for (name, each), part in parts}
 
 
-def _code_counts(stats: Stats) -> list[str]:
-    """Return the names of the code counts over the global batch."""
-    return [name for name in stats if name.split("/")[-1] == "codes" and "own" not in name.split("/")]
-
-
-def _tokens_of(name: str) -> str:
-    return f"{name.removesuffix('codes')}tokens"
+def _code_counts(stats: Mapping[str, Stats]) -> Iterator[tuple[str, str, str]]:
+    """Yield modality, and the names of code counts over the global batch and of the number of their tokens."""
+    for modality, each in stats.items():
+        for name in each:
+            *places, last = name.split("/")
+            if last == "codes" and "own" not in places:
+                yield modality, name, "/".join([*places, "tokens"])
