@@ -5,13 +5,12 @@ import pytest
 from tests.report.making import CONFIG, line, make_run, write_lines
 from vqclip.evaluation import Result, write_evaluations
 from vqclip.report.page import render_run
-from vqclip.report.run_files import newest_results, read_run
+from vqclip.report.run_files import read_run
 from vqclip.report.verdict import Verdict, judge
 
 
 def verdict_on(folder) -> Verdict:
-    run = read_run(folder)
-    return judge(run, newest_results(run)[1])
+    return judge(read_run(folder))
 
 
 def test_a_healthy_run_and_one_that_has_just_begun(tmp_path):

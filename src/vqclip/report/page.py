@@ -6,7 +6,6 @@ import functools
 import shlex
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +21,18 @@ from vqclip.evaluation.reconstructions import Reconstructions
 from vqclip.evaluation.tables import MODE_TITLES, figure_title
 from vqclip.io.atomic import write_text
 from vqclip.report import run_charts
-from vqclip.report.plot import PERCENT, Chart, Curve, compact, image_uri, line_chart, plain
+from vqclip.report.plot import PERCENT, Curve, compact, image_uri, line_chart, plain
 from vqclip.report.run_files import (
     MAX_FIGURES,
     RunFiles,
     describe_data,
     describe_model,
     describe_progress,
-    describe_state,
     figure_rows,
-    newest_results,
     number_at,
     read_run,
 )
-from vqclip.report.verdict import Verdict, judge
+from vqclip.report.verdict import judge
 from vqclip.runlog.health import CODED
 
 if TYPE_CHECKING:
@@ -101,48 +98,33 @@ def write_comparison(folders: Sequence[Path | str], output: Path | str) -> Path:
         ConfigError: a folder is not that of a run, or there are too many.
         OSError: the page cannot be written.
     """
-    runs = compare([read_run(Path(folder)) for folder in folders])
-    command = shlex.join(["vqclip", "report", *map(str, folders), "--out", str(output)])
+    if len(folders) > MAX_RUNS:
+        raise ConfigError(f"got {len(folders)} runs; a page compares at most {MAX_RUNS}")
+    runs = [read_run(Path(folder)) for folder in folders]
+    names = [run.name for run in runs]
+    labels = [run.name if names.count(run.name) == 1 else f"{run.name} ({run.folder})" for run in runs]
+    charts = [
+        line_chart(
+            title,
+            [Curve(label, *run.curves.get(name)) for run, label in zip(runs, labels, strict=True)],
+            unit=unit,
+            logarithmic=logarithmic,
+            floor=0.0 if unit == PERCENT else None,
+        )
+        for title, name, unit, logarithmic in COMPARED
+    ]
     text = render(
         "comparison.html",
-        runs=runs,
-        differences=differences([run.files for run in runs]),
+        runs=[*zip(runs, labels, map(judge, runs), strict=True)],
+        labels=labels,
+        differences=differences(runs),
         most=MAX_DIFFERENCES,
         figures=compared_figures(runs),
-        charts=comparison_charts(runs),
-        command=command,
+        charts=[chart for chart in charts if chart is not None],
+        command=shlex.join(["vqclip", "report", *map(str, folders), "--out", str(output)]),
     )
     write_text(Path(output), text)
     return Path(output)
-
-
-@dataclass
-class ComparedRun:
-    """One run of a comparison."""
-
-    files: RunFiles
-    label: str
-    step: int
-    """Step of its newest evaluation."""
-    results: list[Result]
-    verdict: Verdict
-    state: str
-
-
-def compare(runs: Sequence[RunFiles]) -> list[ComparedRun]:
-    """Judge every run.
-
-    Raises:
-        ConfigError: there are more than `MAX_RUNS`.
-    """
-    if len(runs) > MAX_RUNS:
-        raise ConfigError(f"got {len(runs)} runs; a page compares at most {MAX_RUNS}")
-    names, compared = [run.name for run in runs], list[ComparedRun]()
-    for run in runs:
-        step, results = newest_results(run)
-        label = run.name if names.count(run.name) == 1 else f"{run.name} ({run.folder})"
-        compared.append(ComparedRun(run, label, step, results, judge(run, results), describe_state(run)))
-    return compared
 
 
 def differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
@@ -161,7 +143,7 @@ def differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
 
 
 def compared_figures(
-    runs: Sequence[ComparedRun],
+    runs: Sequence[RunFiles],
 ) -> list[tuple[str, str, list[tuple[float | None, Any]], float | None]]:
     """Return task, figure, rate and interval of each run (codes only where there are codes), and chance."""
     known = [{(each.name, row.title): row for each in run.results for row in figure_rows(each)} for run in runs]
@@ -177,21 +159,6 @@ def compared_figures(
     return found
 
 
-def comparison_charts(runs: Sequence[ComparedRun]) -> list[Chart]:
-    """Return the curves of all runs, a figure for each metric."""
-    charts = [
-        line_chart(
-            title,
-            [Curve(run.label, *run.files.curves.get(name)) for run in runs],
-            unit=unit,
-            logarithmic=logarithmic,
-            floor=0.0 if unit == PERCENT else None,
-        )
-        for title, name, unit, logarithmic in COMPARED
-    ]
-    return [chart for chart in charts if chart is not None]
-
-
 def _flatten(tree: Any, path: str = "") -> list[tuple[str, Any]]:
     """Return dotted paths and values of nested mappings and lists; a list of plain values stays whole."""
     if isinstance(tree, dict) and tree:
@@ -203,8 +170,7 @@ def _flatten(tree: Any, path: str = "") -> list[tuple[str, Any]]:
 
 def render_run(run: RunFiles) -> str:
     """Return the page of a run as HTML."""
-    step, tasks = newest_results(run)
-    verdict = judge(run, tasks)
+    tasks, verdict = run.results, judge(run)
     charts = {
         "pixels": [(task, run_charts.pixel_chart(task)) for task in tasks if task.pixels],
         "training": run_charts.training_charts(run.curves),
@@ -231,9 +197,8 @@ def render_run(run: RunFiles) -> str:
         "run.html",
         run=run,
         verdict=verdict,
-        lines=[describe_model(run), describe_data(run), f"{describe_progress(run)} · {describe_state(run)}"],
+        lines=[describe_model(run), describe_data(run), f"{describe_progress(run)} · {run.state}"],
         charts=charts,
-        evaluated=step,
         tasks=tasks,
         coded=name,
         codes=codes,

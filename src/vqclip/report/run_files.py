@@ -61,6 +61,10 @@ class RunFiles:
     """Steps of the checkpoints."""
     missing: list[str] = field(default_factory=list)
     """Parts that are absent or cannot be read, in words."""
+    evaluated: int = 0
+    """Step of the newest evaluation; 0 without one."""
+    results: list[Result] = field(default_factory=list)
+    """The newest evaluation."""
 
     @property
     def name(self) -> str:
@@ -87,6 +91,15 @@ class RunFiles:
         """True if the run has reached its end, its last evaluation included."""
         has_all_steps = self.done >= self.steps or self.done == number_at(self.summary, "ended_after")
         return bool(self.summary) and not self.stopped and has_all_steps
+
+    @property
+    def state(self) -> str:
+        """Whether the run is finished, stopped or in progress, in words."""
+        if self.stopped:
+            reason = text_at(self.stopped, "reason")[:200]
+            at = f"stopped at step {number_at(self.stopped, 'step') or 0:,.0f}"
+            return f"{at}{f' ({reason})' if reason else ''}; the same command resumes it"
+        return "finished" if self.is_finished else "not finished: still running, or ended by an error (see train.log)"
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -123,6 +136,7 @@ def read_run(folder: Path) -> RunFiles:
             setattr(run, name, [{key: each.get(key) for key in _SHOWN} for each in lines if each is not None])
     with naming(run, "checkpoints"):
         run.checkpoints = sorted(step_of(path) for path in checkpoints(folder / "checkpoints"))
+    run.evaluated, run.results = _newest_results(run)
     return run
 
 
@@ -208,7 +222,7 @@ def figure_rows(result: Result) -> list[FigureRow]:
     return list(rows.values())
 
 
-def newest_results(run: RunFiles) -> tuple[int, list[Result]]:
+def _newest_results(run: RunFiles) -> tuple[int, list[Result]]:
     """Return the step of the newest evaluation and its results; step 0 and none without one.
 
     Stored evaluations have details; without them those of the metrics are used, whose other fields are empty or those
@@ -332,14 +346,3 @@ def describe_progress(run: RunFiles) -> str:
         seconds = min(run.done * run.batch_size / speed, 1e12)
         parts.append(f"about {tqdm.format_interval(seconds)} of training")
     return " · ".join(parts)
-
-
-def describe_state(run: RunFiles) -> str:
-    """Return whether the run is finished, stopped or in progress."""
-    if run.stopped:
-        reason = text_at(run.stopped, "reason")[:200]
-        at = f"stopped at step {number_at(run.stopped, 'step') or 0:,.0f}"
-        return f"{at}{f' ({reason})' if reason else ''}; the same command resumes it"
-    if run.is_finished:
-        return "finished"
-    return "not finished: still running, or ended by an error (see train.log)"

@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from vqclip.evaluation import Result
 from vqclip.io.tensors import first_names
 from vqclip.losses import LossConfig
 from vqclip.report.run_files import RunFiles, codebook_size, figure_rows, number_at, text_at, value_at
@@ -57,13 +56,8 @@ class Verdict:
     """Codebooks of the newest report."""
 
 
-def judge(run: RunFiles, results: list[Result]) -> Verdict:
-    """Judge a run; its health as the run judged it while it trained.
-
-    Args:
-        run: its files.
-        results: its newest evaluation.
-    """
+def judge(run: RunFiles) -> Verdict:
+    """Judge a run by its files; its health as the run judged it while it trained."""
     curves, (loss, chance) = run.curves, _progress(run)
     try:
         guards = _Guards.model_validate(value_at(run.config, "guards") or {})
@@ -84,7 +78,7 @@ def judge(run: RunFiles, results: list[Result]) -> Verdict:
     rarely_used: list[Finding] = []
     if collapse is not None:
         rarely_used += _check_unused([each for each in health.codebooks if not collapse.has_collapsed(each)])
-    found = [*_check_finite(run), *health.findings(), *_check_samples(run), *rarely_used, *_check_rest(run, results)]
+    found = [*_check_finite(run), *health.findings(), *_check_samples(run), *rarely_used, *_check_rest(run)]
     found.sort(key=lambda finding: LEVELS.index(finding.level))
     ill = [finding for finding in found if finding.level in ("bad", "warn")]
     if ill:
@@ -181,9 +175,11 @@ def _check_samples(run: RunFiles) -> Iterator[Finding]:
         yield Finding("note", f"{replaced:,.0f} bad samples", text, advice)
 
 
-def _check_rest(run: RunFiles, results: list[Result]) -> Iterator[Finding]:
+def _check_rest(run: RunFiles) -> Iterator[Finding]:
     """Find evaluations at chance, waiting for data, steps with an unusually large loss, and captions that were cut."""
-    rows = [(row, row.chance, each.samples) for each in results for row in figure_rows(each) if row.chance is not None]
+    rows = [
+        (row, row.chance, each.samples) for each in run.results for row in figure_rows(each) if row.chance is not None
+    ]
     if rows and all(max(row.rates.values()) <= chance + 3 * _sigma(chance, images) for row, chance, images in rows):
         text = "Every figure of the newest evaluation is that of random embeddings."
         yield Finding("warn", "No better than chance", text, "Train longer, or see the findings above.")
