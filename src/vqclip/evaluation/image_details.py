@@ -48,7 +48,6 @@ from vqclip.tokenizer import ImageTokenizer
 
 logger = logging.getLogger(__name__)
 
-_BATCH = 256
 Direction = Literal["image_to_text", "text_to_image", "image_to_class"]
 
 
@@ -112,7 +111,7 @@ class ImageDetails:
         ids: Mapping[int, Tensor] | None,
     ):
         assert encoder.details is not None
-        self.config, self._precision = encoder.details, encoder.precision
+        self.config = encoder.details
         self._tokenizer, self._images, self._texts, self._ids = tokenizer, images, texts, ids
         self._reader = ImageReader(images.source, tokenizer.transform, self.config.thumbnail)
 
@@ -128,23 +127,20 @@ class ImageDetails:
         group: Tensor,
         ranks: Ranks,
         direction: Direction,
-        *,
-        image_of_query: Sequence[int] | Tensor,
         texts: Sequence[str],
-        text_of_query: Callable[[int, int], str],
+        captions: Sequence[str] | None = None,
     ) -> Examples:
         """Return the hits and misses of a search of Q queries among M candidates.
 
         Args:
             queries: ``(Q, E)`` unit-norm.
             candidates: ``(M, E)`` unit-norm.
-            query_group: ``(Q,)`` int64, see `vqclip.evaluation.ranking.rank`.
+            query_group: ``(Q,)`` int64, see `vqclip.evaluation.ranking.rank`; of captions, the row of their image.
             group: ``(M,)`` int64.
             ranks: what `rank` returned.
             direction: queries and candidates.
-            image_of_query: row of the image of each query.
             texts: text of each candidate.
-            text_of_query: function of the row of a query and of its nearest right candidate; see `Example.text`.
+            captions: queries that are texts.
         """
 
         def example(row: int) -> Example:
@@ -160,9 +156,10 @@ class ImageDetails:
                 )
                 for place in order[: self.config.nearest].tolist()
             )
+            nearest_right = int(order[right[order]][0])
             return Example(
-                image=self.image(int(image_of_query[row])),
-                text=clip_text(text_of_query(row, int(order[right[order]][0]))),
+                image=self.image(row if captions is None else int(query_group[row])),
+                text=clip_text(texts[nearest_right] if captions is None else captions[row]),
                 score=float(ranks.best[row]),
                 rank=int(ranks.place[row]),
                 candidates=len(candidates),

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from vqclip.evaluation.details import Details, Examples, Interval
-from vqclip.evaluation.encode import Encoded, Encoder, Mode
+from vqclip.evaluation.encode import Encoder, Mode
 from vqclip.evaluation.image_details import ImageDetails, make_details
-from vqclip.evaluation.images import CaptionedData, EncodedImages, ImagesConfig, encode_images
+from vqclip.evaluation.images import CaptionedData, ImagesConfig, encode_images
 from vqclip.evaluation.intervals import ratio_intervals
 from vqclip.evaluation.ranking import Ranks, hit_chance, rank
 from vqclip.evaluation.results import Result, common_modes, fill_modes
@@ -43,7 +43,8 @@ class RetrievalConfig(ImagesConfig):
             self, source, model.image, encoder, f"{name}-image", lambda batch: [list(each) for each in batch.captions]
         )
         image, captions = images.encoded, images.annotations
-        text = encoder.captions(model.text, [each for one in captions for each in one], self.batch_size, f"{name}-text")
+        texts, firsts = [each for one in captions for each in one], [one[0] for one in captions]
+        text = encoder.captions(model.text, texts, self.batch_size, f"{name}-text")
         counts = torch.tensor([len(one) for one in captions])
 
         modes, notes = common_modes(image, text)
@@ -51,8 +52,15 @@ class RetrievalConfig(ImagesConfig):
             ranks = {mode: both_ranks(image.embeddings[mode], text.embeddings[mode], counts) for mode in modes}
 
         def details(maker: ImageDetails) -> Details:
-            found = "codes_only" in ranks
-            examples = _examples(maker, images, text, counts, ranks["codes_only"]) if found else ()
+            examples: tuple[Examples, ...] = ()
+            if "codes_only" in ranks:
+                rows, targets = image.embeddings["codes_only"], text.embeddings["codes_only"]
+                each, owner = _groups(counts, rows.device)
+                to_text, to_image = ranks["codes_only"]
+                examples = (
+                    maker.examples(rows, targets, each, owner, to_text, "image_to_text", texts),
+                    maker.examples(targets, rows, owner, each, to_image, "text_to_image", firsts, texts),
+                )
             return Details(intervals=_intervals(ranks, counts), codes=maker.codes(), examples=examples)
 
         return Result(
@@ -122,22 +130,3 @@ def _intervals(ranks: Mapping[Mode, BothRanks], counts: Tensor) -> dict[Mode, di
         mode: dict(zip(RetrievalConfig.figures, first[k * n : k * n + k] + second[k * n : k * n + k], strict=True))
         for n, mode in enumerate(ranks)
     }
-
-
-def _examples(
-    maker: ImageDetails, images: EncodedImages[list[str]], text: Encoded, counts: Tensor, ranks: BothRanks
-) -> tuple[Examples, Examples]:
-    """Return hits and misses of images and of captions, codes only."""
-    captions, first = [each for one in images.annotations for each in one], [one[0] for one in images.annotations]
-    rows, targets = images.encoded.embeddings["codes_only"], text.embeddings["codes_only"]
-    each, owner = _groups(counts, rows.device)
-    return (
-        maker.examples(
-            rows, targets, each, owner, ranks.to_text, "image_to_text",
-            image_of_query=each, texts=captions, text_of_query=lambda row, right: captions[right],
-        ),
-        maker.examples(
-            targets, rows, owner, each, ranks.to_image, "text_to_image",
-            image_of_query=owner, texts=first, text_of_query=lambda row, right: captions[row],
-        ),
-    )  # fmt: skip

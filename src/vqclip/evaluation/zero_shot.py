@@ -103,11 +103,8 @@ class ZeroShotConfig(ImagesConfig):
             if "codes_only" in ranks:
                 rows, candidates = image.embeddings["codes_only"], targets["codes_only"]
                 each = torch.arange(count, device=candidates.device)
-                hits_and_misses = maker.examples(
-                    rows, candidates, right.to(rows.device), each, ranks["codes_only"], "image_to_class",
-                    image_of_query=range(len(rows)), texts=names, text_of_query=lambda row, near: names[near],
-                )  # fmt: skip
-                examples = (hits_and_misses,)
+                labels, found_ranks = right.to(rows.device), ranks["codes_only"]
+                examples = (maker.examples(rows, candidates, labels, each, found_ranks, "image_to_class", names),)
             return class_details(maker, images, names, CLASS_FIGURES, found, examples)
 
         return Result(
