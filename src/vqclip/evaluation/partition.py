@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from vqclip import dist
 from vqclip.data import Source, SourceConfigBase, open_source, open_sources
-from vqclip.errors import DistributedError, StopRequested
 
 T = TypeVar("T")
 
@@ -71,36 +69,6 @@ class RankPartition:
             return open_sources([data], [key])[0]
         return open_source(data, key)
 
-    @contextmanager
-    def raise_on_all_ranks(self) -> Iterator[None]:
-        """Run the block on every rank; if it fails on one rank, raise an error on all of them.
-
-        The block must not contain a collective. Without this, the other ranks would wait for the failed one.
-
-        Raises:
-            StopRequested: a rank has been asked to stop; raised on every rank, before any other error.
-            DistributedError: another rank failed, and this one did not. An error of this rank is raised as it is.
-        """
-        failure: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            failure = error
-        if self.world_size > 1:
-            mine = None if failure is None else f"{type(failure).__name__}: {failure}"
-            messages, stops = zip(*dist.gather_json([mine, isinstance(failure, StopRequested)]), strict=True)
-            if any(stops):
-                raise StopRequested
-            if failure is None and any(messages):
-                rank = next(rank for rank, message in enumerate(messages) if message)
-                failure = DistributedError(f"evaluation stopped, because rank {rank} failed: {messages[rank]}")
-        if failure is not None:
-            raise failure
-
-    def require_all_ranks(self, error: Exception) -> None:
-        """Return if all ranks are here, as after an error of `raise_on_all_ranks`; raise `error` if one is lost."""
-        if self.world_size > 1:
-            try:
-                dist.barrier()
-            except DistributedError:
-                raise error from None
+    def raise_on_all_ranks(self) -> AbstractContextManager[None]:
+        """Raise an exception of the block on every rank, as `vqclip.dist.raise_on_all_ranks`; nothing for one rank."""
+        return dist.raise_on_all_ranks() if self.world_size > 1 else nullcontext()

@@ -19,7 +19,7 @@ from torch import nn
 
 from vqclip import dist
 from vqclip.data.workers import explain_worker_deaths
-from vqclip.errors import VqclipError, name_section
+from vqclip.errors import DistributedError, VqclipError, name_section
 from vqclip.evaluation.details import DetailsConfig
 from vqclip.evaluation.encode import MODES, Encoder, Mode, evaluation_mode
 from vqclip.evaluation.partition import RankPartition
@@ -243,8 +243,9 @@ def try_all(
                 with explain_worker_deaths("evaluation") if task.workers else contextlib.nullcontext():
                     result = task.run(whole, encoder, str(number))  # type: ignore[arg-type]
                 results.append(result if prefixes is None else prefixes.separate(result))
+            except DistributedError:  # a rank is lost, or failed with an error of another kind
+                raise
             except VqclipError as error:
-                partition.require_all_ranks(error)
                 failures.append((task.name, error))
     if not failures:
         return EvaluationOutcome(results, None)
