@@ -133,7 +133,7 @@ def read_run(folder: Path) -> RunFiles:
     for name in ("events", "bad_samples"):
         with naming(run, f"{name}.jsonl"):
             lines = map(parse_line, io.BytesIO(read_bounded(folder / f"{name}.jsonl", MAX_RECORD_BYTES)))
-            setattr(run, name, [{key: each.get(key) for key in _SHOWN} for each in lines if each is not None])
+            setattr(run, name, [{key: each.get(key, "") for key in _SHOWN} for each in lines if each is not None])
     with naming(run, "checkpoints"):
         run.checkpoints = sorted(step_of(path) for path in checkpoints(folder / "checkpoints"))
     run.evaluated, run.results = _newest_results(run)
