@@ -9,8 +9,8 @@ from vqclip.data import DataConfig, open_source, parse_source
 from vqclip.data.held_out import PartOfSource
 from vqclip.errors import ConfigError, DataError
 from vqclip.evaluation import KnnConfig, RetrievalConfig
+from vqclip.evaluation.encode import RankPartition
 from vqclip.evaluation.images import open_data
-from vqclip.evaluation.partition import RankPartition
 from vqclip.train.tasks.kinds import load_task_config
 
 WORDS = ("cat", "dog")

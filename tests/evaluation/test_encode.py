@@ -10,8 +10,16 @@ from safetensors.torch import load_file
 from tests.evaluation.made import LFQ, QUANTIZERS, SIZE, tiny_clip
 from tests.ranks import for_each
 from vqclip.errors import CheckpointError, NonFiniteError, ShapeError
-from vqclip.evaluation.encode import Encoder, code_usage, count_codes, evaluation_mode, id_dtype, load_ids, save_ids
-from vqclip.evaluation.partition import RankPartition
+from vqclip.evaluation.encode import (
+    Encoder,
+    RankPartition,
+    code_usage,
+    count_codes,
+    evaluation_mode,
+    id_dtype,
+    load_ids,
+    save_ids,
+)
 
 CAPTIONS = ["red", "a small green star", "two words", "", "a long caption that goes on and on beyond the end of it all"]
 

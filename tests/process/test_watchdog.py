@@ -148,7 +148,7 @@ def test_the_last_collectives_are_remembered(ranks):
 
 def stops_on_one_rank(where):
     from vqclip.errors import StopRequested
-    from vqclip.evaluation.partition import RankPartition
+    from vqclip.evaluation.encode import RankPartition
     from vqclip.process import progress
 
     def leave():

@@ -276,7 +276,7 @@ class EvaluateMteb(Command, words=("models",)):
 
     def run(self) -> None:
         """Evaluate every model in every mode."""
-        from vqclip.evaluation.tables import table
+        from vqclip.evaluation.results import table
         from vqclip.integrations.mteb import load
 
         mteb = import_extra("mteb", "mteb")

@@ -14,6 +14,10 @@ from vqclip.evaluation.results import (
     PrefixResult,
     Result,
     StoredEvaluation,
+    format_figure,
+    format_line,
+    format_results,
+    main_figures,
     read_evaluation,
     stored_files,
     write_csv,
@@ -31,7 +35,6 @@ from vqclip.evaluation.suite import (
     scalar_names,
     try_all,
 )
-from vqclip.evaluation.tables import format_figure, format_line, format_results, main_figures
 from vqclip.evaluation.zero_shot import ZeroShotConfig
 
 __all__ = [

@@ -38,9 +38,8 @@ from vqclip.evaluation.details import (
     find_grid,
     patch,
 )
-from vqclip.evaluation.encode import Encoded, Encoder, load_ids
+from vqclip.evaluation.encode import Encoded, Encoder, RankPartition, load_ids
 from vqclip.evaluation.images import EncodedImages
-from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.ranking import SAME, Ranks
 from vqclip.evaluation.reconstructions import pixel_transform, show_reconstructions
 from vqclip.quantizers import Quantizer

@@ -23,8 +23,7 @@ from vqclip.data import (
 )
 from vqclip.data.held_out import HeldOutShare, PartOfSource
 from vqclip.errors import ConfigError, DataError, printable
-from vqclip.evaluation.encode import Encoded, Encoder, Features
-from vqclip.evaluation.partition import RankPartition
+from vqclip.evaluation.encode import Encoded, Encoder, Features, RankPartition
 from vqclip.evaluation.results import Result
 from vqclip.model import CLIP
 from vqclip.tokenizer import ImageTokenizer

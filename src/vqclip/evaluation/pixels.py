@@ -25,11 +25,10 @@ from vqclip.data import EvalBatch, Source, mask_credentials
 from vqclip.data.sources.class_names import DEFAULT_TEMPLATE
 from vqclip.errors import DataError, name_section
 from vqclip.evaluation.details import Details, Interval
-from vqclip.evaluation.encode import MODES, Encoded, Encoder, Mode, load_ids, save_ids
+from vqclip.evaluation.encode import MODES, Encoded, Encoder, Mode, RankPartition, load_ids, save_ids
 from vqclip.evaluation.image_details import ImageDetails, make_details
 from vqclip.evaluation.images import AnyData, EncodedImages, ImagesConfig, encode_images, encode_labelled
 from vqclip.evaluation.intervals import mean_value_intervals, ratio_intervals
-from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.ranking import DEPTHS
 from vqclip.evaluation.reconstructions import DecodedPrefix, decoded_prefixes, pixel_transform
 from vqclip.evaluation.results import PixelResult, PixelRow, Result, common_modes, fill_modes

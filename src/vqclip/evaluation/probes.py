@@ -20,7 +20,7 @@ from torch import Tensor
 from vqclip.data import Source
 from vqclip.errors import DataError
 from vqclip.evaluation import ranking
-from vqclip.evaluation.encode import Encoder, Features, Mode
+from vqclip.evaluation.encode import Encoder, Features, Mode, RankPartition
 from vqclip.evaluation.image_details import make_details
 from vqclip.evaluation.images import (
     EncodedImages,
@@ -30,7 +30,6 @@ from vqclip.evaluation.images import (
     encode_labelled,
     open_data,
 )
-from vqclip.evaluation.partition import RankPartition
 from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, SAME, Classified, class_figures, rank
 from vqclip.evaluation.results import Result, common_modes, fill_modes
 from vqclip.evaluation.zero_shot import class_details

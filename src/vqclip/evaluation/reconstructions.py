@@ -37,7 +37,7 @@ from vqclip.evaluation.details import (
     ShownImage,
     exact_thumbnail,
 )
-from vqclip.evaluation.partition import RankPartition
+from vqclip.evaluation.encode import RankPartition
 from vqclip.io.atomic import TEMPORARY, remove_leftovers, write_file, write_text
 from vqclip.io.files import walk_files
 from vqclip.pixels.codecs import best_within, compress

@@ -21,8 +21,7 @@ from vqclip import dist
 from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import DistributedError, VqclipError, name_section
 from vqclip.evaluation.details import DetailsConfig
-from vqclip.evaluation.encode import MODES, Encoder, Mode, evaluation_mode
-from vqclip.evaluation.partition import RankPartition
+from vqclip.evaluation.encode import MODES, Encoder, Mode, RankPartition, evaluation_mode
 from vqclip.evaluation.pixels import PixelQualityConfig
 from vqclip.evaluation.probes import KnnConfig, LinearProbeConfig
 from vqclip.evaluation.results import PrefixResult, Result

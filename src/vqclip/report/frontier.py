@@ -17,7 +17,7 @@ from statistics import fmean
 
 from vqclip.evaluation import PrefixResult, Result, main_figures
 from vqclip.evaluation.intervals import wilson
-from vqclip.evaluation.tables import figure_title, percent, table
+from vqclip.evaluation.results import figure_title, percent, table
 from vqclip.report.page import render
 from vqclip.report.plot import COLOURS, PERCENT, Curve, line_chart
 

@@ -18,7 +18,7 @@ from vqclip.errors import ConfigError, printable
 from vqclip.evaluation import Result
 from vqclip.evaluation.details import DIFFERENCE_GAIN, thumbnail
 from vqclip.evaluation.reconstructions import Reconstructions
-from vqclip.evaluation.tables import MODE_TITLES, figure_title
+from vqclip.evaluation.results import MODE_TITLES, figure_title
 from vqclip.io.atomic import write_text
 from vqclip.report import run_charts
 from vqclip.report.plot import PERCENT, Curve, compact, image_uri, line_chart, plain

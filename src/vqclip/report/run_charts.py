@@ -8,7 +8,7 @@ from typing import Any
 
 from vqclip.evaluation import Result
 from vqclip.evaluation.pixels import CODES
-from vqclip.evaluation.tables import MODE_TITLES, figure_title
+from vqclip.evaluation.results import MODE_TITLES, figure_title
 from vqclip.report.plot import PERCENT, Chart, Curve, heat_map, line_chart
 from vqclip.report.run_files import MAX_FIGURES, split_names
 from vqclip.runlog.health import CODED, Codebook

@@ -25,8 +25,7 @@ from vqclip.data import mask_credentials
 from vqclip.errors import ConfigError, VqclipError, count_noun
 from vqclip.evaluation import MODES, Result, read_evaluation, stored_files
 from vqclip.evaluation.pixels import QUALITY
-from vqclip.evaluation.results import FOLDER
-from vqclip.evaluation.tables import figure_title
+from vqclip.evaluation.results import FOLDER, figure_title
 from vqclip.io.files import read_bounded
 from vqclip.io.json_files import read_json
 from vqclip.runlog.metrics import Curves, parse_line, read_curves
