@@ -184,7 +184,7 @@ def train_twice(settings, cache, kind, bad=BAD, factor=1.0):
         if number not in bad:
             results.append(call(self, batch, number))
         elif kind is None:
-            self.settle()
+            self.guards.settle()
         else:
             hook = poison(getattr(self.model, "text", self.model), kind)
             larger = mock.patch(

@@ -240,6 +240,8 @@ def _describe_problem(
     kind = error["type"]
     path = (*place.path, "kind") if kind in ("union_tag_invalid", "union_tag_not_found") else place.path
     value = _value_at(plain, path)
+    if kind == "union_tag_invalid" and value is _MISSING:  # a name in place of a mapping
+        value = error["ctx"]["tag"]
     got = f"got {show(value)}" + ("" if value is None else f" ({type(value).__name__})")
     is_one_of_many = value is not _MISSING and len(members(place.annotation)) > 1
     if kind == "extra_forbidden" and not is_one_of_many:

@@ -93,7 +93,7 @@ class RunFiles:
 
     @property
     def state(self) -> str:
-        """Whether the run is finished, stopped or in progress, in words."""
+        """State in words: finished, stopped or in progress."""
         if self.stopped:
             reason = text_at(self.stopped, "reason")[:200]
             at = f"stopped at step {number_at(self.stopped, 'step') or 0:,.0f}"
