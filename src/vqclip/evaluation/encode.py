@@ -141,25 +141,6 @@ class Encoded:
     """``(m,)`` int64, on the CPU: row of `embeddings` that each sample of `file` has."""
 
 
-class Memo:
-    """Values that a task has made, for itself and the next task; older ones are dropped."""
-
-    def __init__(self) -> None:
-        self._before: dict[Hashable, Any] = {}
-        self._now: dict[Hashable, Any] = {}
-
-    def next_task(self) -> None:
-        """Drop what the last task has not used."""
-        self._before, self._now = self._now, {}
-
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the value of a key, the same on every rank; make it if it is new."""
-        if key not in self._now:
-            self._now[key] = self._before[key] if key in self._before else make()
-        found: T = self._now[key]
-        return found
-
-
 @dataclasses.dataclass(frozen=True)
 class Encoder:
     """Encoder of whole sets over all ranks.
@@ -170,7 +151,7 @@ class Encoder:
             ``"fp32"`` and ``"fp64"``: no autocast; the type of the weights decides.
         folder: existing folder of the files of ids.
         features: vector of a sample.
-        memo: encoded sets that the next task may use again.
+        memo: the newest encoded sets, which the next task may use again.
         details: amounts of the details to make; None: no details.
         prefixes: modality → further modes, in which only a prefix of the stored ids is embedded.
     """
@@ -179,7 +160,7 @@ class Encoder:
     precision: Precision
     folder: Path
     features: Features = "embedding"
-    memo: Memo = dataclasses.field(default_factory=Memo)
+    memo: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
     details: DetailsConfig | None = None
     prefixes: Mapping[str, Mapping[Mode, Prefix]] = dataclasses.field(default_factory=dict)
 

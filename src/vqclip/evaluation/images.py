@@ -268,12 +268,15 @@ def encode_labelled(
     Raises:
         DataError: the data cannot be used, or has no labels; raised on every rank.
     """
-
-    def encode() -> EncodedImages[int]:
+    settings = (limit, config.batch_size, config.max_bad_fraction, features, config.held_out)
+    memo, which = encoder.memo, (repr(data), key, *settings)
+    found: EncodedImages[int] | None = memo.pop(which, None)
+    if found is None:
         source = open_data(data, encoder.partition, True, key, config.held_out)
-        settings = config.model_copy(update={"limit": limit})
+        limited = config.model_copy(update={"limit": limit})
         reader = dataclasses.replace(encoder, features=features)
-        return encode_images(settings, source, model.image, reader, name, lambda batch: batch.labels.tolist())
-
-    memo = (repr(data), limit, config.batch_size, config.max_bad_fraction, features, config.held_out, key)
-    return encoder.memo.get(memo, encode)
+        found = encode_images(limited, source, model.image, reader, name, lambda batch: batch.labels.tolist())
+    memo[which] = found
+    for former in [*memo][:-2]:  # a probe has two sets
+        del memo[former]
+    return found

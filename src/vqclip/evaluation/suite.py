@@ -236,7 +236,6 @@ def try_all(
         encoder = Encoder(partition, precision, Path(codes_folder), details=details, prefixes=modes)
         for number, task in enumerate(tasks):
             logger.info("evaluating: %s", task.name)
-            encoder.memo.next_task()
             try:
                 task.require_texts(whole)
                 with explain_worker_deaths("evaluation") if task.workers else contextlib.nullcontext():
