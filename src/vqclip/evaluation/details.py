@@ -8,6 +8,7 @@ Shapes: N tokens of an image, C codebooks, K classes.
 from __future__ import annotations
 
 import colorsys
+import functools
 import io
 import math
 from collections.abc import Sequence
@@ -268,45 +269,31 @@ class ImageReader:
 
     def __init__(self, source: Source, transform: EvalTransform, side: int):
         self._source, self._transform, self.side = source, transform, side
-        self._pixels: dict[int, Tensor | None] = {}
-        self._thumbnails: dict[int, bytes | None] = {}
-
-    def pixels(self, index: int) -> Tensor | None:
+        self.pixels = functools.cache(self._read)
         """Return what the model sees of an image, ``(3, H, W)`` uint8; None if it cannot be read again."""
-        if index not in self._pixels:
-            try:
-                pixels = self._transform(read_decoded(self._source, index, MAX_PIXELS)[1])
-                self._pixels[index] = as_pixels(pixels, self._transform.size)
-            except DataError:  # the evaluation has read it; a report without one thumbnail is still a report
-                self._pixels[index] = None
-        return self._pixels[index]
+
+    def _read(self, index: int) -> Tensor | None:
+        try:
+            image = read_decoded(self._source, index, MAX_PIXELS)[1]
+            return as_pixels(self._transform(image), self._transform.size)
+        except DataError:  # the evaluation has read it; a report without one thumbnail is still a report
+            return None
 
     def describe(self, index: int, text: str) -> ShownImage:
         """Return an image with its name, its caption or class ``text``, and a thumbnail."""
-        if index not in self._thumbnails:
-            pixels = self.pixels(index)
-            self._thumbnails[index] = None if pixels is None else thumbnail(pixels, self.side)
-        name, text = clip_text(self._source.name(index)), clip_text(text)
-        return ShownImage(index=index, name=name, thumbnail=self._thumbnails[index], text=text)
+        pixels, name, text = self.pixels(index), clip_text(self._source.name(index)), clip_text(text)
+        small = None if pixels is None else thumbnail(pixels, self.side)
+        return ShownImage(index=index, name=name, thumbnail=small, text=text)
 
 
 def thumbnail(pixels: Tensor, side: int) -> bytes | None:
     """Return ``(3, H, W)`` uint8 as a JPEG of at most ``side`` pixels; None if that is too large a file."""
-    longest = max(pixels.shape[1:])
-    if longest > side:
-        size = [max(1, round(edge * side / longest)) for edge in pixels.shape[1:]]
-        pixels = F.resize(pixels, size, antialias=True)
-    return _encode(F.to_pil_image(pixels), "JPEG", quality=85)
-
-
-def patch(pixels: Tensor, side: int) -> bytes | None:
-    """Return ``(3, H, W)`` uint8 as a PNG of at most ``side`` pixels; None if that is too large a file."""
-    return _encode(F.to_pil_image(_shrink_square(pixels, side)), "PNG", compress_level=1)
+    return _encode(_shrink(pixels, side), "JPEG", quality=85)
 
 
 def exact_thumbnail(pixels: Tensor, side: int) -> bytes | None:
-    """Return ``(3, S, S)`` uint8 of at most ``side`` pixels as a PNG, or as a JPEG where that is too large a file."""
-    image = F.to_pil_image(_shrink_square(pixels, side))
+    """Return ``(3, H, W)`` uint8 of at most ``side`` pixels as a PNG, or as a JPEG where that is too large a file."""
+    image = _shrink(pixels, side)
     return _encode(image, "PNG", optimize=True) or _encode(image, "JPEG", quality=92)
 
 
@@ -341,8 +328,12 @@ def find_grid(tokens: int) -> tuple[int, int]:
     return rows, max(1, tokens) // rows
 
 
-def _shrink_square(pixels: Tensor, side: int) -> Tensor:
-    return F.resize(pixels, [side, side], antialias=True) if max(pixels.shape[1:]) > side else pixels
+def _shrink(pixels: Tensor, side: int) -> Image.Image:
+    if (longest := max(pixels.shape[1:])) > side:
+        size = [max(1, round(edge * side / longest)) for edge in pixels.shape[1:]]
+        pixels = F.resize(pixels, size, antialias=True)
+    image: Image.Image = F.to_pil_image(pixels)
+    return image
 
 
 def _encode(image: Image.Image, kind: str, **options: int) -> bytes | None:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from vqclip import dist
-from vqclip.data import Source, SourceConfigBase, open_source, open_sources
 from vqclip.errors import CheckpointError, NonFiniteError, ShapeError
 from vqclip.evaluation.details import DetailsConfig, Mode
 from vqclip.io.tensors import open_tensors, save_tensors
@@ -78,20 +77,6 @@ class RankPartition:
             return mine
         parts = dist.gather_json(mine)
         return [part[row] for row in range(max(map(len, parts))) for part in parts if row < len(part)]
-
-    def open(self, data: SourceConfigBase, key: str = "data") -> Source:
-        """Open data on every rank; all ranks together draw and index data that is not prepared yet.
-
-        Args:
-            data: configuration of the data.
-            key: its key in the configuration of the task, for messages.
-
-        Raises:
-            DataError: the data cannot be used on some rank.
-        """
-        if self.world_size > 1:
-            return open_sources([data], [key])[0]
-        return open_source(data, key)
 
     def raise_on_all_ranks(self) -> AbstractContextManager[None]:
         """Raise an exception of the block on every rank, as `vqclip.dist.raise_on_all_ranks`; nothing for one rank."""

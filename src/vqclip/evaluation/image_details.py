@@ -35,8 +35,8 @@ from vqclip.evaluation.details import (
     ShownImage,
     clip_text,
     code_map,
+    exact_thumbnail,
     find_grid,
-    patch,
 )
 from vqclip.evaluation.encode import Encoded, Encoder, RankPartition, load_ids
 from vqclip.evaluation.images import EncodedImages
@@ -197,7 +197,11 @@ class ImageDetails:
         for number, name in enumerate(names[: config.gallery_codebooks]):
             for code, images, places in shared_codes(ids[..., number], config.gallery_codes, config.gallery_patches):
                 seen = [(self._reader.pixels(int(self._images.indices[rows[row]])), token) for row, token in places]
-                cut = [patch(_cut(each, grid, token), config.thumbnail) for each, token in seen if each is not None]
+                cut = [
+                    exact_thumbnail(_cut(each, grid, token), config.thumbnail)
+                    for each, token in seen
+                    if each is not None
+                ]
                 if kept := tuple(each for each in cut if each is not None):
                     found.append(Gallery(codebook=name, code=code, images=images, patches=kept))
         return found

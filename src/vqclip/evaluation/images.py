@@ -20,6 +20,8 @@ from vqclip.data import (
     SourceConfig,
     SourceConfigBase,
     mask_credentials,
+    open_source,
+    open_sources,
 )
 from vqclip.data.held_out import HeldOutShare, PartOfSource
 from vqclip.errors import ConfigError, DataError, printable
@@ -82,7 +84,7 @@ def open_data(
     Raises:
         DataError: the data cannot be used, or have no classes, or captions that are prompts with class names.
     """
-    source = partition.open(data, key)
+    source = open_source(data, key) if partition.world_size == 1 else open_sources([data], [key])[0]
     if (labelled is True and not source.classnames) or (labelled is False and source.templates):
         raise DataError(f"{key}: {_problem(data, labelled)}")
     if held_out is not None:

@@ -128,11 +128,9 @@ def _table(points: Sequence[Point]) -> str:
 def points_csv(points: Sequence[Point]) -> str:
     """Return a row for each point, with the names of its fields above."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([field.name for field in dataclasses.fields(Point)])
-    for point in points:
-        row = vars(point) | {"rates": " ".join(map(str, point.rates))}
-        writer.writerow(["" if value is None else value for value in row.values()])
+    writer = csv.DictWriter(text, [field.name for field in dataclasses.fields(Point)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(vars(point) | {"rates": " ".join(map(str, point.rates))} for point in points)  # None: empty
     return text.getvalue()
 
 

@@ -42,8 +42,8 @@ class Records:
         data: samples of this rank.
         bad_before: counts of the steps done, as `BadSamples.counts_to_save` returns them.
         health: judge of the reports, without any; rank 0 adds those in ``metrics.jsonl``, and each further one.
-        keep_best: metric by which a step is best; None for none.
-        best: best step so far, as stored in a checkpoint.
+        keep_best: metric by which a step is best, larger is better; None for none.
+        best: best step so far, as stored in a checkpoint; ignored if of another metric, or if its checkpoint is gone.
         trackers: trackers of the run.
         facts: what they show of the run; needed if there are any.
 
@@ -98,16 +98,27 @@ class Records:
                 if evaluated:
                     self._evaluations[step] = evaluated
                     health.add_evaluation(step, evaluated)
-        self._keep_best = keep_best
-        self._best: Best | None = None
-        if keep_best is not None:
-            self._best = Best(keep_best, best, folder if writes else None)
-            self._best.update(start_step, known)  # the evaluation after a save is in no checkpoint yet
-
-    @property
-    def best(self) -> dict[str, Any] | None:
+        self._keep_best, self._folder = keep_best, folder
+        is_valid = best and best["figure"] == keep_best and (not writes or (folder / _checkpoint(best)).is_dir())
+        self.best: dict[str, Any] | None = dict(best) if best and is_valid else None
         """``step``, ``figure`` and ``value`` of the best step, for rank 0; None without one."""
-        return None if self._best is None else self._best.found
+        if keep_best is not None:
+            self._write_best()
+            self._update_best(start_step, known)  # the evaluation after a save is in no checkpoint yet
+
+    def _update_best(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Compare an evaluation after ``step`` steps; the first of equal ones stays best, NaN never is."""
+        value = float(figures.get(self._keep_best or "", math.nan))
+        if value > (-math.inf if self.best is None else self.best["value"]):
+            self.best = {"step": step, "figure": self._keep_best, "value": value}
+            self._write_best()
+
+    def _write_best(self) -> None:
+        if self.metrics and self.best is None:
+            (self._folder / _BEST_FILE).unlink(missing_ok=True)
+        elif self.metrics and self.best is not None:
+            body = self.best | {"checkpoint": _checkpoint(self.best).as_posix()}
+            write_text(self._folder / _BEST_FILE, json.dumps(body, indent=2) + "\n")
 
     def record(self, done: int, figures: Mapping[str, float]) -> None:
         """Record metrics after ``done`` steps; on every rank."""
@@ -134,8 +145,7 @@ class Records:
         self.record(done, figures)
         self._warn(done, self.health.add_evaluation(done, rates) if self.metrics else ())
         self._evaluations[done] = dict(rates)
-        if self._best and figures:
-            self._best.update(done, figures)
+        self._update_best(done, figures)
 
     def report_evaluation(self, done: int, result: Result) -> None:
         """Tell the log how an evaluation went: its main figures beside chance, and whether it is the best so far."""
@@ -236,44 +246,8 @@ class BadSamples:
         return {"data/replaced": float(self.counts.total()), **kinds}
 
 
-class Best:
-    """Best step of a run by one metric, larger is better; written to ``best.json``.
-
-    Args:
-        metric: name in ``metrics.jsonl``, such as ``eval/unseen images/codes_only/top1``.
-        known: `found` of a checkpoint; ignored if it is of another metric, or if its own checkpoint is gone.
-        folder: of the run; None on all ranks but one.
-
-    Attributes:
-        found: ``step``, ``figure`` and ``value`` of the best evaluation; None before the first one.
-    """
-
-    def __init__(self, metric: str, known: Mapping[str, Any] | None, folder: Path | None):
-        self._metric, self._folder = metric, folder
-        is_valid = known and known["figure"] == metric and (folder is None or _checkpoint(folder, known).is_dir())
-        self.found: dict[str, Any] | None = dict(known) if known and is_valid else None
-        self._write()
-
-    def update(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Compare an evaluation after ``step`` steps; the first of equal ones stays best, NaN never is."""
-        value = float(figures.get(self._metric, math.nan))
-        if value > (-math.inf if self.found is None else self.found["value"]):
-            self.found = {"step": step, "figure": self._metric, "value": value}
-            self._write()
-
-    def _write(self) -> None:
-        if self._folder is None:
-            return
-        path = self._folder / _BEST_FILE
-        if self.found is None:
-            path.unlink(missing_ok=True)
-        else:
-            checkpoint = _checkpoint(self._folder, self.found).relative_to(self._folder).as_posix()
-            write_text(path, json.dumps(self.found | {"checkpoint": checkpoint}, indent=2) + "\n")
-
-
-def _checkpoint(folder: Path, best: Mapping[str, Any]) -> Path:
-    return folder / "checkpoints" / checkpoint_name(best["step"])
+def _checkpoint(best: Mapping[str, Any]) -> Path:
+    return Path("checkpoints", checkpoint_name(best["step"]))
 
 
 def place_evaluation(result: Result, before: Mapping[int, Mapping[str, float]], metric: str | None) -> str:
