@@ -239,7 +239,11 @@ def fill_modes(found: Mapping[Mode, dict[str, float]]) -> dict[str, dict[str, fl
 
 def format_results(results: Sequence[Result]) -> str:
     """Return a table of the figures in percent and a table of the codes, with the notes below."""
-    figures = [*_group_rows((_title(result), row) for result in results for row in _figure_rows(result))]
+    figures = [
+        *_group_rows(
+            (f"{result.name} ({describe_size(result)})", row) for result in results for row in _figure_rows(result)
+        )
+    ]
     parts = [table(("%", *MODE_TITLES.values(), "chance"), figures, left=1)] if figures else []
     parts += [_pixel_table(result, result.pixels) for result in results if result.pixels is not None]
     codes = [*_group_rows(dict.fromkeys((result.name, row) for result in results for row in _code_rows(result)))]
@@ -259,11 +263,10 @@ def format_line(result: Result) -> str:
     if result.pixels is not None:
         shown = [f"{key.upper()} {format_figure(key, value)}" for key, value in figures.items()]
         return printable(f"{title}: {', '.join(shown)}", one_line=True)
-    chances = [f"chance {percent(result.chance[key])} %" for key in figures]
-    shown = [f"{figure_title(key)} {percent(rate)} %" for key, rate in figures.items()]
-    if len(set(chances)) == 1:
-        return printable(f"{title}: {', '.join(shown)} ({chances[0]})", one_line=True)
-    told = (f"{each} ({chance})" for each, chance in zip(shown, chances, strict=True))
+    told = []
+    for chance, keys in itertools.groupby(figures, key=lambda key: percent(result.chance[key])):
+        shown = [f"{figure_title(key)} {percent(figures[key])} %" for key in keys]
+        told.append(f"{', '.join(shown)} (chance {chance} %)")
     return printable(f"{title}: {', '.join(told)}", one_line=True)
 
 
@@ -312,10 +315,11 @@ def _pixel_table(result: Result, pixels: PixelResult) -> str:
     return "\n".join([printable(lines[0], one_line=True), *lines[1:]])
 
 
-def _title(result: Result) -> str:
-    captions = count_noun(result.captions or 0, "caption")
+def describe_size(result: Result) -> str:
+    """Return the number of images, and of classes or captions, in words."""
+    captions = count_noun(result.captions, "caption")
     others = captions if result.classes is None else f"{result.classes:,} classes"
-    return f"{result.name} ({count_noun(result.samples, 'image')}, {others})"
+    return f"{count_noun(result.samples, 'image')}, {others}"
 
 
 def figure_title(figure: str) -> str:

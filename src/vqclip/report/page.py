@@ -15,10 +15,9 @@ from markupsafe import Markup
 import vqclip
 from vqclip.config.messages import show
 from vqclip.errors import ConfigError, printable
-from vqclip.evaluation import Result
 from vqclip.evaluation.details import DIFFERENCE_GAIN, thumbnail
 from vqclip.evaluation.reconstructions import Reconstructions
-from vqclip.evaluation.results import MODE_TITLES, figure_title
+from vqclip.evaluation.results import MODE_TITLES, describe_size, figure_title
 from vqclip.io.atomic import write_text
 from vqclip.report import run_charts
 from vqclip.report.plot import PERCENT, Curve, compact, image_uri, line_chart, plain
@@ -276,7 +275,7 @@ def _environment() -> Environment:
         "MAX_MAPS": MAX_MAPS,
         "SHOWN_CLASSES": SHOWN_CLASSES,
         "rows": figure_rows,
-        "size": _size,
+        "size": lambda result: describe_size(result) if result.samples else "",
         "zip": zip,
     }
     templates.filters |= {
@@ -288,13 +287,6 @@ def _environment() -> Environment:
         "title": figure_title,
     }
     return templates
-
-
-def _size(result: Result) -> str:
-    """Return the number of images, classes and captions in words; empty if unknown."""
-    captions = None if result.classes is not None else result.captions
-    parts = {"images": result.samples, "classes": result.classes, "captions": captions}
-    return ", ".join(f"{number:,} {what}" for what, number in parts.items() if number is not None and result.samples)
 
 
 def _finalize(value: Any) -> Any:
