@@ -84,8 +84,8 @@ class _Pending:
     batch: Batch
     names: list[str]
     numbers: Tensor
-    """Judged numbers, facts of `Guards.judge_numbers`, and of fp16 whether the gradient overflowed, and the scales; on
-    their way to the host."""
+    """Judged numbers, facts of `Guards.judge_numbers`, whether the gradient overflowed in fp16, and the scales before
+    and after; on their way to the host."""
     arrived: torch.cuda.Event | None
     """When they are there; None on the CPU."""
 
@@ -137,14 +137,12 @@ class Guards:
         values = losses if is_scaled else {**losses, "gradient norm": grad_norm}
         numbers = torch.stack([value.detach().double() for value in values.values()])
         skip, facts = self.judge_numbers(numbers)
-        parts = [numbers, facts]
-        if is_scaled:
-            one, overflowed = torch.ones_like(numbers[0]), ~grad_norm.isfinite()
-            before = scaler.scale(one)
-            scaler.update()
-            skip = skip | overflowed
-            parts.append(torch.stack([overflowed.double(), before, scaler.scale(one)]))
-        found, arrived = torch.cat(parts), None
+        one, overflowed = torch.ones_like(numbers[0]), ~grad_norm.isfinite() & is_scaled
+        before = scaler.scale(one)
+        scaler.update()
+        skip = skip | overflowed
+        scaling = torch.stack([overflowed.double(), before, scaler.scale(one)])  # without a scaler 0, 1 and 1
+        found, arrived = torch.cat([numbers, facts, scaling]), None
         if found.is_cuda:
             found, arrived = found.to("cpu", non_blocking=True), torch.cuda.Event()  # to page-locked memory
             arrived.record()
@@ -189,7 +187,7 @@ class Guards:
             pending.arrived.synchronize()
         numbers, count = pending.numbers.tolist(), len(pending.names)
         values = dict(zip(pending.names, numbers[:count], strict=True))
-        median, deviation, is_spike, *scaling = numbers[count:]
+        median, deviation, is_spike, overflowed, before, after = numbers[count:]
 
         event = None
         if bad := ", ".join(f"{name} = {value}" for name, value in values.items() if not math.isfinite(value)):
@@ -210,15 +208,14 @@ class Guards:
                     f"step {step}: {event.reason}; it was skipped, as were {self.config.max_skipped} others, the "
                     "maximum (guards.max_skipped); events.jsonl lists the samples. Lower optim.lr, or inspect the data"
                 )
-        overflowed = bool(scaling and scaling[0])
-        self.overflows += overflowed
-        if scaling and scaling[2] < 1:
+        self.overflows += bool(overflowed)
+        if after < 1:
             raise NonFiniteError(
-                f"step {step}: the gradient is not finite even with the loss scaled by {scaling[1]:g}, after "
+                f"step {step}: the gradient is not finite even with the loss scaled by {before:g}, after "
                 f"{self.overflows} skipped steps; use train.precision: bf16 or fp32"
             )
         self.batch = None
-        return overflowed or (event is not None and event.skip)
+        return bool(overflowed) or (event is not None and event.skip)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON part of the state; `tensors` is the other."""
