@@ -27,39 +27,43 @@ def task(tmp_path):
 
 def test_every_prefix_costs_and_finds_its_own(task):
     whole = model()
+    prefixes = Prefixes.of(whole)
     (plain,) = evaluate(whole, [task])
-    (found,) = evaluate(whole, [task], prefixes=Prefixes.of(whole))
-    assert found.figures == plain.figures
+    (found,) = evaluate(whole, [task], prefixes=prefixes)
+    assert {mode: found.figures[mode] for mode in MODES} == plain.figures
     assert found.usage == plain.usage
-    assert plain.prefixes == []
     # 4 patches of 4 bits in each of 2 codebooks and 3 stages; the texts have all of their ids.
-    assert [(each.stages, each.codebooks, each.bits_per_image) for each in found.prefixes] == [
+    image = prefixes.modes["image"]
+    assert [*found.figures] == [*MODES, *image]
+    assert [(*prefix, prefixes.bits(found, "image", mode)) for mode, prefix in image.items()] == [
         (1, 2, 32), (2, 2, 64), (3, 1, 48), (3, 2, 96)
     ]  # fmt: skip
-    assert {each.bits_per_text for each in found.prefixes} == {found.usage["text"].bits_per_sample}
-    assert found.prefixes[-1].figures == plain.figures["codes_only"]
+    assert {prefixes.bits(found, "text", mode) for mode in image} == {found.usage["text"].bits_per_sample}
+    assert found.figures["3 stages, 2 codebooks"] == plain.figures["codes_only"]
 
 
 def test_a_prefix_is_what_its_ids_alone_give(task):
     """The same figures as of a tokenizer whose ids are truncated when they are embedded."""
     whole = model(text=IMAGE)
-    (found,) = evaluate(whole, [task], prefixes=Prefixes.of(whole, [Prefix(2, 1)], text="same"))
+    prefixes = Prefixes.of(whole, [Prefix(2, 1)], text="same")
+    (found,) = evaluate(whole, [task], prefixes=prefixes)
     embed = {each: each.embed for each in (whole.image, whole.text)}
     for tokenizer, plain in embed.items():
         tokenizer.embed = lambda ids, precision, tokenizer=tokenizer, plain=plain: plain(tokenizer.truncate(ids, 2, 1))
     (cut,) = evaluate(whole, [task])
-    assert found.prefixes[0].figures == cut.figures["codes_only"] != found.figures["codes_only"]
-    assert found.prefixes[0].intervals == {}
-    assert found.prefixes[0].bits_per_text == found.usage["text"].bits_per_sample / 3
+    mode = str(Prefix(2, 1))
+    assert found.figures[mode] == cut.figures["codes_only"] != found.figures["codes_only"]
+    assert prefixes.bits(found, "text", mode) == found.usage["text"].bits_per_sample / 3
 
 
 def test_intervals_beside_details(task):
     whole = model()
-    (found,) = evaluate(whole, [task], prefixes=Prefixes.of(whole), details=DetailsConfig(hits=0, misses=0))
-    assert set(found.details.intervals) == set(MODES)
-    for each in found.prefixes:
-        assert each.intervals.keys() == each.figures.keys()
-        assert all(low <= each.figures[name] <= high for name, (low, high) in each.intervals.items())
+    prefixes = Prefixes.of(whole)
+    (found,) = evaluate(whole, [task], prefixes=prefixes, details=DetailsConfig(hits=0, misses=0))
+    assert set(found.details.intervals) == {*MODES, *prefixes.modes["image"]}
+    for mode, intervals in found.details.intervals.items():
+        assert intervals.keys() == found.figures[mode].keys()
+        assert all(low <= found.figures[mode][name] <= high for name, (low, high) in intervals.items())
 
 
 def test_towers_run_once(task):
@@ -78,7 +82,8 @@ def test_all_tasks_and_models_without_codes(task, tmp_path):
     for image, text, lengths in ((IMAGE, "identity", [0, 4]), ("identity", VQ, [0, 0]), (VQ, VQ, [1, 1])):
         sides = [{"kind": "identity", "dim": 4} if each == "identity" else each for each in (image, text)]
         whole = model(*sides)
-        assert [len(each.prefixes) for each in evaluate(whole, [task, knn], prefixes=Prefixes.of(whole))] == lengths
+        results = evaluate(whole, [task, knn], prefixes=Prefixes.of(whole))
+        assert [len(each.figures) - len(MODES) for each in results] == lengths
 
 
 def test_a_prefix_that_the_model_lacks_is_refused():

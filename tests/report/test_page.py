@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from tests.report.making import Page, make_run, write_lines
 from tests.training import retrieval, run_tree
 from vqclip.cli.main import main as vqclip_main
 from vqclip.errors import ConfigError
-from vqclip.evaluation import PrefixResult, Result
+from vqclip.evaluation import Details, Result
 from vqclip.io.atomic import write_text
+from vqclip.quantizers import Prefix
 from vqclip.report import write_comparison, write_report
 from vqclip.report.frontier import format_points, measure, points_csv, points_page
 from vqclip.report.page import search_page
@@ -170,28 +172,20 @@ RESIDUAL = {"kind": "residual", "layer": FSQ | {"layout": "uniform"}, "depth": 2
 
 
 def made(name, *prefixes, rates=(0.9,)):
-    """Results of each seed: a rate of top-1 for each prefix, or the continuous one."""
-    return [
-        [
-            Result(
-                name=name,
-                kind="zero_shot",
-                samples=20,
-                classes=10,
-                captions=10,
-                usage={},
-                figures={"continuous": {"top1": rate, "top5": 0.99}, "quantized": None, "codes_only": None},
-                chance={"top1": 0.1, "top5": 0.5},
-                prefixes=[
-                    PrefixResult(
-                        stages, codebooks, bits, 10.0, {"top1": rate - lost, "top5": 1.0}, {"top1": (0.2, 0.8)}
-                    )
-                    for stages, codebooks, bits, lost in prefixes
-                ],
-            )
-        ]
-        for rate in rates
-    ]
+    """Prefixes and results of each seed: a rate of top-1 for each prefix, or the continuous one."""
+    modes = {str(Prefix(*each[:2])): each for each in prefixes}
+    known = SimpleNamespace(
+        modes={"image": {mode: Prefix(*each[:2]) for mode, each in modes.items()}},
+        bits=lambda result, side, mode: modes[mode][2] if side == "image" else 10.0,
+    )
+    found = []
+    for rate in rates:
+        figures = {"continuous": {"top1": rate, "top5": 0.99}, "quantized": None, "codes_only": None}
+        figures |= {mode: {"top1": rate - lost, "top5": 1.0} for mode, (*_, lost) in modes.items()}
+        details = Details(intervals={mode: {"top1": (0.2, 0.8)} for mode in modes})
+        result = Result(name, "zero_shot", figures, {"top1": 0.1, "top5": 0.5}, 20, 10, 10, {}, details=details)
+        found.append((known, [result]))
+    return found
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from vqclip.runlog.console import print_output
 if TYPE_CHECKING:
     import torch
 
-    from vqclip.evaluation import EvaluationConfig, Result
+    from vqclip.evaluation import EvaluationConfig, Prefixes, Result
 
 
 class _Evaluation(Command, words=("models",)):
@@ -108,7 +108,7 @@ class _Evaluation(Command, words=("models",)):
         from vqclip.report.frontier import format_points, measure, points_csv, points_page
         from vqclip.train.export import load_model
 
-        groups: dict[str, dict[str, list[Result]]] = {}
+        groups: dict[str, dict[str, tuple[Prefixes, list[Result]]]] = {}
         intervals = DetailsConfig(hits=0, misses=0, code_maps=0, gallery_codes=0)
         for name in self.models:
             model = load_model(name, self.weights).model.to(device)
@@ -117,7 +117,7 @@ class _Evaluation(Command, words=("models",)):
             chosen = None if self.prefixes in ("full", "same") else whole
             prefixes = Prefixes.of(model, chosen, "same" if self.prefixes == "same" else "full")
             found = evaluate(model, tasks, precision=self.precision, prefixes=prefixes, details=intervals)
-            groups.setdefault(_settings(name), {})[name] = found
+            groups.setdefault(_settings(name), {})[name] = prefixes, found
         if not dist.is_main():
             return
         short = [re.sub(r"[-_.]seed[-_.]?\d+$", "", Path(next(iter(group))).name) for group in groups.values()]

@@ -11,7 +11,6 @@ from vqclip.evaluation.images import CaptionedData, LabelledData
 from vqclip.evaluation.pixels import PixelQualityConfig
 from vqclip.evaluation.probes import KnnConfig, LinearProbeConfig
 from vqclip.evaluation.results import (
-    PrefixResult,
     Result,
     StoredEvaluation,
     format_figure,
@@ -50,7 +49,6 @@ __all__ = [
     "LabelledData",
     "LinearProbeConfig",
     "PixelQualityConfig",
-    "PrefixResult",
     "Prefixes",
     "Result",
     "RetrievalConfig",

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from vqclip.data import mask_credentials
 from vqclip.errors import CheckpointError, count_noun, encodable, printable
-from vqclip.evaluation.details import Count, Details, Interval, Part
+from vqclip.evaluation.details import Count, Details, Part
 from vqclip.evaluation.encode import MODES, CodeUsage, Encoded, Mode
 from vqclip.io.atomic import write_file, write_text
 from vqclip.io.json_files import MAX_PLAIN_BYTES, read_plain
@@ -39,24 +39,6 @@ _PIXEL_FIGURES: dict[str, tuple[str, Callable[[float], str]]] = {
     "lpips": ("LPIPS", "{:.4f}".format),
 }
 """Figure → its title, and how it is written."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefixResult:
-    """Codes-only figures with the first stages and codebooks of the image's ids alone."""
-
-    stages: int
-    """Number of stages of the image's ids; see `vqclip.quantizers.Prefix`."""
-    codebooks: int
-    """Number of codebooks of each stage."""
-    bits_per_image: float
-    """Size of these ids of an image."""
-    bits_per_text: float | None
-    """Mean size of the ids of a text; None without texts."""
-    figures: dict[str, float]
-    """Figure → rate, as in `Result.figures`."""
-    intervals: dict[str, Interval]
-    """Figure → 95 % confidence interval; empty if the evaluation was not asked for details."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +82,8 @@ class Result:
     kind: str
     """Kind of the task, such as `zero_shot`."""
     figures: dict[str, dict[str, float] | None]
-    """Mode (`continuous`, `quantized`, `codes_only`) → figure (`top1`, `i2t_r5`, ...) → rate; None: see `notes`."""
+    """Mode (`continuous`, `quantized`, `codes_only`) → figure (`top1`, `i2t_r5`, ...) → rate; None: see `notes`. After
+    them the modes of `vqclip.evaluation.Prefixes`."""
     chance: dict[str, float]
     """Figure → its expectation for random embeddings; the quality of images has none."""
     samples: Count
@@ -116,8 +99,6 @@ class Result:
     details: Details | None = None
     """Further findings for a report; None on ranks other than 0, and if the evaluation was not asked for it.
     They are in no table."""
-    prefixes: list[PrefixResult] = dataclasses.field(default_factory=list)
-    """Figures with prefixes of the ids, in the order of `Prefix.shorter`; see `vqclip.evaluation.Prefixes`."""
     pixels: PixelResult | None = None
     """Quality of reconstructed images against bits; None for other tasks."""
 

@@ -24,7 +24,7 @@ from vqclip.evaluation.details import DetailsConfig
 from vqclip.evaluation.encode import MODES, Encoder, Mode, RankPartition, evaluation_mode
 from vqclip.evaluation.pixels import PixelQualityConfig
 from vqclip.evaluation.probes import KnnConfig, LinearProbeConfig
-from vqclip.evaluation.results import PrefixResult, Result
+from vqclip.evaluation.results import Result
 from vqclip.evaluation.retrieval import RetrievalConfig
 from vqclip.evaluation.zero_shot import ZeroShotConfig
 from vqclip.model import CLIP
@@ -97,7 +97,7 @@ class Prefixes:
 
     Args:
         quantizers: those of the model, by modality.
-        modes: modality → mode → prefix; the modes of all modalities are equal.
+        modes: modality → mode in `Result.figures` → prefix; the modes of all modalities are equal.
     """
 
     quantizers: Mapping[str, Quantizer]
@@ -128,29 +128,8 @@ class Prefixes:
         }
         return cls(model.quantizers(), modes)
 
-    def separate(self, result: Result) -> Result:
-        """Move the figures and intervals of prefixes from `Result.figures` and `Details.intervals` to `prefixes`."""
-        details = result.details
-        intervals = {} if details is None else dict(details.intervals)
-        prefixes = [
-            PrefixResult(
-                *prefix,
-                bits_per_image=self._bits(result, "image", mode) or 0.0,
-                bits_per_text=self._bits(result, "text", mode),
-                figures=figures,
-                intervals=intervals.pop(mode, {}),
-            )
-            for mode, prefix in self.modes["image"].items()
-            if (figures := result.figures.get(mode)) is not None
-        ]
-        return dataclasses.replace(
-            result,
-            figures={mode: result.figures[mode] for mode in MODES},
-            prefixes=prefixes,
-            details=details and details.model_copy(update={"intervals": intervals}),
-        )
-
-    def _bits(self, result: Result, modality: str, mode: Mode) -> float | None:
+    def bits(self, result: Result, modality: str, mode: Mode) -> float | None:
+        """Return the mean size of the ids of an image or a text in a mode of `modes`; None without codes."""
         usage, quantizer = result.usage.get(modality), self.quantizers[modality]
         if usage is None:
             return None
@@ -195,8 +174,7 @@ def evaluate(
         codes_folder: folder for the ids, in files ``<number of the task>-image-<rank>.safetensors`` and the like;
             None: a temporary folder.
         details: amounts of the `Result.details` to make, on rank 0; None: none.
-        prefixes: prefixes of the ids, whose codes-only figures are then in `Result.prefixes`: accuracy at every number
-            of bits.
+        prefixes: prefixes of the ids, which are then further modes of `Result.figures`.
 
     Returns:
         One `Result` for each task.
@@ -240,7 +218,7 @@ def try_all(
                 task.require_texts(whole)
                 with explain_worker_deaths("evaluation") if task.workers else contextlib.nullcontext():
                     result = task.run(whole, encoder, str(number))  # type: ignore[arg-type]
-                results.append(result if prefixes is None else prefixes.separate(result))
+                results.append(result)
             except DistributedError:  # a rank is lost, or failed with an error of another kind
                 raise
             except VqclipError as error:

@@ -1,6 +1,6 @@
 """Accuracy against bits of several models: prefixes of their ids, and seeds, as a table, a page and files.
 
-    points = measure({"few": [results of seed 0, results of seed 1], "many": [results]})
+    points = measure({"few": [(prefixes, results) of each seed], "many": [(prefixes, results)]})
     print(format_points(points))
     write_text(path, points_page(points))
 
@@ -15,7 +15,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
-from vqclip.evaluation import PrefixResult, Result, main_figures
+from vqclip.evaluation import Prefixes, Result, main_figures
 from vqclip.evaluation.intervals import wilson
 from vqclip.evaluation.results import figure_title, percent, table
 from vqclip.report.page import render
@@ -52,45 +52,44 @@ class Point:
     """Whether table and plot contain the figure."""
 
 
-def measure(groups: Mapping[str, Sequence[Sequence[Result]]]) -> list[Point]:
+def measure(groups: Mapping[str, Sequence[tuple[Prefixes, Sequence[Result]]]]) -> list[Point]:
     """Return every figure of every prefix of every group.
 
     Args:
-        groups: name → results of each model of the group; all models have the same tasks.
+        groups: name → prefixes and results of each model of the group; all models have the same tasks.
     """
     return [
         point
         for name, models in groups.items()
-        for results in zip(*models, strict=True)
-        for point in _points(name, results)
+        for task in range(len(models[0][1]))
+        for point in _points(name, [(prefixes, results[task]) for prefixes, results in models])
     ]
 
 
-def _points(group: str, results: Sequence[Result]) -> Iterator[Point]:
-    """Yield the points of one task of a group."""
-    first = results[0]
-    most = max(((each.stages, each.codebooks) for each in first.prefixes), default=(0, 0))
-    prefixes: list[Sequence[PrefixResult]] = [*zip(*(each.prefixes for each in results), strict=True)]
-    if not prefixes:  # no codes: the continuous figures
-        whole = [PrefixResult(0, 0, 0.0, None, each.figures["continuous"] or {}, {}) for each in results]
-        prefixes = [whole]
-    for same in prefixes:
-        one = same[0]
-        numbers = ((one.stages, most[0], "stages"), (one.codebooks, most[1], "codebooks"))
-        ids = ", ".join(f"{number} of {all_} {what}" for number, all_, what in numbers if number < all_)
+def _points(group: str, models: Sequence[tuple[Prefixes, Result]]) -> Iterator[Point]:
+    """Yield the points of one task of a group; of models without codes those of the continuous figures."""
+    prefixes, first = models[0]
+    known = {mode: prefix for mode, prefix in prefixes.modes["image"].items() if first.figures.get(mode)}
+    for mode in known or ("continuous",):
+        ids, bits = "no codes", dict[str, list[float]]()
+        if known:
+            of = zip(known[mode], map(max, zip(*known.values(), strict=True)), ("stages", "codebooks"), strict=True)
+            ids = ", ".join(f"{number} of {most} {word}" for number, most, word in of if number < most) or "all ids"
+            each = {side: [p.bits(result, side, mode) for p, result in models] for side in ("image", "text")}
+            bits = {side: found for side in each if (found := [size for size in each[side] if size is not None])}
         for figure, chance in first.chance.items():
-            rates = [each.figures[figure] for each in same]
+            rates = [(result.figures[mode] or {})[figure] for _, result in models]
             low, high = min(rates), max(rates)
             if len(rates) == 1:
-                low, high = one.intervals.get(figure, wilson(rates[0], first.samples))
-            texts = [each.bits_per_text for each in same if each.bits_per_text is not None]
+                intervals = {} if first.details is None else first.details.intervals.get(mode, {})
+                low, high = intervals.get(figure, wilson(rates[0], first.samples))
             yield Point(
                 task=first.name,
                 figure=figure,
                 group=group,
-                ids=ids or ("all ids" if first.prefixes else "no codes"),
-                bits_per_image=fmean(each.bits_per_image for each in same) if first.prefixes else None,
-                bits_per_text=fmean(texts) if texts else None,
+                ids=ids,
+                bits_per_image=fmean(bits["image"]) if "image" in bits else None,
+                bits_per_text=fmean(bits["text"]) if "text" in bits else None,
                 rate=fmean(rates),
                 low=low,
                 high=high,

@@ -15,7 +15,7 @@ from markupsafe import Markup
 import vqclip
 from vqclip.config.messages import show
 from vqclip.errors import ConfigError, printable
-from vqclip.evaluation.details import DIFFERENCE_GAIN, thumbnail
+from vqclip.evaluation.details import DIFFERENCE_GAIN, exact_thumbnail
 from vqclip.evaluation.reconstructions import Reconstructions
 from vqclip.evaluation.results import MODE_TITLES, describe_size, figure_title
 from vqclip.io.atomic import write_text
@@ -253,7 +253,11 @@ def search_page(title: str, hits: Sequence[Hit], notes: str = "") -> str:
     """
     title, notes = (printable(each, one_line=True) for each in (title, notes))
     rows = [
-        (printable(hit.name, one_line=True), hit.score, None if hit.picture is None else thumbnail(hit.picture, 160))
+        (
+            printable(hit.name, one_line=True),
+            hit.score,
+            None if hit.picture is None else exact_thumbnail(hit.picture, 160),
+        )
         for hit in hits
     ]
     return render("search.html", title=title, notes=notes, hits=rows)
