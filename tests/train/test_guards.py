@@ -185,6 +185,8 @@ def train_twice(settings, cache, kind, bad=BAD, factor=1.0):
             results.append(call(self, batch, number))
         elif kind is None:
             self.guards.settle()
+            if self.ema is not None:
+                self.ema.update(number, torch.tensor(True))  # averages begin in a skipped step too
         else:
             hook = poison(getattr(self.model, "text", self.model), kind)
             larger = mock.patch(
