@@ -112,13 +112,15 @@ def write_comparison(folders: Sequence[Path | str], output: Path | str) -> Path:
         )
         for title, name, unit, logarithmic in COMPARED
     ]
+    rows = [{(each.name, row.title): row for each in run.results for row in figure_rows(each)} for run in runs]
+    keys = [*dict.fromkeys(key for each in rows for key in each)][:100]
     text = render(
         "comparison.html",
         runs=[*zip(runs, labels, map(judge, runs), strict=True)],
         labels=labels,
         differences=differences(runs),
         most=MAX_DIFFERENCES,
-        figures=compared_figures(runs),
+        figures=[(*key, [each.get(key) for each in rows]) for key in keys],
         charts=[chart for chart in charts if chart is not None],
         command=shlex.join(["vqclip", "report", *map(str, folders), "--out", str(output)]),
     )
@@ -138,23 +140,6 @@ def differences(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
         values = [each.get(path, "–") for each in flat]
         if len({repr(value) for value in values}) > 1:
             found.append((path, [value[:200] if isinstance(value, str) else show(value) for value in values]))
-    return found
-
-
-def compared_figures(
-    runs: Sequence[RunFiles],
-) -> list[tuple[str, str, list[tuple[float | None, Any]], float | None]]:
-    """Return task, figure, rate and interval of each run (codes only where there are codes), and chance."""
-    known = [{(each.name, row.title): row for each in run.results for row in figure_rows(each)} for run in runs]
-    found = []
-    for name, title in list(dict.fromkeys(key for each in known for key in each))[:100]:
-        rows = [each.get((name, title)) for each in known]
-        chances = [row.chance for row in rows if row is not None and row.chance is not None]
-        rates: list[tuple[float | None, Any]] = [
-            (None, None) if row is None else (row.rates[mode := [*row.rates][-1]], row.intervals.get(mode))
-            for row in rows
-        ]
-        found.append((name, title, rates, chances[0] if chances else None))
     return found
 
 

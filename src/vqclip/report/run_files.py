@@ -206,6 +206,12 @@ class FigureRow:
     chance: float | None
     """Rate of random embeddings; None if unknown."""
 
+    @property
+    def used(self) -> tuple[float, tuple[float, float] | None]:
+        """Rate and interval of the mode that is nearest to use: codes only where there are codes."""
+        mode = [*self.rates][-1]
+        return self.rates[mode], self.intervals.get(mode)
+
 
 def figure_rows(result: Result) -> list[FigureRow]:
     """Return the rates of an evaluation whose numbers are possible; those of the result may be forged."""

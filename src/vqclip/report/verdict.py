@@ -75,10 +75,8 @@ def judge(run: RunFiles) -> Verdict:
             health.add(step, curves.steps[step])
         health.add_evaluation(step, curves.evaluations.get(step, {}))
 
-    rarely_used: list[Finding] = []
-    if collapse is not None:
-        rarely_used += _check_unused([each for each in health.codebooks if not collapse.has_collapsed(each)])
-    found = [*_check_finite(run), *health.findings(), *_check_samples(run), *rarely_used, *_check_rest(run)]
+    kept = [] if collapse is None else [each for each in health.codebooks if not collapse.has_collapsed(each)]
+    found = [*_check_finite(run), *health.findings(), *_check_samples(run), *_check_unused(kept), *_check_rest(run)]
     found.sort(key=lambda finding: LEVELS.index(finding.level))
     ill = [finding for finding in found if finding.level in ("bad", "warn")]
     if ill:
@@ -177,10 +175,13 @@ def _check_samples(run: RunFiles) -> Iterator[Finding]:
 
 def _check_rest(run: RunFiles) -> Iterator[Finding]:
     """Find evaluations at chance, waiting for data, steps with an unusually large loss, and captions that were cut."""
-    rows = [
-        (row, row.chance, each.samples) for each in run.results for row in figure_rows(each) if row.chance is not None
+    above = [
+        max(row.rates.values()) - chance - 3 * math.sqrt(chance * (1 - chance) / max(1, result.samples))
+        for result in run.results
+        for row in figure_rows(result)
+        if (chance := row.chance) is not None
     ]
-    if rows and all(max(row.rates.values()) <= chance + 3 * _sigma(chance, images) for row, chance, images in rows):
+    if above and max(above) <= 0:
         text = "Every figure of the newest evaluation is that of random embeddings."
         yield Finding("warn", "No better than chance", text, "Train longer, or see the findings above.")
     waits = [value for value in run.curves.get("data_wait")[1] if math.isfinite(value)][-20:]
@@ -201,11 +202,6 @@ def _check_rest(run: RunFiles) -> Iterator[Finding]:
     if shown > 0 and cut / shown >= 0.05:
         title = f"{_percent(cut / shown)} of the captions were cut"
         yield Finding("note", title, text_at(run.summary, "captions.told")[:500])
-
-
-def _sigma(rate: float, images: int) -> float:
-    """Return the standard deviation of a rate; 0 if the number of images is unknown."""
-    return math.sqrt(rate * (1 - rate) / images) if images else 0.0
 
 
 def _percent(share: float) -> str:
