@@ -340,10 +340,8 @@ def _describe_source(source: Any) -> str:
 def describe_progress(run: RunFiles) -> str:
     """Return steps, processes, speed and state."""
     parts = [f"step {run.done:,}{f' of {run.steps:,}' if run.steps else ''}"]
-    # Each process but the first has a log file of its own.
-    logs = sum(1 for _, _ in zip(run.folder.glob("train.rank*.log"), range(100_000), strict=False))
-    processes = number_at(run.summary, "processes") or 1 + logs
-    parts.append(f"{processes:,.0f} process{'es' if processes != 1 else ''}")
+    if processes := number_at(run.summary, "processes"):
+        parts.append(f"{processes:,.0f} process{'es' if processes != 1 else ''}")
     speeds = [each for each in run.curves.get("images_per_second")[1] if math.isfinite(each) and each > 0]
     speed = number_at(run.summary, "speed.images_per_second") or (sum(speeds) / len(speeds) if speeds else None)
     if speed:
