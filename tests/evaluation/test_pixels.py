@@ -137,7 +137,7 @@ def test_detail_stages_are_stored_too(folder):
     for method, bits, stages in (
         ("codes", 48 + 4 * 8, 2),
         ("codes, 1 of 2 detail stages", 48 + 4 * 4, 1),
-        ("codes, 0 of 2 detail stages", 48, 0),
+        ("codes, 2 of 2 stages, 2 of 2 codebooks, no detail", 48, 0),
     ):
         expected = compare_images(model.image.decode_pixels(ids, detail=stages), real)["psnr"].mean()
         assert found[method].figures["psnr"] == pytest.approx(float(expected))

@@ -30,7 +30,7 @@ from vqclip.evaluation.image_details import ImageDetails, make_details
 from vqclip.evaluation.images import AnyData, EncodedImages, ImagesConfig, encode_images, encode_labelled
 from vqclip.evaluation.intervals import mean_value_intervals, ratio_intervals
 from vqclip.evaluation.ranking import DEPTHS
-from vqclip.evaluation.reconstructions import DecodedPrefix, decoded_prefixes, pixel_transform
+from vqclip.evaluation.reconstructions import decoded_prefixes, pixel_transform
 from vqclip.evaluation.results import PixelResult, PixelRow, Result, common_modes, fill_modes
 from vqclip.evaluation.retrieval import both_ranks, chance
 from vqclip.evaluation.zero_shot import class_embeddings, fill, rank_classes
@@ -312,7 +312,8 @@ class Methods:
         self._tokenizer, self._ids, self._detail_file = tokenizer, ids, detail_file
         self._inputs, self._mean, self._codecs, self._distances = inputs, mean, config.codecs, distances
         found = decoded_prefixes(tokenizer) if ids is not None else []
-        self._decoded = {_title(each, found[-1]): each for each in (found if config.prefixes else found[-1:])}
+        shorter = {f"{CODES}, {each.label}": each for each in found[:-1] if config.prefixes}
+        self._decoded = shorter | ({CODES: found[-1]} if found else {})
         self.budget = int(found[-1].bits // 8) if found else 0
         """Bytes of the codes of an image, rounded down."""
         self.columns: list[tuple[str, str]] = []
@@ -397,15 +398,6 @@ class Methods:
     def _keep(self, images: Tensor) -> Tensor:
         self.reconstructions = to_uint8(images)
         return self.reconstructions
-
-
-def _title(prefix: DecodedPrefix, whole: DecodedPrefix) -> str:
-    """Return the name of the method that stores a prefix of the ids; the ids of `whole` are all of them."""
-    if prefix == whole:
-        return CODES
-    if prefix.detail is not None and prefix.prefix == whole.prefix:
-        return f"{CODES}, {prefix.detail} of {whole.detail} detail stages"
-    return f"{CODES}, {prefix.label}" + (", no detail" if whole.detail else "")
 
 
 def describe_data(data: Any) -> str:

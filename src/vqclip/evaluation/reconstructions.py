@@ -47,8 +47,6 @@ from vqclip.quantizers import Prefix
 from vqclip.tokenizer import ImageTokenizer
 from vqclip.tokenizer.stored import fingerprint, pixels_fingerprint
 
-ALL_IDS = "all ids"
-"""Label of all ids where they have no shorter prefix."""
 BEGUN_FILE = ".vqclip-reconstruct.json"
 """Hidden file of a folder of reconstructions, with the tokenizer and the images that they are of."""
 
@@ -82,9 +80,9 @@ def decoded_prefixes(tokenizer: ImageTokenizer) -> list[DecodedPrefix]:
     """
     decoder, whole = tokenizer.require_pixels(), tokenizer.quantizer.extent
     detail, extent = decoder.detail, whole._replace(stages=decoder.stages or whole.stages)
-    none = None if detail is None else 0
+    none, ending = (None, "") if detail is None else (0, ", no detail")
     found = [
-        DecodedPrefix(prefix_label(each, whole) or ALL_IDS, prefix_bits(tokenizer, each), each, none)
+        DecodedPrefix((prefix_label(each, whole) or "all ids") + ending, prefix_bits(tokenizer, each), each, none)
         for each in extent.shorter()
     ]
     if detail is None or not found:
@@ -92,7 +90,7 @@ def decoded_prefixes(tokenizer: ImageTokenizer) -> list[DecodedPrefix]:
     for stages, _ in Prefix(detail.stages, 1).shorter():
         sizes = detail.codebook_sizes[: stages * len(detail.codebook_sizes) // detail.stages]
         bits = tokenizer.num_tokens * math.fsum(map(math.log2, sizes))
-        label = f"{ALL_IDS}, {stages} of {detail.stages} detail stages"
+        label = f"{stages} of {detail.stages} detail stages"
         found.append(DecodedPrefix(label, prefix_bits(tokenizer, extent) + bits, extent, stages))
     return found
 
