@@ -17,7 +17,7 @@ from vqclip.config.messages import show
 from vqclip.errors import ConfigError, printable
 from vqclip.evaluation.details import DIFFERENCE_GAIN, exact_thumbnail
 from vqclip.evaluation.reconstructions import Reconstructions
-from vqclip.evaluation.results import MODE_TITLES, describe_size, figure_title
+from vqclip.evaluation.results import MODE_TITLES, describe_size
 from vqclip.io.atomic import write_text
 from vqclip.report import run_charts
 from vqclip.report.plot import PERCENT, Curve, compact, image_uri, line_chart, plain
@@ -273,7 +273,6 @@ def _environment() -> Environment:
         "compact": compact,
         "commas": "{:,.0f}".format,
         "plain": plain,
-        "title": figure_title,
     }
     return templates
 
