@@ -245,7 +245,7 @@ def encode_images(
     return EncodedImages(source, encoded, [found[row][1] for row in order], indices, notes)
 
 
-def encode_labelled(
+def encode_set(
     config: ImagesConfig,
     data: SourceConfigBase,
     model: CLIP,
@@ -254,11 +254,13 @@ def encode_labelled(
     limit: int | None,
     features: Features = "embedding",
     key: str = "data",
-) -> EncodedImages[int]:
-    """Encode labelled images; every rank encodes its part. Tasks in a row that use the same images share the result.
+) -> EncodedImages[Any]:
+    """Encode images with their labels, or their captions; every rank encodes its part.
+
+    Tasks in a row that use the same images share the result.
 
     Args:
-        config: batch size, workers and tolerance.
+        config: configuration of the task; of images with classes it gets the labels, unless it wants captions.
         data: the images.
         model: in evaluation mode.
         encoder: encoder; every rank of its partition must call this.
@@ -268,16 +270,21 @@ def encode_labelled(
         key: key of the data in `config`, for messages.
 
     Raises:
-        DataError: the data cannot be used, or has no labels; raised on every rank.
+        DataError: the data cannot be used; raised on every rank.
     """
     settings = (limit, config.batch_size, config.max_bad_fraction, features, config.held_out)
-    memo, which = encoder.memo, (repr(data), key, *settings)
-    found: EncodedImages[int] | None = memo.pop(which, None)
+    memo, which = encoder.memo, (repr(data), key, config.labelled is False, *settings)
+    found: EncodedImages[Any] | None = memo.pop(which, None)
     if found is None:
-        source = open_data(data, encoder.partition, True, key, config.held_out)
+        source = open_data(data, encoder.partition, config.labelled, key, config.held_out)
+        has_labels = bool(source.classnames) and config.labelled is not False
+
+        def annotate(batch: EvalBatch) -> list[Any]:
+            return batch.labels.tolist() if has_labels else [[*each] for each in batch.captions]
+
         limited = config.model_copy(update={"limit": limit})
         reader = dataclasses.replace(encoder, features=features)
-        found = encode_images(limited, source, model.image, reader, name, lambda batch: batch.labels.tolist())
+        found = encode_images(limited, source, model.image, reader, name, annotate)
     memo[which] = found
     for former in [*memo][:-2]:  # a probe has two sets
         del memo[former]

@@ -27,7 +27,7 @@ from vqclip.errors import DataError, name_section
 from vqclip.evaluation.details import Details, Interval
 from vqclip.evaluation.encode import MODES, Encoded, Encoder, Mode, RankPartition, load_ids, save_ids
 from vqclip.evaluation.image_details import ImageDetails, make_details
-from vqclip.evaluation.images import AnyData, EncodedImages, ImagesConfig, encode_images, encode_labelled
+from vqclip.evaluation.images import AnyData, EncodedImages, ImagesConfig, encode_images, encode_set
 from vqclip.evaluation.intervals import mean_value_intervals, ratio_intervals
 from vqclip.evaluation.ranking import DEPTHS
 from vqclip.evaluation.reconstructions import decoded_prefixes, pixel_transform
@@ -115,7 +115,10 @@ class PixelQualityConfig(ImagesConfig):
         """
         tokenizer, partition, size = model.image, encoder.partition, model.image.require_pixels().image_size
         sizes, preprocess = tokenizer.codebook_sizes, tokenizer.config.preprocess
-        images, meaning = self._encode_originals(model, encoder, name)
+        images = encode_set(self, self.data, model, encoder, f"{name}-image", self.limit)
+        meaning = None
+        if self.meaning and (text := getattr(model, "text", None)) is not None:
+            meaning = Meaning(images, text, encoder, self.batch_size, f"{name}-text")
         if not images.annotations:
             raise DataError(f"{self.name}: got no image that can be used")
         distances = Distances(self.distances, size, tokenizer.device)
@@ -186,20 +189,6 @@ class PixelQualityConfig(ImagesConfig):
                 distances=between,
             ),
         )
-
-    def _encode_originals(self, model: CLIP, encoder: Encoder, name: str) -> tuple[EncodedImages[Any], Meaning | None]:
-        """Return the originals as the model encodes them, and what they mean."""
-        source, text = self.open(encoder.partition), getattr(model, "text", None) if self.meaning else None
-        images: EncodedImages[Any]
-        if source.classnames:
-            images = encode_labelled(self, self.data, model, encoder, f"{name}-image", self.limit)
-        else:
-            images = encode_images(
-                self, source, model.image, encoder, f"{name}-image", lambda batch: [[*each] for each in batch.captions]
-            )
-        if text is None:
-            return images, None
-        return images, Meaning(images, text, encoder, self.batch_size, f"{name}-text")
 
     def _mean_image(self, tokenizer: ImageTokenizer, source: Source, partition: RankPartition) -> Tensor:
         """Return the mean ``(3, S, S)`` uint8 of all images: the best image for all of them, by squared error."""

@@ -27,7 +27,7 @@ from vqclip.evaluation.images import (
     ImagesConfig,
     LabelledData,
     TrainingData,
-    encode_labelled,
+    encode_set,
     open_data,
 )
 from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, SAME, Classified, class_figures, rank
@@ -87,10 +87,8 @@ class ProbeConfig(ImagesConfig):
         Raises:
             DataError: the data cannot be used, their classes differ, or there are too few; raised on every rank.
         """
-        train = encode_labelled(
-            self, self.train, model, encoder, f"{name}-train", self.train_limit, self.features, "train"
-        )
-        test = encode_labelled(self, self.data, model, encoder, f"{name}-image", self.limit, self.features)
+        train = encode_set(self, self.train, model, encoder, f"{name}-train", self.train_limit, self.features, "train")
+        test = encode_set(self, self.data, model, encoder, f"{name}-image", self.limit, self.features)
         names, count = test.source.classnames, len(test.source.classnames)
         if train.source.classnames != names:
             few = [each for each in names if each not in train.source.classnames][:5]

@@ -11,7 +11,7 @@ from torch import Tensor
 from vqclip.evaluation.details import Details, Examples, Interval
 from vqclip.evaluation.encode import Encoder, Mode
 from vqclip.evaluation.image_details import ImageDetails, make_details
-from vqclip.evaluation.images import CaptionedData, ImagesConfig, encode_images
+from vqclip.evaluation.images import CaptionedData, ImagesConfig, encode_set
 from vqclip.evaluation.intervals import ratio_intervals
 from vqclip.evaluation.ranking import Ranks, hit_chance, rank
 from vqclip.evaluation.results import Result, common_modes, fill_modes
@@ -38,10 +38,7 @@ class RetrievalConfig(ImagesConfig):
         An image with several captions is hit if one of them is found, and each caption is a query. If images share
         equal captions, only an image's own is right; such ties count as a random order (`vqclip.evaluation.ranking`).
         """
-        source = self.open(encoder.partition)
-        images = encode_images(
-            self, source, model.image, encoder, f"{name}-image", lambda batch: [list(each) for each in batch.captions]
-        )
+        images = encode_set(self, self.data, model, encoder, f"{name}-image", self.limit)
         image, captions = images.encoded, images.annotations
         texts, firsts = [each for one in captions for each in one], [one[0] for one in captions]
         text = encoder.captions(model.text, texts, self.batch_size, f"{name}-text")

@@ -22,7 +22,7 @@ from vqclip.errors import DataError
 from vqclip.evaluation.details import Details, Examples
 from vqclip.evaluation.encode import MODES, Encoded, Encoder, Mode
 from vqclip.evaluation.image_details import ImageDetails, class_accuracies, largest_confusions, make_details
-from vqclip.evaluation.images import EncodedImages, ImagesConfig, LabelledData, encode_labelled
+from vqclip.evaluation.images import EncodedImages, ImagesConfig, LabelledData, encode_set
 from vqclip.evaluation.intervals import class_intervals
 from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, Classified, Ranks, class_figures, rank
 from vqclip.evaluation.results import Result, common_modes, fill_modes
@@ -71,7 +71,7 @@ class ZeroShotConfig(ImagesConfig):
 
     def run(self, model: CLIP, encoder: Encoder, name: str) -> Result:
         """Classify every image in each of the three modes; a figure uses the same mode for images and prompts."""
-        images = encode_labelled(self, self.data, model, encoder, f"{name}-image", self.limit)
+        images = encode_set(self, self.data, model, encoder, f"{name}-image", self.limit)
         image, right = images.encoded, images.labels
         with encoder.partition.raise_on_all_ranks():
             templates = self.templates or images.source.templates or (DEFAULT_TEMPLATE,)
