@@ -20,7 +20,7 @@ from vqclip.tokenizer.loading import load_pixels, load_whole, read_tokenizer_con
 from vqclip.tokenizer.saving import save_and_push, save_folder
 from vqclip.tokenizer.stored import merged_state
 from vqclip.towers.base import rename_tower_errors
-from vqclip.towers.open_clip import InheritedWeights, OpenCLIPConfig, find_inherited, share_models
+from vqclip.towers.open_clip import OpenCLIPConfig, describe_inherited, share_models
 
 
 class ModelConfig(Config):
@@ -94,7 +94,7 @@ class CLIP(nn.Module):
         section: key path of `config` for error messages; "" if it is the root.
 
     Attributes:
-        inherited: what was taken from the weights that `config.towers` names, and what was not; None without any.
+        inherited: description of what was taken from the weights that `config.towers` names; "" without any.
     """
 
     def __init__(self, config: ModelConfig, section: str = "model."):
@@ -104,14 +104,13 @@ class CLIP(nn.Module):
                 self.image = config.image.build(config.embed_dim)
             with rename_tower_errors(section + ("text.tower" if config.towers is None else "towers")):
                 self.text = config.text.build(config.embed_dim)
-        self.inherited: InheritedWeights | None = None
+        self.inherited = ""
         both = config.towers
         tensors = shared[both.model, both.pretrained][1] if both is not None and both.pretrained is not None else {}
         start = config.temperature.start(tensors)
         if both is not None and tensors:
             towers = (self.image.tower, self.text.tower)
-            source = f"{both.model} ({both.pretrained})"
-            self.inherited = find_inherited(source, tensors, towers, start.taken, start.notes)
+            self.inherited = describe_inherited(f"{both.model} ({both.pretrained})", tensors, towers, start)
         self.config = config.model_copy(update={"temperature": start.config})
         self.logit_scale = nn.Parameter(torch.tensor(start.log_scale))
         bias: Any = start.config.bias  # a number by now, if any

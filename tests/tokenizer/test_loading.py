@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -137,32 +138,21 @@ def test_a_folder_of_the_name_has_precedence(tmp_path, monkeypatch):
 ADDRESS = "https://hub/somebody/model/commit/1"
 
 
-class Hub:
-    """Keeps what it is sent, and what it is asked to do."""
+@pytest.fixture
+def hub(monkeypatch):
+    """Keeps the files that it is sent, and what it is asked to do."""
+    api = mock.MagicMock(files={})
 
-    def __init__(self, monkeypatch):
-        self.files, self.calls = {}, []
-        # A class, for transformers annotates with `HfApi | None` while it is imported.
-        monkeypatch.setattr("huggingface_hub.HfApi", type("HfApi", (), {"__new__": lambda cls: self}))
-
-    def create_repo(self, name, **options):
-        self.calls.append(("repo", name, options))
-
-    def create_branch(self, name, **options):
-        self.calls.append(("branch", name, options))
-
-    def upload_folder(self, *, repo_id, folder_path, allow_patterns, revision, commit_message):
-        self.calls.append(("upload", repo_id, {"revision": revision, "message": commit_message}))
+    def upload_folder(*, folder_path, allow_patterns, **about):
         for path in Path(folder_path).rglob("*"):
             name = str(path.relative_to(folder_path))
             if path.is_file() and any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns):
-                self.files[name] = path.read_bytes()
+                api.files[name] = path.read_bytes()
         return SimpleNamespace(commit_url=ADDRESS)
 
-
-@pytest.fixture
-def hub(monkeypatch):
-    return Hub(monkeypatch)
+    api.upload_folder.side_effect = upload_folder
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
+    return api
 
 
 @pytest.mark.parametrize("part", ["image", "text", "both"])
@@ -176,7 +166,7 @@ def test_what_is_pushed_can_be_loaded(hub, tmp_path, part):
     assert saved.push_to_hub("somebody/model", private=True) == ADDRESS
     processor = [] if part == "text" else ["preprocessor_config.json"]
     assert sorted(hub.files) == sorted(["README.md", "config.json", "model.safetensors", *decoder, *processor])
-    assert hub.calls[0] == ("repo", "somebody/model", {"private": True, "exist_ok": True})
+    hub.create_repo.assert_called_once_with("somebody/model", private=True, exist_ok=True)
     for name, data in hub.files.items():
         (tmp_path / name).write_bytes(data)
     CLIP.from_pretrained(tmp_path) if part == "both" else vqclip.load_tokenizer(tmp_path, part)
@@ -196,9 +186,10 @@ def test_a_folder_is_pushed_with_its_card_and_nothing_else(hub, tmp_path):
     push_folder(tmp_path, "somebody/model", revision="v2", message="second")
     assert hub.files["README.md"] == b"a card"
     assert set(hub.files) == {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"}
-    assert [call[0] for call in hub.calls] == ["repo", "branch", "upload"]
-    assert hub.calls[1][2] == {"branch": "v2", "exist_ok": True}
-    assert hub.calls[2][2] == {"revision": "v2", "message": "second"}
+    assert [name for name, *_ in hub.mock_calls] == ["create_repo", "create_branch", "upload_folder"]
+    hub.create_branch.assert_called_once_with("somebody/model", branch="v2", exist_ok=True)
+    about = hub.upload_folder.call_args.kwargs
+    assert (about["repo_id"], about["revision"], about["commit_message"]) == ("somebody/model", "v2", "second")
 
 
 def test_a_hub_is_asked_for_a_revision_and_for_json_and_safetensors_alone(tmp_path, monkeypatch):
@@ -230,14 +221,14 @@ def test_a_hub_that_cannot_be_reached_is_named(monkeypatch, tmp_path):
         vqclip.load_tokenizer("somebody/model", "text", revision="v2")
 
 
-def test_what_cannot_be_pushed_is_refused_and_a_link_is_not_followed(hub, tmp_path, monkeypatch):
+def test_what_cannot_be_pushed_is_refused_and_a_link_is_not_followed(hub, tmp_path):
     folder = tmp_path / "tokenizer"
     with pytest.raises(CheckpointError, match="hub: got the name 'model', expected owner/name"):
         push_folder(folder, "model")
     with pytest.raises(CheckpointError, match="expected a tokenizer folder"):
         push_folder(folder, "somebody/model")
     tiny_model().build().save_pretrained(folder)
-    monkeypatch.setattr(hub, "create_repo", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("offline")))
+    hub.create_repo.side_effect = ConnectionError("offline")
     with pytest.raises(CheckpointError, match="somebody/model: could not be sent to the hub: ConnectionError: offline"):
         push_folder(folder, "somebody/model")
     (folder / "model.safetensors").write_bytes(b"")

@@ -13,7 +13,8 @@ from tests.data.hostile import Marker
 from tests.open_clip_models import TRUNK, both_towers, save_open_clip
 from vqclip.errors import ConfigError
 from vqclip.model import CLIP, ModelConfig
-from vqclip.towers.open_clip import OpenCLIPImageTowerConfig, OpenCLIPTextTowerConfig, find_inherited
+from vqclip.nn.temperature import TemperatureConfig
+from vqclip.towers.open_clip import OpenCLIPImageTowerConfig, OpenCLIPTextTowerConfig, describe_inherited
 
 EVIL = object()
 """In place of a state dict: an object whose pickle runs code."""
@@ -168,16 +169,15 @@ def test_one_line_initialises_both_towers_and_the_temperature_and_lists_what_was
     torch.testing.assert_close(model.text.tower.transformer.token_embedding.weight, theirs.token_embedding.weight)
     assert model.logit_scale.item() == 3.0
     assert model.config.temperature.init == pytest.approx(math.exp(3))
-    inherited = model.inherited
-    assert inherited.left == ["visual.proj", "text.text_projection"]
-    assert {"visual.class_embedding", "text.positional_embedding", "logit_scale"} <= {*inherited.taken}
-    assert len(inherited.taken) + len(inherited.left) == len(theirs.state_dict())
-    assert "did not take 2 tensors: visual.proj, text.text_projection" in inherited.describe()
-    assert "model.temperature.init: 20.0855, from the pretrained weights" in inherited.describe()
+    assert model.inherited.splitlines() == [
+        f"model.towers: took {len(theirs.state_dict()) - 2} tensors of vqclip-inherited ({weights})",
+        "model.towers: did not take 2 tensors: visual.proj, text.text_projection",
+        "model.temperature.init: 20.0855, from the pretrained weights",
+    ]
     model.eval().save_pretrained(tmp_path / "folder")
     loaded = CLIP.from_pretrained(tmp_path / "folder")  # a folder has numbers and no checkpoint
     assert loaded.config.temperature == model.config.temperature
-    assert (loaded.logit_scale.item(), loaded.inherited) == (3.0, None)
+    assert (loaded.logit_scale.item(), loaded.inherited) == (3.0, "")
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     torch.testing.assert_close(loaded.image.continuous(images), model.image.continuous(images))
 
@@ -185,10 +185,10 @@ def test_one_line_initialises_both_towers_and_the_temperature_and_lists_what_was
 def test_the_temperature_is_the_weights_or_the_configurations(tmp_path, saved):
     model = build(saved[1], temperature={"init": 10.0})
     assert model.logit_scale.item() == pytest.approx(math.log(10))
-    assert "logit_scale" in model.inherited.left
-    assert "10 as configured; the pretrained weights have 20.0855" in model.inherited.describe()
+    assert "did not take 3 tensors: logit_scale, visual.proj, text.text_projection" in model.inherited
+    assert "10 as configured; the pretrained weights have 20.0855" in model.inherited
     random = build(None)
-    assert (random.inherited, random.config.temperature.init) == (None, 1 / 0.07)
+    assert (random.inherited, random.config.temperature.init) == ("", 1 / 0.07)
     with pytest.raises(ConfigError, match=r"model\.temperature\.bias: got 'pretrained', but the weights"):
         build(None, temperature={"bias": "pretrained"})
     _, weights = save_open_clip(tmp_path, "vqclip-inherited", math.log(117.3))
@@ -204,19 +204,20 @@ def test_a_bias_is_taken_where_it_is_asked_for(tmp_path):
     tree = both_towers("vqclip-with-bias", weights)
     asked = ModelConfig.model_validate(tree | {"temperature": {"bias": "pretrained"}}).build()
     assert asked.logit_bias.item() == asked.config.temperature.bias == -7
-    assert "logit_bias" in asked.inherited.taken
+    assert "logit_bias" not in asked.inherited
     plain = ModelConfig.model_validate(tree).build()
     assert plain.logit_bias is None
-    assert "logit_bias" in plain.inherited.left
-    assert "no bias as configured; the pretrained weights have -7" in plain.inherited.describe()
+    assert "logit_bias" in plain.inherited.splitlines()[1]
+    assert "no bias as configured; the pretrained weights have -7" in plain.inherited
 
 
 def test_weights_that_do_not_affect_the_features_count_as_left():
     tower = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 4, bias=False))
     tensors = {"visual.trunk.proj": tower[0].weight, "visual.trunk.attn_pool": tower[1].weight}
     tower.unused = ("1.weight",)
-    found = find_inherited("x", tensors, [tower], ())
-    assert (found.taken, found.left) == (["visual.trunk.proj"], ["visual.trunk.attn_pool"])
+    found = describe_inherited("x", tensors, [tower], TemperatureConfig().start({}))
+    assert "took 1 tensors of x" in found
+    assert "did not take 1 tensors: visual.trunk.attn_pool" in found
 
 
 def test_the_start_of_a_run_lists_it(saved, caplog):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import first_names, nonfinite_names
+from vqclip.nn.temperature import StartTemperature
 from vqclip.towers.base import TowerConfig, set_training
 from vqclip.towers.image import ImageTower, Normalize, TimmFeatures, unknown_model_error
 from vqclip.towers.text import OpenCLIPTextTower, TextTower
@@ -232,41 +232,25 @@ def _create(model: str, pretrained: str | None) -> Any:
     return made
 
 
-@dataclass(frozen=True)
-class InheritedWeights:
-    """Weights that a model has taken from an open_clip checkpoint, by open_clip's names."""
+def describe_inherited(
+    source: str, tensors: Mapping[str, Tensor], towers: Iterable[nn.Module], start: StartTemperature
+) -> str:
+    """Describe in a few lines what a model has taken from an open_clip checkpoint, and what not.
 
-    source: str
-    """Name of the open_clip model and its pretrained weights."""
-    taken: list[str]
-    """Names of the tensors that a tower or the temperature has taken."""
-    left: list[str]
-    """Names of the others: projections to open_clip's own embedding, its pooling, heads."""
-    notes: tuple[str, ...] = ()
-    """Remarks on the temperature."""
+    Weights that do not affect the features of a tower count as not taken.
 
-    def describe(self) -> str:
-        """Return a few lines for the log."""
-        lines = [f"model.towers: took {len(self.taken)} tensors of {self.source}"]
-        if self.left:
-            lines.append(f"model.towers: did not take {len(self.left)} tensors: {first_names(self.left, 20)}")
-        return "\n".join((*lines, *self.notes))
-
-
-def find_inherited(
-    source: str,
-    tensors: Mapping[str, Tensor],
-    towers: Iterable[nn.Module],
-    temperature: Collection[str],
-    notes: tuple[str, ...] = (),
-) -> InheritedWeights:
-    """Find the tensors of an open_clip model that are now those of ``towers``, or among the names in ``temperature``.
-
-    Weights that do not affect the features of a tower count as left.
+    Args:
+        source: name of the open_clip model and of its pretrained weights.
+        tensors: its tensors, by open_clip's names.
+        towers: towers that may have some of them.
+        start: initial temperature, perhaps that of the checkpoint.
     """
     used: set[int] = set()
     for tower in towers:
         unused = set(getattr(tower, "unused", ()))
         used |= {id(tensor) for name, tensor in tower.state_dict(keep_vars=True).items() if name not in unused}
-    taken = [name for name, tensor in tensors.items() if name in temperature or id(tensor) in used]
-    return InheritedWeights(source, taken, [name for name in tensors if name not in taken], notes)
+    left = [name for name, tensor in tensors.items() if name not in start.taken and id(tensor) not in used]
+    lines = [f"model.towers: took {len(tensors) - len(left)} tensors of {source}"]
+    if left:
+        lines.append(f"model.towers: did not take {len(left)} tensors: {first_names(left, 20)}")
+    return "\n".join((*lines, *start.notes))

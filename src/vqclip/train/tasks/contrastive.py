@@ -360,8 +360,8 @@ class TrainConfig(TaskConfig):
         Weights that are not pretrained are drawn from torch's global generator.
         """
         model = self.model.build()
-        if model.inherited is not None:
-            logger.info("%s", model.inherited.describe())
+        if model.inherited:
+            logger.info("%s", model.inherited)
         model = model.to(device, self.dtype)
         distillation = Distillation(self.distillation, model, self.run.seed)
         losses = None
