@@ -16,7 +16,7 @@ from vqclip.nn.temperature import DEFAULT_SCALE, TemperatureConfig
 from vqclip.quantizers import Quantizer
 from vqclip.tokenizer import ImageTokenizer, ImageTokenizerConfig, TextTokenizerConfig, TokenizerOutput
 from vqclip.tokenizer.folder import TokenizerFolder, find_folder
-from vqclip.tokenizer.loading import load_pixels, load_whole, read_tokenizer_config
+from vqclip.tokenizer.loading import load_whole, read_tokenizer_config
 from vqclip.tokenizer.saving import save_and_push, save_folder
 from vqclip.tokenizer.stored import merged_state
 from vqclip.towers.base import rename_tower_errors
@@ -234,13 +234,4 @@ def _load_both(opened: TokenizerFolder) -> CLIP:
         text=read_tokenizer_config(opened, "text"),
         temperature=opened.config.temperature or TemperatureConfig(),  # never absent beside two tokenizers
     )
-
-    def build() -> CLIP:
-        built = CLIP(config, section="")
-        opened.require_counts(built.image)
-        opened.require_counts(built.text)
-        return built
-
-    model = opened.load(build)
-    load_pixels(opened, model.image)
-    return model.requires_grad_(False)
+    return opened.load(lambda: CLIP(config, section=""))

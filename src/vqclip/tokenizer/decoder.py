@@ -16,7 +16,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from vqclip.config import Config
+from vqclip.config import Config, Modality
 from vqclip.config.bounds import MAX_LAYERS, MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError, VqclipError
 from vqclip.lm_vocabulary import FlatCodes
@@ -78,7 +78,7 @@ class TokenizerDecoder(nn.Module):
 
     def __init__(
         self,
-        modality: str,
+        modality: Modality,
         quantizer: Quantizer,
         project_out: Projection,
         pool: PooledEmbedding,

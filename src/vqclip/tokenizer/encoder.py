@@ -19,6 +19,7 @@ from pydantic import model_validator
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from vqclip.config import Modality
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransform, EvalTransformConfig
 from vqclip.errors import ShapeError, VqclipError
@@ -76,7 +77,7 @@ class Tokenizer(TokenizerDecoder, ABC):
         fewest_tokens: smallest number of the tower's tokens in a batch.
     """
 
-    modality: str
+    modality: Modality
     tower: ImageTower | TextTower
     reduce: Reduction | None
     project_in: Projection
@@ -262,7 +263,7 @@ class ImageTokenizer(Tokenizer):
             tower that takes images of any shape, its patches (`vqclip.nn.shapes.PatchBudget`).
     """
 
-    modality = "image"
+    modality: Modality = "image"
     config: ImageTokenizerConfig
     tower: ImageTower
 
@@ -368,7 +369,7 @@ class TextTokenizer(Tokenizer):
             cut. `preprocess.with_lengths` also returns their lengths before the cut.
     """
 
-    modality = "text"
+    modality: Modality = "text"
     tower: TextTower
 
     def __init__(self, config: TextTokenizerConfig, embed_dim: int):

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -42,7 +43,7 @@ from vqclip.io.tensors import (
     tensor_differences,
 )
 from vqclip.nn.temperature import TemperatureConfig
-from vqclip.pixels.decoder import PIXELS_FILE, PixelsConfig
+from vqclip.pixels.decoder import PIXELS_FILE, PixelsConfig, attach
 from vqclip.tokenizer.decoder import DecoderConfig, TokenizerDecoder
 from vqclip.tokenizer.stored import StoredTensors, frozen_file, open_frozen
 
@@ -268,45 +269,51 @@ class TokenizerFolder:
             raise CheckpointError(f"{self.path}: contains {held} tokenizer; expected one of modality {modality!r}")
         return found
 
-    def require_counts(self, built: TokenizerDecoder) -> None:
-        """Compare the stored numbers of tokens with those of a tokenizer's tower; raise ConfigError if they differ."""
-        for key in ("num_tokens", "fewest_tokens"):
-            stored, actual = getattr(getattr(self.config, built.modality), key), getattr(built, key)
-            if stored != actual:
-                raise ConfigError(f"{built.modality}.{key}: got {stored}; this tower has {actual}")
-
     @torch.inference_mode(False)  # so that the module can be used outside of inference mode
     def load(self, build: Callable[[], ModuleT], prefix: str = "", without: tuple[str, ...] = ()) -> ModuleT:
-        """Build a module, load the weights under ``prefix`` into it, in their type, and put it into evaluation mode.
+        """Build tokenizers, and load their weights and the pixel decoder, if there is one.
 
         Args:
-            build: makes the module with random weights.
+            build: makes a tokenizer, or a module that contains tokenizers, with random weights.
             prefix: prefix of its tensors' names in the folder.
             without: parts under ``prefix`` that the module lacks, such as ``tower``; they are not read.
+
+        Returns:
+            The module on the CPU, in evaluation mode, with weights in their type that require no gradient.
 
         Raises:
             CheckpointError: the configuration cannot be built, or the weights do not fit it.
         """
+        module = self._fill(WEIGHTS_FILE, self.weights, build, prefix, without)
+        for part in [part for part in module.modules() if isinstance(part, TokenizerDecoder)]:
+            part.stored_dtype = part.pool.position.dtype
+            if self.pixels is not None and part.modality == "image":
+                stored, sizes = self.config.pixels, (part.quantizer.dim, part.num_tokens)
+                config = PixelsConfig(**{name: getattr(stored, name) for name in PixelsConfig.model_fields})
+                decoder = self._fill(PIXELS_FILE, self.pixels, partial(config.build, *sizes), PIXELS_PREFIX)
+                with self.name_config_errors("pixels."):
+                    attach(part, decoder)
+        return module.requires_grad_(False)
+
+    def _fill(
+        self, name: str, file: StoredTensors, build: Callable[[], ModuleT], prefix: str, without: tuple[str, ...] = ()
+    ) -> ModuleT:
+        """Build a module, and load its weights from an open file."""
+        path = self.path / name
         with self.name_config_errors(prefix):
             module = build()
-        path, file = self.path / WEIGHTS_FILE, self.weights
-        if prefix == PIXELS_PREFIX and self.pixels is not None:
-            path, file = self.path / PIXELS_FILE, self.pixels
+            for part in module.modules():
+                if isinstance(part, TokenizerDecoder):
+                    _require_counts(part, self.section(part.modality))
         left_out = tuple(f"{prefix}{part}." for part in without)
-        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (not a mapping)
-        names = [name for name in names if not name.startswith(left_out)]
-        state = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in _read(path, file, names, module.state_dict(), prefix).items()
-        }
+        names = [name for name in file.keys() if name.startswith(prefix) and not name.startswith(left_out)]  # noqa: SIM118
+        found = _read(path, file, names, module.state_dict(), prefix)
+        state = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
         dtypes = [state[name].dtype for name, _ in module.named_parameters()]
         if floats := [dtype for dtype in dtypes if dtype.is_floating_point]:
             module.to(Counter(floats).most_common(1)[0][0])  # codebooks stay in float32 when the rest is rounded
         _require_none(path, tensor_differences(module.state_dict(), state, prefix))
         module.load_state_dict(state, strict=True)
-        for part in module.modules():
-            if isinstance(part, TokenizerDecoder):
-                part.stored_dtype = part.pool.position.dtype
         return module.eval()
 
     @contextmanager
@@ -317,6 +324,15 @@ class TokenizerFolder:
         except ConfigError as error:
             message = str(error) if str(error).startswith(prefix) else f"{prefix.removesuffix('.')}: {error}"
             raise CheckpointError(f"{self.path / CONFIG_FILE}: {message}") from error
+
+
+def _require_counts(built: TokenizerDecoder, section: StoredTokenizer) -> None:
+    """Compare the stored numbers of tokens with those of a tokenizer; raise ConfigError if they differ."""
+    for key in ("num_tokens", "fewest_tokens"):
+        if getattr(section, key) != getattr(built, key):
+            raise ConfigError(
+                f"{built.modality}.{key}: got {getattr(section, key)}; this tower has {getattr(built, key)}"
+            )
 
 
 def read_weights(folder: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:

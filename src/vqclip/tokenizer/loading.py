@@ -14,12 +14,10 @@ from vqclip.errors import CheckpointError, ConfigError
 from vqclip.io.files import read_bounded
 from vqclip.io.json_files import validate
 from vqclip.io.tensors import read_shapes
-from vqclip.pixels.decoder import PixelsConfig, attach
 from vqclip.tokenizer.decoder import TokenizerDecoder
 from vqclip.tokenizer.folder import (
     CONFIG_FILE,
     MODALITIES,
-    PIXELS_PREFIX,
     TokenizerFolder,
     find_folder,
 )
@@ -66,9 +64,7 @@ def load_tokenizer(
     if encode:
         return load_whole(opened, modality)
     section = opened.section(modality)
-    tokenizer = opened.load(lambda: section.build(modality), f"{modality}.", ("tower", "reduce", "project_in"))
-    load_pixels(opened, tokenizer)
-    return tokenizer.requires_grad_(False)
+    return opened.load(lambda: section.build(modality), f"{modality}.", ("tower", "reduce", "project_in"))
 
 
 def load_whole(opened: TokenizerFolder, modality: Modality) -> ImageTokenizer | TextTokenizer:
@@ -80,12 +76,9 @@ def load_whole(opened: TokenizerFolder, modality: Modality) -> ImageTokenizer | 
     def build() -> ImageTokenizer | TextTokenizer:
         with rename_tower_errors(f"{modality}.tower"):
             built: ImageTokenizer | TextTokenizer = config.build(opened.section(modality).embed_dim)
-        opened.require_counts(built)
-        return built
+            return built
 
-    tokenizer = opened.load(build, f"{modality}.")
-    load_pixels(opened, tokenizer)
-    return tokenizer.requires_grad_(False)
+    return opened.load(build, f"{modality}.")
 
 
 def read_tokenizer_config(opened: TokenizerFolder, modality: Modality) -> Any:
@@ -108,18 +101,3 @@ def read_tokenizer_config(opened: TokenizerFolder, modality: Modality) -> Any:
         return config.with_tower(config.tower.with_stored(files, shapes))
     except ConfigError as error:
         raise CheckpointError(f"{path}: {modality}.{error}") from error
-
-
-def load_pixels(opened: TokenizerFolder, tokenizer: TokenizerDecoder) -> None:
-    """Attach the pixel decoder of a folder, if there is one, to the image tokenizer of the folder.
-
-    Raises:
-        CheckpointError: the configuration cannot be built, or the weights do not fit it.
-    """
-    stored = opened.config.pixels
-    if stored is None or tokenizer.modality != "image":
-        return
-    config = PixelsConfig(**{name: getattr(stored, name) for name in PixelsConfig.model_fields})
-    decoder = opened.load(lambda: config.build(tokenizer.quantizer.dim, tokenizer.num_tokens), PIXELS_PREFIX)
-    with opened.name_config_errors("pixels."):
-        attach(tokenizer, decoder)
