@@ -27,8 +27,8 @@ logger = logging.getLogger("vqclip.data")
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 """Files that `save_to_disk` writes for a split, and for several."""
 _UNREADABLE = ": cannot be read by datasets"
-_BATCH, _PIECE_ROWS = 16, 2000
-"""Rows that are read at a time, and rows of a piece."""
+_PIECE_ROWS = 2000
+"""Rows of a piece."""
 
 
 class HfConfig(TableConfig):
@@ -226,11 +226,11 @@ class HfStream(TableStream):
 
     def rows(self, piece: int, start: int, columns: Sequence[str]) -> Iterator[Row]:
         """See `TableStream.rows`."""
-        data = self._data.select_columns([*columns])
+        data, size = self._data.select_columns([*columns]), self.batch_size(columns)
         if self._streaming:
-            batches = iter(data.shard(num_shards=len(self.pieces), index=piece).iter(_BATCH))
+            batches = iter(data.shard(num_shards=len(self.pieces), index=piece).iter(size))
         else:
-            batches = (data[at : at + _BATCH] for at in range(start, len(data), _BATCH))
+            batches = (data[at : at + size] for at in range(start, len(data), size))
         number = start
         while True:
             try:

@@ -62,9 +62,9 @@ class Listed(NamedTuple):
     """Number of its first row in the user's file, for messages; -1 without one."""
     label: int = -1
     """Class number; -1 without one; `PROBLEM` in a row that cannot be used."""
-    captions: list[str] = []
+    captions: Sequence[str] = ()
     """Captions as they are in the table, or what is wrong with a row that cannot be used."""
-    keys: list[int] = []
+    keys: Sequence[int] = ()
     """Number of the column of each caption, if columns have weights."""
     text: str = ""
     """Path of the file with its captions; "" if they are in the table, or are prompts."""
@@ -121,10 +121,10 @@ class TableBuilder:
             if number < len(self):
                 self._rows[number] += 1
                 first = self._samples[number]
-                first.captions.extend(row.captions)
-                first.keys.extend(row.keys)
+                both = (*first.captions, *row.captions), (*first.keys, *row.keys)
+                self._samples[number] = first._replace(captions=both[0], keys=both[1])
                 return
-        self._samples.append(row._replace(captions=[*row.captions], keys=[*row.keys]))
+        self._samples.append(row)
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -155,7 +155,9 @@ class TableBuilder:
                 f"{several} {'image has' if several == 1 else 'images have'} rows of different classes: a sample for "
                 "each class"
             )
-        samples = [each._replace(label=(relabel or {}).get(each.label, each.label)) for each in self._samples]
+        samples = self._samples
+        if relabel:
+            samples = [each._replace(label=relabel.get(each.label, each.label)) for each in samples]
         texts = Texts.join(text for each in samples for text in each.captions)
         numbers = (np.cumsum([len(each.captions) for each in samples]), np.array([each.label for each in samples]))
         arrays = (*texts, *(each.astype(np.int64) for each in numbers))
@@ -236,7 +238,9 @@ def list_images(
             captions, keys, label = chosen.read([row])
         except DataError as error:
             captions, keys, label = [str(error)[:_MAX_PROBLEM]], [], PROBLEM
-        builder.add(Listed(spell(path_in(row, chosen.image)), number, label, captions, keys))
+        builder.add(
+            Listed(spell(path_in(row, chosen.image)), number, label, captions, keys if given.caption_weights else ())
+        )
     if not len(builder):
         raise DataError(f"{path}: where: no row has these values; expected others, or leave it out")
     if left_out:

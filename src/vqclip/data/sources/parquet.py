@@ -19,12 +19,10 @@ from vqclip.data.sources.files import ListConfig, from_base64
 from vqclip.data.sources.listing import FileTable, TableBuilder, list_images
 from vqclip.data.sources.packed import Packable, Piece, stamp
 from vqclip.data.sources.paths import find_shards
-from vqclip.data.sources.table import TableConfig, TableStream, content_of, kind_of, read_batch
+from vqclip.data.sources.table import BATCH, TableConfig, TableStream, content_of, kind_of, read_batch
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.files import open_regular
 
-_BATCH = 16
-"""Rows that are decoded at a time; a few, since an image may have 64 MiB."""
 _BUFFER = 4 << 20
 """Bytes of a column that are read at a time; of a file at a URL by one request."""
 _PIECE_BYTES, _PIECE_ROWS = 128 << 20, 10_000
@@ -67,7 +65,7 @@ class ParquetConfig(TableConfig):
                 column, schema = self.columns(opened.schema_arrow, path, []).image, opened.schema_arrow
                 if column not in schema.names or kind_of(schema.field(column).type) not in ("text", "texts"):
                     return None
-                batches = opened.iter_batches(_BATCH, columns=[column], use_threads=False)
+                batches = opened.iter_batches(BATCH, columns=[column], use_threads=False)
                 rows = (row for batch in batches for row in read_batch(batch) if not isinstance(row, DataError))
                 text = next((text for row in rows if (text := content_of(row[column])) is not None), None)
             if text is None:
@@ -159,14 +157,14 @@ class ParquetStream(TableStream):
         with open_parquet(self._files[self._file_of[piece]]) as opened:
             marked = {"key", _STATUS} <= {*opened.schema_arrow.names}
             names = [*columns, _STATUS] if marked and _STATUS not in columns else columns
-            at = 0
+            at, size = 0, self.batch_size(columns)
             for group in range(opened.metadata.num_row_groups):
                 end = at + opened.metadata.row_group(group).num_rows
                 if end <= start:
                     at = end
                     continue
                 try:
-                    for batch in opened.iter_batches(_BATCH, [group], names, use_threads=False):
+                    for batch in opened.iter_batches(size, [group], names, use_threads=False):
                         for row in read_batch(batch):
                             if at >= end:
                                 raise ValueError(f"row group {group} has more rows than its footer says")

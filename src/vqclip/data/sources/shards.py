@@ -340,10 +340,12 @@ def _require_members(tars: TarReader, kind: str, path: object) -> None:
             )
             for each in ("image", kind)
         )
-        hint += (
-            " Members of one sample have the same path but for the ending, as a/0.jpg and a/0.txt; here are, without "
-            f"endings, an image {image!r} and a {kind} {other!r}: give them equal names."
-        )
+        stem = image.rpartition(".")[0]
+        if not stem or stem != other.rpartition(".")[0]:  # 0.input.png and 0.output.txt: the hint above
+            hint = (
+                "Members of one sample have the same path but for the ending, as a/0.jpg and a/0.txt; here, without "
+                f"endings, an image {image!r} and a {kind} {other!r}: give them equal names."
+            )
     what = "label (.cls)" if kind == "cls" else f"caption (.{kind})"
     raise DataError(
         f"{path}: none of the {len(tars)} samples has an image (.jpg, .png, .webp, ...) and a {what} of the same name; "

@@ -48,6 +48,8 @@ _URLS = ("url", "image_url")
 _HTML = re.compile(rb"\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
 _MANY_CLASSES = 1000
 """With more classes than this, and a class for every second row, a column of texts is not one of classes."""
+BATCH, _LABELS = 16, 4096
+"""Rows that are decoded at a time, a few, since an image may have 64 MiB; and those of a column without images."""
 _THREADS, _AHEAD = 16, 64
 """Requests for images at a time, and samples that wait for their turn."""
 
@@ -172,6 +174,10 @@ class TableStream(ABC):
     def _stored_name(self, column: str) -> str:
         return column if column in self._schema.names else column.partition(".")[0]
 
+    def batch_size(self, columns: Sequence[str]) -> int:
+        """Return the number of rows to decode at a time."""
+        return BATCH if self._stored_name(self.columns.image) in columns else _LABELS
+
     @abstractmethod
     def rows(self, piece: int, start: int, columns: Sequence[str]) -> Iterator[Row]:
         """Yield number and values of the rows of a piece's file from a row on, to its end, or what is wrong."""
@@ -270,7 +276,8 @@ class TableStream(ABC):
         key_of: dict[str, int] = {}
         for text, key in zip(captions, keys, strict=True):
             key_of.setdefault(text, key)
-        texts = require_usable(key_of) if self.columns.captions else ()
+        what = f"the caption ({', '.join(self.columns.captions)})"
+        texts = require_usable(key_of, what) if self.columns.captions else ()
         used = tuple(key_of.values()) if self._config.caption_weights else ()
         return RawSample(self._image(look_up(rows[0], self.columns.image)), texts, label, used)
 
