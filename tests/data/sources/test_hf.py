@@ -173,15 +173,11 @@ def test_streams_are_packed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [source.read(index) for index in (9, 0, 3)] == [EXPECTED[index] for index in (9, 0, 3)]
     with monkeypatch.context() as patch:
         patch.setattr(hf.HfStream, "read", lambda *_: pytest.fail("is packed"))
-        assert streamed_again(tmp_path).fingerprint == source.fingerprint
+        assert config.build().fingerprint == source.fingerprint
     made(IMAGES[::-1]).to_parquet(tmp_path / "data" / "train-00000-of-00001.parquet")
-    assert streamed_again(tmp_path).read(0).image == IMAGES[9]
+    assert config.build().read(0).image == IMAGES[9]
     (tmp_path / "README.md").unlink()
-    assert len(streamed_again(tmp_path)) == 10  # no card, no number of rows
-
-
-def streamed_again(folder: Path):
-    return HfConfig(path=str(folder), split="train", streaming=True).build()
+    assert len(config.build()) == 10  # no card, no number of rows
 
 
 def test_a_data_set_at_the_hub_is_of_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
