@@ -73,7 +73,11 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
     [
         ("", [], "t.csv: is empty"),
         ("filepath,title\n", [], "no rows; expected one for each image"),
-        ("foo,title\na.jpg,x\n", [], "no column has a usual name of the images; name it, image=COLUMN; its columns"),
+        (
+            "foo,title\na.jpg,x\n",
+            [],
+            "no column has a usual name of the images; name it, image=COLUMN, or, if the first",
+        ),
         ("image,foo\na.jpg,x\n", [], "captions: no column has a usual name of captions or classes; name it"),
         ("image,cls\na.jpg,1\nb.jpg,2\n", ["classnames=[c,d]"], "classes have the numbers 1 to 2; expected 0 to 1"),
         ("file,title\na.jpg,x\n", ["image=files"], "no column 'files'; its columns: 'file', 'title'; did you"),
@@ -171,6 +175,8 @@ PEOPLE = [
     ("t.csv", "image,caption\nd.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
     ("above/t.csv", "image,caption\nd.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
     ("above/t.csv", "image,caption\nsub/d.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
+    ("deep/t.csv", "id,caption\ne,x\nf,y\n", "", {"0/in/e.jpg": ("x",), "1/f.jpg": ("y",)}, "by their names"),
+    ("t.csv", "id,caption\nd,x\ne,y\n", "", {"sub/d.jpg": ("x",), "deep/0/in/e.jpg": ("y",)}, "not read: 1"),
     ("t.csv", "image,label\na.jpg,dog\nb.jpg,cat\n", "", {"a.jpg": 1, "b.jpg": 0}, ""),
     ("t.csv", 'image,labels\na.jpg,"x,z"\nb.jpg,"x,z"\n', "", {"a.jpg": 0, "b.jpg": 0}, "all rows are of one"),
     ("t.csv", "image,cls\na.jpg,3.0\nb.jpg,1\n", "label=cls classnames=[a,b,c,d]", {"a.jpg": 3, "b.jpg": 1}, ""),
@@ -206,7 +212,7 @@ PEOPLE = [
 )
 def test_tables_as_people_have_them(folder, name, content, overrides, expected, note):
     text = content if isinstance(content, (str, bytes)) else json.dumps(content)
-    for path in ("sub/b.jpg", "sub/d.jpg", "000000000139.jpg", name):
+    for path in ("sub/b.jpg", "sub/d.jpg", "000000000139.jpg", "deep/0/in/e.jpg", "deep/1/f.jpg", name):
         (folder / path).parent.mkdir(exist_ok=True, parents=True)
         (folder / path).write_bytes((folder / "b.jpg").read_bytes())
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -365,6 +365,8 @@ def choose_columns(
         hint = "" if image is None else " (label=COLUMN if it has classes)"
         if len(names) == 1 and hasattr(given, "separator"):
             hint += "; separator names the character between columns, if it has several"
+        elif image is None and types is None and hasattr(given, "columns"):
+            hint += ", or, if the first row is no header, columns: [image, caption]"
         if image is None and types is not None and "url" in map(str.lower, names):
             hint += " (and urls: fetch, if they are URLs)"
         raise DataError(

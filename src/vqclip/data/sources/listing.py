@@ -14,7 +14,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -285,6 +285,8 @@ class _Spelling:
     """Replace backslashes, as Windows has them."""
     quoted: bool = False
     """Replace %20 and the like, as in URLs."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Name of an image file → its path, where those of a table are in several folders, or deeper ones."""
 
     def __call__(self, path: str) -> str:
         if not path or protocol_of(path) is not None or os.pardir in path.split("/"):
@@ -293,7 +295,7 @@ class _Spelling:
         path = unquote(path) if self.quoted else path
         if self.ending and not path.lower().endswith(IMAGE_ENDINGS):
             path = (path.zfill(self.digits) if path.isdigit() else path) + self.ending
-        return os.path.join(self.folder, path)
+        return self.files.get(path) or os.path.join(self.folder, path)
 
     @classmethod
     def find(cls, paths: Sequence[str], root: Path, look_beside: bool, builder: TableBuilder) -> _Spelling:
@@ -306,14 +308,16 @@ class _Spelling:
             digits = (0, 12) if any(path.isdigit() for path in paths) else (0,)
             endings += [(ending, width) for width in digits for ending in (*IMAGE_ENDINGS, ".JPG", ".PNG")]
 
-        def best(folders: Iterable[str]) -> list[_Spelling]:
+        def best(
+            folders: Iterable[str], files: Mapping[str, str] = MappingProxyType({})
+        ) -> tuple[int, list[_Spelling]]:
             marks = itertools.product(sorted({False, slashes}), sorted({False, quoted}))
-            ways = [cls(folder, *each, *mark) for folder, mark, each in itertools.product(folders, marks, endings)]
+            ways = [cls(at, *each, *mark, files) for at, mark, each in itertools.product(folders, marks, endings)]
             counts = [sum(os.path.isfile(root / way(path)) for path in paths) for way in ways]
             most = max(counts, default=0)
-            return [way for way, count in zip(ways, counts, strict=True) if count == most > 0]
+            return most, [way for way, count in zip(ways, counts, strict=True) if count == most > 0]
 
-        if found := best([""]):
+        if found := best([""])[1]:
             return found[0]
         if not paths or not look_beside:
             return cls()
@@ -323,7 +327,19 @@ class _Spelling:
                 folders = sorted(each.name for each in os.scandir(above) if each.is_dir() and each.name[0] != ".")
             except OSError:
                 folders = []
-            found = best([start] if start else []) or best(f"{start}{name}/" for name in folders[:200])
+            most, found = best([start] if start else [])
+            if not found:
+                most, found = best(f"{start}{name}/" for name in folders[:200])
+            if above == root:
+                files, left_out = _files_below(root, builder)
+                count, by_name = best([""], files)
+                are_parts = not left_out and len({*map(os.path.dirname, files.values())}) > 1
+                if count > most or (count == most > 0 and are_parts):  # a part alone may have all of the first rows
+                    note = f"images found by their names in folders below {root}; images names one folder"
+                    builder.notes.append(
+                        note + (f"; names of several files are not read: {left_out}" if left_out else "")
+                    )
+                    return by_name[0]
             places = [str(root / each) for each in dict.fromkeys(way.folder for way in found)]
             if len(places) > 1:
                 raise DataError(
@@ -335,6 +351,21 @@ class _Spelling:
             for name in folders[:200]:  # the images may come later
                 builder.read_from(above / name)
         return cls()
+
+
+def _files_below(root: Path, builder: TableBuilder) -> tuple[dict[str, str], int]:
+    """Return the paths of image files in the folders below one by their names, and how many names are of several."""
+    found, again, places = dict[str, str](), set[str](), 0
+    for place, folders, names in os.walk(root, followlinks=True):
+        builder.read_from(Path(place))
+        inside, places = os.path.relpath(place, root), places + 1
+        deep = inside.count(os.sep) >= 2
+        folders[:] = [] if deep or places > 200 else sorted(name for name in folders if name[0] != ".")
+        for name in names:
+            if name.lower().endswith(IMAGE_ENDINGS):
+                again |= {name} & found.keys()
+                found[name] = os.path.join(inside, name)
+    return {name: path for name, path in found.items() if name not in again}, len(again)
 
 
 def checksum(*parts: bytes) -> str:
