@@ -80,7 +80,7 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
 
 
 def exchange_requests(training: Training) -> Callable[[], None]:
-    """Begin to exchange what this rank asks for: a stop, one without a checkpoint, an end because of bad samples.
+    """Begin to exchange what this rank asks for: a stop, or one without a checkpoint.
 
     Both this and the function that it returns are collectives; other ones may come between them.
 
@@ -88,12 +88,10 @@ def exchange_requests(training: Training) -> Callable[[], None]:
         A function that sets the flags of the training that one rank at least has asked for. Of several processes, it is
         called in the next step, so that none waits for the others: all stop after the same step.
     """
-    end = dist.start_any_rank(
-        lambda: (training.stop.requested, training.discard_requested, training.data.has_too_many_bad)
-    )
+    end = dist.start_any_rank(lambda: (training.stop.requested, training.discard_requested))
 
     def apply() -> None:
-        training.stopping, training.discarding, training.met_too_many_bad = end()
+        training.stopping, training.discarding = end()
 
     return apply
 
