@@ -284,5 +284,6 @@ class TrainData:
             shown = "\n".join(f"  {reason}" for reason in dict.fromkeys(last))
             raise DataError(
                 f"{replaced} bad samples among {seen}: more than data.max_bad_fraction={fraction:g} allows. Repair or "
-                f"remove them (`vqclip data check` names all), or raise it. The last of them {whose}:\n{shown or '  none'}"
+                "remove them (`vqclip data check` names all), or raise it. The last of them "
+                f"{whose}:\n{shown or '  none'}"
             )
