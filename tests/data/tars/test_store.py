@@ -120,7 +120,7 @@ def test_files_stay_open_within_a_share_of_the_limit(tmp_path, allowed, most, mo
         path = tmp_path / str(number)
         path.write_bytes(b"%03d" % number)
         status = path.stat()
-        assert files.read(path, (3, status.st_mtime_ns), 1, 2, "shard") == b"%02d" % number
+        assert files.read(path, (3, status.st_mtime_ns), 1, 2) == b"%02d" % number
     assert open_now() - before == most
     del files
     assert open_now() == before
@@ -130,7 +130,7 @@ def test_a_stale_handle_is_closed_and_the_file_opened_again(tmp_path: Path, monk
     path = tmp_path / "shard"
     path.write_bytes(b"bytes")
     files, stamp = OpenFiles(), (5, path.stat().st_mtime_ns)
-    assert files.read(path, stamp, 0, 5, "shard") == b"bytes"
+    assert files.read(path, stamp, 0, 5) == b"bytes"
     before = open_now()
 
     def fail(file: int) -> Stamp:
@@ -139,13 +139,13 @@ def test_a_stale_handle_is_closed_and_the_file_opened_again(tmp_path: Path, monk
     with monkeypatch.context() as patch:
         patch.setattr(Stamp, "of", fail)
         with pytest.raises(StorageError, match="shard: cannot be read: Stale file handle"):
-            files.read(path, stamp, 0, 5, "shard")
+            files.read(path, stamp, 0, 5)
     assert open_now() == before - 1
-    assert files.read(path, stamp, 0, 5, "shard") == b"bytes"
-    assert pickle.loads(pickle.dumps(files)).read(path, stamp, 1, 2, "shard") == b"yt"
+    assert files.read(path, stamp, 0, 5) == b"bytes"
+    assert pickle.loads(pickle.dumps(files)).read(path, stamp, 1, 2) == b"yt"
     os.utime(path, ns=(1, 1))
     with pytest.raises(StorageError, match="shard: the shard has changed since it was indexed"):
-        files.read(path, stamp, 0, 5, "shard")
+        files.read(path, stamp, 0, 5)
     path.unlink()
     with pytest.raises(StorageError, match="shard: cannot be read: No such file or directory"):
-        files.read(path, stamp, 0, 5, "shard")
+        OpenFiles().read(path, stamp, 0, 5)

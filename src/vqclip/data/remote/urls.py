@@ -94,15 +94,15 @@ def local_path(path: str) -> str | None:
 
 
 def digest(url: str) -> str:
-    """Return the SHA-256 of the full URL, query included: the key of the cache."""
+    """Return the SHA-256 of the full URL, query included."""
     return hashlib.sha256(url.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def display_url(path: str) -> str:
     """Return a URL without credentials, followed by the first digits of its `digest` if anything was hidden.
 
-    ``https://me:pw@host/a.tar?sig=x`` → ``https://host/a.tar?... [0c9a9a0f3a6b]``. The file's name in the cache
-    begins with the same digits. A local path is returned unchanged.
+    ``https://me:pw@host/a.tar?sig=x`` → ``https://host/a.tar?... [0c9a9a0f3a6b]``. A local path is returned
+    unchanged.
     """
     hidden = _mask(path)
     return hidden if hidden == path else f"{hidden} [{digest(path)[:_SHOWN_DIGITS]}]"

@@ -73,7 +73,8 @@ class IndexFacts(Strict):
     complete: Counts
     """Samples with an image and each of `KINDS`."""
     content: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    """`content_digest`: equal if the same samples are stored in the same bytes, whatever the names of the shards."""
+    """SHA-256 of the hexadecimal digits of `shard_digests`: equal if the same samples are stored in the same bytes,
+    whatever the names of the shards."""
     rules: dict[str, Any]
     """`MemberRules.to_json`."""
     largest: Count = 0
@@ -228,11 +229,6 @@ def scan_chunk(
             "changed shard",
         )
     return SampleTable(Texts.join(keys), np.concatenate(offsets), np.concatenate(sizes))
-
-
-def content_digest(shards: Sequence[str]) -> str:
-    """Return the checksum of a data set from those of its shards, in hexadecimal."""
-    return hashlib.sha256("".join(shards).encode()).hexdigest()
 
 
 def write_index(path: Path, facts: IndexFacts, arrays: Mapping[str, np.ndarray]) -> TarIndex:

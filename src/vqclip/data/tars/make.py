@@ -30,7 +30,7 @@ from vqclip.data.lookup import map_ahead
 from vqclip.data.remote.files import RemoteFolder, Shard
 from vqclip.data.table_file import Texts
 from vqclip.data.tars.headers import BLOCK
-from vqclip.data.tars.index import IndexFacts, TarIndex, chunk_digest, content_digest, find_valid_index, write_index
+from vqclip.data.tars.index import IndexFacts, TarIndex, chunk_digest, find_valid_index, write_index
 from vqclip.data.tars.members import DIGEST, KINDS, USUAL, MemberRules, SampleTable, ShardScan, scan_shard
 from vqclip.data.tars.store import ShardFacts, read_shard, survey
 from vqclip.errors import DataError, StorageError, encodable
@@ -214,7 +214,7 @@ class IndexMaker:
             chunk=chunk,
             members=tuple(members.tolist()),
             complete=tuple(complete.tolist()),
-            content=content_digest([shard_digests[at : at + 32].hex() for at in range(0, len(shard_digests), 32)]),
+            content=hashlib.sha256(shard_digests.hex().encode()).hexdigest(),
             rules=self.rules.to_json(),
             scattered=scattered,
             damaged=damaged,
@@ -281,7 +281,7 @@ class IndexMaker:
             chunk=1,
             members=tuple(there.sum(axis=0).tolist()),
             complete=tuple((there & there[:, :1]).sum(axis=0).tolist()),
-            content=content_digest([digest.hex()]),
+            content=hashlib.sha256(digest.hex().encode()).hexdigest(),
             rules=self.rules.to_json(),
             scattered=encodable(shard.name) if scan.is_scattered else "",
             damaged={encodable(shard.name): encodable(problem)} if problem else {},

@@ -116,10 +116,7 @@ class TarReader:
         shard = self.index.shard_of(index)
         path = self._shards[shard]
         assert isinstance(path, Path)
-        try:
-            return self._files.read(path, self.index.stamp(shard), offset, size, "")
-        except StorageError as error:
-            raise StorageError(f"{self.name(index)}{error}", error.kind) from None
+        return self._files.read(path, self.index.stamp(shard), offset, size)
 
     def key(self, index: int) -> str:
         """Return the sample's name in its shard: the path of its members without their endings."""
@@ -262,7 +259,7 @@ class TarReader:
         for number, first, end in ranges:
             shard = self._shards[number]
             if isinstance(shard, Path):
-                parts.append(self._files.read(shard, self.index.stamp(number), first, end - first, str(shard)))
+                parts.append(self._files.read(shard, self.index.stamp(number), first, end - first))
                 continue
             try:
                 parts.append(shard.read(first, end, int(self.index.lengths[number]), deadline))

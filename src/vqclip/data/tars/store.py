@@ -167,7 +167,7 @@ class OpenFiles:
         self._files, self._lock = Recent[Path, int](most, close=os.close), threading.Lock()
         weakref.finalize(self, self._files.clear)  # `__del__` fails when the interpreter ends
 
-    def read(self, path: Path, stamp: tuple[int, int], first: int, size: int, name: str) -> bytes:
+    def read(self, path: Path, stamp: tuple[int, int], first: int, size: int) -> bytes:
         """Read bytes of a shard.
 
         Args:
@@ -175,7 +175,6 @@ class OpenFiles:
             stamp: its size and modification time in nanoseconds when it was indexed.
             first: the first byte.
             size: number of bytes.
-            name: for messages.
 
         Raises:
             StorageError: it cannot be read, or has changed (`kind` is then "changed shard").
@@ -186,21 +185,19 @@ class OpenFiles:
             try:
                 if Stamp.of(file) != stamp:  # before every read, as the file may change while it is open
                     raise StorageError(
-                        f"{name}: the shard has changed since it was indexed; start the run again", "changed shard"
+                        f"{path}: the shard has changed since it was indexed; start the run again", "changed shard"
                     )
                 data = os.pread(file, size, first)
                 while 0 < len(data) < size and (more := os.pread(file, size - len(data), first + len(data))):
                     data += more  # a call returns at most 2 GiB
             finally:
                 os.close(file)
-        except (OSError, StorageError) as error:
+        except OSError as error:
             with self._lock:
-                self._files.clear()  # a file was replaced, or its handle is stale: the next read opens it again
-            if isinstance(error, StorageError):
-                raise
-            raise StorageError(f"{name}: cannot be read: {error.strerror}", "unreadable shard") from None
+                self._files.clear()  # such as a stale handle of a network disk: the next read opens the file again
+            raise StorageError(f"{path}: cannot be read: {error.strerror}", "unreadable shard") from None
         if len(data) != size:
-            raise StorageError(f"{name}: the shard became shorter while it was in use", "changed shard")
+            raise StorageError(f"{path}: the shard became shorter while it was in use", "changed shard")
         return data
 
     def __reduce__(self) -> tuple[type[OpenFiles], tuple[()]]:
