@@ -16,7 +16,7 @@ from vqclip.data import RawSample, parse_source
 from vqclip.data.sources import parquet
 from vqclip.data.sources.base import MAX_BYTES
 from vqclip.data.sources.parquet import ParquetConfig
-from vqclip.errors import ConfigError, DataError, VqclipError
+from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
 
 pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'vqclip[parquet]'")
 import pyarrow.parquet as pq  # noqa: E402
@@ -436,3 +436,14 @@ def test_a_url_among_images_is_not_fetched(tmp_path: Path, server: FaultyServer)
     assert refusal(path).endswith("URLs in tables are not fetched unless urls: fetch is set")
     assert not server.requests
     assert read_all(path, urls="fetch") == EXPECTED[:2]
+
+
+def test_a_server_that_fails_makes_no_bad_rows(tmp_path: Path, server: FaultyServer) -> None:
+    write(tmp_path / "0.parquet")
+    config = ParquetConfig(path=f"{server.add(tmp_path)}/0.parquet", remote={"tries": 1})
+    stream = parquet.ParquetStream(config)
+    rows = stream.rows(0, 0, stream.stored)
+    next(rows)
+    server.for_ever["/0.parquet"] = serving.status(503)
+    with pytest.raises(StorageError, match="HTTP 503"):
+        list(rows)

@@ -20,7 +20,7 @@ from vqclip.data.sources.listing import FileTable, TableBuilder, list_images
 from vqclip.data.sources.packed import Packable, Piece, stamp
 from vqclip.data.sources.paths import find_shards
 from vqclip.data.sources.table import BATCH, TableConfig, TableStream, content_of, kind_of, read_batch
-from vqclip.errors import ConfigError, DataError
+from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.files import open_regular
 
 _BUFFER = 4 << 20
@@ -174,6 +174,8 @@ class ParquetStream(TableStream):
                             at += 1
                     if at < end:
                         raise ValueError("it has fewer rows than its footer says")
+                except StorageError:
+                    raise
                 except Exception as error:  # of pyarrow, for damaged pages
                     what = f"row group {group} is damaged from row {at} on ({' '.join(str(error).split())[:200]})"
                     for lost in range(max(at, start), end):
