@@ -154,7 +154,7 @@ def points_page(points: Sequence[Point]) -> str:
             if mine[0].ids == "no codes":
                 curves.append(_curve(f"{group} (no codes)", ends, [mine[0]] * 2))
         title = f"{task}: {figure_title(figure)}, codes only"
-        charts.append(line_chart(title, curves[:COLOURS], unit=PERCENT, x_label="bits an image", marks=True, floor=0.0))
+        charts.append(line_chart(title, curves[:COLOURS], unit=PERCENT, x_label="bits an image", marks=True))
     return render("frontier.html", title=", ".join(_tasks(points)), charts=charts)
 
 

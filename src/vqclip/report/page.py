@@ -108,7 +108,6 @@ def write_comparison(folders: Sequence[Path | str], output: Path | str) -> Path:
             [Curve(label, *run.curves.get(name)) for run, label in zip(runs, labels, strict=True)],
             unit=unit,
             logarithmic=logarithmic,
-            floor=0.0 if unit == PERCENT else None,
         )
         for title, name, unit, logarithmic in COMPARED
     ]

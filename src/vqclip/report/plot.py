@@ -78,9 +78,9 @@ def line_chart(
         x_label: unit of the other axis.
         logarithmic: use a logarithmic scale; values that are not positive are left out.
         marks: draw a dot at each value.
-        floor: a value that the axis contains.
+        floor: a value that the axis contains; for percent always 0.
     """
-    factor = 100.0 if unit == PERCENT else 1.0
+    factor, floor = (100.0, 0.0) if unit == PERCENT else (1.0, floor)
     shown = {}
     for number, curve in enumerate(curves[:COLOURS]):
         kept = [

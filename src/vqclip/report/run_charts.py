@@ -37,7 +37,7 @@ def training_charts(curves: Curves) -> tuple[list[Chart], list[Chart]]:
     ]
     folded = [
         _lines("Throughput", curves, ["images_per_second"], unit="images/s", floor=0.0),
-        _lines("Waiting for data", curves, ["data_wait"], unit=PERCENT, floor=0.0),
+        _lines("Waiting for data", curves, ["data_wait"], unit=PERCENT),
         _lines("Temperature", curves, ["temperature/scale"]),
     ]
     if any(curves.get("data/replaced")[1]):
@@ -51,7 +51,7 @@ def _not_empty(charts: Sequence[Chart | None]) -> list[Chart]:
 
 def codebook_charts(curves: Curves, codebooks: Sequence[Codebook]) -> tuple[list[Chart], list[Chart]]:
     """Return the usage of each modality and codebook; then, for who asks, perplexity, bits used and embeddings."""
-    shown = [_lines("Codes in use", curves, [f"{each}/usage" for each in CODED], unit=PERCENT, floor=0.0)]
+    shown = [_lines("Codes in use", curves, [f"{each}/usage" for each in CODED], unit=PERCENT)]
     folded = [
         _lines("Perplexity", curves, [f"{each}/perplexity" for each in CODED], unit="codes", floor=0.0),
         _lines("Bits used by a token", curves, [f"{each}/bits_used" for each in CODED], unit="bits", floor=0.0),
@@ -94,12 +94,8 @@ def evaluation_charts(curves: Curves) -> list[Chart]:
             curve = Curve(figure_title(figure), *map(list, zip(*pairs, strict=True)))
             others = by_unit.setdefault(_UNITS.get(figure, PERCENT), [])
             others += [curve] if all(curve.y != each.y for each in others) else []  # such as the mean of equal classes
-        charts += [
-            line_chart(
-                f"{name} ({MODE_TITLES[mode]})", lines, unit=unit, marks=True, floor=0.0 if unit == PERCENT else None
-            )
-            for unit, lines in by_unit.items()
-        ]
+        title = f"{name} ({MODE_TITLES[mode]})"
+        charts += [line_chart(title, lines, unit=unit, marks=True) for unit, lines in by_unit.items()]
     return _not_empty(charts)
 
 
