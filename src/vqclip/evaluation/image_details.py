@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ Direction = Literal["image_to_text", "text_to_image", "image_to_class"]
 def make_details(
     tokenizer: ImageTokenizer,
     encoder: Encoder,
-    images: EncodedImages[Any],
+    images: EncodedImages,
     names: Sequence[str],
     make: Callable[[ImageDetails], Details],
 ) -> Details | None:
@@ -105,7 +105,7 @@ class ImageDetails:
         self,
         encoder: Encoder,
         tokenizer: ImageTokenizer,
-        images: EncodedImages[Any],
+        images: EncodedImages,
         texts: Sequence[str],
         ids: Mapping[int, Tensor] | None,
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Annotated, Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import torch
 from pydantic import AfterValidator, Field
@@ -29,8 +29,6 @@ from vqclip.evaluation.encode import Encoded, Encoder, Features, RankPartition
 from vqclip.evaluation.results import Result
 from vqclip.model import CLIP
 from vqclip.tokenizer import ImageTokenizer
-
-T = TypeVar("T")
 
 
 def _prepare(data: SourceConfigBase, labelled: bool | None = None, split: str = "test") -> SourceConfigBase:
@@ -171,14 +169,14 @@ class ImagesConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True)
-class EncodedImages(Generic[T]):
+class EncodedImages:
     """Encoded images of a set, the same on every rank and in the order of the set."""
 
     source: Source
     """The opened data."""
     encoded: Encoded
     """Embeddings of the n images that can be used."""
-    annotations: list[T]
+    annotations: list[Any]
     """Annotation of each."""
     indices: Tensor
     """``(n,)`` int64, on the CPU: number of each in the source."""
@@ -197,10 +195,10 @@ def encode_images(
     tokenizer: ImageTokenizer,
     encoder: Encoder,
     name: str,
-    annotations: Callable[[EvalBatch], list[T]],
+    annotations: Callable[[EvalBatch], list[Any]],
     transform: Callable[[Tensor], Tensor] | None = None,
     inputs: Callable[[EvalBatch], Tensor] = lambda batch: batch.images,
-) -> EncodedImages[T]:
+) -> EncodedImages:
     """Encode the images of a task; every rank encodes its part.
 
     Args:
@@ -218,7 +216,7 @@ def encode_images(
     """
     partition = encoder.partition
     images = config.read(source, tokenizer.transform if transform is None else transform, partition)
-    mine: list[tuple[int, T]] = []
+    mine: list[tuple[int, Any]] = []
     reasons: list[str] = []
 
     def pixels() -> Iterator[Tensor]:
@@ -254,7 +252,7 @@ def encode_set(
     limit: int | None,
     features: Features = "embedding",
     key: str = "data",
-) -> EncodedImages[Any]:
+) -> EncodedImages:
     """Encode images with their labels, or their captions; every rank encodes its part.
 
     Tasks in a row that use the same images share the result.
@@ -274,7 +272,7 @@ def encode_set(
     """
     settings = (limit, config.batch_size, config.max_bad_fraction, features, config.held_out)
     memo, which = encoder.memo, (repr(data), key, config.labelled is False, *settings)
-    found: EncodedImages[Any] | None = memo.pop(which, None)
+    found: EncodedImages | None = memo.pop(which, None)
     if found is None:
         source = open_data(data, encoder.partition, config.labelled, key, config.held_out)
         has_labels = bool(source.classnames) and config.labelled is not False

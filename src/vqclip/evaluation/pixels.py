@@ -421,9 +421,7 @@ class Meaning:
     Every rank must make it, which encodes the prompts or captions.
     """
 
-    def __init__(
-        self, images: EncodedImages[Any], tokenizer: TextTokenizer, encoder: Encoder, batch_size: int, name: str
-    ):
+    def __init__(self, images: EncodedImages, tokenizer: TextTokenizer, encoder: Encoder, batch_size: int, name: str):
         names, templates = images.source.classnames, images.source.templates or (DEFAULT_TEMPLATE,)
         texts = [fill(templates, [each]) for each in names] or images.annotations
         self._images, self._counts = images, torch.tensor([len(each) for each in texts])

@@ -124,7 +124,7 @@ class ProbeConfig(ImagesConfig):
         )
 
     def classify(
-        self, train: EncodedImages[int], test: EncodedImages[int], partition: RankPartition
+        self, train: EncodedImages, test: EncodedImages, partition: RankPartition
     ) -> tuple[dict[Mode, Classified], list[str]]:
         """Return the classes of all test images in each mode, on every rank, and remarks for the reader.
 
@@ -148,7 +148,7 @@ class KnnConfig(ProbeConfig):
     """Temperature of the weights."""
 
     def classify(
-        self, train: EncodedImages[int], test: EncodedImages[int], partition: RankPartition
+        self, train: EncodedImages, test: EncodedImages, partition: RankPartition
     ) -> tuple[dict[Mode, Classified], list[str]]:
         """Classify every test image by its neighbours; each rank classifies its part."""
         if len(train.labels) < self.neighbours:
@@ -223,7 +223,7 @@ class LinearProbeConfig(ProbeConfig):
     best one between 10 and 1e-6."""
 
     def classify(
-        self, train: EncodedImages[int], test: EncodedImages[int], partition: RankPartition
+        self, train: EncodedImages, test: EncodedImages, partition: RankPartition
     ) -> tuple[dict[Mode, Classified], list[str]]:
         """Fit and test a classifier in each mode; the ranks share the modes."""
         held_out = _held_out(train.labels)
@@ -261,7 +261,7 @@ def _held_out(labels: Tensor) -> Tensor:
 
 
 def _probe(
-    config: LinearProbeConfig, train: EncodedImages[int], test: EncodedImages[int], mode: Mode, held_out: Tensor
+    config: LinearProbeConfig, train: EncodedImages, test: EncodedImages, mode: Mode, held_out: Tensor
 ) -> tuple[list[list[float]], list[int], float]:
     """Return the `Classified` test images in one mode as lists, and its penalty."""
     # In float64, so that rounding in the features, which differs between numbers of ranks, does not grow in the fit.

@@ -146,7 +146,7 @@ def rank_classes(images: Encoded, targets: Mapping[Mode, Tensor], labels: Tensor
 
 def class_details(
     maker: ImageDetails,
-    images: EncodedImages[int],
+    images: EncodedImages,
     names: Sequence[str],
     figures: Sequence[str],
     found: Mapping[Mode, Classified],
