@@ -201,8 +201,8 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
         (("zero-shot", tmp_path / "missing", "--data", fine), "no such run, checkpoint or tokenizer folder here"),
         (("zero-shot", run_folder, "--data", no_names / "test"), "has captions, not classes; expected labelled images"),
         (("retrieval", run_folder, "--data", fine), "fine: kind classes with split test has classes, not captions"),
-        (("zero-shot", run_folder, "--data", fine / "test"), f"the folder above, {fine}, and the split 'test'"),
-        (("zero-shot", run_folder, "--data", beside), 'its tars are directly in it: expected the split ""'),
+        (("zero-shot", run_folder, "--data", fine / "test"), f"expected the path {fine}, and split: test"),
+        (("zero-shot", run_folder, "--data", beside), "has no split 'test'; splits with tars: ''"),
         (("zero-shot", config, "--data", fine), "config.yaml: got a file, expected a folder: run folder (its exp"),
         (("retrieval", run_folder), "--data: missing"),
         ((run_folder,), "has no config.yaml of a run; expected a YAML file with evaluation: [...]"),
@@ -211,10 +211,13 @@ def test_bad_input_ends_with_2_and_a_clear_message(command, run_folder, tmp_path
         ((run_folder, "--config", config, "evaluaton=[]"), "got evaluaton=[]; expected evaluation[0].key=value"),
         (("zero-shot", run_folder, "--data", fine, "--csv", tmp_path), "(str); expected a file, not a folder"),
         (("zero-shot", run_folder, "--data", "kind=csv"), "path: missing"),
-        (("knn", run_folder, "--data", fine), "fine: has no split 'train'; splits with tars: test"),
+        (("knn", run_folder, "--data", fine), "fine: has no split 'train'; splits with tars: 'test'"),
         (("knn", run_folder, "--data", "kind=scenes"), "train: kind scenes with split train has captions, not classes"),
         (("knn", run_folder, f"neighbours={10**9}", "--data", fine), "neighbours: got 1000000000"),
-        (("retrieval", run_folder, "--data", fine / "test"), f"'test': data: {fine / 'test'}: none of the 22 samples"),
+        (
+            ("retrieval", run_folder, "--data", fine / "test"),
+            f"'test': data: {fine / 'test' / '0.tar'} and 1 more: none of the 22 samples",
+        ),
     ]
     for arguments, message in cases:
         code, out, err = command(*arguments)

@@ -18,7 +18,7 @@ main = command("search")
 def test_pictures_that_cannot_be_read_are_left_out_and_counted(tmp_path):
     (pictures(tmp_path) / "03a.png").write_bytes(b"no picture")
     source, tokenizer = open_images(str(tmp_path)), built().image
-    with pytest.raises(DataError, match="1 of 13"):
+    with pytest.raises(DataError, match="1 samples cannot be used"):
         build_index(tokenizer, source)
     index = build_index(tokenizer, source, batch_size=5, bad_fraction=0.1)
     bad = [source.place(number) for number in range(13)].index("03a.png")
