@@ -1,7 +1,7 @@
 """Weights of a model over the ranks: the same ones on every rank (DDP), or a part of the rows on each (FSDP2).
 
     weights = Replicas(model)  |  Shards(model, units, hybrid=False)
-    network = weights.wrap(module)    # its backward averages the gradients over ranks
+    network = wrap_ddp(module)        # its backward averages the gradients over ranks; of shards, the module itself
     out = network(x)                  # of shards, FSDP gathers the weights of one unit at a time
     loss.backward()                   # ... and reduces their gradients to the ranks that store them
     weights.collect_gradients()       # plain tensors for everything that follows: clipping, optimizer, averages
@@ -61,10 +61,6 @@ class Replicas:
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the tensors in `parameters` that stand for parameters of the model."""
         return list(parameters)
-
-    def wrap(self, module: nn.Module, bucket_mb: float | None) -> nn.Module:
-        """Return a module around ``module`` whose backward averages gradients; see `wrap_ddp`."""
-        return wrap_ddp(module, bucket_mb)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[object]:
         """Accumulate gradients of a wrapped module in the block without averaging them over ranks.
@@ -237,10 +233,6 @@ class Shards(Replicas):
 
     def local(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         return [self._local.get(id(each), each) for each in parameters]
-
-    def wrap(self, module: nn.Module, bucket_mb: float | None) -> nn.Module:
-        """Return ``module``, whose parameters gather themselves."""
-        return module
 
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:

@@ -218,7 +218,7 @@ class TrainStep:
         if self.compiled:
             prepare_compilation([student])
             student = torch.compile(student)
-        return self.weights.wrap(student, self._bucket_mb)
+        return student if self.weights.shapes else dist.wrap_ddp(student, self._bucket_mb)  # shards gather themselves
 
     def _microbatches(self, samples: RankBatch) -> list[RankBatch]:
         """Return the samples of each microbatch."""
