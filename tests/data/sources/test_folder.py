@@ -136,6 +136,13 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("0.jpg captions/0.txt", ["captions=txt_lines"], ["captions/0.txt"]),
         ("images/0.jpg labels/0.txt", [], "labels has a .txt with the name of each image; if these are captions, call"),
         ("train/0.jpg car/0.jpg", [], ["car", "train"]),
+        (
+            "my_images_1/0.jpg my_images_2/1.jpg t.csv",
+            [],
+            "my_images_1, .* differ by a number.* the path: .*/t.csv; or",
+        ),
+        ("my_images_1/0.jpg my_images_2/1.jpg", [], ["my images 1", "my images 2"]),
+        ("my_images_1/0.jpg my_images_2/1.jpg t.csv", ["captions=classes"], ["my images 1", "my images 2"]),
         ("0/0.jpg 10/0.jpg 2/0.jpg", [], ["0", "2", "10", "the classes are numbers"]),
         ("n01440764/0.jpg n01443537/0.jpg", [], ["n01440764", "n01443537", "the classes are WordNet ids"]),
         ("0/0.jpg 2/0.jpg", ["classnames=[a,b,c]"], ["a", "c"]),

@@ -40,6 +40,8 @@ _TEXT_FOLDERS = ("captions", "caption", "texts", "text", "txt", "prompts")
 _NO_TABLES = (TEMPLATES, "classes.txt", "README.txt", "LICENSE.txt")
 _OF_SYSTEMS = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
 """Folders that systems and disks leave behind."""
+_PART = re.compile(r"(.*[ _.-])?(images?|imgs?|photos?|parts?|chunks?|batch(es)?)[ _.-]?\d+")
+"""Name of a part of a data set, in lower case."""
 _SAMPLED = 20
 """First .json that are read to find out whether they have captions."""
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".token")
@@ -214,6 +216,12 @@ class FolderConfig(FileSourceConfig):
             raise DataError(
                 f"{folder}: a single subfolder with images, {own[0]}, which would be the class of all; if it contains "
                 f"the classes, name it as the path: {folder / own[0]}{hint}; or set captions: classes"
+            )
+        has_table = bool(table) and not table.startswith(os.pardir)
+        if has_table and len({re.sub(r"\d+$", "", name) for name in own}) == 1 and _PART.fullmatch(own[0].lower()):
+            raise DataError(
+                f"{folder}: its subfolders {own[0]}, ... differ by a number, as parts of a data set do{hint}; or set "
+                "captions: classes"
             )
         return "classes"
 
