@@ -88,7 +88,7 @@ def test_the_worst_median_and_best_images_are_chosen():
 def test_groups_are_sorted_by_psnr_and_the_table_has_the_mean(page):
     text = require_harmless(page("--show", "4")).text
     assert "All images, worst first" in text
-    rates = [float(rate) for rate in re.findall(r"3 of 3 stages 72 bits (\d+\.\d) dB", text)]
+    rates = [float(rate) for rate in re.findall(r"3 of 3 stages 72 bits, (\d+\.\d) dB", text)]
     assert len(rates) == 12
     assert "ids WebP decoded from" in text  # legend of the curve
     assert rates == sorted(rates)

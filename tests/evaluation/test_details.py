@@ -1,6 +1,7 @@
 import dataclasses
 import io
 import os
+import re
 from unittest import mock
 
 import numpy as np
@@ -58,6 +59,11 @@ def details_of(model, folder, amounts=SMALL):
     return evaluate(model, [ZeroShotConfig(data=ClassShardsConfig(path=folder))], details=amounts)[0].details
 
 
+def summary(section):
+    """The number of the first image of each card, its title and its note."""
+    return [(int(card.items[0].name[-5:]), card.title.strip("“”"), card.note) for card in section.cards]
+
+
 def number_captions(folder, captions):
     """Images of colour (n, n, n) with the captions of number n; a caption is found by the number in it."""
     members = {}
@@ -75,17 +81,15 @@ def test_hits_and_misses_of_classes_are_the_known_ones(tmp_path):
     image[2] = F.normalize(torch.tensor([0.0, 0.3, 0.9, 0.0]), dim=0)
     model.image.embed = lambda ids, precision="fp32": image[ids[:, 0, 0]] * model.image.weight
     (result,) = evaluate(model, [ZeroShotConfig(data=ClassShardsConfig(path=folder))], details=SMALL)
-    (examples,) = result.details.examples
-    assert examples.direction == "image_to_class"
-    assert [(each.image.index, each.text, each.rank) for each in examples.hits] == [(0, "0", 1), (3, "0", 1)]
-    assert [(each.image.index, each.text, each.rank) for each in examples.misses] == [(1, "1", 2), (4, "1", 2)]
-    first = examples.misses[0]
-    assert [(found.text, found.right) for found in first.found] == [("3", False), ("1", True)]
-    assert first.found[0].score == pytest.approx(0.9 / 0.9**0.5)
-    assert first.score == pytest.approx(0.3 / 0.9**0.5)
-    assert first.candidates == 4
-    assert first.image.name.endswith("00001")
-    assert Image.open(io.BytesIO(first.image.thumbnail)).size == (16, 16)
+    misses, hits = result.details.examples
+    assert (misses.title, hits.title) == tuple(f"From image to class: {x}" for x in ("worst misses", "clearest hits"))
+    assert summary(hits) == [(0, "0", "the right class is number 1 of 4"), (3, "0", "the right class is number 1 of 4")]
+    assert [each[:2] for each in summary(misses)] == [(1, "1"), (4, "1")]
+    assert misses.cards[0].note == "the right class is number 2 of 4"
+    image, *found = misses.cards[0].items
+    assert [(each.text, each.right) for each in found] == [("3", False), ("1", True)]
+    assert [each.note for each in found] == [f"✗ wrong · {0.9**0.5:.2f}", f"✓ right · {0.3 / 0.9**0.5:.2f}"]
+    assert Image.open(io.BytesIO(image.image)).size == (16, 16)
     assert result.details.intervals["codes_only"]["top1"] == wilson(0.6, 5)
     assert "details" not in result.to_json()
 
@@ -94,17 +98,16 @@ def test_hits_and_misses_of_captions_are_the_known_ones(tmp_path):
     # The second caption of image 1 is that of image 3; image 2 has only the caption of image 0.
     task = number_captions(tmp_path, [["no 0"], ["no 1", "number 3"], ["number 0"], ["no 3"]])
     (result,) = evaluate(PlainModel(4), [task], details=SMALL)
-    to_text, to_image = result.details.examples
-    assert (to_text.direction, to_image.direction) == ("image_to_text", "text_to_image")
-    assert [(each.image.index, each.text) for each in to_text.hits] == [(1, "no 1")]  # the others are tied
-    assert [(each.image.index, each.text, each.rank) for each in to_text.misses] == [(2, "number 0", 3)]
-    assert [each.text for each in to_image.hits] == ["no 0", "no 1"]
-    assert [(each.image.index, each.text) for each in to_image.misses] == [(1, "number 3"), (2, "number 0")]
-    worst = to_image.misses[0]
-    assert (worst.rank, worst.candidates, worst.score) == (3, 4, 0)
-    assert [(found.image.index, found.text, found.right) for found in worst.found] == [
-        (3, "no 3", False),
-        (0, "no 0", False),
+    text_misses, text_hits, image_misses, image_hits = result.details.examples
+    assert summary(text_hits) == [(1, "no 1", "the right caption is number 1 of 5")]  # the others are tied
+    assert summary(text_misses) == [(2, "number 0", "the right caption is number 3 of 5")]
+    assert [each[:2] for each in summary(image_hits)] == [(0, "no 0"), (1, "no 1")]
+    assert [each[:2] for each in summary(image_misses)] == [(1, "number 3"), (2, "number 0")]
+    worst = image_misses.cards[0]
+    assert worst.note == "the right image is number 3 of 4"
+    assert [(each.name[-5:], each.right, each.note[-4:]) for each in worst.items[1:]] == [
+        ("00003", False, "1.00"),
+        ("00000", False, "0.00"),
     ]
     assert set(result.details.intervals) == {"continuous", "quantized", "codes_only"}
     assert result.details.intervals["codes_only"]["i2t_r1"] == wilson(result.figures["codes_only"]["i2t_r1"], 4)
@@ -128,7 +131,7 @@ def test_ranks_together_make_the_same_details_as_one(ranks, tmp_path):
     caption_shards(tmp_path / "captions", [[f"number {i}", f"a picture {i}"][: 1 + i % 2] for i in range(9)])
     tiny_clip({"kind": "residual", "layer": LFQ, "depth": 2}).save_pretrained(tmp_path / "model")
     ((alone),) = ranks(1, details_on_rank, tmp_path)
-    assert all(each["codes"]["galleries"] for each in alone)
+    assert all(len(each["codes"]) > 1 for each in alone)
     first, second = ranks(2, details_on_rank, tmp_path)
     assert second == [None, None]
     assert approximately(first) == approximately(alone)
@@ -141,16 +144,15 @@ def test_identity_has_intervals_but_nothing_of_codes(tmp_path):
     for result in evaluate(tiny_clip(IDENTITY), tasks, details=SMALL):
         details = result.details
         assert set(details.intervals) == {"continuous", "quantized"}
-        assert (details.examples, details.codes, details.confusions) == ((), None, ())
-        assert all(set(each.accuracy) == {"continuous", "quantized"} for each in details.classes)
+        assert (details.examples, details.codes) == ((), ())
+        assert [each.heads for each in details.tables] in ([], [("class", "images", "continuous, %", "quantized, %")])
         assert Details.model_validate_json(details.model_dump_json()) == details
 
 
 def test_amounts_of_0_leave_parts_out(tmp_path):
     none = DetailsConfig(hits=0, misses=0, code_maps=0, gallery_codes=0)
     details = details_of(tiny_clip(PRODUCT), class_shards(tmp_path), none)
-    assert details.codes is None
-    assert (details.examples[0].hits, details.examples[0].misses) == ((), ())
+    assert (details.codes, details.examples) == ((), ())
 
 
 def test_bad_samples_are_left_out_and_rows_still_belong_to_their_images(tmp_path):
@@ -163,16 +165,16 @@ def test_bad_samples_are_left_out_and_rows_still_belong_to_their_images(tmp_path
     config = DetailsConfig(misses=0, hits=8)
     task = ZeroShotConfig(data=ClassShardsConfig(path=folder), max_bad_fraction=0.5, batch_size=2)
     (result,) = evaluate(PlainModel(8), [task], details=config)
-    found = [(each.image.index, each.image.text, each.text) for each in result.details.examples[0].hits]
-    assert found == [(number, str(number), str(number)) for number in (0, 2, 3, 5, 6, 7)]
+    found = [each[:2] for each in summary(result.details.examples[0])]
+    assert found == [(number, str(number)) for number in (0, 2, 3, 5, 6, 7)]
     assert result.samples == 6
 
 
 def test_an_image_that_cannot_be_read_again_has_no_thumbnail(tmp_path):
     with mock.patch("vqclip.evaluation.details.read_decoded", side_effect=DataError("gone")):
         details = details_of(PlainModel(2), number_shards(tmp_path, [0, 1], 2))
-    assert [each.image.thumbnail for each in details.examples[0].hits] == [None, None]
-    assert [gallery.patches for gallery in details.codes.galleries] == []
+    assert [each.items[0].image for each in details.examples[0].cards] == [None, None]
+    assert "patches" not in [each.layout for each in details.codes]
 
 
 def test_details_that_cannot_be_made_cost_no_figure_but_a_signal_stops_the_evaluation(tmp_path, caplog):
@@ -192,25 +194,28 @@ def test_code_maps_and_galleries_of_a_real_model(tmp_path):
     task = ZeroShotConfig(data=ClassShardsConfig(path=folder), limit=20)
     amounts = DetailsConfig(code_maps=2, gallery_codes=2, gallery_patches=2, gallery_images=10)
     (result,) = evaluate(model, [task], details=amounts)
-    codes, source = result.details.codes, task.data.build()
-    assert ([each.name for each in codes.codebooks], codes.grid) == ([f"codebook {n}" for n in range(3)], (2, 2))
-    assert [each.image.index for each in codes.maps] == [0, 11]
+    (maps, *galleries), source = result.details.codes, task.data.build()
+    assert "one panel a codebook; equal" in maps.note
+    assert "3 codebooks of 9 codes." in maps.note
     pixels = {i: model.image.transform(decode_image(source.read(i).image)) for i in range(22)}
     model.eval()
-    for each in codes.maps:
-        ids = model.image.encode(pixels[each.image.index][None])[0].T.tolist()
-        assert each.panels == tuple(code_map(codebook, 2) for codebook in ids)
-    assert [gallery.codebook[-1] for gallery in codes.galleries] == ["0", "0", "1", "1"]
+    for index, card in zip([0, 11], maps.cards, strict=True):
+        ids = model.image.encode(pixels[index][None])[0].T.tolist()
+        panels = [(f"codebook {number}", code_map(codebook, 2)) for number, codebook in enumerate(ids)]
+        assert [(each.text, each.image) for each in card.items[1:]] == panels
+    assert [(each.title, len(each.cards)) for each in galleries] == [("codebook 0", 2), ("codebook 1", 2)]
     every = model.image.encode(torch.stack([pixels[n * 22 // 20] for n in range(0, 20, 2)]))
-    for gallery in codes.galleries:
-        codebook = every[..., int(gallery.codebook[-1])]
-        contains = (codebook == gallery.code).any(1)
-        assert gallery.images == int(contains.sum()) >= 2
-        first = int(contains.nonzero()[0])
-        token = int((codebook[first] == gallery.code).nonzero()[0])
-        top, left = 8 * (token // 2), 8 * (token % 2)
-        patch = np.asarray(Image.open(io.BytesIO(gallery.patches[0]))).transpose(2, 0, 1)
-        assert np.array_equal(patch, pixels[2 * first * 22 // 20][:, top : top + 8, left : left + 8].numpy())
+    for number, gallery in enumerate(galleries):
+        for card in gallery.cards:
+            code, images = map(int, re.fullmatch(r"code (\d+), in (\d+) of 10 images", card.note).groups())
+            contains = (every[..., number] == code).any(1)
+            assert images == int(contains.sum()) >= 2
+            first = int(contains.nonzero()[0])
+            token = int((every[first, :, number] == code).nonzero()[0])
+            top, left = 8 * (token // 2), 8 * (token % 2)
+            patch = np.asarray(Image.open(io.BytesIO(card.items[0].image))).transpose(2, 0, 1)
+            expected = pixels[2 * first * 22 // 20][:, top : top + 8, left : left + 8]
+            assert np.array_equal(patch, expected.numpy())
 
 
 @pytest.mark.parametrize(("tokens", "grid"), [(16, (4, 4)), (12, (3, 4)), (7, (1, 7)), (1, (1, 1)), (0, (1, 1))])
@@ -228,7 +233,8 @@ def test_reduced_tokens_have_no_place(tmp_path):
     model = tiny_clip()
     model.image.reduce = QueryReduction(16, 4, 2)
     codes = details_of(model, class_shards(tmp_path), DetailsConfig()).codes
-    assert (codes.grid, codes.galleries, len(codes.maps)) == (None, (), 4)
+    assert [(each.layout, len(each.cards)) for each in codes] == [("maps", 4)]
+    assert "have no place in the image" in codes[0].note
 
 
 @pytest.mark.parametrize(
@@ -251,7 +257,7 @@ def test_names_of_codebooks(quantizer, names):
 def test_the_largest_confusions():
     labels = torch.tensor([0, 0, 0, 1, 1, 2])
     found = largest_confusions(["a", "b", "c"], labels, torch.tensor([0, 1, 1, 1, 2, 2]))
-    assert [(each.right, each.predicted, each.images) for each in found] == [("a", "b", 2), ("b", "c", 1)]
+    assert found.rows == (("a", "b", "2"), ("b", "c", "1"))
 
 
 def test_classes_with_the_lowest_accuracy_are_listed(monkeypatch):
@@ -259,10 +265,7 @@ def test_classes_with_the_lowest_accuracy_are_listed(monkeypatch):
     labels = torch.tensor([0, 0, 1, 1, 3, 3])
     hits = {"codes_only": torch.tensor([1, 1, 1, 0, 0, 0], dtype=torch.float64)}
     found = class_accuracies(["a", "b", "c", "d"], labels, hits)
-    assert [(each.name, each.images, each.accuracy) for each in found] == [
-        ("d", 2, {"codes_only": 0.0}),
-        ("b", 2, {"codes_only": 0.5}),
-    ]
+    assert found.rows == (("d", "2", "0.0"), ("b", "2", "50.0"))
 
 
 def approximately(value):
@@ -283,8 +286,8 @@ def test_misses_are_those_with_the_worst_rank_and_of_classes_the_most_confident(
         best_wrong=torch.tensor([0.5, 0.9, 0.6, 0.1, 0.5]),
         first=torch.zeros(5, dtype=torch.int64),
     )
-    assert choose_examples(ranks, DetailsConfig(), "image_to_text") == ([3, 0], [2, 1, 4])
-    assert choose_examples(ranks, DetailsConfig(), "image_to_class") == ([3, 0], [1, 2, 4])
+    assert choose_examples(ranks, DetailsConfig(), "image to caption") == ([3, 0], [2, 1, 4])
+    assert choose_examples(ranks, DetailsConfig(), "image to class") == ([3, 0], [1, 2, 4])
 
 
 # ---- Stored evaluations.

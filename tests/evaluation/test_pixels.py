@@ -304,14 +304,13 @@ def stored_image(content):
 def test_details_show_images_beside_what_their_ids_decode_to(folder, detail, ways):
     model, real = with_decoder(detail=detail), originals()
     [result] = evaluate(model, [classes(folder)], details=DetailsConfig(reconstructions=3))
-    shown = result.details.reconstructions
-    assert [each.image.index for each in shown] == [0, 7, 14]
-    for each in shown:
-        original = real[each.image.index]
-        assert stored_image(each.image.thumbnail).equal(original)
-        assert [decoded.bits for decoded in each.decoded] == [24, 24, 48, 64, 80][:ways]
+    for index, card in zip([0, 7, 14], result.details.reconstructions.cards, strict=True):
+        original, (first, *decoded) = real[index], card.items
+        assert stored_image(first.image).equal(original)
+        bits = [24, 24, 48, 64, 80][:ways]
+        assert [each.note.partition(",")[0] for each in decoded] == [f"{size} bits" for size in bits]
         made = model.image.decode_pixels(model.image.encode_pixels(original[None]))
-        assert (stored_image(each.decoded[-1].image).float() - 255 * made[0]).abs().max() <= 0.51
-        assert each.decoded[-1].figures["psnr"] == pytest.approx(float(compare_images(made, original[None])["psnr"]))
+        assert (stored_image(decoded[-1].image).float() - 255 * made[0]).abs().max() <= 0.51
+        assert f"{float(compare_images(made, original[None])['psnr']):.1f} dB" in decoded[-1].note
     [result] = evaluate(model, [captions(folder)], details=DetailsConfig(reconstructions=0))
-    assert result.details.reconstructions == ()
+    assert result.details.reconstructions is None

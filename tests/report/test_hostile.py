@@ -13,20 +13,7 @@ from PIL import Image
 from tests.report.making import CONFIG, Page, line, make_run, write_lines
 from vqclip.errors import ConfigError
 from vqclip.evaluation import Details, Result
-from vqclip.evaluation.details import (
-    Candidate,
-    ClassAccuracy,
-    Codebook,
-    CodeMap,
-    Codes,
-    Confused,
-    DecodedImage,
-    Example,
-    Examples,
-    Gallery,
-    Reconstruction,
-    ShownImage,
-)
+from vqclip.evaluation.details import Card, Item, Section, Table
 from vqclip.evaluation.results import PixelResult, PixelRow, StoredEvaluation
 from vqclip.report import write_comparison, write_report
 from vqclip.report.plot import image_uri
@@ -40,37 +27,21 @@ PNG = io.BytesIO()
 Image.new("RGB", (4, 4)).save(PNG, "PNG")
 
 
-def shown(thumbnail: bytes | None = PNG.getvalue()) -> ShownImage:
-    return ShownImage(index=0, name=EVIL, thumbnail=thumbnail, text=EVIL)
-
-
 def details(thumbnail: bytes | None = PNG.getvalue()) -> Details:
     """Details with hostile texts in every place."""
-    found = (
-        Candidate(text=EVIL, image=shown(thumbnail), score=0.5, right=True),
-        Candidate(text=EVIL, image=None, score=0.1, right=False),
-    )
-    example = Example(image=shown(thumbnail), text=EVIL, score=0.5, rank=3, candidates=9, found=found)
-    codes = Codes(
-        codebooks=(Codebook(name=EVIL, size=64), Codebook(name="codebook 2", size=64)),
-        all_codebooks=2,
-        grid=(2, 2),
-        maps=(CodeMap(image=shown(thumbnail), panels=(PNG.getvalue(), b"<svg onload=x0x()>")),),
-        looked_at=9,
-        galleries=(Gallery(codebook=EVIL, code=3, images=4, patches=(PNG.getvalue(), b"<svg onload=x0x()>")),),
-    )
-    decoded = DecodedImage(
-        label=EVIL, bits=9, figures={EVIL: 1.0, "psnr": 1e6}, image=thumbnail, difference=b"<svg onload=x0x()>"
-    )
+    asked = Item(image=thumbnail, name=EVIL, text=EVIL, note=EVIL)
+    found = (asked.model_copy(update={"right": True}), Item(text=EVIL, note=EVIL, right=False))
+    card = Card(title=EVIL, note=EVIL, items=(asked, *found, Item(image=b"<svg onload=x0x()>", text=EVIL)))
+
+    def section(layout: Any) -> Section:
+        return Section(layout=layout, title=EVIL, note=EVIL, cards=(card,))
+
     return Details(
         intervals={"codes_only": {"i2t_r1": (0.4, 0.6)}},
-        examples=tuple(
-            Examples(direction=way, hits=(example,), misses=(example,)) for way in ("image_to_text", "text_to_image")
-        ),
-        classes=(ClassAccuracy(name=EVIL, images=3, accuracy={"codes_only": 0.5}),),
-        confusions=(Confused(right=EVIL, predicted=EVIL, images=2),),
-        codes=codes,
-        reconstructions=(Reconstruction(image=shown(thumbnail), decoded=(decoded,)),),
+        examples=(section("found"), section("found")),
+        tables=(Table(title=EVIL, heads=(EVIL, EVIL), rows=((EVIL, EVIL),) * 20, left=1),),
+        codes=(section("maps"), section("patches")),
+        reconstructions=section("decoded"),
     )
 
 
@@ -190,9 +161,7 @@ def test_forged_evaluations_are_left_out_and_named(tmp_path, forged):
 
 def test_forged_values_in_stored_evaluations(tmp_path):
     folder = make_run(tmp_path / "run")
-    found = details(thumbnail=b"<svg onload=x0x()>")
-    codes = found.codes.model_copy(update={"grid": (5, 7)})
-    store(folder, found.model_copy(update={"codes": codes}))
+    store(folder, details(thumbnail=b"<svg onload=x0x()>"))
     assert "no image" in require_harmless(write_report(folder).read_text()).text
 
 
@@ -237,16 +206,14 @@ HUGE = 10**400
 FORGED: list[tuple[tuple[str | int, ...], Any]] = [
     (("step",), HUGE),
     (("result", "samples"), -1),
-    (("result", "details", "examples", 0, "hits", 0, "rank"), HUGE),
-    (("result", "details", "codes", "codebooks", 0, "size"), HUGE),
-    (("result", "details", "reconstructions", 0, "decoded", 0, "bits"), HUGE),
-    (("result", "details", "reconstructions", 0, "decoded", 0, "figures", "psnr"), HUGE),
+    (("result", "details", "tables", 0, "left"), HUGE),
     (("result", "details", "intervals", "codes_only", "i2t_r1"), [0, 2]),
-    (("result", "details", "examples", 0, "hits"), [{}] * 50),
-    (("result", "details", "examples", 0, "hits", 0, "text"), "x" * 301),
-    (("result", "details", "examples", 0, "hits", 0, "image", "thumbnail"), "not base64!"),
-    (("result", "details", "examples", 0, "hits", 0, "image", "thumbnail"), "A" * 200_000),
-    (("result", "details", "codes", "maps", 0, "surplus"), 1),
+    (("result", "details", "examples", 0, "cards"), [{"items": []}] * 100),
+    (("result", "details", "examples", 0, "layout"), EVIL),
+    (("result", "details", "examples", 0, "cards", 0, "title"), "x" * 301),
+    (("result", "details", "examples", 0, "cards", 0, "items", 0, "image"), "not base64!"),
+    (("result", "details", "examples", 0, "cards", 0, "items", 0, "image"), "A" * 200_000),
+    (("result", "details", "codes", 0, "cards", 0, "surplus"), 1),
 ]
 
 

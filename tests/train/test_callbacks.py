@@ -127,7 +127,7 @@ def test_every_evaluation_writes_its_report(tree, tmp_path):
     (path,) = stored_files(tmp_path / "tiny")
     found = read_evaluation(path)
     assert (found.step, found.result) == (4, result.results[0])
-    assert found.result.details.examples[0].misses
+    assert found.result.details.examples[0].cards
     page = (tmp_path / "tiny" / "report.html").read_text()
     assert "step 4 of 4" in page
     assert "finished" in page

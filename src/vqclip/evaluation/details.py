@@ -39,6 +39,8 @@ MAX_CONFUSED = 30
 """Largest number of confusions that are listed."""
 MAX_CODEBOOKS = 16
 """Largest number of codebooks in code maps and galleries: the first ones."""
+MAX_CARDS = 96
+"""Largest number of cards in a section."""
 DIFFERENCE_GAIN = 4
 """Factor of the differences of reconstructions."""
 _GOLDEN, _PLASTIC = 0.6180339887, 0.7548776662
@@ -51,11 +53,10 @@ Thumbnail = Annotated[bytes, Field(max_length=MAX_THUMBNAIL_BYTES)]
 """A PNG or JPEG file; base64 in JSON."""
 Rate = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-Id = Annotated[int, Field(le=2**64)]
-"""Id of a code, or the number of codes of a codebook."""
+Row = Annotated[tuple[Text, ...], Field(max_length=10)]
+"""A row of a table."""
 Interval = tuple[Rate, Rate]
 """Lowest and highest rate of a 95 % confidence interval."""
-Figures = Annotated[dict[Text, Rate], Field(max_length=100)]
 
 
 class DetailsConfig(Config):
@@ -89,150 +90,47 @@ class Part(Strict):
     model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
 
-class ShownImage(Part):
-    """An image of the set."""
+class Item(Part):
+    """An image or a text on a card."""
 
-    index: Count
-    """Its number in the source."""
-    name: Text
-    """Its name in messages: file, or shard and key."""
-    thumbnail: Thumbnail | None
-    """The image as the model sees it, made small; None if the image could not be read again."""
-    text: Text
-    """Its first caption, or its class."""
-
-
-class Candidate(Part):
-    """Something that a query could find: a caption, a class or an image."""
-
-    text: Text
-    """The caption, or the name of the class; of an image, its first caption."""
-    image: ShownImage | None
-    """The image; None for a caption or a class."""
-    score: float
-    """Cosine similarity to the query, codes only."""
-    right: bool
-    """Whether it is right."""
+    image: Thumbnail | None = None
+    """None for a text, for an image that could not be read again, and for one whose file would be too large."""
+    name: Text = ""
+    """Name of the image in messages: file, or shard and key."""
+    text: Text = ""
+    """The text, or what the image shows."""
+    note: Text = ""
+    """Further remarks, such as a score."""
+    right: bool | None = None
+    """Whether the query should find it; None for other items."""
 
 
-class Example(Part):
-    """A query with what it finds, codes only."""
+class Card(Part):
+    """A few images and texts that belong together."""
 
-    image: ShownImage
-    """The image of the query; of a caption, the image that it belongs to."""
-    text: Text
-    """The right class, or the right caption: the one that is found first, or the query itself."""
-    score: float
-    """Similarity of the right candidate with the highest one."""
-    rank: Annotated[Count, Field(ge=1)]
-    """Its rank, 1 is the best; of candidates with the same score, the middle one."""
-    candidates: Annotated[Count, Field(ge=1)]
-    """Number of candidates."""
-    found: Annotated[tuple[Candidate, ...], Field(max_length=10)]
-    """Nearest candidates, best first."""
+    title: Text = ""
+    note: Text = ""
+    items: Annotated[tuple[Item, ...], Field(max_length=256)]
 
 
-Examples_ = Annotated[tuple[Example, ...], Field(max_length=32)]
+class Section(Part):
+    """Cards of one kind."""
+
+    layout: Literal["found", "maps", "patches", "decoded"]
+    """A query and what it finds; an image and maps of its codes; patches; an image and what its ids decode to."""
+    title: Text = ""
+    note: Annotated[str, Field(max_length=2 * MAX_TEXT)] = ""
+    cards: Annotated[tuple[Card, ...], Field(max_length=MAX_CARDS)]
 
 
-class Examples(Part):
-    """Hits and misses in one direction, codes only."""
+class Table(Part):
+    """A table of texts, the most important rows first."""
 
-    direction: Literal["image_to_text", "text_to_image", "image_to_class"]
-    """Query and candidates."""
-    hits: Examples_
-    """Queries whose right candidate is first, by the largest lead over the best wrong one."""
-    misses: Examples_
-    """Queries whose right candidate is not first: those with the worst rank, then the largest lead of the best wrong
-    candidate. Of classes: by that lead, so that the first is the most confidently wrong."""
-
-
-class ClassAccuracy(Part):
-    """Accuracy of one class."""
-
-    name: Text
-    images: Count
-    """Images of the class."""
-    accuracy: dict[Mode, Rate]
-    """Mode → share of its images that are classified right."""
-
-
-class Confused(Part):
-    """Images of one class that are classified as another."""
-
-    right: Text
-    predicted: Text
-    images: Annotated[Count, Field(ge=1)]
-
-
-class Codebook(Part):
-    """A codebook of the image tokenizer that code maps and galleries show."""
-
-    name: Text
-    """Such as `stage 2` or `codebook 1`, counted from 0 as in the metrics."""
-    size: Annotated[Id, Field(ge=1)]
-    """Number of codes."""
-
-
-class CodeMap(Part):
-    """Codes of one image."""
-
-    image: ShownImage
-    panels: Annotated[tuple[Thumbnail, ...], Field(max_length=MAX_CODEBOOKS)]
-    """A map of each codebook of `Codes.codebooks`, from `draw_map`."""
-
-
-class Gallery(Part):
-    """Patches that share a code."""
-
-    codebook: Text
-    """Name of the codebook."""
-    code: Annotated[Id, Field(ge=0)]
-    """The id."""
-    images: Count
-    """Images that contain it, out of `Codes.looked_at`."""
-    patches: Annotated[tuple[Thumbnail, ...], Field(max_length=32)]
-    """A patch of each of several images."""
-
-
-class Codes(Part):
-    """Codes of the image tokenizer on images of the set."""
-
-    codebooks: Annotated[tuple[Codebook, ...], Field(max_length=MAX_CODEBOOKS)]
-    """Codebooks that are shown: the first ones."""
-    all_codebooks: Count
-    """C, number of all codebooks."""
-    grid: tuple[Annotated[int, Field(ge=1, le=1 << 14)], Annotated[int, Field(ge=1, le=1 << 14)]] | None
-    """Rows and columns of tokens; None if tokens have no place in the image: a map shows them in their order."""
-    maps: Annotated[tuple[CodeMap, ...], Field(max_length=32)]
-    """Images with their codes, evenly spread over the set."""
-    looked_at: Count
-    """Images that galleries are made from, evenly spread over the set."""
-    galleries: Annotated[tuple[Gallery, ...], Field(max_length=512)]
-    """Codes in the most of these images, codebook by codebook; empty without a grid."""
-
-
-class DecodedImage(Part):
-    """An image made from some of the ids of another one, or by a codec."""
-
-    label: Text
-    """Source, such as `2 of 4 stages`."""
-    bits: Annotated[float, Field(ge=0, le=1e15)]
-    """Size of the ids, or of the file."""
-    figures: Annotated[dict[Text, Annotated[float, Field(ge=-1e6, le=1e6)]], Field(max_length=20)]
-    """Values of `vqclip.pixels.metrics.compare_images`, such as `psnr` in dB, at full size."""
-    image: Thumbnail | None
-    """None if the file would be too large."""
-    difference: Thumbnail | None = None
-    """Mean difference of the three channels from the original, `DIFFERENCE_GAIN` times; None if it is not shown."""
-
-
-class Reconstruction(Part):
-    """An image beside what its ids decode to."""
-
-    image: ShownImage
-    decoded: Annotated[tuple[DecodedImage, ...], Field(max_length=64)]
-    """In the order of `Prefix.shorter`: with all ids last; then codecs."""
+    title: Text
+    heads: Row
+    rows: Annotated[tuple[Row, ...], Field(max_length=MAX_CLASSES)]
+    left: Count
+    """Number of columns that are aligned left: the first ones."""
 
 
 class Details(Part):
@@ -240,16 +138,15 @@ class Details(Part):
 
     intervals: dict[Mode, dict[Text, Interval]]
     """Mode → figure → 95 % confidence interval; see `vqclip.evaluation.intervals`."""
-    examples: Annotated[tuple[Examples, ...], Field(max_length=2)] = ()
-    """Hits and misses, both directions of retrieval; empty for other tasks and without codes."""
-    classes: Annotated[tuple[ClassAccuracy, ...], Field(max_length=MAX_CLASSES)] = ()
-    """Classes that have images, those with the lowest codes-only accuracy first; at most `MAX_CLASSES`."""
-    confusions: Annotated[tuple[Confused, ...], Field(max_length=MAX_CONFUSED)] = ()
-    """Confusions with the most images, most first, codes only; of equally near classes the first one is predicted."""
-    codes: Codes | None = None
-    """None if the image tokenizer has no codes."""
-    reconstructions: Annotated[tuple[Reconstruction, ...], Field(max_length=32)] = ()
-    """Images beside what their ids decode to; empty without a pixel decoder, and for other tasks than `pixels`."""
+    examples: Annotated[tuple[Section, ...], Field(max_length=4)] = ()
+    """Worst misses and clearest hits, codes only, of both directions of retrieval: a query with the nearest candidates,
+    best first. Empty for other tasks and without codes. See `vqclip.evaluation.image_details.choose_examples`."""
+    tables: Annotated[tuple[Table, ...], Field(max_length=2)] = ()
+    """Accuracy by class, lowest first, and the largest confusions, codes only; empty for other tasks."""
+    codes: Annotated[tuple[Section, ...], Field(max_length=1 + MAX_CODEBOOKS)] = ()
+    """Maps of the codes of some images, then for each codebook patches that share a code; empty without codes."""
+    reconstructions: Section | None = None
+    """Images beside what their ids decode to; None without a pixel decoder, and for other tasks than `pixels`."""
 
 
 def clip_text(text: str) -> str:
@@ -279,11 +176,15 @@ class ImageReader:
         except DataError:  # the evaluation has read it; a report without one thumbnail is still a report
             return None
 
-    def describe(self, index: int, text: str) -> ShownImage:
-        """Return an image with its name, its caption or class ``text``, and a thumbnail."""
-        pixels, name, text = self.pixels(index), clip_text(self._source.name(index)), clip_text(text)
+    def item(self, index: int, note: str = "", right: bool | None = None) -> Item:
+        """Return an image with its name and a thumbnail."""
+        pixels = self.pixels(index)
         small = None if pixels is None else thumbnail(pixels, self.side)
-        return ShownImage(index=index, name=name, thumbnail=small, text=text)
+        return Item(image=small, name=self.name(index), note=note, right=right)
+
+    def name(self, index: int) -> str:
+        """Return the name of an image."""
+        return clip_text(self._source.name(index))
 
 
 def thumbnail(pixels: Tensor, side: int) -> bytes | None:

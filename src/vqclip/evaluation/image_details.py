@@ -7,32 +7,26 @@ width.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from vqclip.errors import StopRequested
+from vqclip.errors import StopRequested, count_noun
 from vqclip.evaluation.details import (
     MAX_CLASSES,
     MAX_CODEBOOKS,
     MAX_CONFUSED,
-    Candidate,
-    ClassAccuracy,
-    Codebook,
-    CodeMap,
-    Codes,
-    Confused,
+    Card,
     Details,
     DetailsConfig,
-    Example,
-    Examples,
-    Gallery,
     ImageReader,
+    Item,
     Mode,
-    Reconstruction,
-    ShownImage,
+    Section,
+    Table,
     clip_text,
     code_map,
     exact_thumbnail,
@@ -41,13 +35,15 @@ from vqclip.evaluation.details import (
 from vqclip.evaluation.encode import Encoded, Encoder, RankPartition, load_ids
 from vqclip.evaluation.images import EncodedImages
 from vqclip.evaluation.ranking import SAME, Ranks
-from vqclip.evaluation.reconstructions import pixel_transform, show_reconstructions
+from vqclip.evaluation.reconstructions import pixel_transform, show_reconstruction
+from vqclip.evaluation.results import MODE_TITLES, percent
 from vqclip.quantizers import Quantizer
 from vqclip.tokenizer import ImageTokenizer
 
 logger = logging.getLogger(__name__)
 
-Direction = Literal["image_to_text", "text_to_image", "image_to_class"]
+Direction = Literal["image to caption", "caption to image", "image to class"]
+"""Query and candidates."""
 
 
 def make_details(
@@ -114,10 +110,6 @@ class ImageDetails:
         self._tokenizer, self._images, self._texts, self._ids = tokenizer, images, texts, ids
         self._reader = ImageReader(images.source, tokenizer.transform, self.config.thumbnail)
 
-    def image(self, row: int) -> ShownImage:
-        """Describe the image of a row."""
-        return self._reader.describe(int(self._images.indices[row]), self._texts[row])
-
     def examples(
         self,
         queries: Tensor,
@@ -127,9 +119,8 @@ class ImageDetails:
         ranks: Ranks,
         direction: Direction,
         texts: Sequence[str],
-        captions: Sequence[str] | None = None,
-    ) -> Examples:
-        """Return the hits and misses of a search of Q queries among M candidates.
+    ) -> tuple[Section, ...]:
+        """Return the misses and hits of a search of Q queries among M candidates.
 
         Args:
             queries: ``(Q, E)`` unit-norm.
@@ -138,87 +129,102 @@ class ImageDetails:
             group: ``(M,)`` int64.
             ranks: what `rank` returned.
             direction: queries and candidates.
-            texts: text of each candidate.
-            captions: queries that are texts.
+            texts: text of each candidate; of captions to images, of each query.
         """
+        finds_images = direction == "caption to image"
 
-        def example(row: int) -> Example:
+        def candidate(place: int, score: float, right: bool) -> Item:
+            note = f"{'✓ right' if right else '✗ wrong'} · {score:.2f}"
+            if finds_images:
+                return self._reader.item(self._index(place), note, right)
+            return Item(text=clip_text(texts[place]), note=note, right=right)
+
+        def card(row: int) -> Card:
             scores = (queries[row] @ candidates.T).cpu()
             right = (group == query_group[row]).cpu()
             order = (scores.double() / SAME).round().argsort(stable=True, descending=True)
-            found = tuple(
-                Candidate(
-                    text=clip_text(texts[place]),
-                    image=self.image(place) if direction == "text_to_image" else None,
-                    score=float(scores[place]),
-                    right=bool(right[place]),
-                )
-                for place in order[: self.config.nearest].tolist()
-            )
-            nearest_right = int(order[right[order]][0])
-            return Example(
-                image=self.image(row if captions is None else int(query_group[row])),
-                text=clip_text(texts[nearest_right] if captions is None else captions[row]),
-                score=float(ranks.best[row]),
-                rank=int(ranks.place[row]),
-                candidates=len(candidates),
-                found=found,
+            nearest = order[: self.config.nearest]
+            found = map(candidate, nearest.tolist(), scores[nearest].tolist(), right[nearest].tolist())
+            text, place = texts[row if finds_images else int(order[right[order]][0])], int(ranks.place[row])
+            asked = []
+            if not finds_images:
+                asked.append(self._reader.item(self._index(row)))
+            elif place > 1:  # otherwise it is the first that is found
+                asked.append(self._reader.item(self._index(int(query_group[row])), "the right one"))
+            return Card(
+                title=clip_text(text if direction == "image to class" else f"“{text}”"),
+                note=f"the right {direction.rpartition(' ')[2]} is number {place:,} of {len(candidates):,}",
+                items=(*asked, *found),
             )
 
-        hits, misses = choose_examples(ranks, self.config, direction)
-        return Examples(direction=direction, hits=tuple(map(example, hits)), misses=tuple(map(example, misses)))
+        chosen = zip(("clearest hits", "worst misses"), choose_examples(ranks, self.config, direction), strict=True)
+        return tuple(
+            Section(layout="found", title=f"From {direction}: {what}", cards=tuple(map(card, rows)))
+            for what, rows in reversed([*chosen])
+            if rows
+        )
 
-    def codes(self) -> Codes | None:
-        """Return code maps and galleries; None without codes, and where images have any shape."""
+    def codes(self) -> tuple[Section, ...]:
+        """Return code maps and galleries; empty without codes, and where images have any shape."""
         rows = spread(len(self._texts), _looked_at(self.config))
         if self._ids is None or not rows or self._tokenizer.has_shapes:
-            return None
+            return ()
         every, grid = codebook_names(self._tokenizer.quantizer), token_grid(self._tokenizer)
-        names, sizes, columns = every[:MAX_CODEBOOKS], self._tokenizer.codebook_sizes, find_grid(len(self._ids[0]))[1]
-        maps = []
+        names, columns = every[:MAX_CODEBOOKS], find_grid(len(self._ids[0]))[1]
+        cards = []
         for row in (rows[place] for place in spread(len(rows), self.config.code_maps)):
             panels = [code_map(ids, columns) for ids in self._ids[row].T[: len(names)].tolist()]
             if columns > 1 and None not in panels:
-                maps.append(CodeMap(image=self.image(row), panels=tuple(each for each in panels if each is not None)))
-        return Codes(
-            codebooks=tuple(Codebook(name=name, size=size) for name, size in zip(names, sizes, strict=False)),
-            all_codebooks=len(every),
-            grid=grid,
-            maps=tuple(maps),
-            looked_at=len(rows),
-            galleries=()
-            if grid is None or not self.config.gallery_codes
-            else tuple(self._galleries(rows, names, grid)),
-        )
+                items = [Item(image=each, text=name) for each, name in zip(panels, names, strict=True)]
+                cards.append(Card(items=(self._reader.item(self._index(row)), *items)))
+        some = "" if len(names) == len(every) else f" (the first {len(names)} of {len(every)})"
+        sizes = Counter(self._tokenizer.codebook_sizes[: len(names)]).items()
+        note = f"One colour a code, one panel a codebook{some}; equal colours of one codebook are equal codes. "
+        note += ", ".join(f"{count_noun(count, 'codebook')} of {size:,} codes" for size, count in sizes) + "."
+        if grid is None:
+            note += " The tokens of this model have no place in the image: a panel shows them in their order."
+        maps = [Section(layout="maps", note=note, cards=tuple(cards))] if cards else []
+        galleries = () if grid is None or not self.config.gallery_codes else self._galleries(rows, names, grid)
+        return (*maps, *galleries)
 
-    def _galleries(self, rows: list[int], names: list[str], grid: tuple[int, int]) -> list[Gallery]:
-        """Return the codes in the most images of ``rows``, with the patches of their tokens."""
-        config, ids, found = self.config, self._ids_of(rows), list[Gallery]()
+    def _galleries(self, rows: list[int], names: list[str], grid: tuple[int, int]) -> Iterator[Section]:
+        """Yield for each codebook the codes in the most images of ``rows``, with the patches of their tokens."""
+        config, ids = self.config, self._ids_of(rows)
         for number, name in enumerate(names[: config.gallery_codebooks]):
+            cards = []
             for code, images, places in shared_codes(ids[..., number], config.gallery_codes, config.gallery_patches):
-                seen = [(self._reader.pixels(int(self._images.indices[rows[row]])), token) for row, token in places]
+                seen = [(self._reader.pixels(self._index(rows[row])), token) for row, token in places]
                 cut = [
                     exact_thumbnail(_cut(each, grid, token), config.thumbnail)
                     for each, token in seen
                     if each is not None
                 ]
-                if kept := tuple(each for each in cut if each is not None):
-                    found.append(Gallery(codebook=name, code=code, images=images, patches=kept))
-        return found
+                if kept := tuple(Item(image=each) for each in cut if each is not None):
+                    cards.append(Card(note=f"code {code:,}, in {images:,} of {len(rows):,} images", items=kept))
+            if cards:
+                yield Section(layout="patches", title=name, cards=tuple(cards))
 
-    def reconstructions(self) -> tuple[Reconstruction, ...]:
-        """Return images beside what their ids decode to; empty without codes or a pixel decoder."""
+    def reconstructions(self) -> Section | None:
+        """Return images beside what their ids decode to; None without codes or a pixel decoder."""
         tokenizer, rows = self._tokenizer, spread(len(self._texts), self.config.reconstructions)
         if self._ids is None or tokenizer.pixels is None or not rows:
-            return ()
-        images, ids = [self.image(row) for row in rows], self._ids_of(rows)
+            return None
+        indices, ids = [self._index(row) for row in rows], self._ids_of(rows)
         if tokenizer.pixels.detail is not None:  # the stored ids are the tokenizer's own
-            seen = [self._reader.pixels(image.index) for image in images]
+            seen = [self._reader.pixels(index) for index in indices]
             blank = torch.zeros(3, *[tokenizer.tower.image_size] * 2, dtype=torch.uint8)
             shown = torch.stack([blank if each is None else each for each in seen])
             ids = torch.cat((ids, tokenizer.encode_detail(shown).cpu()), dim=-1)
         reader = ImageReader(self._images.source, pixel_transform(tokenizer), self.config.thumbnail)
-        return tuple(show_reconstructions(tokenizer, ids, images, reader))
+        found = [
+            show_reconstruction(tokenizer, own, reader, index, self._texts[row])
+            for row, index, own in zip(rows, indices, ids, strict=True)
+        ]
+        return Section(layout="decoded", cards=tuple(each[0] for each in found if each is not None))
+
+    def _index(self, row: int) -> int:
+        """Return the number of a row's image in the source."""
+        return int(self._images.indices[row])
 
     def _ids_of(self, rows: Sequence[int]) -> Tensor:
         """Return the ids ``(m, N, C)`` of some of the rows that have them."""
@@ -308,7 +314,11 @@ def _cut(pixels: Tensor, grid: tuple[int, int], token: int) -> Tensor:
 
 
 def choose_examples(ranks: Ranks, config: DetailsConfig, direction: Direction) -> tuple[list[int], list[int]]:
-    """Return the rows of hits and of misses; see `Examples`. Equal ones are in the order of the set.
+    """Return the rows of hits and of misses; equal ones are in the order of the set.
+
+    Hits are queries whose right candidate is first, those with the largest lead over the best wrong one. Misses are
+    those with the worst rank, then the largest lead of the best wrong candidate; of classes by that lead alone, so that
+    the first is the most confidently wrong.
 
     Args:
         ranks: places of the right candidates.
@@ -320,13 +330,13 @@ def choose_examples(ranks: Ranks, config: DetailsConfig, direction: Direction) -
     by_lead = lead.argsort(stable=True, descending=True)
     hits = by_lead[(lead > 1)[by_lead] & (ranks.above == 0)[by_lead]]
     order = lead.argsort(stable=True)
-    if direction != "image_to_class":
+    if direction != "image to class":
         order = order[ranks.place[order].argsort(stable=True, descending=True)]
     misses = order[ranks.place[order] > 1]
     return hits[: config.hits].tolist(), misses[: config.misses].tolist()
 
 
-def class_accuracies(names: Sequence[str], labels: Tensor, hits: Mapping[Mode, Tensor]) -> tuple[ClassAccuracy, ...]:
+def class_accuracies(names: Sequence[str], labels: Tensor, hits: Mapping[Mode, Tensor]) -> Table:
     """Return the accuracy of each class that has images, lowest first; of too many classes, of the first ones.
 
     Args:
@@ -336,32 +346,36 @@ def class_accuracies(names: Sequence[str], labels: Tensor, hits: Mapping[Mode, T
     """
     present, which, counts = labels.unique(return_inverse=True, return_counts=True)
     rates = {
-        mode: (torch.zeros(len(counts), dtype=torch.float64).index_add_(0, which, each) / counts).clamp(0, 1)
+        mode: torch.zeros(len(counts), dtype=torch.float64).index_add_(0, which, each) / counts
         for mode, each in hits.items()
     }
     lowest = list(rates.values())[-1].argsort(stable=True)[:MAX_CLASSES]
-    return tuple(
-        ClassAccuracy(
-            name=clip_text(names[int(present[row])]),
-            images=int(counts[row]),
-            accuracy={mode: float(each[row]) for mode, each in rates.items()},
+    heads = ("class", "images", *(f"{MODE_TITLES[mode]}, %" for mode in rates))
+    rows = tuple(
+        (
+            clip_text(names[int(present[row])]),
+            f"{int(counts[row]):,}",
+            *(percent(float(each[row])) for each in rates.values()),
         )
         for row in lowest.tolist()
     )
+    return Table(title="Accuracy by class: the lowest", heads=heads, rows=rows, left=1)
 
 
-def largest_confusions(names: Sequence[str], labels: Tensor, predicted: Tensor) -> tuple[Confused, ...]:
+def largest_confusions(names: Sequence[str], labels: Tensor, predicted: Tensor) -> Table:
     """Return the confusions with the most images, most first.
 
     Args:
         names: of the classes.
         labels: ``(n,)`` int64.
-        predicted: ``(n,)`` int64.
+        predicted: ``(n,)`` int64; of equally near classes the first one.
     """
     wrong = labels != predicted
     pairs, images = (labels * len(names) + predicted)[wrong].unique(return_counts=True)
     order = images.argsort(stable=True, descending=True)[:MAX_CONFUSED]
-    found = zip(pairs[order].tolist(), images[order].tolist(), strict=True)
-    places = [(*divmod(pair, len(names)), count) for pair, count in found]
     shown = [clip_text(name) for name in names]
-    return tuple(Confused(right=shown[a], predicted=shown[b], images=count) for a, b, count in places)
+    rows = tuple(
+        (shown[pair // len(names)], shown[pair % len(names)], f"{count:,}")
+        for pair, count in zip(pairs[order].tolist(), images[order].tolist(), strict=True)
+    )
+    return Table(title="Largest confusions", heads=("class", "taken for", "images"), rows=rows, left=2)

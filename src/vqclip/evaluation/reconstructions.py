@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from functools import partial
 from os.path import getmtime
 from pathlib import Path
@@ -29,14 +29,7 @@ from vqclip.data.decode import IMAGE_ENDINGS, decode_image
 from vqclip.data.sources.base import read_image
 from vqclip.data.transforms import EvalTransform
 from vqclip.errors import ConfigError, DataError
-from vqclip.evaluation.details import (
-    DIFFERENCE_GAIN,
-    DecodedImage,
-    ImageReader,
-    Reconstruction,
-    ShownImage,
-    exact_thumbnail,
-)
+from vqclip.evaluation.details import DIFFERENCE_GAIN, Card, ImageReader, Item, Section, clip_text, exact_thumbnail
 from vqclip.evaluation.encode import RankPartition
 from vqclip.io.atomic import TEMPORARY, remove_leftovers, write_file, write_text
 from vqclip.io.files import walk_files
@@ -112,45 +105,45 @@ def pixel_transform(tokenizer: ImageTokenizer) -> EvalTransform:
     return tokenizer.config.preprocess.build(tokenizer.require_pixels().image_size)
 
 
-def show_reconstructions(
-    tokenizer: ImageTokenizer, ids: Tensor, images: Sequence[ShownImage], reader: ImageReader, *, large: bool = False
-) -> Iterator[Reconstruction]:
-    """Describe images beside what the prefixes of their ids decode to; those that cannot be read again are left out.
+def show_reconstruction(
+    tokenizer: ImageTokenizer, ids: Tensor, reader: ImageReader, index: int, title: str, *, large: bool = False
+) -> tuple[Card, list[tuple[float, float]]] | None:
+    """Show an image beside what the prefixes of its ids decode to; None if it cannot be read again.
 
     Args:
         tokenizer: with a pixel decoder, in evaluation mode.
-        ids: ``(m, N, C)`` of any integer type, or with detail ids ``(m, N, C + Cd)``.
-        images: m images of the set of ``reader``, described.
+        ids: ``(N, C)`` of any integer type, or with detail ids ``(N, C + Cd)``.
         reader: reader with `pixel_transform`; its thumbnails are at most as large as the images.
-        large: whether to make images of the differences, and to compare with WebP at the bytes of all ids.
+        index: number of the image in the source.
+        title: its caption or class.
+        large: whether to show differences, too, and to compare with WebP at the bytes of all ids.
+
+    Returns:
+        The card, and bits and PSNR of each image on it that was made from ids or by WebP.
     """
+    original = reader.pixels(index)
+    if original is None:  # the file has changed since
+        return None
     prefixes = decoded_prefixes(tokenizer)
-    for image, one in zip(images, ids, strict=True):
-        original = reader.pixels(image.index)
-        if original is None:  # the file has changed since
-            continue
-        decoded = [(each.label, each.bits, each.decode(tokenizer, one[None])[0]) for each in prefixes]
+    decoded = [(each.label, each.bits, each.decode(tokenizer, ids[None])[0]) for each in prefixes]
+    if large:
+        budget = int(prefixes[-1].bits // 8)
+        file = best_within(compress(original, "webp", budget), original, budget)  # else the smallest one
+        label = "WebP" if file.bytes <= budget else "WebP, smallest file"
+        decoded.append((label, 8.0 * file.bytes, file.pixels))
+    numbers = []
+    items = [Item(image=exact_thumbnail(original, reader.side), name=reader.name(index), text="original")]
+    for label, bits, pixels in decoded:
+        figures = {name: float(value) for name, value in compare_images(pixels[None], original[None]).items()}
+        numbers.append((bits, figures["psnr"]))
+        told = f"{bits:,.0f} bits, {figures['psnr']:.1f} dB"
+        told += f", SSIM {figures['ssim']:.2f}" if "ssim" in figures else ""
+        items.append(Item(image=exact_thumbnail(pixels, reader.side), text=label, note=told))
         if large:
-            budget = int(prefixes[-1].bits // 8)
-            file = best_within(compress(original, "webp", budget), original, budget)  # else the smallest one
-            label = "WebP" if file.bytes <= budget else "WebP, smallest file"
-            decoded.append((label, 8.0 * file.bytes, file.pixels))
-        described = []
-        for label, bits, pixels in decoded:
             errors = (pixels.float() - original.float()).abs().mean(dim=0, keepdim=True)  # of the channels
             grey = (errors * DIFFERENCE_GAIN).clamp(0, 255).round().to(torch.uint8).expand(3, -1, -1)
-            figures = compare_images(pixels[None], original[None])
-            described.append(
-                DecodedImage(
-                    label=label,
-                    bits=bits,
-                    figures={name: float(value) for name, value in figures.items()},
-                    image=exact_thumbnail(pixels, reader.side),
-                    difference=exact_thumbnail(grey, reader.side) if large else None,
-                )
-            )
-        shown = image.model_copy(update={"thumbnail": exact_thumbnail(original, reader.side)})
-        yield Reconstruction(image=shown, decoded=tuple(described))
+            items.append(Item(image=exact_thumbnail(grey, reader.side), note="difference"))
+    return Card(title=clip_text(title), items=tuple(items)), numbers
 
 
 class Reconstructions(NamedTuple):
@@ -162,8 +155,10 @@ class Reconstructions(NamedTuple):
     """Number of images that cannot be used and are left out."""
     decodings: list[tuple[str, float, dict[str, float]]]
     """Label, bits and `mean_figures` of each prefix, from few bits to all."""
-    groups: list[tuple[str, list[Reconstruction]]]
-    """Titles with images."""
+    groups: list[Section]
+    """The images that are shown."""
+    shown: list[list[tuple[float, float]]]
+    """Bits and PSNR of what is beside each of them: of the prefixes, and of WebP last."""
 
 
 def reconstruct(tokenizer: ImageTokenizer, source: Source, shown: int, side: int, **reading: Any) -> Reconstructions:
@@ -202,12 +197,18 @@ def reconstruct(tokenizer: ImageTokenizer, source: Source, shown: int, side: int
     every, places = torch.cat(ids), list(texts)
     values = [{name: torch.cat([each[name] for each in found]) for name in found[0]} for found in figures]
     reader = ImageReader(source, pixel_transform(tokenizer), side)
-    groups = []
+    groups, numbers = list[Section](), list[list[tuple[float, float]]]()
     for title, rows in choose_images(values[-1]["psnr"], shown).items():
-        images = [reader.describe(places[row], texts[places[row]]) for row in rows]
-        groups.append((title, [*show_reconstructions(tokenizer, every[rows], images, reader, large=True)]))
+        found_images = [
+            show_reconstruction(tokenizer, every[row], reader, places[row], texts[places[row]], large=True)
+            for row in rows
+        ]
+        pairs = [each for each in found_images if each is not None]
+        cards = tuple(card for card, _ in pairs)
+        groups.append(Section(layout="decoded", title=f"{title} by the PSNR of all ids", cards=cards))
+        numbers += [each for _, each in pairs]
     means = [(each.label, each.bits, mean_figures(found)) for each, found in zip(prefixes, values, strict=True)]
-    return Reconstructions(len(texts), bad, means, groups)
+    return Reconstructions(len(texts), bad, means, groups, numbers)
 
 
 def choose_images(psnr: Tensor, some: int) -> dict[str, list[int]]:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from vqclip.evaluation.details import Details, Examples, Interval
+from vqclip.evaluation.details import Details, Interval, Section
 from vqclip.evaluation.encode import Encoder, Mode
 from vqclip.evaluation.image_details import ImageDetails, make_details
 from vqclip.evaluation.images import CaptionedData, ImagesConfig, encode_set
@@ -40,7 +40,7 @@ class RetrievalConfig(ImagesConfig):
         """
         images = encode_set(self, self.data, model, encoder, f"{name}-image", self.limit)
         image, captions = images.encoded, images.annotations
-        texts, firsts = [each for one in captions for each in one], [one[0] for one in captions]
+        texts = [each for one in captions for each in one]
         text = encoder.captions(model.text, texts, self.batch_size, f"{name}-text")
         counts = torch.tensor([len(one) for one in captions])
 
@@ -49,14 +49,14 @@ class RetrievalConfig(ImagesConfig):
             ranks = {mode: both_ranks(image.embeddings[mode], text.embeddings[mode], counts) for mode in modes}
 
         def details(maker: ImageDetails) -> Details:
-            examples: tuple[Examples, ...] = ()
+            examples: tuple[Section, ...] = ()
             if "codes_only" in ranks:
                 rows, targets = image.embeddings["codes_only"], text.embeddings["codes_only"]
                 each, owner = _groups(counts, rows.device)
                 to_text, to_image = ranks["codes_only"]
                 examples = (
-                    maker.examples(rows, targets, each, owner, to_text, "image_to_text", texts),
-                    maker.examples(targets, rows, owner, each, to_image, "text_to_image", firsts, texts),
+                    *maker.examples(rows, targets, each, owner, to_text, "image to caption", texts),
+                    *maker.examples(targets, rows, owner, each, to_image, "caption to image", texts),
                 )
             return Details(intervals=_intervals(ranks, counts), codes=maker.codes(), examples=examples)
 

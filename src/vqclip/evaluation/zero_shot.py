@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, read_lines, read_templates, read_text
 from vqclip.errors import DataError
-from vqclip.evaluation.details import Details, Examples
+from vqclip.evaluation.details import Details, Section
 from vqclip.evaluation.encode import MODES, Encoded, Encoder, Mode
 from vqclip.evaluation.image_details import ImageDetails, class_accuracies, largest_confusions, make_details
 from vqclip.evaluation.images import EncodedImages, ImagesConfig, LabelledData, encode_set
@@ -99,12 +99,12 @@ class ZeroShotConfig(ImagesConfig):
         names = [each[0] for each in classes]
 
         def details(maker: ImageDetails) -> Details:
-            examples: tuple[Examples, ...] = ()
+            examples: tuple[Section, ...] = ()
             if "codes_only" in ranks:
                 rows, candidates = image.embeddings["codes_only"], targets["codes_only"]
                 each = torch.arange(count, device=candidates.device)
                 labels, found_ranks = right.to(rows.device), ranks["codes_only"]
-                examples = (maker.examples(rows, candidates, labels, each, found_ranks, "image_to_class", names),)
+                examples = maker.examples(rows, candidates, labels, each, found_ranks, "image to class", names)
             return class_details(maker, images, names, CLASS_FIGURES, found, examples)
 
         return Result(
@@ -150,7 +150,7 @@ def class_details(
     names: Sequence[str],
     figures: Sequence[str],
     found: Mapping[Mode, Classified],
-    examples: tuple[Examples, ...] = (),
+    examples: tuple[Section, ...] = (),
 ) -> Details:
     """Return the details of any classification.
 
@@ -163,11 +163,13 @@ def class_details(
         examples: hits and misses.
     """
     hits, codes = {mode: each.hits for mode, each in found.items()}, found.get("codes_only")
+    tables = [class_accuracies(names, images.labels, {mode: hits[mode][0] for mode in MODES if mode in hits})]
+    if codes is not None:
+        tables.append(largest_confusions(names, images.labels, codes.predicted))
     return Details(
         intervals=class_intervals(figures, hits, images.labels),
         examples=examples,
-        classes=class_accuracies(names, images.labels, {mode: hits[mode][0] for mode in MODES if mode in hits}),
-        confusions=() if codes is None else largest_confusions(names, images.labels, codes.predicted),
+        tables=tuple(table for table in tables if table.rows),
         codes=maker.codes(),
     )
 

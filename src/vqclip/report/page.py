@@ -41,9 +41,7 @@ REPORT_FILE = "report.html"
 """Name of the page in the folder of a run."""
 LARGE = 112
 """Pixels from which on reconstructions are shown larger."""
-MAX_MAPS = 8
-"""Images with code maps."""
-SHOWN_CLASSES = 12
+SHOWN_ROWS = 12
 """Classes that are shown at once; the others are folded away."""
 MAX_RUNS = 8
 """Runs in a comparison: as many as there are colours."""
@@ -161,7 +159,7 @@ def render_run(run: RunFiles) -> str:
         "codebooks": run_charts.codebook_charts(run.curves, verdict.codebooks),
     }
     coded = [(task.name, task.details.codes) for task in tasks if task.details is not None and task.details.codes]
-    name, codes = coded[0] if coded else ("", None)  # one set of images shows enough
+    name, codes = coded[0] if coded else ("", ())  # one set of images shows enough
     codebooks = {
         modality: [(each, run.curves.latest.get(f"{each.name}/bits_used")) for each in found[: run_charts.MAX_ROWS]]
         for modality in CODED
@@ -207,14 +205,10 @@ def reconstructions_page(title: str, found: Reconstructions, facts: Sequence[str
     """
     points = sorted((bits, figures["psnr"]) for _, bits, figures in found.decodings)
     curves = [Curve("ids", [bits for bits, _ in points], [psnr for _, psnr in points])]
-    shown = [one.decoded for _, images in found.groups for one in images if len(one.decoded) > 1]
-    if shown:  # WebP is the last of each, and of these images alone
+    if found.shown:  # WebP is the last of each, and of these images alone
         where = "" if len(found.groups) == 1 else ", images below"
         for label, place in (("all ids", -2), ("WebP", -1))[not where :]:
-            each = [decoded[place] for decoded in shown]
-            bits, psnr = (
-                statistics.mean(numbers) for numbers in ([x.bits for x in each], [x.figures["psnr"] for x in each])
-            )
+            bits, psnr = map(statistics.mean, zip(*(numbers[place] for numbers in found.shown), strict=True))
             curves.append(Curve(f"{label}{where}", [bits], [psnr]))
     chart = line_chart("PSNR against bits", curves, unit="dB", x_label="bits an image", marks=True)
     return render(
@@ -260,11 +254,9 @@ def _environment() -> Environment:
     )
     templates.globals |= {
         "MAX_FIGURES": MAX_FIGURES,
-        "MAX_MAPS": MAX_MAPS,
-        "SHOWN_CLASSES": SHOWN_CLASSES,
+        "SHOWN_ROWS": SHOWN_ROWS,
         "rows": figure_rows,
         "size": lambda result: describe_size(result) if result.samples else "",
-        "zip": zip,
     }
     templates.filters |= {
         "image": image_uri,
