@@ -117,9 +117,9 @@ def ours(options: argparse.Namespace) -> Callable[[], int]:
     from vqclip.tokenize_dataset import job
 
     source = CaptionShardsConfig(path=str(options.shards))
-    load = job._load_encoders
+    load = job._load_tokenizers
     loaded = cache(lambda: load(make_options(Path()), torch.device("cpu")))
-    job._load_encoders = lambda *_: loaded()
+    job._load_tokenizers = lambda *_: loaded()
 
     def make_options(out: Path) -> job.Options:
         return job.Options(

@@ -12,7 +12,7 @@ from vqclip import checkpoint, load_tokenizer
 from vqclip.data.tokens.shards import TokenRecord
 from vqclip.errors import OtherRunError
 from vqclip.model import CLIP
-from vqclip.tokenize_dataset.job import Encoders
+from vqclip.tokenize_dataset.job import encode_captions
 
 HALF = 6
 ALL = 12
@@ -87,6 +87,6 @@ def test_checkpoints_and_exports_need_no_folder_of_the_towers(tmp_path, shards, 
     ids = text.float().encode(captions)
     assert torch.equal(ids, model.text.encode(captions))
     records = [TokenRecord("", number, -1, (each,), None, None) for number, each in enumerate(captions)]
-    found, _ = Encoders(None, text, 2, "fp32").encode_captions(records, between=lambda: None)
+    found, _ = encode_captions(text, records, 2, "fp32")
     assert [len(each.texts[0]) for each in found] == [5, 3, 2]
     assert found[0].texts[0].tolist() == ids[0, :5].tolist()

@@ -41,9 +41,9 @@ class SamplesRead(Generic[T]):
     """The unusable ones, in order."""
 
 
-def slices_of(ids: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    """Yield consecutive parts of some ids, each of so many; the last one may be smaller."""
-    return (ids[first : first + size] for first in range(0, len(ids), size))
+def slices_of(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Yield consecutive parts of some items, each of so many; the last one may be smaller."""
+    return (items[first : first + size] for first in range(0, len(items), size))
 
 
 def read_in_order(read: Callable[[int], T], ids: Sequence[int]) -> SamplesRead[T]:

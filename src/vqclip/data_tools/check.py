@@ -214,13 +214,9 @@ class _Digests:
             self._bytes += digest
             self._samples += np.int64(sample).tobytes()
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the digests, ``(n,)`` of 16 bytes, and their samples, ``(n,)`` int64."""
-        return np.frombuffer(self._bytes, "S16"), np.frombuffer(self._samples, np.int64)
-
     def groups(self) -> list[list[int]]:
         """Return the samples of each digest that several samples have, in the order of the first ones."""
-        values, samples = self.arrays()
+        values, samples = np.frombuffer(self._bytes, "S16"), np.frombuffer(self._samples, np.int64)
         order = np.argsort(values, kind="stable")
         starts = 1 + np.flatnonzero(values[order][1:] != values[order][:-1])
         parts = (np.unique(part) for part in np.split(samples[order], starts))
@@ -292,18 +288,18 @@ def _name_duplicates(source: Source, groups: Iterable[Sequence[int]]) -> list[Fi
 def _find_overlap(
     source: Source, against: Source, files: _Digests, pixels: _Digests, options: CheckOptions
 ) -> list[Finding]:
-    """Return the samples of a source whose file or pixels are in other data."""
-    other_files, other_pixels = _Digests(), _Digests()
+    """Return the samples of a source whose file or pixels are in other data; the digests of these are added."""
+    own = len(source)
     for sample in scan(against, dataclasses.replace(options, tokenize=None), "other data"):
-        other_files.add(sample.file_digest, sample.index)
-        other_pixels.add(sample.pixel_digest, sample.index)
+        files.add(sample.file_digest, own + sample.index)
+        pixels.add(sample.pixel_digest, own + sample.index)
     found: dict[int, Finding] = {}
-    for here, there, what in ((files, other_files, "same file"), (pixels, other_pixels, "same pixels")):
-        (digests, samples), (other_digests, others) = here.arrays(), there.arrays()
-        values, first = np.unique(other_digests, return_index=True)
-        for row in np.flatnonzero(np.isin(digests, values)):
-            index, other = int(samples[row]), int(others[first[np.searchsorted(values, digests[row])]])
-            found.setdefault(index, Finding(source.name(index), f"{what} as {against.name(other)}"))
+    for digests, what in ((files, "same file"), (pixels, "same pixels")):
+        for group in digests.groups():
+            others = [index - own for index in group if index >= own]
+            for index in group if others else ():
+                if index < own:
+                    found.setdefault(index, Finding(source.name(index), f"{what} as {against.name(others[0])}"))
     return [*found.values()]
 
 

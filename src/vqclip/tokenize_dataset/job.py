@@ -18,7 +18,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -235,13 +234,12 @@ class ShardMaker:
         if device.type == "cpu":
             keep_freed_memory()
         self._options = options
-        self._encoders, tokenizer = _load_encoders(options, device)
-        text = self._encoders.text
+        self._image, self._text, info = _load_tokenizers(options, device)
         self._settings = Settings(
-            tokenizer=tokenizer,
-            image=_layout(self._encoders.image),
-            text=_layout(text),
-            context_length=None if text is None else text.preprocess.context_length,
+            tokenizer=info,
+            image=_layout(self._image),
+            text=_layout(self._text),
+            context_length=None if self._text is None else self._text.preprocess.context_length,
             batch_size=options.batch_size,
             precision=options.precision,
             device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
@@ -268,25 +266,31 @@ class ShardMaker:
         Raises:
             DataError: more samples cannot be used than are allowed, or the shard cannot be read.
         """
-        encoders, options, settings = self._encoders, self._options, self._settings
-        transform = None if encoders.image is None else encoders.image.transform
-        reader = BatchReader(source, first, options.batch_size, transform)
+        options, settings, image = self._options, self._settings, self._image
+        read = partial(_read_batch, source, first, options.batch_size, None if image is None else image.transform)
         batches = slices_of(self.ids[shard], options.batch_size)
         records: list[TokenRecord] = []
         left_out: list[dict[str, Any]] = []
         with explain_worker_deaths("tokenize"):
-            for batch, images in ordered_map(reader, batches, options.workers, timeout_s=240.0, section="tokenize"):
+            for batch, images in ordered_map(read, batches, options.workers, timeout_s=240.0, section="tokenize"):
                 for each in batch.bad:
                     key = source.key(each.sample_id - first)
                     left_out.append({"sample_id": each.sample_id, "key": key, "kind": each.kind, "reason": each.reason})
                 require_few_bad(
                     (each["reason"] for each in left_out), len(left_out) + bad, self.most_bad, "--tolerance"
                 )
-                records += encoders.encode_images(batch, images)
+                found = [*batch.found.values()]
+                if image is not None and images is not None:
+                    ids = _encode(image, images, options.precision)
+                    rows = [strip_padding(ids[number - batch.ids[0]], image.codebook_sizes) for number in batch.found]
+                    found = [each._replace(image=row) for each, row in zip(found, rows, strict=True)]
+                records += found
                 yield len(batch.ids)
-        whole, lengths = encoders.encode_captions(records)
-        file = write_file(self.folder.file(shard), lambda file: write_shard(file, whole, settings.image, settings.text))
-        self.folder.add_record(shard, file, len(whole), left_out, lengths=sorted(lengths.items()))
+        lengths = CaptionLengths()
+        if self._text is not None:
+            records, lengths = encode_captions(self._text, records, options.batch_size, options.precision)
+        file = write_file(self.folder.file(shard), lambda out: write_shard(out, records, settings.image, settings.text))
+        self.folder.add_record(shard, file, len(records), left_out, lengths=sorted(lengths.items()))
 
 
 def finish_folder(
@@ -307,7 +311,9 @@ def finish_folder(
     return WorkResult(made, found, folder.missing(), samples, time.monotonic() - start, manifest, note)
 
 
-def _load_encoders(options: Options, device: torch.device) -> tuple[Encoders, TokenizerInfo]:
+def _load_tokenizers(
+    options: Options, device: torch.device
+) -> tuple[ImageTokenizer | None, TextTokenizer | None, TokenizerInfo]:
     """Load the tokenizers and describe them, both from one folder in one state."""
     folder = find_folder(options.tokenizer)  # once: a hub name may change its meaning
     body, _ = read_json(folder / CONFIG_FILE)
@@ -323,7 +329,10 @@ def _load_encoders(options: Options, device: torch.device) -> tuple[Encoders, To
         config=body["sha256"],
         id_layout=body["id_layout"],
     )
-    return Encoders(image, text, options.batch_size, options.precision), info
+    for tokenizer in (image, text):
+        if tokenizer is not None and options.precision == "fp64":
+            tokenizer.double()
+    return image, text, info
 
 
 def _layout(tokenizer: ImageTokenizer | TextTokenizer | None) -> IdLayout | None:
@@ -338,93 +347,65 @@ def _layout(tokenizer: ImageTokenizer | TextTokenizer | None) -> IdLayout | None
         raise ConfigError(f"--tokenizer: {tokenizer.modality}: {problem_message(error.errors()[0])}") from None
 
 
-@dataclass(frozen=True)
-class BatchReader:
-    """Reads batches of one shard, by the ids of their samples; workers get a copy of it."""
-
-    source: ShardedSource
-    first: int
-    """Number of the source's first sample in the whole data set."""
-    batch_size: int
-    transform: Callable[[Tensor], Tensor] | None
-    """``(3, H, W)`` uint8 → ``(3, S, S)`` uint8; None if no images are wanted."""
-
-    def __call__(self, ids: Sequence[int]) -> tuple[SamplesRead[TokenRecord], Tensor | None]:
-        """Read some consecutive samples, at most B.
-
-        Returns:
-            The samples, without ids; and their images ``(B, 3, S, S)`` uint8 by their place in the batch, always with
-            all B rows: black without a sample; None without usable or wanted images.
-
-        Raises:
-            StorageError: the shard cannot be fetched.
-        """
-        images: Tensor | None = None
-
-        def read(sample_id: int) -> TokenRecord:
-            nonlocal images
-            index = sample_id - self.first
-            if self.transform is None:
-                sample = self.source.read(index)
-            else:
-                sample, decoded = read_decoded(self.source, index, MAX_PIXELS)
-                image = self.transform(decoded)
-                images = image.new_zeros(self.batch_size, *image.shape) if images is None else images
-                images[sample_id - ids[0]] = image
-            return TokenRecord(self.source.key(index), sample_id, sample.label, sample.captions, None, None)
-
-        return read_in_order(read, ids), images
-
-
-class Encoders:
-    """The tokenizers, always called with ``batch_size`` rows.
+def _read_batch(
+    source: ShardedSource,
+    first: int,
+    batch_size: int,
+    transform: Callable[[Tensor], Tensor] | None,
+    ids: Sequence[int],
+) -> tuple[SamplesRead[TokenRecord], Tensor | None]:
+    """Read some consecutive samples of one shard, at most B, in a worker.
 
     Args:
-        image: the image tokenizer, or None.
-        text: the text tokenizer, or None.
+        source: reads the samples.
+        first: number of the source's first sample in the whole data set.
         batch_size: B.
-        precision: fp32: in the dtype of the weights. bf16 and fp16: under autocast. fp64: everything in float64; the
-            tokenizers are converted.
+        transform: ``(3, H, W)`` uint8 → ``(3, S, S)`` uint8; None if no images are wanted.
+        ids: numbers of the samples.
+
+    Returns:
+        The samples, without ids; and their images ``(B, 3, S, S)`` uint8 by their place in the batch, always with all B
+        rows: black without a sample; None without usable or wanted images.
+
+    Raises:
+        StorageError: the shard cannot be fetched.
     """
+    images: Tensor | None = None
 
-    def __init__(self, image: ImageTokenizer | None, text: TextTokenizer | None, batch_size: int, precision: Precision):
-        self.image, self.text = image, text
-        self._batch_size = batch_size
-        self._precision = precision
-        for tokenizer in (image, text):
-            if tokenizer is not None and precision == "fp64":
-                tokenizer.double()
+    def read(sample_id: int) -> TokenRecord:
+        nonlocal images
+        index = sample_id - first
+        if transform is None:
+            sample = source.read(index)
+        else:
+            sample, decoded = read_decoded(source, index, MAX_PIXELS)
+            image = transform(decoded)
+            images = image.new_zeros(batch_size, *image.shape) if images is None else images
+            images[sample_id - ids[0]] = image
+        return TokenRecord(source.key(index), sample_id, sample.label, sample.captions, None, None)
 
-    def encode_images(self, batch: SamplesRead[TokenRecord], images: Tensor | None) -> Sequence[TokenRecord]:
-        """Return the usable samples of a batch with the ids of their images, without an image tokenizer as they are."""
-        if self.image is None or images is None:
-            return [*batch.found.values()]
-        ids, sizes, first = self._ids(self.image, images), self.image.codebook_sizes, batch.ids[0]
-        found = batch.found.items()
-        return [each._replace(image=strip_padding(ids[number - first], sizes)) for number, each in found]
+    return read_in_order(read, ids), images
 
-    def encode_captions(self, records: Sequence[TokenRecord]) -> tuple[Sequence[TokenRecord], CaptionLengths]:
-        """Encode each distinct caption once, in batches that are padded with empty captions.
 
-        Returns:
-            The samples with the ids of their captions, and the lengths of all captions in tokens; without a text
-            tokenizer the samples as they are, and no lengths.
-        """
-        lengths = CaptionLengths()
-        if self.text is None:
-            return records, lengths
-        counts = Counter(caption for record in records for caption in record.captions)
-        different = list(counts)
-        known: dict[str, np.ndarray] = {}
-        for start in range(0, len(different), self._batch_size):
-            some = different[start : start + self._batch_size]
-            tokens, sizes = self.text.preprocess.with_lengths([*some, *[""] * (self._batch_size - len(some))])
-            for caption, size, ids in zip(some, sizes, self._ids(self.text, tokens), strict=False):
-                lengths[size] += counts[caption]
-                known[caption] = strip_padding(ids, self.text.codebook_sizes)
-        return [each._replace(texts=tuple(known[caption] for caption in each.captions)) for each in records], lengths
+def encode_captions(
+    tokenizer: TextTokenizer, records: Sequence[TokenRecord], batch_size: int, precision: Precision
+) -> tuple[list[TokenRecord], CaptionLengths]:
+    """Encode each distinct caption once, in batches that are padded with empty captions.
 
-    @torch.inference_mode()
-    def _ids(self, tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor) -> np.ndarray:
-        """Return ids ``(B, N, C)`` int64."""
-        return tokenizer.encode(inputs, self._precision).cpu().numpy()
+    Returns:
+        The samples with the ids of their captions, and the lengths of all captions in tokens.
+    """
+    lengths, known = CaptionLengths(), dict[str, np.ndarray]()
+    counts = Counter(caption for record in records for caption in record.captions)
+    for some in slices_of([*counts], batch_size):
+        tokens, sizes = tokenizer.preprocess.with_lengths([*some, *[""] * (batch_size - len(some))])
+        for caption, size, ids in zip(some, sizes, _encode(tokenizer, tokens, precision), strict=False):
+            lengths[size] += counts[caption]
+            known[caption] = strip_padding(ids, tokenizer.codebook_sizes)
+    return [each._replace(texts=tuple(known[caption] for caption in each.captions)) for each in records], lengths
+
+
+@torch.inference_mode()
+def _encode(tokenizer: ImageTokenizer | TextTokenizer, inputs: Tensor, precision: Precision) -> np.ndarray:
+    """Return ids ``(B, N, C)`` int64."""
+    return tokenizer.encode(inputs, precision).cpu().numpy()
