@@ -121,7 +121,6 @@ def load(path: Path) -> None:
     [
         "state.json",
         "state.safetensors",
-        "optimizer.json",
         "optimizer.safetensors",
         "model/model.safetensors",
         "model/config.json",
@@ -210,7 +209,7 @@ def test_any_flipped_bit_is_detected(tmp_path: Path, saved: Path, flips: int) ->
             with pytest.raises(CheckpointError, match=file.name):
                 use(path)
         flip(file, place, bit)
-    assert len(seen) == len(files) == 7
+    assert len(seen) == len(files) == 6
 
 
 def test_every_byte_of_a_configuration_is_verified(tmp_path: Path, saved: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from vqclip import checkpoint
-from vqclip.checkpoint.optimizer import optimizer_tensors, read_optimizer, restore_optimizer, write_layout
+from vqclip.checkpoint.optimizer import optimizer_tensors, read_optimizer, restore_optimizer
 from vqclip.io import parts
 from vqclip.io.parts import Part
 
@@ -28,7 +28,6 @@ def save_checkpoint(
         parts.create(aside / checkpoint.OPTIMIZER_FILE, whole)
         parts.write(aside / checkpoint.OPTIMIZER_FILE, whole)
         write_model(aside / checkpoint.MODEL)
-        write_layout(aside, optimizer)
 
     return checkpoint.save(folder, step, fill, state or {}, keep_last)
 

@@ -67,7 +67,7 @@ def test_state_comes_back_exactly(tmp_path):
     assert loaded.step == 1000
     assert loaded.state == STATE
     assert type(loaded.state["levels"][1]) is float
-    assert {"manifest.json", "state.json", "optimizer.safetensors", "optimizer.json", "model"} == set(os.listdir(path))
+    assert {"manifest.json", "state.json", "optimizer.safetensors", "model"} == set(os.listdir(path))
     assert load_file(loaded.model_folder / "model.safetensors")
 
 
@@ -140,14 +140,10 @@ def test_another_optimizer_is_refused_by_name_and_changes_nothing(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         restore(path, resumed)
     message = str(caught.value)
-    assert "groups[1].parameters.3.weight: absent in the checkpoint, 'float32 [2, 2]' now" in message
-    assert "parameters.0.bias: 'float32 [4]' in the checkpoint, absent now" in message
-    assert "groups[1].parameters.2.weight: absent in the checkpoint, 'float32 [2, 5]' now" in message
-    assert "groups[0].options.weight_decay: 0.2 in the checkpoint, 0.01 now" in message
+    assert "unexpected 0.bias/exp_avg" in message
+    assert "2.weight/exp_avg: got shape (2, 4), expected (2, 5)" in message
     assert not resumed.state
-    with pytest.raises(CheckpointError, match=r"groups\[0\]\.options\.eps: 1e-08 in the checkpoint, 0\.001 now"):
-        restore(path, make(foreach=False, eps=1e-3)[1])
-    with pytest.raises(CheckpointError, match="kind: 'AdamW' in the checkpoint, 'SGD' now"):
+    with pytest.raises(CheckpointError, match=r"(?s)does not fit the running optimizer:.*unexpected 0\.weight/exp_avg"):
         restore(path, torch.optim.SGD(model.parameters()))
     _, resumed = make(foreach=False)
     restore(path, resumed)

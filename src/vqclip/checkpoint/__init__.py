@@ -4,7 +4,6 @@ After `vqclip.io`, which writes the files; before `vqclip.train`, which decides 
 
     checkpoints/step-00001000/
       model/                   tensors of the model and its other files; such as a tokenizer folder
-      optimizer.json           parameter groups: names, shapes, dtypes, options
       optimizer.safetensors    every tensor of the optimizer's state, named ``<parameter>/<key>``
       state.json               the caller's JSON-able state
       state.safetensors        its tensors

@@ -4,7 +4,8 @@ A parameter has the name it was given to the optimizer with (``AdamW(model.named
 number, counted over all groups. The learning rate is a function of the step, and is not stored.
 
 Kinds differ in what they keep: tensors and numbers of each parameter, and some, such as LAMB, a count of steps in each
-group. One step on zeros shows it (`first_state`), and a checkpoint must contain just that.
+group. One step on zeros shows it (`first_state`), and a checkpoint must contain just that. Kind and
+options are part of the identity of a run (`vqclip.train.resume`).
 """
 
 from __future__ import annotations
@@ -18,18 +19,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vqclip.checkpoint import OPTIMIZER_FILE
 from vqclip.errors import CheckpointError
-from vqclip.io.json_files import Strict, describe_differences, read_plain, write_plain
 from vqclip.io.tensors import first_names, map_tensors, nonfinite_names, tensor_differences
 
-_LAYOUT_FILE = "optimizer.json"
-_OPTIONS = ("betas", "eps", "momentum", "weight_decay", "lr_ratio", "muon")
-"""Options of a group that must be equal; the others say how a step is computed."""
 _COUNT = "step of the group"
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _SHOWN = 20
@@ -37,12 +33,6 @@ _SHOWN = 20
 Shapes = Mapping[str, Sequence[int]]
 """Name → shape of a whole parameter, where the optimizer has this rank's rows of it."""
 NO_SHAPES: Shapes = MappingProxyType({})
-
-
-class _Layout(Strict):
-    kind: str
-    groups: list[dict[str, dict[str, JsonValue]]]
-    """``options`` and ``parameters`` of each group."""
 
 
 def first_state(
@@ -69,7 +59,7 @@ def first_state(
 
 
 def state_bytes(optimizer: Optimizer, shapes: Shapes = NO_SHAPES) -> int:
-    """Estimate the bytes of the whole state from a small matrix in each group; ``shapes`` as of `write_layout`."""
+    """Estimate the bytes of the whole state from a small matrix in each group; ``shapes`` as of `read_optimizer`."""
     total, probe = 0, torch.zeros(64, 64)
     for group, named in _named_groups(optimizer):
         state = first_state(optimizer, group, probe)
@@ -77,17 +67,6 @@ def state_bytes(optimizer: Optimizer, shapes: Shapes = NO_SHAPES) -> int:
         sizes = (math.prod(shapes.get(name, each.shape)) * each.element_size() for name, each in named.items())
         total += sum(sizes) * held // probe.nbytes
     return total
-
-
-def write_layout(folder: Path, optimizer: Optimizer, shapes: Shapes = NO_SHAPES) -> None:
-    """Write the class of an optimizer and its parameter groups, which `read_optimizer` compares.
-
-    Args:
-        folder: of the checkpoint.
-        optimizer: of any kind whose state consists of tensors and numbers.
-        shapes: of parameters in shards.
-    """
-    write_plain(folder / _LAYOUT_FILE, _describe(optimizer, shapes))
 
 
 def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
@@ -111,12 +90,10 @@ def read_optimizer(folder: Path, optimizer: Optimizer, shapes: Shapes = NO_SHAPE
         shapes: of its parameters in shards.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or its tensors do not fit or contain NaN or infinity; or it is
-            the state of another kind of optimizer, or parameters or options differ. The message names them.
+        CheckpointError: the file is missing or damaged, or its tensors do not fit, such as those of another kind of
+            optimizer, or contain NaN or infinity. The message names them.
     """
-    saved, path = read_plain(folder / _LAYOUT_FILE, _Layout).model_dump(), folder / OPTIMIZER_FILE
-    differences = describe_differences(saved, _describe(optimizer, shapes), "in the checkpoint")
-    _require_none(folder, [line.strip() for line in differences.values()])
+    path = folder / OPTIMIZER_FILE
     tensors = map_tensors(path)
     stored = {name.rpartition("/")[0] for name in tensors}  # a parameter that no step has changed has no state
     for number, (_, named) in enumerate(_named_groups(optimizer)):
@@ -124,7 +101,9 @@ def read_optimizer(folder: Path, optimizer: Optimizer, shapes: Shapes = NO_SHAPE
             stored.add(f"groups/{number}")
     values = ((name, value) for name, _, _, value in _first_values(optimizer, shapes))
     expected = {name: _as_tensor(each).to("meta") for name, each in values if name.rpartition("/")[0] in stored}
-    _require_none(path, tensor_differences(expected, tensors))
+    if problems := tensor_differences(expected, tensors):
+        more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        raise CheckpointError("\n  ".join([f"{path} does not fit the running optimizer:", *problems[:_SHOWN], *more]))
     if bad := nonfinite_names(tensors):
         raise CheckpointError(f"{path}: these tensors contain NaN or infinity: {first_names(bad)}")
     return tensors
@@ -174,21 +153,6 @@ def _as_tensor(value: Tensor | float) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=_DTYPES[type(value)])
 
 
-def _describe(optimizer: Optimizer, shapes: Shapes) -> dict[str, Any]:
-    """Return JSON values that fit `_Layout`."""
-    groups = [
-        {
-            "options": {key: group[key] for key in _OPTIONS if key in group},
-            "parameters": {
-                name: f"{str(each.dtype).removeprefix('torch.')} {list(shapes.get(name, each.shape))}"
-                for name, each in named.items()
-            },
-        }
-        for group, named in _named_groups(optimizer)
-    ]
-    return {"kind": type(optimizer).__name__, "groups": groups}
-
-
 def _named_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
     """Yield each parameter group with its parameters by name."""
     count = 0
@@ -196,9 +160,3 @@ def _named_groups(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], dict[s
         names = group.get("param_names") or map(str, range(count, count + len(group["params"])))
         count += len(group["params"])
         yield group, dict(zip(names, group["params"], strict=True))
-
-
-def _require_none(what: Path, problems: list[str]) -> None:
-    if problems:
-        more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        raise CheckpointError("\n  ".join([f"{what} does not fit the running optimizer:", *problems[:_SHOWN], *more]))

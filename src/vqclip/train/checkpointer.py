@@ -30,7 +30,7 @@ from torch import Tensor
 
 from vqclip import checkpoint, dist
 from vqclip.checkpoint import MODEL, OPTIMIZER_FILE, STATE_FILE
-from vqclip.checkpoint.optimizer import optimizer_tensors, write_layout
+from vqclip.checkpoint.optimizer import optimizer_tensors
 from vqclip.errors import CheckpointError, DistributedError, NonFiniteError
 from vqclip.io import parts
 from vqclip.io.atomic import TEMPORARY
@@ -173,7 +173,6 @@ class Checkpointer:
         def fill(folder: Path) -> None:
             self._write_tensors(files, folder)
             step.task.write_model(folder / MODEL, frozen)
-            write_layout(folder, step.optimizer, step.weights.shapes)
 
         def write() -> None:  # uses nothing that the training changes
             begun = time.perf_counter()

@@ -10,7 +10,7 @@ import webdataset
 from tests.data import hostile
 from tests.data.making import caption_members, count_calls, member_places, open_tars, write_tar
 from tests.fuzz import shards
-from vqclip.data.tars.headers import Member, TarWalk
+from vqclip.data.tars.headers import Member, walk_tar
 from vqclip.errors import DataError
 
 
@@ -209,12 +209,12 @@ def outcome(data: bytes, block: int) -> tuple[list[Member], str]:
     members: list[Member] = []
     again = b""
     try:
-        tar = TarWalk(Path("a.tar"), len(data))
-        for part, found in tar.walk(data[at : at + block] for at in range(0, len(data), block)):
-            assert all(len(again) <= member.begin for member in found)
+        blocks = (data[at : at + block] for at in range(0, len(data), block))
+        for member, part in walk_tar(Path("a.tar"), blocks, len(data)):
+            if member is not None:
+                assert member.begin == len(again)
+                members.append(member)
             again += part
-            assert all(member.begin < len(again) for member in found)
-            members += found
     except DataError as error:
         return members, str(error)
     assert again == data

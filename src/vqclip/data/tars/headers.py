@@ -22,6 +22,10 @@ _REGULAR = (b"0", b"\0", b"7")
 """Types of regular files."""
 _NAMED = (b"x", b"L")
 """Types of extended headers with the name of the next member."""
+_OF_NEXT = (b"g", b"K")
+"""Types of other extended headers, which are not read: of all members, and the name of a link."""
+_NOT_READ = (*_OF_NEXT, b"5")
+"""Types that are not read; 5 is a folder."""
 _MAX_EXTENDED = 1 << 16
 """Bytes of a PAX header or a long name; real ones are a few hundred."""
 _MAX_BEFORE = 1 << 20
@@ -48,125 +52,113 @@ class Member(NamedTuple):
     size: int
 
 
-class TarWalk:
-    """Walk over the headers of a tar whose bytes come in blocks.
+class _Bytes:
+    """The bytes of a file, which come in blocks; those that were not taken yet are kept."""
+
+    def __init__(self, blocks: Iterable[bytes], at: int):
+        self.at = at
+        """Place of the next byte to take."""
+        self._blocks, self._data = iter(blocks), memoryview(b"")
+
+    def read(self, first: int, size: int) -> bytes:
+        """Return bytes that were not taken yet, which stay there; fewer if the file ends."""
+        missing = first + size - self.at - len(self._data)
+        while missing > 0 and (block := next(self._blocks, None)) is not None:
+            self._data = memoryview(b"".join([self._data, block]))
+            missing -= len(block)
+        return bytes(self._data[first - self.at : first - self.at + size])
+
+    def take(self, end: int) -> memoryview:
+        """Return the next bytes, up to a place, as many as there are at hand; none if the file ends."""
+        while not self._data and (block := next(self._blocks, None)) is not None:
+            self._data = memoryview(block)
+        data, self._data = self._data[: end - self.at], self._data[end - self.at :]
+        self.at += len(data)
+        return data
+
+
+def walk_tar(
+    path: Shard, blocks: Iterable[bytes], length: int, first: int = 0, end: int | None = None
+) -> Iterator[tuple[Member | None, memoryview]]:
+    """Yield all bytes of a tar again, each time with the member that begins with them, if one does.
 
     Args:
         path: the tar's name, for messages.
+        blocks: its bytes from `first` to `end`.
         length: size of the tar in bytes.
         first: byte where the first header is.
         end: byte at which the walk ends; before the end of the tar no end-of-archive mark is expected.
+
+    Raises:
+        DataError: see the module's docstring.
     """
-
-    def __init__(self, path: Shard, length: int, first: int = 0, end: int | None = None):
-        self._at = first  # byte that is needed next; those before it are done with, or are contents of members
-        self._path, self._length, self._end = path, length, length if end is None else end
-        self._extended: dict[str, str] = {}
-        self._begin = -1
-        self._zeros_at = -1
-        if length == 0:
-            raise DataError(f"{path}: is empty (0 bytes); expected a tar file: copy it again")
-
-    def walk(self, blocks: Iterable[bytes]) -> Iterator[tuple[memoryview, list[Member]]]:
-        """Yield all bytes again, each time with the members whose headers begin in them.
-
-        Raises:
-            DataError: see the module's docstring.
-        """
-        offset, rest = self._at, b""
-        for block in blocks:
-            data = rest + block if rest else block
-            members = self._parse(data, offset)
-            if 0 <= self._begin < self._at - _MAX_BEFORE:
-                raise DataError(f"{self._path}: extended headers of more than {_MAX_BEFORE} bytes at {self._begin}")
-            used = min(len(data), (self._at if self._begin < 0 else self._begin) - offset)
-            yield memoryview(data)[:used], members
-            offset, rest = offset + used, data[used:]
-        yield memoryview(rest), []
-        self._finish()
-
-    def _parse(self, data: bytes, offset: int) -> list[Member]:
-        """Return the members whose headers are complete in some bytes of the tar, which begin at `offset`."""
-        if offset == 0 and self._at == 0:
-            _refuse_other_formats(self._path, data[:BLOCK])
-        found: list[Member] = []
-        limit = min(offset + len(data), self._end)
-        while self._zeros_at < 0 and self._at + BLOCK <= limit and self._read_header(data, offset, found):
-            pass
-        if self._zeros_at >= 0 and self._at < offset + len(data):
-            if data[self._at - offset :].strip(b"\0"):
-                raise DataError(
-                    f"{self._path}: zeroed header at offset {self._zeros_at} with data after it; the shard is damaged, "
-                    "or several tars in one file (unpack those and write one tar)"
-                )
-            self._at = offset + len(data)
-        return found
-
-    def _finish(self) -> None:
-        """Raise DataError if the tar is truncated, or its end-of-archive mark is missing."""
-        path, at, end = self._path, self._at, self._end
-        if self._zeros_at >= 0 and at >= end:
-            return
-        if at < end:
-            left = end - at
-            raise DataError(
-                f"{path}: truncated at offset {at}: a tar header has {BLOCK} bytes, {left} are left; copy it again"
-            )
-        if end == self._length:
-            raise DataError(
-                f"{path}: ends at offset {end} without the end-of-archive mark, so members may be missing; copy it "
-                f"again, or append the mark to a complete one: head -c 1024 /dev/zero >> {path.name}"
-            )
-        if at > end or self._extended:
-            raise DataError(f"{path}: a member crosses byte {end}, where a sample should end")
-
-    def _read_header(self, data: bytes, offset: int, found: list[Member]) -> bool:
-        """Read one header; return False if bytes that belong to it are still to come."""
-        path, at = self._path, self._at
-        header = data[at - offset : at - offset + BLOCK]
-        if not header.strip(b"\0"):
-            self._zeros_at = at
-            return True
+    if length == 0:
+        raise DataError(f"{path}: is empty (0 bytes); expected a tar file: copy it again")
+    file, at, end, extended = _Bytes(blocks, first), first, length if end is None else end, dict[str, str]()
+    if first == 0:
+        _refuse_other_formats(path, file.read(0, BLOCK))
+    is_at_mark = False
+    while at + BLOCK <= end and len(header := file.read(at, BLOCK)) == BLOCK:
+        if is_at_mark := not header.strip(b"\0"):
+            break
         _check_sum(path, header, at)
-        kind = header[156:157]
-        size = _number(path, header[124:136], at)
-        if kind in _REGULAR and "size" in self._extended:
-            digits = self._extended["size"]
-            if not (digits.isascii() and digits.isdigit() and len(digits) < 19):
-                raise DataError(f"{path}: PAX header before offset {at} has no valid size: {digits[:40]!r}")
-            size = int(digits)
-        start = at + BLOCK
-        if start + size > self._length:
+        kind, size, start = header[156:157], _number(path, header[124:136], at), at + BLOCK
+        if kind in _REGULAR and "size" in extended:
+            size = _extended_size(path, extended["size"], at)
+        if start + size > length:
             raise DataError(
-                f"{path}: truncated: member {_name(header, self._extended)!r} at offset {at} needs {start + size} "
-                f"bytes, the file has {self._length}; copy the shard again"
+                f"{path}: truncated: member {_name(header, extended)!r} at offset {at} needs {start + size} "
+                f"bytes, the file has {length}; copy the shard again"
             )
-        payload = b""
         if kind in _NAMED:
             if size > _MAX_EXTENDED:
                 raise DataError(
                     f"{path}: extended header of {size} bytes at offset {at}; at most {_MAX_EXTENDED} are read"
                 )
-            payload = data[start - offset : start - offset + size]
-            if len(payload) < size:
-                return False
-        elif kind not in (*_REGULAR, b"5", b"g", b"K"):
+            if len(payload := file.read(start, size)) < size:
+                break
+            extended |= _read_extended(path, kind, payload, at)
+        elif kind not in (*_REGULAR, *_NOT_READ):
             what = {b"S": "a sparse file", b"1": "a hard link", b"2": "a symbolic link"}.get(kind, f"of type {kind!r}")
             raise DataError(
-                f"{path}: member {_name(header, self._extended)!r} at offset {at} is {what}; only regular files are "
+                f"{path}: member {_name(header, extended)!r} at offset {at} is {what}; only regular files are "
                 "read. Write the shard again, with plain files (tar --hard-dereference --dereference)"
             )
-        begin = at if self._begin < 0 else self._begin
-        if kind in _NAMED:
-            self._extended |= _read_extended(path, kind, payload, at)
-            self._begin = begin
-        elif kind in _REGULAR or kind == b"5":
-            name = _name(header, self._extended)
-            if kind != b"5" and not name.endswith("/"):  # a folder in old tars
-                found.append(Member(name, begin, start, size))
-            self._extended, self._begin = {}, -1
-        self._at = start + -(-size // BLOCK) * BLOCK
-        return True
+        is_extended, at = at > file.at, start + -(-size // BLOCK) * BLOCK
+        if kind in _NAMED or (kind in _OF_NEXT and is_extended):  # they belong to the next member
+            if at - file.at > _MAX_BEFORE:
+                raise DataError(f"{path}: extended headers of more than {_MAX_BEFORE} bytes at {file.at}")
+            continue
+        member = None
+        if kind in _REGULAR and not (name := _name(header, extended)).endswith("/"):  # a folder in old tars
+            member = Member(name, file.at, start, size)
+        extended = {}
+        while file.at < at and (data := file.take(at)):
+            yield member, data
+            member = None
+    if is_at_mark:
+        mark = at
+        if file.at < mark:
+            yield None, file.take(mark)
+        while data := file.take(end):
+            if bytes(data).strip(b"\0"):
+                raise DataError(
+                    f"{path}: zeroed header at offset {mark} with data after it; the shard is damaged, or several "
+                    "tars in one file (unpack those and write one tar)"
+                )
+            yield None, data
+        at = file.at
+    if at < end:
+        raise DataError(
+            f"{path}: truncated at offset {at}: a tar header has {BLOCK} bytes, {end - at} are left; copy it again"
+        )
+    if end == length and not is_at_mark:
+        raise DataError(
+            f"{path}: ends at offset {end} without the end-of-archive mark, so members may be missing; copy it "
+            f"again, or append the mark to a complete one: head -c 1024 /dev/zero >> {path.name}"
+        )
+    if at > end or file.at < at:
+        raise DataError(f"{path}: a member crosses byte {end}, where a sample should end")
 
 
 def _refuse_other_formats(path: Shard, start: bytes) -> None:
@@ -212,6 +204,12 @@ def _number(path: Shard, field: bytes, at: int) -> int:
     if digits.strip(b"01234567"):
         raise DataError(f"{path}: tar header at offset {at} has no valid size: {field!r}")
     return int(digits or b"0", 8)
+
+
+def _extended_size(path: Shard, digits: str, at: int) -> int:
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 19):
+        raise DataError(f"{path}: PAX header before offset {at} has no valid size: {digits[:40]!r}")
+    return int(digits)
 
 
 def _name(header: bytes, extended: dict[str, str]) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 from vqclip.data.decode import IMAGE_ENDINGS, OTHER_ENDINGS
 from vqclip.data.remote.files import Shard
 from vqclip.data.table_file import Texts
-from vqclip.data.tars.headers import Member, TarWalk
+from vqclip.data.tars.headers import Member, walk_tar
 from vqclip.errors import encodable
 
 KINDS = ("image", "txt", "json", "cls")
@@ -112,19 +112,15 @@ def scan_shard(
     Raises:
         DataError: it is damaged.
     """
-    scan, digest, at = _MemberScan(rules), hashlib.sha256(), first
+    scan, digest = _MemberScan(rules), hashlib.sha256()
     begins, digests = list[int](), list[bytes]()  # of the bytes of each key: up to the next key
-    for data, members in TarWalk(shard, length, first, end).walk(blocks):
-        for member in members:
-            if scan.add(member):
-                if begins:
-                    digest.update(data[: member.begin - at])
-                    data, at = data[member.begin - at :], member.begin
-                    digests.append(digest.digest()[:DIGEST])
-                    digest = hashlib.sha256()
-                begins.append(member.begin if begins else first)
+    for member, data in walk_tar(shard, blocks, length, first, end):
+        if member is not None and scan.add(member):
+            if begins:
+                digests.append(digest.digest()[:DIGEST])
+                digest = hashlib.sha256()
+            begins.append(member.begin if begins else first)
         digest.update(data)
-        at += len(data)
     return scan.finish(begins, [*digests, digest.digest()[:DIGEST]])
 
 
