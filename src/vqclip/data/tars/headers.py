@@ -53,22 +53,22 @@ class Member(NamedTuple):
 
 
 class _Bytes:
-    """The bytes of a file, which come in blocks; those that were not taken yet are kept."""
+    """The bytes of a file, which come in blocks; those that were not consumed yet are kept."""
 
     def __init__(self, blocks: Iterable[bytes], at: int):
         self.at = at
-        """Place of the next byte to take."""
+        """Place of the next byte to consume."""
         self._blocks, self._data = iter(blocks), memoryview(b"")
 
     def read(self, first: int, size: int) -> bytes:
-        """Return bytes that were not taken yet, which stay there; fewer if the file ends."""
+        """Return bytes that were not consumed yet, which stay there; fewer if the file ends."""
         missing = first + size - self.at - len(self._data)
         while missing > 0 and (block := next(self._blocks, None)) is not None:
             self._data = memoryview(b"".join([self._data, block]))
             missing -= len(block)
         return bytes(self._data[first - self.at : first - self.at + size])
 
-    def take(self, end: int) -> memoryview:
+    def consume(self, end: int) -> memoryview:
         """Return the next bytes, up to a place, as many as there are at hand; none if the file ends."""
         while not self._data and (block := next(self._blocks, None)) is not None:
             self._data = memoryview(block)
@@ -133,14 +133,14 @@ def walk_tar(
         if kind in _REGULAR and not (name := _name(header, extended)).endswith("/"):  # a folder in old tars
             member = Member(name, file.at, start, size)
         extended = {}
-        while file.at < at and (data := file.take(at)):
+        while file.at < at and (data := file.consume(at)):
             yield member, data
             member = None
     if is_at_mark:
         mark = at
         if file.at < mark:
-            yield None, file.take(mark)
-        while data := file.take(end):
+            yield None, file.consume(mark)
+        while data := file.consume(end):
             if bytes(data).strip(b"\0"):
                 raise DataError(
                     f"{path}: zeroed header at offset {mark} with data after it; the shard is damaged, or several "
