@@ -6,6 +6,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from vqclip.evaluation import Result, write_evaluations
+
 CODEBOOKS = 6
 CONFIG = """
 run: {name: made}
@@ -43,6 +45,10 @@ def make_run(folder: Path, change: Callable[[int], dict[str, Any]] = lambda step
             rates = {f"eval/pairs/{mode}/i2t_r1": step / 500 for mode in ("continuous", "quantized", "codes_only")}
             lines.append({"step": step, **rates, **{name: each for name, each in lines[-1].items() if name in rates}})
     write_lines(folder / "metrics.jsonl", lines)
+    if steps >= 100:
+        rates = {key: {"i2t_r1": steps // 100 / 5} for key in ("continuous", "quantized", "codes_only")}
+        result = Result("pairs", "retrieval", rates, {"i2t_r1": 0.1}, 100, None, 100, {})
+        write_evaluations(folder, steps // 100 * 100, [result])
     return folder
 
 

@@ -54,7 +54,6 @@ def store(folder: Path, found: Details, name: str = EVIL, step: int = 400) -> No
     """Store an evaluation as training does."""
     rates = {mode: {"i2t_r1": 0.5, EVIL: 0.25} for mode in ("continuous", "quantized", "codes_only")}
     result = Result(name, "retrieval", rates, {"i2t_r1": 0.1}, 9, None, 9, {}, [EVIL], found)
-    (folder / "report").mkdir(exist_ok=True)
     (folder / "report" / "00-x.json").write_text(StoredEvaluation(step=step, result=result).model_dump_json())
 
 
@@ -71,7 +70,6 @@ def store_pixels(folder: Path) -> None:
     pixels = PixelResult(reference=EVIL, image_size=10**9, preprocessing=EVIL, rows=rows)
     rates = dict.fromkeys(("continuous", "quantized", "codes_only"), figures | {"id_agreement": 0.25})
     result = Result(EVIL, "pixels", rates, {}, 9, None, 9, {}, [EVIL], details(), pixels=pixels)
-    (folder / "report").mkdir(exist_ok=True)
     (folder / "report" / "01-x.json").write_text(StoredEvaluation(step=400, result=result).model_dump_json())
 
 
@@ -153,7 +151,6 @@ STORED = [b"{}", b"[]", b"\xff\xfe", b'{"step": 1, "result": {"name": "x"}}', b"
 @pytest.mark.parametrize("forged", STORED)
 def test_forged_evaluations_are_left_out_and_named(tmp_path, forged):
     folder = make_run(tmp_path / "run")
-    (folder / "report").mkdir()
     (folder / "report" / "00-x.json").write_bytes(forged)
     page = require_harmless(write_report(folder).read_text())
     assert "report/00-x.json: cannot be read" in page.text

@@ -147,10 +147,11 @@ def test_what_watches_a_run_changes_no_bit(tree, tmp_path, monkeypatch):
     assert (tmp_path / "with" / "tensorboard").is_dir()
 
 
-def test_null_writes_none(tree, tmp_path):
+def test_null_writes_no_page_and_no_details(tree, tmp_path):
     result = run({**tree, "report": None})
+    (path,) = stored_files(tmp_path / "tiny")
+    assert read_evaluation(path).result == result.results[0]
     assert result.results[0].details is None
-    assert not (tmp_path / "tiny" / "report").exists()
     assert not (tmp_path / "tiny" / "report.html").exists()
 
 

@@ -10,7 +10,7 @@ from vqclip.evaluation import Result
 from vqclip.evaluation.pixels import CODES
 from vqclip.evaluation.results import MODE_TITLES, figure_title
 from vqclip.report.plot import PERCENT, Chart, Curve, heat_map, line_chart
-from vqclip.report.run_files import MAX_FIGURES, split_names
+from vqclip.report.run_files import MAX_FIGURES
 from vqclip.runlog.health import CODED, Codebook
 from vqclip.runlog.metrics import Curves
 
@@ -81,7 +81,8 @@ def evaluation_charts(curves: Curves) -> list[Chart]:
     """Return a figure for each task: its rates over steps, codes only where there are codes."""
     found: dict[tuple[str, str], dict[str, list[tuple[int, float]]]] = {}
     for step, values in curves.evaluations.items():
-        for (name, mode, figure), rate in split_names(values).items():
+        for key, rate in values.items():
+            name, mode, figure = ["", "", *key.rsplit("/", 2)][-3:]
             found.setdefault((name, mode), {}).setdefault(figure, []).append((step, rate))
     charts = []
     for name in list(dict.fromkeys(name for name, _ in found))[:12]:

@@ -1,8 +1,6 @@
 """Files of a run's folder, read for its page, and what they say of it in words.
 
 Every one may be missing, unfinished, damaged or forged.
-
-The newest evaluation is read from the stored details, or without them from the metrics.
 """
 
 from __future__ import annotations
@@ -12,8 +10,8 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +133,9 @@ def read_run(folder: Path) -> RunFiles:
             setattr(run, name, [{key: each.get(key, "") for key in _SHOWN} for each in lines if each is not None])
     with naming(run, "checkpoints"):
         run.checkpoints = sorted(step_of(path) for path in checkpoints(folder / "checkpoints"))
-    run.evaluated, run.results = _newest_results(run)
+    stored = _read_stored(run)
+    run.evaluated = max((step for step, _ in stored), default=0)
+    run.results = [result for step, result in stored if step == run.evaluated]
     return run
 
 
@@ -225,36 +225,6 @@ def figure_rows(result: Result) -> list[FigureRow]:
         if result.details is not None and figure in (ends := result.details.intervals.get(mode, {})):
             row.intervals[mode] = ends[figure]
     return list(rows.values())
-
-
-def _newest_results(run: RunFiles) -> tuple[int, list[Result]]:
-    """Return the step of the newest evaluation and its results; step 0 and none without one.
-
-    Stored evaluations have details; without them those of the metrics are used, whose other fields are empty or those
-    of a stored evaluation of the same name.
-    """
-    stored = _read_stored(run)
-    recorded, values = next(reversed(run.curves.evaluations.items()), (0, {}))
-    step = max((step for step, _ in stored), default=0)
-    if stored and step >= (
-        min(int(number_at(run.summary, "step") or run.done), recorded) if run.is_finished else recorded
-    ):
-        return step, [result for each, result in stored if each == step]
-    known, blank = {result.name: result for _, result in stored}, Result("", "", {}, {}, 0, None, 0, {})
-    rates: dict[str, dict[str, dict[str, float]]] = {}
-    for (name, mode, figure), rate in split_names(values).items():
-        rates.setdefault(name, {}).setdefault(mode, {})[figure] = rate
-    found = [
-        replace(known.get(name, blank), name=name, figures=dict(each), notes=[], details=None, pixels=None)
-        for name, each in list(rates.items())[:MAX_TASKS]
-    ]
-    return recorded, found
-
-
-def split_names(values: Mapping[str, float]) -> dict[tuple[str, str, str], float]:
-    """Return the metrics of an evaluation by task, mode and figure; of other names none."""
-    split = {tuple(["", "", *name.rsplit("/", 2)][-3:]): value for name, value in values.items()}
-    return {(task, mode, figure): value for (task, mode, figure), value in split.items() if mode in MODES}
 
 
 def _read_stored(run: RunFiles) -> list[tuple[int, Result]]:

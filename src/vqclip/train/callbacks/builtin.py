@@ -238,17 +238,18 @@ def write_pages(config: DetailsConfig | None, run: Path, step: int, outcome: Eva
     """Store an evaluation on rank 0, and write ``report.html``; a failure is a warning, not the run's end.
 
     Args:
-        config: settings; None: nothing is written.
+        config: settings; None: no page is written.
         run: the run's folder.
         step: steps of training of the evaluated weights.
         outcome: outcome of the evaluation, with details; None if there is no new one.
     """
-    if config is None or not dist.is_main():
+    if not dist.is_main():
         return
     try:
         if outcome is not None and outcome.results:
             write_evaluations(run, step, outcome.results)
-        write_report(run)
+        if config is not None:
+            write_report(run)
     except Exception as error:  # of any kind: a page is never worth a run
         told = f"{type(error).__name__}: {error}"
         logger.warning("report.html: cannot be written after step %d; the run continues without it: %s", step, told)
