@@ -108,7 +108,8 @@ def test_smallest_type_holds_every_id(sizes: tuple[int, ...], expected: type) ->
     ids = np.full((3, len(sizes)), -1, dtype=np.int64)
     ids[0], ids[1] = [size - 1 for size in sizes], 0
     kept = strip_padding(ids, sizes)
-    assert layout.is_inside(kept).all()
+    stored = pytest.importorskip("pyarrow").array(kept.reshape(-1))
+    assert np.array_equal(layout.read(stored), kept)
     assert kept.dtype == kind
     assert len(kept) == 2
     assert np.array_equal(layout.pad(kept), ids)
@@ -248,9 +249,9 @@ def read(path: Path) -> TokenRecord:
         ("captions", ["a", "b"], "has another number of captions than of texts with ids"),
         ("image_ids", None, "(has no image ids|damaged .*Expected all lists)"),  # pyarrow before 25 cannot read it
         ("image_ids", [1, 1, 1, 7, 1, 1, 1, 1], "has an id outside of its codebook, 4 tokens of .* 1000, 7"),
-        ("image_ids", [1, None, 1, 1, 1, 1, 1, 1], "an id is null"),
-        ("text_ids", [None], "has a text of another length than 1 to 6 tokens"),
-        ("text_ids", [[]], "has a text of another length than 1 to 6 tokens"),
+        ("image_ids", [1, None, 1, 1, 1, 1, 1, 1], "has an id that is null"),
+        ("text_ids", [None], "has ids of another length than 1 to 6 tokens"),
+        ("text_ids", [[]], "has ids of another length than 1 to 6 tokens"),
         ("text_ids", [[5, 2**20]], "has an id outside of its codebook"),
     ],
 )

@@ -16,7 +16,6 @@ times: equal samples make equal bytes with one version of pyarrow. Needs pyarrow
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple
@@ -76,11 +75,21 @@ class IdLayout(Config):
         """Data type of stored ids."""
         return id_type(self.codebook_sizes)
 
-    def is_inside(self, ids: np.ndarray) -> np.ndarray:
-        """Return whether each id of ``(..., C)`` is inside of its codebook."""
-        last = np.array([size - 1 for size in self.codebook_sizes], dtype=self.type)
-        inside: np.ndarray = (ids >= 0) & (ids <= last)
-        return inside
+    def read(self, stored: Any) -> np.ndarray:
+        """Return the ids ``(n, C)`` of an image or text, whose pyarrow array has n·C of them, or is None.
+
+        Raises:
+            ValueError: there are too few or too many, or one is outside of its codebook.
+        """
+        width, count = len(self.codebook_sizes), 0 if stored is None else len(stored)
+        if count % width or not (width if self.padded else self.size) <= count <= self.size:
+            raise ValueError(f"has ids of another length than {self}")
+        if stored.null_count:
+            raise ValueError("has an id that is null")
+        ids: np.ndarray = stored.to_numpy(zero_copy_only=True).reshape(-1, width)
+        if ((ids < 0) | (ids > np.array([size - 1 for size in self.codebook_sizes]))).any():
+            raise ValueError(f"has an id outside of its codebook, {self}")
+        return ids
 
     def __str__(self) -> str:
         tokens = f"{'1 to ' if self.padded else ''}{count_noun(self.num_tokens, 'token')}"
@@ -269,94 +278,59 @@ def _size(row: TokenRecord) -> int:
 
 
 class TokenGroup:
-    """Decoded and checked rows of a token shard.
+    """Decoded rows of a token shard; each is checked when it is read.
 
     Args:
         table: all columns of some rows.
         image: layout of image ids; None without them.
         text: layout of text ids; None without them.
         place: name of the shard, for messages.
-
-    Raises:
-        DataError: a row lacks something, or an id is outside of its codebook; the message names the sample.
     """
 
     def __init__(self, table: Any, image: IdLayout | None, text: IdLayout | None, place: str):
-        columns = {name: table.column(name).combine_chunks() for name in table.column_names}
-        self._place, self._keys = place, columns["key"]
+        self._columns = {name: table.column(name).combine_chunks() for name in table.column_names}
+        self._image, self._text, self._place = image, text, place
         self.nbytes = int(table.nbytes)
         """Size in memory."""
-        self._require(columns["key"].is_valid(), "has no key")
-        captions = columns["captions"]
-        self._captions, self._caption_ends = captions.values, captions.offsets.to_numpy()
-        counts = np.diff(self._caption_ends)
-        self._require(counts > 0, "has no captions")
-        self._require(self._in_rows(captions.values.is_valid()), "has a caption that is null")
-        self._sample_ids = columns["sample_id"].fill_null(-1).to_numpy()
-        self._require(self._sample_ids >= 0, "has no sample id")
-        self._labels = columns["label"].fill_null(-1).to_numpy()
-        self._require(self._labels >= -1, "has a negative label")
-        self._image = self._texts = None
-        if image is not None:
-            column = columns["image_ids"]
-            self._require(column.is_valid(), "has no image ids")
-            ids = _to_numpy(column.flatten(), place).reshape(len(column), -1, len(image.codebook_sizes))
-            self._require(image.is_inside(ids).all(axis=(1, 2)), f"has an id outside of its codebook, {image}")
-            self._image = ids
-        if text is not None:
-            self._texts, self._text_ends = self._text_ids(columns["text_ids"], text, counts)
 
     def record(self, row: int) -> TokenRecord:
-        """Return a sample by its row in the group; its arrays are parts of the group's memory."""
-        first, last = int(self._caption_ends[row]), int(self._caption_ends[row + 1])
-        texts = None
-        if self._texts is not None:
-            ends = self._text_ends[first : last + 1].tolist()
-            texts = tuple(self._texts[start:end] for start, end in itertools.pairwise(ends))
-        return TokenRecord(
-            key=self._keys[row].as_py(),
-            sample_id=int(self._sample_ids[row]),
-            label=int(self._labels[row]),
-            captions=tuple(self._captions[each].as_py() for each in range(first, last)),
-            image=None if self._image is None else self._image[row],
-            texts=texts,
-        )
+        """Return a sample by its row in the group; its arrays are parts of the group's memory.
 
-    def _text_ids(self, column: Any, layout: IdLayout, captions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids ``(n, C)`` of all captions one after the other, and the offset of each caption in them."""
-        width = len(layout.codebook_sizes)
-        same = np.diff(column.offsets.to_numpy()) == captions
-        self._require(same, "has another number of captions than of texts with ids")
-        ends = column.values.offsets.to_numpy()
-        sizes, least = np.diff(ends), width if layout.padded else layout.size
-        fits = (sizes % width == 0) & (sizes >= least) & (sizes <= layout.size)
-        self._require(self._in_rows(fits), f"has a text of another length than {layout}")
-        ids = _to_numpy(column.values.values, self._place).reshape(-1, width)
-        ends = ends // width
-        outside = np.flatnonzero(~layout.is_inside(ids).all(axis=1))
-        inside = np.ones(len(fits), dtype=bool)
-        inside[np.searchsorted(ends, outside, side="right") - 1] = False
-        self._require(self._in_rows(inside), f"has an id outside of its codebook, {layout}")
-        return ids, ends
+        Raises:
+            DataError: the sample lacks something, or an id is outside of its codebook; the message names the sample.
+        """
+        cells = {name: column[row] for name, column in self._columns.items()}
+        try:
+            return self._parse(cells)
+        except ValueError as error:
+            name = printable(f"sample {cells['key'].as_py()}", one_line=True)
+            raise DataError(f"{self._place}: {name} (row {row} of its group) {error}", "damaged ids") from None
 
-    def _in_rows(self, good: Any) -> np.ndarray:
-        """Return which rows have only good captions."""
-        found = np.asarray(good)
-        return np.logical_and.reduceat(found, self._caption_ends[:-1]) if len(found) else found
-
-    def _require(self, good: Any, problem: str) -> None:
-        """Raise DataError that names the first row that is not good."""
-        found = np.asarray(good)
-        if not found.all():
-            row = int(np.argmin(found))
-            name = printable(f"sample {self._keys[row].as_py()}", one_line=True)
-            raise DataError(f"{self._place}: {name} (row {row} of its group) {problem}", "damaged ids")
-
-
-def _to_numpy(values: Any, place: str) -> np.ndarray:
-    if values.null_count:
-        raise DataError(f"{place}: an id is null", "damaged ids")
-    return np.asarray(values.to_numpy(zero_copy_only=True))
+    def _parse(self, cells: dict[str, Any]) -> TokenRecord:
+        """Return the sample in the cells of a row; raise ValueError that says what is wrong with it."""
+        key, sample_id, label, captions = (cells[name].as_py() for name in ("key", "sample_id", "label", "captions"))
+        label = -1 if label is None else label
+        image = texts = None
+        if key is None:
+            raise ValueError("has no key")
+        if not captions:
+            raise ValueError("has no captions")
+        if None in captions:
+            raise ValueError("has a caption that is null")
+        if sample_id is None or sample_id < 0:
+            raise ValueError("has no sample id")
+        if label < -1:
+            raise ValueError("has a negative label")
+        if self._image is not None:
+            if not cells["image_ids"].is_valid:
+                raise ValueError("has no image ids")
+            image = self._image.read(cells["image_ids"].values)
+        if self._text is not None:
+            ids = cells["text_ids"].values
+            if ids is None or len(ids) != len(captions):
+                raise ValueError("has another number of captions than of texts with ids")
+            texts = tuple(self._text.read(each.values) for each in ids)
+        return TokenRecord(key, sample_id, label, tuple(captions), image, texts)
 
 
 class TokenShard:
