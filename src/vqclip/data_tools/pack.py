@@ -16,7 +16,6 @@ import contextlib
 import importlib.metadata
 import json
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,10 @@ from vqclip.data.batch import allowed_bad, require_few_bad
 from vqclip.data.decode import decode_image
 from vqclip.data.sources.base import RawSample
 from vqclip.data.sources.class_names import CLASSNAMES, DEFAULT_TEMPLATE, MAX_LINE, TEMPLATES
-from vqclip.data.sources.packed import PackedConfig, Piece, Stream, StreamSample, require_room, write_piece
+from vqclip.data.sources.packed import PackedConfig, SourceStream, Stream, require_room, write_piece
 from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder, WorkResult
 from vqclip.data.workers import explain_worker_deaths, ordered_map
-from vqclip.errors import ConfigError, DataError, StorageError
+from vqclip.errors import ConfigError, DataError
 from vqclip.io.atomic import write_file
 from vqclip.runlog.bar import ProgressBar
 
@@ -42,41 +41,15 @@ _HEADERS = 2048
 """Bytes of a sample in a tar beside its contents."""
 
 
-class _Slices:
-    """A source as a stream whose pieces are ranges of its samples; see `vqclip.data.sources.packed.Stream`."""
-
-    notes: tuple[str, ...] = ()
-
-    def __init__(self, source: Source, shard_size: int):
-        self._source = source
-        self._ranges = [
-            range(first, min(first + shard_size, len(source))) for first in range(0, len(source), shard_size)
-        ]
-        size = _estimate_size(source)
-        self.pieces: Sequence[Piece] = [Piece(source.name(each[0]), int(size * len(each))) for each in self._ranges]
-        self.classnames, self.has_prompts = source.classnames, bool(source.templates)
-
-    def __str__(self) -> str:
-        return "the source"
-
-    def read(self, piece: int) -> Iterator[StreamSample]:
-        for index in self._ranges[piece]:
-            try:
-                yield StreamSample(index, self._source.read(index), 1, self._source.name(index))
-            except StorageError:
-                raise
-            except DataError as error:
-                yield StreamSample(index, error)
-
-
-def _estimate_size(source: Source) -> float:
-    """Return the bytes of a sample of a source in a tar, at least, from some of them."""
+def _slices(source: Source, shard_size: int) -> SourceStream:
+    """Return a source in pieces of some samples; their size in a tar is estimated, at least, from some of them."""
     sizes = []
     for index in range(0, len(source), max(1, -(-len(source) // _PROBES))):
         with contextlib.suppress(DataError):  # counted where it is packed
             sample = source.read(index)
             sizes.append(len(sample.image) + sum(map(len, sample.captions)) + _HEADERS)
-    return max(0.0, float(np.mean(sizes) - 2 * np.std(sizes) / len(sizes) ** 0.5)) if sizes else 0.0  # two errors
+    size = np.mean(sizes) - 2 * np.std(sizes) / len(sizes) ** 0.5 if sizes else 0.0  # two standard errors
+    return SourceStream(source, "the source", shard_size, max(0.0, float(size)))
 
 
 class _PieceWriter:
@@ -97,7 +70,7 @@ class _PieceWriter:
         """Write a piece and its statistics, and return its record; None if another process is writing it."""
         if self._stream is None:
             data = self._data
-            self._stream = data.find().open() if isinstance(data, PackedConfig) else _Slices(data, self._shard_size)
+            self._stream = data.find().open() if isinstance(data, PackedConfig) else _slices(data, self._shard_size)
         for _ in self._folder.claim([piece]):
             record = write_piece(self._folder, piece, self._stream, self._check)
             good, bad = record.samples, len(record.bad)
@@ -143,7 +116,7 @@ def pack(
         packable = data.find()
         stream, identity = packable.open(), packable.identity
     else:
-        stream, identity = _Slices(data, shard_size), data.fingerprint
+        stream, identity = _slices(data, shard_size), data.fingerprint
     settings = {"shard_size": None if isinstance(data, PackedConfig) else shard_size, "max_pixels": max_pixels}
     folder = _open_folder(data, stream, settings | {"data": identity}, out, split)
     records = [folder.record(piece, verify=True) for piece in range(folder.items)]

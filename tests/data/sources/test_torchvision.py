@@ -149,6 +149,6 @@ def test_samples_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_image_of_another_type_is_a_bad_sample() -> None:
     stream = TorchvisionConfig(**FAKE).find().open()
-    stream._data = [(torch.zeros(3, 4, 4), 0)] * 12
+    stream._source._samples = [(torch.zeros(3, 4, 4), 0)] * 12
     error = next(stream.read(0)).sample
     assert "FakeData: row 0: image is torch.float32" in str(error)

@@ -16,11 +16,11 @@ from pydantic import Field, PrivateAttr
 from vqclip.data.lookup import name_errors
 from vqclip.data.remote.urls import mask_credentials
 from vqclip.data.sources.columns import Row
-from vqclip.data.sources.packed import Packable, Piece, packed_folders, stamp
+from vqclip.data.sources.packed import LAYOUT, Packable, Piece, stamp
 from vqclip.data.sources.table import TableConfig, TableStream, read_batch
 from vqclip.data.work_folder import WorkFolder
 from vqclip.errors import ConfigError, DataError, StorageError
-from vqclip.io.files import expand_home
+from vqclip.io.files import cache_folder, expand_home
 
 logger = logging.getLogger("vqclip.data")
 
@@ -100,7 +100,13 @@ class HfConfig(TableConfig):
 
     def _find_packed(self) -> WorkFolder | None:
         """Return the folder in which the rows of this commit, or of the branch when it was last asked for, are."""
-        for folder in () if expand_home(self.path).is_dir() else packed_folders(self.kind):
+        found = []
+        for path in () if expand_home(self.path).is_dir() else (cache_folder() / "packed").glob(f"{self.kind}-*"):
+            with contextlib.suppress(FileNotFoundError):  # another job has removed it
+                found.append((path.stat().st_mtime, path))
+        for _, path in sorted(found, reverse=True):
+            if (folder := WorkFolder.existing(path, LAYOUT)) is None:
+                continue
             commit, branch = folder.settings.get("revision"), folder.settings.get("asked")
             same = {**folder.settings["source"], "files": None} == {**self._facts(), "files": None}
             wanted = commit if self._is_commit else branch

@@ -13,7 +13,6 @@ is a .json alone that says why: it keeps its number, and is a bad sample when it
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -25,9 +24,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from vqclip.data.decode import image_format
+from vqclip.data.in_order import slices_of
 from vqclip.data.lookup import locate
 from vqclip.data.remote.retry import RemoteConfig
-from vqclip.data.sources.base import MAX_BYTES, Preparation, RawSample, Source, SourceConfigBase, name_sample
+from vqclip.data.sources.base import MAX_BYTES, Preparation, RawSample, Source, SourceConfigBase
 from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, Templates
 from vqclip.data.sources.columns import CaptionFiles
 from vqclip.data.sources.paths import strip_common_folders
@@ -42,7 +42,8 @@ from vqclip.process import progress
 
 logger = logging.getLogger("vqclip.data")
 
-_LAYOUT = FolderLayout({"format": "vqclip packed source", "format_version": 3}, ".tar", "vqclip", "VQCLIP_CACHE")
+LAYOUT = FolderLayout({"format": "vqclip packed source", "format_version": 3}, ".tar", "vqclip", "VQCLIP_CACHE")
+"""Layout of the folders of packed tars in the cache."""
 _CAPTIONS_OF = "captions {}"
 """Key of the captions of one weighted column in the .json of a sample."""
 _HEARTBEAT = 100
@@ -127,7 +128,7 @@ class PackedConfig(SourceConfigBase):
 
     def packed_path(self, identity: Mapping[str, Any]) -> Path:
         """Return the path of the folder of the packed tars of some data, which may be missing."""
-        text = json.dumps([_LAYOUT.versions, identity], sort_keys=True)
+        text = json.dumps([LAYOUT.versions, identity], sort_keys=True)
         name = f"{self.kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
         return cache_folder() / "packed" / name
 
@@ -136,17 +137,6 @@ class PackedConfig(SourceConfigBase):
         config = self.model_copy(update=self.pins())
         files = config.image_files()
         return Packing(config).build() if files is None else files.build()
-
-
-def packed_folders(kind: str) -> Iterator[WorkFolder]:
-    """Yield the folders of packed tars of a kind in the cache, the newest first."""
-    found = []
-    for path in (cache_folder() / "packed").glob(f"{kind}-*"):
-        with contextlib.suppress(FileNotFoundError):  # another job has removed it
-            found.append((path.stat().st_mtime, path))
-    for _, path in sorted(found, reverse=True):
-        if (folder := WorkFolder.existing(path, _LAYOUT)) is not None:
-            yield folder
 
 
 class Packing:
@@ -163,12 +153,12 @@ class Packing:
     def __init__(self, config: PackedConfig, path: Path | None = None):
         self.config = config
         self._stream: Stream | None = None
-        found = None if path is None else WorkFolder.existing(path, _LAYOUT)
+        found = None if path is None else WorkFolder.existing(path, LAYOUT)
         if found is None:  # also if this process cannot read what another one has made
             data = config.find()
             self._open = data.open
             path = path or config.packed_path(data.identity)
-            found = WorkFolder.existing(path, _LAYOUT, in_cache=True) or self._make_folder(path, data.identity)
+            found = WorkFolder.existing(path, LAYOUT, in_cache=True) or self._make_folder(path, data.identity)
         else:
             identity = found.settings["source"]
             self._open = lambda: config.find(identity).open()
@@ -189,7 +179,7 @@ class Packing:
             "notes": list(stream.notes),
         }
         require_room(path, size, "set VQCLIP_CACHE to a folder on a larger disk")  # before the folder is there
-        folder = WorkFolder(path, settings, len(stream.pieces), _LAYOUT)
+        folder = WorkFolder(path, settings, len(stream.pieces), LAYOUT)
         logger.info("packing %s: %d pieces, about %s, into %s", stream, folder.items, format_bytes(size), path)
         return folder
 
@@ -240,15 +230,36 @@ def stamp(paths: Iterable[str | Path]) -> list[list[Any]]:
     return found
 
 
-def read_or_error(name: str, read: Callable[[], RawSample]) -> RawSample | DataError:
-    """Return a sample, or what is wrong with it, with its name; errors of storage are raised."""
-    try:
-        with name_sample(name):
-            return read()
-    except StorageError:
-        raise
-    except DataError as error:
-        return error
+class SourceStream:
+    """Samples that can be read in any order, as a `Stream`.
+
+    Args:
+        source: the samples, which have prompts if it has templates.
+        name: the data, for messages.
+        piece_rows: samples of a piece.
+        sample_bytes: bytes of a sample, as far as they are known.
+    """
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, source: Source, name: str, piece_rows: int, sample_bytes: float):
+        self._source, self._name = source, name
+        self._ranges = [*slices_of(range(len(source)), piece_rows)]
+        self.pieces: Sequence[Piece] = [Piece(name, int(sample_bytes * len(each))) for each in self._ranges]
+        self.classnames, self.has_prompts = source.classnames, bool(source.templates)
+
+    def __str__(self) -> str:
+        return self._name
+
+    def read(self, piece: int) -> Iterator[StreamSample]:
+        """Yield the samples of a piece; see `Stream.read`."""
+        for index in self._ranges[piece]:
+            try:
+                yield StreamSample(index, self._source.read(index), 1, self._source.name(index))
+            except StorageError:
+                raise
+            except DataError as error:
+                yield StreamSample(index, error)
 
 
 def write_piece(

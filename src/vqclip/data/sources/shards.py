@@ -50,11 +50,6 @@ class TarConfig(SourceConfigBase):
     remote: RemoteConfig = RemoteConfig()
     """Download and caching of shards at URLs."""
 
-    @property
-    def text_kind(self) -> str:
-        """Kind of the members beside the images: txt, json or cls."""
-        raise NotImplementedError
-
     def tars(self) -> Sequence[Shard]:
         """Return the tars.
 
@@ -89,7 +84,7 @@ class TarConfig(SourceConfigBase):
         """Open the shards, after indexing those without an index; see `SourceConfigBase.build`."""
         tars = (found := self.tar_set()).open()
         more = f" and {len(found.shards) - 1} more" if found.shards[1:] else ""
-        _require_members(tars, self.text_kind, f"{found.shards[0]}{more}")
+        _require_members(tars, "cls" if self.has_classes else self.rules.text_kind, f"{found.shards[0]}{more}")
         return self.open(tars)
 
     def build_part(self, shards: Sequence[Shard]) -> TarSource:
@@ -172,13 +167,7 @@ class TarSource:
         captions, rules, content = self._captions, self.tars.rules.to_json(), self.tars.index.facts.content
         facts = {"prompts_sha256": checksum_prompts(self._prompts)} if captions is None else captions.fingerprint
         members = {"members": rules} if rules["image"] or rules["text"] else {}
-        return {
-            "kind": self.config.kind,
-            "samples": len(self),
-            "sha256": content,
-            **facts,
-            **members,
-        }
+        return {"kind": self.config.kind, "samples": len(self), "sha256": content, **facts, **members}
 
 
 class CaptionShardsConfig(TarConfig):
@@ -210,14 +199,9 @@ class CaptionShardsConfig(TarConfig):
         return False
 
     @property
-    def text_kind(self) -> Literal["txt", "json"]:
-        """See `TarConfig.text_kind`."""
-        return "json" if self.captions == "json" else "txt"
-
-    @property
     def rules(self) -> MemberRules:
         """See `TarConfig.rules`."""
-        return MemberRules(self.image_member, self.caption_member, self.text_kind)
+        return MemberRules(self.image_member, self.caption_member, "json" if self.captions == "json" else "txt")
 
     def tars(self) -> Sequence[Shard]:
         """See `TarConfig.tars`."""
@@ -247,11 +231,6 @@ class ClassShardsConfig(TarConfig):
     def has_classes(self) -> bool:
         """Return whether images have classes."""
         return True
-
-    @property
-    def text_kind(self) -> str:
-        """See `TarConfig.text_kind`."""
-        return "cls"
 
     def tars(self) -> Sequence[Shard]:
         """See `TarConfig.tars`: ``0.tar``, ``1.tar``, ... if the protocol cannot list folders.

@@ -23,7 +23,7 @@ from vqclip.data.lookup import map_ahead
 from vqclip.data.remote.files import fetch_bytes
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import display_url, local_path, protocol_of
-from vqclip.data.sources.base import MAX_BYTES, RawSample, read_image
+from vqclip.data.sources.base import MAX_BYTES, RawSample, name_sample, read_image
 from vqclip.data.sources.class_names import Classes, describe_single
 from vqclip.data.sources.columns import (
     IMAGE_COLUMNS,
@@ -39,7 +39,7 @@ from vqclip.data.sources.columns import (
     require_usable,
 )
 from vqclip.data.sources.files import from_base64, resolve_path
-from vqclip.data.sources.packed import PackedConfig, Piece, StreamSample, read_or_error, stamp
+from vqclip.data.sources.packed import PackedConfig, Piece, StreamSample, stamp
 from vqclip.errors import ConfigError, DataError, StorageError, printable
 
 _IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp", "picture", "photo", "image_bytes", "image_data", "bytes")
@@ -265,8 +265,15 @@ class TableStream(ABC):
 
     def _parse(self, group: _Group, where: str) -> StreamSample:
         """Return the sample of the rows of one image, or what is wrong."""
-        name = printable(f"{where}: row {group.row}", one_line=True)
-        return StreamSample(group.row, read_or_error(name, partial(self._read, group.values)), len(group.values))
+        sample: RawSample | DataError
+        try:
+            with name_sample(printable(f"{where}: row {group.row}", one_line=True)):
+                sample = self._read(group.values)
+        except StorageError:
+            raise
+        except DataError as error:
+            sample = error
+        return StreamSample(group.row, sample, len(group.values))
 
     def _read(self, rows: Sequence[Any]) -> RawSample:
         """Return the sample of the rows of one image, without captions if they are prompts."""

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from vqclip.data.lookup import name_errors
 from vqclip.data.sources.base import RawSample, name_sample, read_image
 from vqclip.data.sources.columns import find_texts, require_usable
 from vqclip.data.sources.listing import checksum
-from vqclip.data.sources.packed import Packable, PackedConfig, Piece, StreamSample, read_or_error, stamp
+from vqclip.data.sources.packed import Packable, PackedConfig, SourceStream, stamp
 from vqclip.errors import ConfigError, DataError
 from vqclip.io.files import expand_home, walk_files
 
@@ -66,8 +66,10 @@ class TorchvisionConfig(PackedConfig):
             ConfigError: an unknown class or argument, or pickles that are not allowed.
             DataError: its files are missing, or its samples are not images with a class number or captions.
         """
-        stream = TorchvisionStream(self)
-        return Packable(stream.identity, lambda: stream)
+        source = TorchvisionSource(self)
+        return Packable(
+            source.fingerprint, partial(SourceStream, source, source.data, _PIECE_ROWS, source.sample_bytes)
+        )
 
 
 def _find_class(config: TorchvisionConfig) -> type:
@@ -127,11 +129,15 @@ class _Original:
         self.path = Path(path)
 
 
-class TorchvisionStream:
-    """A data set of torchvision, read forward; see `vqclip.data.sources.packed.Stream`.
+class TorchvisionSource:
+    """The samples of a data set of torchvision, as it stores them; a `Source`.
 
     Args:
         config: the data set.
+
+    Attributes:
+        data: name of the data set, for messages.
+        sample_bytes: bytes of its files for each sample.
     """
 
     notes: tuple[str, ...] = ()
@@ -141,40 +147,41 @@ class TorchvisionStream:
 
         found = _find_class(config)
         arguments = _arguments(config, found)
-        self._name = f"torchvision {config.name}" + (f" in {config.root}" if config.root else "")
-        with name_errors(f"{self._name}{_UNREADABLE}", "unreadable data set"):
+        self.data = f"torchvision {config.name}" + (f" in {config.root}" if config.root else "")
+        with name_errors(f"{self.data}{_UNREADABLE}", "unreadable data set"):
             try:
-                self._data = found(**arguments)
+                self._samples = found(**arguments)
             except RuntimeError as error:
                 if "download=True" not in str(error):
                     raise
                 raise DataError(
                     f"root: got {config.root}, where files of {config.name} are missing or damaged; set download: true"
                 ) from error
-            self._count = len(self._data)
-        self.classnames, self.has_prompts = config.classnames or _class_names(self._data), True
+            self._count = len(self._samples)
+        self.classnames, self.templates = config.classnames or _class_names(self._samples), config.templates
         if self._count:
             self._require_kind(config)
         settings = config.model_dump(mode="json", exclude={"weight", "download", "pickles", "templates"})
         stamps = stamp(_files(arguments))
         files = checksum(f"{torchvision.__version__} {stamps}".encode())
-        self.identity: dict[str, Any] = {**settings, "files": files}
-        size = sum(size for _, size, _ in stamps) // max(self._count, 1)
-        counts = [min(_PIECE_ROWS, self._count - first) for first in range(0, self._count, _PIECE_ROWS)]
-        self.pieces: Sequence[Piece] = [Piece(self._name, size * count) for count in counts]
+        self.fingerprint: dict[str, Any] = {**settings, "files": files}
+        self.sample_bytes = sum(size for _, size, _ in stamps) // max(self._count, 1)
 
-    def __str__(self) -> str:
-        return self._name
+    def __len__(self) -> int:
+        return self._count
 
-    def read(self, piece: int) -> Iterator[StreamSample]:
-        """Yield the samples of a piece; see `Stream.read`."""
-        first = piece * _PIECE_ROWS
-        for index in range(first, min(first + _PIECE_ROWS, self._count)):
-            yield StreamSample(index, read_or_error(f"{self._name}: row {index}", partial(self._read, index)))
+    def name(self, index: int) -> str:
+        """Return data set and row, for messages; see `Source.name`."""
+        return f"{self.data}: row {index}"
+
+    def read(self, index: int) -> RawSample:
+        """Read one sample; see `Source.read`."""
+        with name_sample(self.name(index)):
+            return self._read(index)
 
     def _read(self, index: int) -> RawSample:
         with name_errors("cannot be read by torchvision", "unreadable sample"):
-            image, target = self._data[index]
+            image, target = self._samples[index]
         captions, label = self._target(target)
         # A file that is unchanged, or PNG, which loses nothing.
         data = read_image(image.path, str(image.path)) if isinstance(image, _Original) else _encode_png(image)
@@ -197,19 +204,19 @@ class TorchvisionStream:
 
     def _require_kind(self, config: TorchvisionConfig) -> None:
         """Look at the first sample: it must be an image with a class number or captions."""
-        with name_errors(f"{self._name}: row 0{_UNREADABLE}", "unreadable sample"):
-            sample = self._data[0]
+        with name_errors(f"{self.name(0)}{_UNREADABLE}", "unreadable sample"):
+            sample = self._samples[0]
         values = sample if isinstance(sample, tuple) else (sample,)
         if len(values) != 2 or not isinstance(values[0], (Image.Image, Tensor, _Original)):
             what = ", ".join(type(each).__name__ for each in values)
-            raise DataError(f"{self._name}: its samples are {what}; expected an image, and a class number or captions")
+            raise DataError(f"{self.data}: its samples are {what}; expected an image, and a class number or captions")
         if _integer(values[1]) is None:
             if config.classnames:
                 raise ConfigError(f"classnames: set, and the samples of {config.name} have no class numbers")
-            self.classnames, self.has_prompts = (), False
+            self.classnames = self.templates = ()
         elif not self.classnames:
             raise ConfigError(f"classnames: missing; {config.name} does not have the names of its classes")
-        with name_sample(f"{self._name}: row 0"):
+        with name_sample(self.name(0)):
             self._target(values[1])
 
 
