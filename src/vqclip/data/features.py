@@ -160,7 +160,9 @@ def choose_shard_samples(samples: int, sample_bytes: int, multiple: int) -> int:
 
 
 class FeatureFolder:
-    """Features of one modality.
+    """Features of one modality, with random access to those of finished shards, in any process and after a fork.
+
+    At most 256 shards are mapped, so memory does not grow with the data. Each byte is verified when it is read.
 
     Args:
         parent: folder of all features.
@@ -176,6 +178,7 @@ class FeatureFolder:
         self.settings = settings
         self.path = parent / f"{settings.modality}-{settings.digest[:24]}"
         self.lock_path = self.path / "lock"
+        self._shards = Recent[int, dict[str, np.ndarray]](_OPEN_SHARDS)
 
     def make(self) -> None:
         """Make the folder if it is missing, and compare its settings; before anything else is asked of it.
@@ -224,23 +227,6 @@ class FeatureFolder:
                     found.append([path.parent.name, *describe_differences(other, mine, "there").values()])
         return min((each for each in found if each[0] != self.path.name), key=len, default=[])
 
-    def _facts(self, shard: int) -> dict[str, object]:
-        return {**FORMAT, "settings": self.work.digest, "shard": shard}
-
-
-class FeatureReader:
-    """Random access to the features of samples; works in any process and after a fork.
-
-    At most 256 shards are mapped, so memory does not grow with the data.
-
-    Args:
-        folder: finished features. Each byte is verified when it is read.
-    """
-
-    def __init__(self, folder: FeatureFolder):
-        self._folder, self.settings = folder, folder.settings
-        self._shards = Recent[int, dict[str, np.ndarray]](_OPEN_SHARDS)
-
     def read(self, sample_id: int, entry: int) -> Tensor:
         """Return the features ``(N, D)`` of one view or caption of a sample.
 
@@ -253,14 +239,14 @@ class FeatureReader:
             StorageError: the shard is missing or damaged.
         """
         number, place = divmod(sample_id, self.settings.shard_samples)
-        path = self._folder.work.file(number)
+        path = self.work.file(number)
         try:
-            shard = self._shards.get(number, self._folder.open)
+            shard = self._shards.get(number, self.open)
         except DataError as error:
             raise self._damage(number, str(error).removeprefix(f"{path}: ")) from None
         rows = shard["entries"][shard["first"][place] : shard["first"][place + 1]]
         if not len(rows):
-            record = self._folder.work.record(number)
+            record = self.work.record(number)
             for bad in record.bad if record else ():
                 if bad.sample_id == sample_id:
                     raise DataError(bad.reason, bad.kind)
@@ -271,9 +257,12 @@ class FeatureReader:
         return torch.frombuffer(data, dtype=self.settings.torch_dtype).view(self.settings.tokens, self.settings.width)
 
     def _damage(self, number: int, problem: str) -> StorageError:
-        path = self._folder.work.file(number)
-        forgotten = self._folder.work.forget(number)
-        remedy = "start the run again, which computes this shard again" if forgotten else f"delete {path}"
+        path = self.work.file(number)
+        is_forgotten = self.work.forget(number)
+        remedy = "start the run again, which computes this shard again" if is_forgotten else f"delete {path}"
         return StorageError(
             f"{path}: {problem}: the feature cache was changed or deleted; {remedy}", "damaged features"
         )
+
+    def _facts(self, shard: int) -> dict[str, object]:
+        return {**FORMAT, "settings": self.work.digest, "shard": shard}

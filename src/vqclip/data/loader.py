@@ -27,7 +27,7 @@ from vqclip import dist
 from vqclip.data.batch import SMALL, BadSample, Batch, allowed_bad
 from vqclip.data.batch_maker import BatchMaker, LoaderOptions, Tokenize, make_batches
 from vqclip.data.decode import MAX_PIXELS
-from vqclip.data.features import FeatureCacheConfig, FeatureReader
+from vqclip.data.features import FeatureCacheConfig, FeatureFolder
 from vqclip.data.held_out import HeldOutShare, PartOfSource
 from vqclip.data.order import FullOrder, OrderConfig, WindowedOrder
 from vqclip.data.prepare import open_sources
@@ -170,9 +170,9 @@ class TrainData:
         """Return the number of different samples."""
         return int(self.samples.first_ids[-1])
 
-    def use_features(self, readers: Mapping[str, FeatureReader]) -> None:
+    def use_features(self, folders: Mapping[str, FeatureFolder]) -> None:
         """Add stored features to the batches from the next call of `batches` on; those of ``image`` replace images."""
-        self.samples.features = readers
+        self.samples.features = folders
 
     @property
     def epoch_size(self) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from vqclip.data.batch import BadSample
 from vqclip.data.decode import decode_image
 from vqclip.data.draws import KeyedGenerator, hash_integers
-from vqclip.data.features import FeatureReader
+from vqclip.data.features import FeatureFolder
 from vqclip.data.lookup import locate
 from vqclip.data.sources.base import RawSample, Source
 from vqclip.data.transforms import TrainTransform
@@ -77,7 +77,7 @@ class SampleMaker:
         self, sources: Sequence[Source], transform: TrainTransform, seed: int, max_pixels: int, views: int | None = None
     ):
         self.sources, self.transform, self.views, self._max_pixels = sources, transform, views, max_pixels
-        self.features: Mapping[str, FeatureReader] = {}
+        self.features: Mapping[str, FeatureFolder] = {}
         """Stored features by name; those of ``image`` replace the images."""
         self.first_ids = np.cumsum([0, *(len(source) for source in sources)])
         """Sample id of the first sample of every source, and the total number of samples."""

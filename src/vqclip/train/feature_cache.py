@@ -32,7 +32,7 @@ from vqclip import dist
 from vqclip.config import Modality
 from vqclip.data import DataConfig, TrainData
 from vqclip.data.batch import BadSample
-from vqclip.data.features import TORCH_DTYPES, FeatureFolder, FeatureReader, FeatureSettings, choose_shard_samples
+from vqclip.data.features import TORCH_DTYPES, FeatureFolder, FeatureSettings, choose_shard_samples
 from vqclip.data.in_order import SamplesRead, read_in_order, slices_of
 from vqclip.data.samples import SampleMaker
 from vqclip.data.work_folder import VISIBLE_S
@@ -138,17 +138,17 @@ def store_features(
         StopRequested: a signal asked for a stop; finished shards stay.
     """
     jobs = feature_jobs(makers, data, config, precision, seed)
-    readers: dict[Path, FeatureReader] = {}
+    stored: dict[Path, FeatureFolder] = {}
     for job in jobs.values():
         if others := dist.differing_ranks(job.folder.settings.digest):
             raise ConfigError(
                 f"data.feature_cache: rank {', '.join(others)} has other settings of {job.maker.modality} features "
                 "than rank 0; expected the same weights, kind of device and versions of the libraries on every machine"
             )
-        if job.folder.path not in readers:  # two terms may have one teacher
+        if job.folder.path not in stored:  # two terms may have one teacher
             _complete(job)
-            readers[job.folder.path] = FeatureReader(job.folder)
-    data.use_features({name: readers[job.folder.path] for name, job in jobs.items()})
+            stored[job.folder.path] = job.folder
+    data.use_features({name: stored[job.folder.path] for name, job in jobs.items()})
 
 
 def feature_jobs(

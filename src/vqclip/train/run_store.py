@@ -75,7 +75,6 @@ class RunMirror:
                 f"run.folder: {self._folder} has checkpoints of the run, and {self._remote} has none. Remove this "
                 "folder to start over, or copy it there to restore the run"
             )
-        self._remote.require_tree(names)
         stored = {path.name for path in self.checkpoints(names)}
         for path in local:
             if path.name not in stored:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import io
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
 from vqclip.data.remote.retry import Deadline, FetchError, RemoteConfig, TransferConfig, retry
 from vqclip.data.remote.transfer import (
     Body,
     ChangedError,
+    NoRangesError,
     Span,
     find_facts,
     list_files,
@@ -127,8 +128,8 @@ class RemoteShard:
             deadline: ends all tries; default ``options.total_s`` from now.
 
         Raises:
-            StorageError: it cannot be downloaded, or the shard has another size (`kind` is then "changed shard").
-            NoRangesError: the server sends whole files only.
+            StorageError: it cannot be downloaded, or the shard has another size (`kind` is then "changed shard"), or
+                the server sends whole files only.
         """
         try:
             return fetch(self.url, self.options, lambda body: b"".join(body.blocks), Span(first, end, length), deadline)
@@ -138,6 +139,12 @@ class RemoteShard:
                 "file, or start the run again, which indexes the new one (a run with checkpoints then reports the "
                 "difference, and continues if run.resume_allow contains data)",
                 "changed shard",
+            ) from None
+        except NoRangesError:
+            raise StorageError(
+                f"{self}: the server answers a request for a part of the file with all of it; expected one that "
+                "answers requests with Range, as it did before. Remove `index` in the cache folder: the next start "
+                "fetches the shards whole, once"
             ) from None
 
     def open(self) -> BinaryIO:
@@ -284,21 +291,6 @@ class RemoteFolder:
 
         return self._call(below, "listed", find)
 
-    def require_tree(self, names: Iterable[str]) -> None:
-        """Check that files with these names can be copied to a disk.
-
-        Raises:
-            StorageError: one of them is also the name of a folder of another one.
-        """
-        files = set(names)
-        for name in sorted(files):
-            folder = next((each.as_posix() for each in PurePosixPath(name).parents if each.as_posix() in files), None)
-            if folder is not None:
-                raise StorageError(
-                    f"{self._show(folder)}: is an object, and a folder of {self._show(name)} too, which no disk can "
-                    "hold; remove or rename one of them"
-                )
-
     def read(self, name: str) -> bytes | None:
         """Return a small file; None if there is none.
 
@@ -330,9 +322,17 @@ class RemoteFolder:
         self._call(name, "written", lambda system, to, timeout: system.put_file(str(path), to, timeout=timeout))
 
     def download(self, name: str, path: Path) -> None:
-        """Copy a file to a local path, in blocks."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._call(name, "fetched", lambda system, of, timeout: system.get_file(of, str(path), timeout=timeout))
+        """Copy a file to a local path, in blocks.
+
+        Raises:
+            StorageError: it cannot be copied, such as an object that is a folder of others too.
+        """
+
+        def download(system: Any, of: str, timeout: float) -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            system.get_file(of, str(path), timeout=timeout)
+
+        self._call(name, "fetched", download)
 
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens if there is none."""

@@ -32,7 +32,10 @@ _BLOCK = 16 << 20
 _PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "az": ("adlfs", "az")}
 """Package that fsspec needs for a protocol, and our extra that installs it; the hub's is always there."""
 _OVER_HTTP = ("http", "https", "hf")
-_PERMANENT = (ValueError, TypeError, LookupError, PermissionError, IsADirectoryError, NotADirectoryError)
+_PERMANENT = (
+    *(ValueError, TypeError, LookupError),
+    *(PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError),
+)
 _PERMANENT_NAMES = (
     "ClientAuthenticationError",
     *(f"{whose}CredentialsError" for whose in ("No", "Partial", "Default")),

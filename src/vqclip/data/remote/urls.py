@@ -140,26 +140,21 @@ def redact_message(text: str, url: str) -> str:
 
 def beneath(url: str, name: str) -> str:
     """Return the URL of a file in the folder at a URL; query and fragment stay at the end."""
-    end = _end_of_path(url)
-    return f"{url[:end].rstrip('/')}/{name}{url[end:]}"
+    path, query = split_query(url)
+    return f"{path.rstrip('/')}/{name}{query}"
 
 
 def path_in_url(url: str) -> str:
     """Return protocol, host and path of a URL, without credentials and query."""
     if _PLAIN.fullmatch(url):
         return url
-    hidden = _mask(url)
-    return hidden[: _end_of_path(hidden)]
+    return split_query(_mask(url))[0]
 
 
 def split_query(url: str) -> tuple[str, str]:
     """Return a URL up to its path, and its query and fragment with their delimiter."""
-    end = _end_of_path(url)
-    return url[:end], url[end:]
-
-
-def _end_of_path(url: str) -> int:
-    return len(url.partition("?")[0].partition("#")[0])
+    path = url.partition("?")[0].partition("#")[0]
+    return path, url[len(path) :]
 
 
 def _split(url: str) -> tuple[str, str, str, str, str]:

@@ -31,7 +31,6 @@ import numpy as np
 from vqclip.data.remote.cache import BoundedCache
 from vqclip.data.remote.files import Shard
 from vqclip.data.remote.retry import Deadline
-from vqclip.data.remote.transfer import NoRangesError
 from vqclip.data.sources.base import MAX_BYTES
 from vqclip.data.tars.index import ByteRange, TarIndex, scan_chunk
 from vqclip.data.tars.members import AMBIGUOUS, KINDS, NONE, USUAL, MemberRules, SampleTable
@@ -260,15 +259,8 @@ class TarReader:
             shard = self._shards[number]
             if isinstance(shard, Path):
                 parts.append(self._files.read(shard, self.index.stamp(number), first, end - first))
-                continue
-            try:
+            else:
                 parts.append(shard.read(first, end, int(self.index.lengths[number]), deadline))
-            except NoRangesError:
-                raise StorageError(
-                    f"{shard}: the server answers a request for a part of the file with all of it; expected one that "
-                    f"answers requests with Range, as it did when {self.index.path} was made. Remove this index: the "
-                    "next start fetches the shards whole, once"
-                ) from None
         return b"".join(parts)
 
     def _key(self, chunk: int) -> str:
