@@ -17,7 +17,6 @@ import hashlib
 import importlib.metadata
 import logging
 import platform
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ from vqclip.data.batch import BadSample
 from vqclip.data.features import TORCH_DTYPES, FeatureFolder, FeatureSettings, choose_shard_samples
 from vqclip.data.in_order import SamplesRead, read_in_order, slices_of
 from vqclip.data.samples import SampleMaker
-from vqclip.data.work_folder import VISIBLE_S
+from vqclip.data.work_folder import VISIBLE_S, require_room
 from vqclip.data.workers import explain_worker_deaths, ordered_map
 from vqclip.errors import ConfigError, DataError, NonFiniteError
 from vqclip.io.atomic import ProcessLock
@@ -132,8 +131,8 @@ def store_features(
         seed: of the run.
 
     Raises:
-        ConfigError: not enough space, a folder that cannot be used, or features too large for the dtype.
-        DataError: a rank does not see the files of the others, or the samples cannot be read.
+        ConfigError: a folder that cannot be used, or features too large for the dtype.
+        DataError: not enough space; a rank does not see the files of the others, or the samples cannot be read.
         NonFiniteError: the features of a sample contain NaN or infinity.
         StopRequested: a signal asked for a stop; finished shards stay.
     """
@@ -277,20 +276,16 @@ def _announce(job: FeatureJob, missing: list[int]) -> None:
     folder, settings, samples = job.folder, job.folder.settings, job.samples
     rows = float(samples.views or 1) if settings.modality == "image" else _captions_per_sample(samples)
     unit = ("view" if settings.modality == "image" else "caption") + "s" * (rows != 1)
-    what = (
+    there = settings.shards - len(missing)
+    logger.info(
         f"feature cache ({job.maker.network}): {settings.samples:,} samples x {rows:.3g} {unit} x {settings.tokens:,} "
         f"{'token' if settings.tokens == 1 else 'tokens'} x {settings.width:,} features, {settings.dtype}: "
-        f"{format_bytes(settings.samples * rows * settings.row_bytes)} in {folder.path}"
+        f"{format_bytes(settings.samples * rows * settings.row_bytes)} in {folder.path}; "
+        + (f"{there:,} of {settings.shards:,} shards are there" if missing else "complete")
     )
     needed = sum(len(settings.shard_range(shard)) for shard in missing) * rows * settings.row_bytes
-    free = shutil.disk_usage(folder.path).free
-    if needed > free:
-        raise ConfigError(
-            f"data.feature_cache: {what}; {format_bytes(needed)} are missing, and {format_bytes(free)} are free; "
-            "expected another folder, dtype fp16 or bf16, fewer data.views, reduce: {kind: mean}, or a smaller tower"
-        )
-    there = settings.shards - len(missing)
-    logger.info("%s; %s", what, f"{there:,} of {settings.shards:,} shards are there" if missing else "complete")
+    remedy = "set another data.feature_cache.folder, dtype: fp16 or bf16, fewer data.views, reduce: {kind: mean}"
+    require_room(folder.path, round(needed), f"{remedy}, or a smaller tower")
     if not there and (nearest := folder.describe_nearest()):
         name, *differing = nearest
         shown = differing[:_SHOWN] + [f"  ... and {len(differing) - _SHOWN} more"] * (len(differing) > _SHOWN)

@@ -8,7 +8,7 @@ every rank    its rows of every tensor, which rank 0 sends one after the other
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,12 +82,8 @@ def resume(checkpointer: Checkpointer, allow: Sequence[str] = ()) -> Resumed:
     path, state = Path(found["path"]), RunState.model_validate(found["state"])
     done = checkpoint.step_of(path)
     rows = _rows_of_rank(step, files)
-    _load_weights(checkpointer, rows[MODEL_FILE])
+    _restore_state(step, state, _load_weights(checkpointer, rows))
     restore_optimizer(step.optimizer, rows[OPTIMIZER_FILE])
-    tensors = dict(rows[STATE_FILE])
-    _restore_state(step, state, tensors)
-    if step.ema is not None:
-        step.ema.load(averages_in(tensors))
     if done:  # as after the step that the checkpoint was saved after
         step.move_to_step(done - 1)
         set_lr(step.optimizer, step.schedule(done - 1))
@@ -113,11 +109,7 @@ def load_model(checkpointer: Checkpointer, done: int) -> None:
         files[STATE_FILE] = {f"{AVERAGE}{name}": each for name, each in averages.items()}
 
     dist.run_on_main(verify)
-    rows = _rows_of_rank(step, files)
-    _load_weights(checkpointer, rows[MODEL_FILE])
-    tensors = dict(rows[STATE_FILE])
-    if step.ema is not None:
-        step.ema.load(averages_in(tensors))
+    _load_weights(checkpointer, _rows_of_rank(step, files))
 
 
 def _verify(
@@ -173,14 +165,25 @@ def _rows_of_rank(
     return {file: read(file) for file in outlines}
 
 
-def _load_weights(checkpointer: Checkpointer, rows: Iterable[tuple[str, Tensor]]) -> None:
-    """Load this rank's rows of the weights, and what the codebooks derive from theirs. A collective."""
-    own = checkpointer.model_tensors()
+def _load_weights(checkpointer: Checkpointer, rows: Mapping[str, Iterator[tuple[str, Tensor]]]) -> dict[str, Tensor]:
+    """Load this rank's rows of the weights, their averages, and what the codebooks derive from theirs. A collective.
+
+    Args:
+        checkpointer: of the run.
+        rows: result of `_rows_of_rank`.
+
+    Returns:
+        The tensors of the state.
+    """
+    step, own, state = checkpointer.step, checkpointer.model_tensors(), dict(rows[STATE_FILE])
     with torch.no_grad():
-        for name, tensor in rows:
+        for name, tensor in rows[MODEL_FILE]:
             dist.local_rows(own[name]).copy_(tensor)
-    for quantizer in checkpointer.step.task.quantizers().values():
+    for quantizer in step.task.quantizers().values():
         quantizer.load_state_dict(quantizer.state_dict())
+    if step.ema is not None:
+        step.ema.load(averages_in(state))
+    return state
 
 
 def _restore_state(step: TrainStep, state: RunState, tensors: Mapping[str, Tensor]) -> None:

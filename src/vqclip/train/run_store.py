@@ -23,6 +23,7 @@ from vqclip import checkpoint
 from vqclip.checkpoint import MANIFEST, find_old, set_aside
 from vqclip.data.remote.files import RemoteFolder, require_writable
 from vqclip.data.remote.retry import TransferConfig
+from vqclip.data.work_folder import require_room
 from vqclip.errors import CheckpointError, ConfigError, StorageError
 from vqclip.io.atomic import REPLACED, TEMPORARY, replace_folder
 from vqclip.io.files import Stamp, format_bytes, read_bounded
@@ -122,7 +123,7 @@ class RunMirror:
         """Fetch a checkpoint unless the copy has the same one intact, and return its path.
 
         Raises:
-            CheckpointError: this disk has no room for it.
+            DataError: this disk has no room for it.
             StorageError: it cannot be fetched.
         """
         base, manifest = f"{_CHECKPOINTS}/{path.name}", path / MANIFEST
@@ -134,13 +135,8 @@ class RunMirror:
         files = self._remote.list(base)
         path.parent.mkdir(parents=True, exist_ok=True)
         size = sum(files.values())
-        if (free := shutil.disk_usage(path.parent).free) < size:
-            raise CheckpointError(
-                f"{self._remote}/{base}: has {format_bytes(size)}, and {format_bytes(free)} are free in {path.parent}; "
-                "set VQCLIP_CACHE to a folder with more room"
-            )
-        told = "fetching %s/%s (%s); all ranks wait, within run.timeout_s"
-        logger.info(told, self._remote, base, format_bytes(size))
+        require_room(path.parent, size, "set VQCLIP_CACHE to a folder with more room")
+        logger.info("fetching %s/%s (%s); all ranks wait, within run.timeout_s", self._remote, base, format_bytes(size))
 
         def fill(aside: Path) -> None:
             for name in files:

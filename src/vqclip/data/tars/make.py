@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import random
 import threading
 from collections import Counter
@@ -33,7 +32,7 @@ from vqclip.data.tars.headers import BLOCK
 from vqclip.data.tars.index import IndexFacts, TarIndex, chunk_digest, find_valid_index, write_index
 from vqclip.data.tars.members import DIGEST, KINDS, USUAL, MemberRules, SampleTable, ShardScan, scan_shard
 from vqclip.data.tars.store import ShardFacts, read_shard, survey
-from vqclip.errors import DataError, StorageError, encodable
+from vqclip.errors import DataError, StorageError, count_noun, encodable
 
 logger = logging.getLogger("vqclip.data")
 
@@ -63,9 +62,6 @@ class Parts:
     def __init__(self, folder: Path, remote: RemoteFolder | None = None):
         self._folder, self._remote = folder, remote
 
-    def __str__(self) -> str:
-        return str(self._remote or self._folder)
-
     def list(self) -> set[str]:
         """Return the names of all parts."""
         if self._remote is not None:
@@ -79,11 +75,12 @@ class Parts:
             self._remote.download(name, path)
         return find_valid_index(path)
 
-    def write(self, name: str, part: TarIndex) -> None:
-        """Write a part, whole or not at all; raises StorageError if the disk cannot be written."""
-        write_index(self._folder / name, part.facts, part.arrays)
+    def write(self, name: str, part: TarIndex) -> TarIndex:
+        """Write a part, whole or not at all, and open it; raises StorageError if the disk cannot be written."""
+        written = write_index(self._folder / name, part.facts, part.arrays)
         if self._remote is not None:
             self._remote.upload(name, self._folder / name)
+        return written
 
 
 class IndexMaker:
@@ -132,35 +129,30 @@ class IndexMaker:
             StorageError: a server cannot be reached.
         """
         left, damaged = self.missing(), list[DataError]()
-        random.Random(os.urandom(8)).shuffle(left)
+        random.SystemRandom().shuffle(left)
 
-        def read(number: int) -> None:
+        def read(number: int) -> int:
             try:
                 if not self._stopped.is_set():
                     self.part(number)
             except StorageError:
                 self._stopped.set()
                 raise
+            except DataError as error:
+                damaged.append(error)
+            return self.facts[number].length
 
         with ThreadPoolExecutor(workers, "index") as pool:
-            running = {pool.submit(read, number): number for number in left}
             try:
-                for each in as_completed(running):
-                    error = each.exception()
-                    if isinstance(error, DataError) and not isinstance(error, StorageError):
-                        damaged.append(error)
-                    elif error is not None:
-                        raise error
-                    report(self.facts[running[each]].length)
+                for each in as_completed([pool.submit(read, number) for number in left]):
+                    report(each.result())
             finally:  # after an interrupt or an error the other threads stop within their shards
                 self._stopped.set()
                 pool.shutdown(cancel_futures=True)
                 self._stopped.clear()
         if damaged:
-            lines = "".join(f"\n  {error}" for error in damaged[:_SHOWN]) if len(damaged) > 1 else ""
-            raise DataError(
-                str(damaged[0]) if len(damaged) == 1 else f"{len(damaged)} shards cannot be indexed:{lines}"
-            )
+            lines = "".join(f"\n  {error}" for error in damaged[:_SHOWN])
+            raise DataError(f"{count_noun(len(damaged), 'shard')} cannot be indexed:{lines}")
 
     def write(self, path: Path, chunk: int = CHUNK) -> TarIndex:
         """Join the parts to an index, write it, and open it.
@@ -233,30 +225,26 @@ class IndexMaker:
 
         Raises:
             DataError: the shard is damaged, and not left out.
-            StorageError: it cannot be fetched, or the part cannot be written, or is damaged whenever it is read.
+            StorageError: it cannot be fetched, or the part cannot be written.
         """
         facts = self.facts[number]
         if facts.problem:
             return self._describe(facts, _NOTHING, facts.problem)
-        for is_new in (False, True):
-            if is_new:
-                self._make_part(number)
-            part = self._parts.read(self._part_name(number))
-            if part is None or part.chunk != 1 or (part.keys is not None) != self.with_members:
-                continue
-            if part.has_shards([facts.name], self.rules, [(facts.length, facts.tag)]):
-                if part.facts.damaged and not self.leave_out:
-                    raise DataError(*part.facts.damaged.values())
-                return part
-        raise StorageError(f"{self._parts}: the part of {facts.name} is damaged whenever it is read")
+        part = self._parts.read(self._part_name(number))
+        fits = part is not None and part.chunk == 1 and (part.keys is not None) == self.with_members
+        if part is None or not (fits and part.has_shards([facts.name], self.rules, [(facts.length, facts.tag)])):
+            return self._make_part(number)
+        if part.facts.damaged and not self.leave_out:
+            raise DataError(*part.facts.damaged.values())
+        return part
 
-    def _make_part(self, number: int) -> None:
+    def _make_part(self, number: int) -> TarIndex:
         shard, facts, problem = self.shards[number], self.facts[number], ""
 
         def until_stopped(blocks: Iterable[bytes]) -> Iterator[bytes]:
             for block in blocks:
                 if self._stopped.is_set():
-                    return  # the scan finds a truncated shard, which is ignored below
+                    raise StorageError(f"{shard}: not read to its end, as another shard cannot be read")
                 yield block
 
         try:
@@ -266,13 +254,12 @@ class IndexMaker:
         except StorageError:
             raise
         except DataError as error:
-            if self._stopped.is_set():
-                return
-            scan, problem = _NOTHING, f"{error}{_advice(shard)}"
+            scan, problem = _NOTHING, f"{error}. Or leave out shards that are missing or damaged: bad_shards: leave_out"
             if not self.leave_out:
                 raise DataError(problem) from None
-        self._parts.write(self._part_name(number), self._describe(facts, scan, problem))
+        part = self._parts.write(self._part_name(number), self._describe(facts, scan, problem))
         logger.info("indexed %s: %d samples", shard, len(scan.begins))
+        return part
 
     def _describe(self, shard: ShardFacts, scan: ShardScan, problem: str = "") -> TarIndex:
         """Return the index of one shard in chunks of one sample, in memory."""
@@ -307,12 +294,3 @@ def _name_arrays(shards: Sequence[ShardFacts]) -> dict[str, np.ndarray]:
     arrays["names"], arrays["name_ends"] = Texts.join(each.name for each in shards)
     arrays["tags"], arrays["tag_ends"] = Texts.join(each.tag for each in shards)
     return arrays
-
-
-def _advice(shard: Shard) -> str:
-    """Return what to do about a damaged shard."""
-    advice = ". Or leave out shards that are missing or damaged: bad_shards: leave_out"
-    name = f"{shard.name.partition('.')[0]}_stats.json"
-    if isinstance(shard, Path) and not (shard.parent / name).exists() and any(shard.parent.glob("*_stats.json")):
-        advice += f" (img2dataset writes {name} when a shard is finished, and there is none: copy or download it again)"
-    return advice
