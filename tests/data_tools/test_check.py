@@ -6,6 +6,8 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -194,6 +196,19 @@ def test_a_damaged_shard_does_not_hide_the_others(tmp_path: Path, capsys: pytest
     assert f"{path}: truncated: member" in shown
     assert "8 samples" in shown
     assert "1 damaged shards" in shown
+
+
+def test_damaged_parquet_files_do_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {"image": [encode(pixels(number)) for number in range(4)], "caption": list("abcd")}
+    for name in "xyz":
+        pq.write_table(pyarrow.table(rows), tmp_path / f"{name}.parquet")
+    for name in "xy":
+        (tmp_path / f"{name}.parquet").write_bytes((tmp_path / "z.parquet").read_bytes()[:-9])
+    assert main(["check", str(tmp_path), "--min-side", "8"]) == 1
+    shown = capsys.readouterr().out
+    assert f"{tmp_path}/x.parquet: cannot be read as Parquet" in shown
+    assert "4 samples" in shown
+    assert "2 damaged shards" in shown
 
 
 def test_mistakes_of_a_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,6 +212,19 @@ def test_a_collapse_that_only_the_last_report_sees_is_in_the_verdict(last, warni
     assert watched.health.summary()["verdict"].endswith("; perplexity 31.")
 
 
+def test_each_codebook_is_told_of_once():
+    """Of two that collapse at other times, one of them again."""
+    health, said = Health(CollapseConfig(steps=5), None, "loss", 5.0, {"image": 512}), []
+    for step in range(1, 101):
+        figures = {"image/tokens": 4096.0, "image/usage_if_uniform": 1.0}
+        for number, collapsed in ((0, 10 < step <= 30 or step > 80), (1, 20 < step <= 60)):
+            figures |= {f"image/{number}/usage": 0.5, f"image/{number}/perplexity": 1.0 if collapsed else 300.0}
+        said += [(step, text) for text in health.add(step, figures)]
+    assert [step for step, _ in said] == [15, 25]
+    assert "1 of 2 codebooks (0)" in said[0][1]
+    assert "Collapsed since step 11: image codebooks. 2 of 2 codebooks (0, 1)" in said[1][1]
+
+
 def test_a_sign_that_comes_and_goes_is_told_once_also_after_a_resume():
     watched, said = Watched(FSQConfig(levels=(4, 4)).build(), steps=5), []
     for cosine in [1.0, 0.5, 0.5, 1.0, 0.5] * 4 + [0.5] * 15 + [1.0]:

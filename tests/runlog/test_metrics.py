@@ -138,6 +138,15 @@ def test_sampling_finds_what_reading_every_line_finds(tmp_path, monkeypatch):
     assert (sampled.steps, sampled.evaluations) == (every.steps, every.evaluations)
 
 
+def test_a_file_that_is_cut_while_it_is_read(tmp_path, monkeypatch):
+    """A run that resumes does this; read from a mapping, it would end the process."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(json.dumps({"step": n, "a": 1, "b": "x" * 1000}).encode() + b"\n" for n in range(3000)))
+    parse = runlog_metrics.parse_line
+    monkeypatch.setattr(runlog_metrics, "parse_line", lambda line: os.truncate(path, 5000) or parse(line))
+    assert list(read_curves(path).steps)[:1] == [0]
+
+
 def test_a_line_of_any_length_costs_little_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(runlog_metrics, "MAX_LINE", 100)
     monkeypatch.setattr(runlog_metrics, "SMALL_BYTES", 0)

@@ -5,6 +5,7 @@ Each command imports what it needs: several processes of ``vqclip data index`` s
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -153,6 +154,7 @@ class Check(_DataCommand):
         from vqclip.data import open_source, parse_source
         from vqclip.data.batch import allowed_bad
         from vqclip.data.decode import MAX_PIXELS
+        from vqclip.data.sources.parquet import ParquetConfig
         from vqclip.data_tools.check import CheckOptions, Finding, check_source, format_report
         from vqclip.data_tools.show import ModelInputs
         from vqclip.towers.vocabulary import BPE, MAX_CONTEXT, Vocabulary
@@ -175,12 +177,14 @@ class Check(_DataCommand):
         given = parse_source(self.source, self.keys)
         if hasattr(given, "bad_shards"):  # the damaged ones are named in the report
             given = given.model_copy(update={"bad_shards": "leave_out"})
+        problems: dict[str, str] = {}
+        if isinstance(given, ParquetConfig):
+            given, problems = given.without_damaged()
         source = open_source(given)
         against = None if not self.against else open_source(parse_source(self.against[0], self.against[1:]))
         report = check_source(source, limits, against)
-        damaged = (
-            [Finding(*each) for each in source.tars.index.facts.damaged.items()] if hasattr(source, "tars") else []
-        )
+        problems |= source.tars.index.facts.damaged if hasattr(source, "tars") else {}
+        damaged = list(itertools.starmap(Finding, problems.items()))
         if damaged:
             report.bad = {"damaged shard": damaged, **report.bad}
         print_output(format_report(report, self.examples))

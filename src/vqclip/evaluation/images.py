@@ -273,7 +273,7 @@ def encode_set(
     settings = (limit, config.batch_size, config.max_bad_fraction, features, config.held_out)
     memo, which = encoder.memo, (repr(data), key, config.labelled is False, *settings)
     found: EncodedImages | None = memo.pop(which, None)
-    if found is None:
+    if found is None or (config.labelled and not found.source.classnames):  # which is refused
         source = open_data(data, encoder.partition, config.labelled, key, config.held_out)
         has_labels = bool(source.classnames) and config.labelled is not False
 

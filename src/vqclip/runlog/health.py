@@ -27,7 +27,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pydantic import Field
@@ -190,17 +190,20 @@ class _Sign:
     """Something that is wrong with a row."""
 
     title: str
-    """Title of the finding, with ``{}`` for the step since when; equal titles are one sign."""
+    """Title of the finding, with ``{}`` for the step since when."""
     text: str
     advice: str
     wait: int = 0
     """Steps that it must last before the warning."""
     at_once: bool = False
     """Whether the verdict has it before it has lasted."""
-    since: int = 0
-    """First step of the newest rows that all have it."""
-    absent: int = 0
-    """Step of the row before those; 0 without one."""
+    codebooks: tuple[str, ...] = ()
+    """Names of those that it is of; each must last, and is warned of once."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the things that are wrong, equal in all rows that have them."""
+        return self.codebooks or (self.title,)
 
 
 class Health:
@@ -237,11 +240,13 @@ class Health:
         self._every, self._end, self._step = every, end, 0
         self.codebooks: list[Codebook] = []
         self.warnings: deque[dict[str, Any]] = deque(maxlen=_MAX_WARNINGS)
-        self._signs: dict[str, _Sign] = {}
-        """Signs of the last row, by title."""
+        self._signs: list[_Sign] = []
+        """Signs of the last row."""
+        self._began: dict[str, tuple[int, int]] = {}
+        """Key of a sign → the row before the newest ones that all have it (0 without one), and the first of these."""
         self._overfitted: Finding | None = None
         self._told: set[str] = set()
-        """Titles of signs that the run has warned of."""
+        """Keys of signs that the run has warned of."""
         self._losses: deque[float] = deque(maxlen=RECENT)
         self._norms: deque[float] = deque(maxlen=RECENT + USUAL)
         self._lowest, self._lowest_at = math.inf, 0
@@ -266,13 +271,19 @@ class Health:
         if self._divergence is not None and is_warm and not is_open:
             found += self._find_rise(self._divergence, step, loss, chance)
             found += self._find_explosion(self._divergence, figures.get("grad_norm", math.nan))
-        before, self._step = self._step, step
-        for number, sign in enumerate(found):
-            former = self._signs.get(sign.title) or replace(sign, since=step, absent=before)
-            found[number] = replace(sign, since=former.since, absent=former.absent)
-        self._signs = {sign.title: sign for sign in found}
-        due = [sign for sign in found if step - sign.absent >= sign.wait]
-        return [text for sign in due for text in self._warn(step, sign.title, _describe(sign))]
+        before, self._step, self._signs = self._step, step, found
+        self._began = {key: self._began.get(key, (before, step)) for sign in found for key in sign.keys}
+        return [
+            text for sign in found if (lasting := self._lasting(sign)) for text in self._warn(lasting, self._find(sign))
+        ]
+
+    def _lasting(self, sign: _Sign) -> list[str]:
+        """Return the keys of a sign of the last row that have lasted."""
+        return [key for key in sign.keys if self._step - self._began[key][0] >= sign.wait]
+
+    def _find(self, sign: _Sign) -> Finding:
+        since = min(self._began[key][1] for key in sign.keys)
+        return Finding("bad", sign.title.format(f"{since:,}"), sign.text, sign.advice)
 
     def add_evaluation(self, step: int, rates: Mapping[str, float]) -> list[str]:
         """Judge an evaluation, and return the new warnings.
@@ -297,15 +308,15 @@ class Health:
             f"not risen since then ({best:.1%})."
         )
         self._overfitted = Finding("warn", f"Overfitted since step {since:,}", text, _FEWER_STEPS)
-        return self._warn(step, "Overfitted", self._overfitted)
+        return self._warn(["Overfitted"], self._overfitted, step)
 
-    def _warn(self, step: int, sign: str, finding: Finding) -> list[str]:
-        """Return and record a warning, unless the run has warned of this sign before."""
-        if sign in self._told:
+    def _warn(self, keys: Sequence[str], finding: Finding, step: int | None = None) -> list[str]:
+        """Return and record a warning, unless the run has warned of all these before."""
+        if self._told.issuperset(keys):
             return []
-        self._told.add(sign)
+        self._told.update(keys)
         text = f"{finding.title}. {finding.text} {finding.advice}"
-        self.warnings.append({"step": step, "text": text})
+        self.warnings.append({"step": self._step if step is None else step, "text": text})
         return [text]
 
     def findings(self) -> list[Finding]:
@@ -313,8 +324,8 @@ class Health:
 
         A codebook that has collapsed in the last row counts at once: the next row may never come.
         """
-        lasting = [s for s in self._signs.values() if self._step - (0 if s.at_once else s.absent) >= s.wait]
-        return [*map(_describe, lasting), *([] if self._overfitted is None else [self._overfitted])]
+        lasting = [s for s in self._signs if self._lasting(s) or (s.at_once and self._step >= s.wait)]
+        return [*map(self._find, lasting), *([] if self._overfitted is None else [self._overfitted])]
 
     def summary(self) -> dict[str, Any]:
         """Return the verdict after the last row, as JSON values; empty if nothing is looked for.
@@ -357,10 +368,6 @@ class Health:
             yield _Sign("Diverged since step {}: the gradient explodes", text, _LOWER_RATE)
 
 
-def _describe(sign: _Sign) -> Finding:
-    return Finding("bad", sign.title.format(f"{sign.since:,}"), sign.text, sign.advice)
-
-
 def _find_dead(config: CollapseConfig, figures: Mapping[str, float], loss: float, chance: float) -> Iterator[_Sign]:
     """Find signs of a model that no longer learns."""
     if figures.get("grad_norm", math.inf) < 1e-12:
@@ -388,7 +395,8 @@ def _find_collapsed(config: CollapseConfig, codebooks: Sequence[Codebook]) -> It
             f"tokens, where evenly used codes would be {lost[0].possible:,.0f}; perplexity {perplexity}."
         )
         title = f"Collapsed since step {{}}: {modality} codebooks"
-        yield _Sign(title, text, suggest_remedies(modality), config.steps, at_once=True)
+        names = tuple(each.name for each in lost)
+        yield _Sign(title, text, suggest_remedies(modality), config.steps, at_once=True, codebooks=names)
 
 
 def suggest_remedies(modality: str) -> str:

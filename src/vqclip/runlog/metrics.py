@@ -13,6 +13,7 @@ import math
 import mmap
 import operator
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -230,8 +231,10 @@ def read_curves(path: Path) -> Curves:
     with open_regular(path) as file:
         size = file.seek(0, 2)
         curves.thinned = size > SMALL_BYTES
-        file.seek(0)
-        for line in _choose(file, size) if curves.thinned else file:
+        lines = _lines(file, max(0, size - MAX_SCAN), size)
+        if size > MAX_SCAN:
+            next(lines)  # it begins before this part of the file
+        for line in _choose(lines, min(size, MAX_SCAN)) if curves.thinned else lines:
             entry = parse_line(line)
             if entry is not None and 0 <= entry["step"] < 2**53 and len(entry) <= MAX_NAMES:
                 entries.append(entry)
@@ -258,29 +261,29 @@ def merge_lines(entries: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, dic
         yield step, trained, {name.removeprefix(EVALUATION): value for name, value in evaluated.items()}
 
 
-def _choose(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yield lines of a long file in order: some that are evenly spread, the newest evaluations, and the last ones.
+def _lines(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
+    """Yield the lines in a part of a file; of one longer than `MAX_LINE`, its beginning without an end of line."""
+    file.seek(start)
+    while (position := file.tell()) < end and (line := file.readline(min(MAX_LINE, end - position))):
+        yield line
+        while len(line) == MAX_LINE and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE)
 
-    Of a line that is longer than `MAX_LINE`, a part of this length.
+
+def _choose(lines: Iterable[bytes], size: int) -> list[bytes]:
+    """Return some lines of a file of ``size`` bytes that are evenly spread, the newest evaluations, and the last ones.
+
+    They are read and not mapped to memory: a run that resumes may cut the file meanwhile.
     """
-    first, mark = max(0, size - MAX_SCAN), f'"{EVALUATION}'.encode()
-    with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as text:
-
-        def begin(place: int) -> int:
-            """Return where the line of a place begins; of one that is too long, or cut, any place in it."""
-            low = max(first, place - MAX_LINE)
-            return max(low, text.rfind(b"\n", low, place) + 1)
-
-        chosen, end = {begin(first + number * (size - first) // POINTS) for number in range(POINTS)}, size
-        for _ in range(LAST_LINES):
-            end = begin(max(end - 1, first))
-            chosen.add(end)
-        end = size
-        for _ in range(MAX_EVALUATIONS):
-            if (place := text.rfind(mark, first, end)) < 0:
-                break
-            end = begin(place)
-            chosen.add(end)
-        for place in sorted(each for each in chosen if each == 0 or text[each - 1] == ord("\n")):
-            length = text.find(b"\n", place, place + MAX_LINE) + 1 - place
-            yield text[place : place + (length if length > 0 else MAX_LINE)]
+    spread, position, due = dict[int, bytes](), 0, 0.0
+    evaluations, last = (deque[tuple[int, bytes]](maxlen=most) for most in (MAX_EVALUATIONS, LAST_LINES))
+    mark = f'"{EVALUATION}'.encode()
+    for line in lines:
+        if position >= due:
+            spread[position], due = line, position + size / POINTS
+        if mark in line:
+            evaluations.append((position, line))
+        last.append((position, line))
+        position += len(line)
+    chosen = spread | dict(evaluations) | dict(last)
+    return [chosen[position] for position in sorted(chosen)]

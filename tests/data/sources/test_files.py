@@ -312,6 +312,9 @@ def test_names_of_classes_in_files(folder: Path) -> None:
     for file, second in (("synsets.txt", "goldfish"), ("index.json", "gold fish"), ("names.json", "gold fish")):
         source = parse_source(folder / "t.csv", [f"classnames={folder / file}", "label=label"]).build()
         assert (source.classnames, source.read(0).label) == (("tench", second), 1)
+    (folder / "twice.txt").write_text("n01440764 tench\nn01440764 Tinca\nn01443537 goldfish\n")
+    with pytest.raises(DataError, match=r"twice\.txt: has an id twice"):
+        parse_source(folder / "t.csv", [f"classnames={folder / 'twice.txt'}", "label=label"]).build()
 
 
 def test_captions_beside_the_images(folder: Path) -> None:

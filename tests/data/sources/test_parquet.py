@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.data.serving import FaultyServer
 from vqclip.data import RawSample, parse_source
 from vqclip.data.sources import parquet
 from vqclip.data.sources.base import MAX_BYTES
-from vqclip.data.sources.parquet import ParquetConfig
+from vqclip.data.sources.parquet import ParquetConfig, ParquetStream
 from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
 
 pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'vqclip[parquet]'")
@@ -87,6 +88,8 @@ def test_labels_become_prompts(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", columns)
     options = {"classnames": ("cat", "dog"), "templates": ("a {c}", "the {c}")}
     assert read_all(path, **options)[1] == RawSample(IMAGES[1], ("a dog", "the dog"), 1)
+    with mock.patch.object(ParquetStream, "rows", None):  # none is read to open it
+        assert ParquetStream(ParquetConfig(path=str(path), **options)).classnames == ("cat", "dog")
     assert "classnames: missing: the classes are numbers" in refusal(path)
     assert "row 1: label: class '1'; expected one of classnames, or its number, 0 to 0" in refusal(
         path, classnames=("cat",)

@@ -92,6 +92,9 @@ def test_tars_beside_the_class_names(tmp_path: Path) -> None:
     folder = class_folder(tmp_path)
     shutil.move(folder / "train" / "0.tar", folder / "0.tar")
     assert len(ClassShardsConfig(path=folder, split="").build()) == 6
+    (folder / "a" / "b").mkdir(parents=True)
+    shutil.move(folder / "0.tar", folder / "a" / "b" / "0.tar")
+    assert len(ClassShardsConfig(path=folder, split="a/b").build()) == 6
 
 
 def test_wrong_class_folders(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def test_no_other_data_set_reads_pickles() -> None:
         ({"name": "MNIST"}, "arguments: MNIST: missing a required argument: 'root'; expected root"),
         ({"name": "MNIST", "root": "none"}, "got none, where files of MNIST are missing or damaged; set download"),
         ({"name": "MNIST", "root": "x", "arguments": {"trian": 1}}, "argument 'trian'; .*did you mean .train"),
+        ({"name": "EMNIST", "root": "x", "arguments": {"split": "letters", "trian": 1}}, "'trian'; .*did you .*train"),
         ({"name": "FakeData", "arguments": {"transform": "x"}}, "'transform' is a function, which cannot be set"),
         ({"name": "FakeData", "root": "x"}, "arguments: FakeData: .* argument 'root'; expected size"),
         ({"name": "FakeData", "arguments": {"size": 3}}, "classnames: missing; FakeData does not have the names"),

@@ -1,5 +1,6 @@
 """Compressed shards, and those of servers that send whole files only, are copied once and read as the tars in them."""
 
+import fcntl
 import gzip
 import os
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 from tests.data.making import caption_members, caption_shards, class_folder, write_tar
 from tests.data.serving import FaultyServer
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
+from vqclip.data.tars.make import IndexMaker
 from vqclip.data.tars.store import GzipError, gunzip
 from vqclip.errors import DataError
+from vqclip.process import progress
 
 
 def compress(folder: Path, target: Path, ending: str = ".tar.gz") -> Path:
@@ -125,3 +128,42 @@ def test_shards_of_a_server_that_sends_whole_files(tmp_path, server, cache, capl
     assert len(tars) == 2 + 2  # a question, which takes two requests, and the shards
     assert sum("copied http://" in text for text in caplog.messages) == 2
     assert "secret" not in caplog.text
+
+
+def test_a_copy_that_another_process_makes_is_waited_for_with_heartbeats(tmp_path: Path) -> None:
+    small = compress(caption_shards(tmp_path / "plain", (2,)), tmp_path / "small")
+    tars = CaptionShardsConfig(path=str(small)).tar_set()
+    (prepare,), (copy,) = tars.preparations(), tars._find_copies().values()
+    copy.parent.mkdir(parents=True)
+    beats: list[bool] = []
+    with open(copy.with_name("00000.tar.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert prepare() is False  # such a shard is tried again later
+
+        def release() -> None:
+            beats.append(copy.exists())
+            if len(beats) == 2:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+
+        with progress.report_to(release):
+            assert len(read_all(small)[1]) == 2
+    assert beats[:2] == [False, False]
+
+
+def test_a_copy_counts_once_it_is_checked(
+    tmp_path: Path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ends between both leaves nothing behind that is used after the shard is mended."""
+    url, server.ranges = server.add(caption_shards(tmp_path, (3,))), False
+    whole = server.files["/00000.tar"]
+    server.files["/00000.tar"] = whole[:150] + b"9999" + whole[154:]
+
+    def end(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexMaker, "part", end)
+        with pytest.raises(KeyboardInterrupt):
+            read_all(f"{url}/00000.tar")
+    server.files["/00000.tar"] = whole
+    assert len(read_all(f"{url}/00000.tar")[1]) == 3

@@ -94,6 +94,8 @@ class Classes:
             pairs = [re.split(r"[\s,]+", line, maxsplit=1) for line in named]
             if all(len(pair) == 2 and re.fullmatch(r"n\d{8}", pair[0]) for pair in pairs):
                 named = {key: names.partition(",")[0].strip() for key, names in pairs}
+                if len(named) < len(pairs):
+                    raise DataError(f"{file}: has an id twice; expected a line for each class, in the order of numbers")
         else:
             try:
                 named = json.loads(named)

@@ -104,8 +104,8 @@ class TableBuilder:
         self._samples: list[Listed] = []
         self._numbers: dict[tuple[str, int], int] = {}
         """Image and class → number of the sample."""
-        self._rows = Counter[int]()
-        """Number of the sample → number of its rows after the first."""
+        self._rows: dict[int, list[Listed]] = {}
+        """Number of the sample → its rows after the first."""
         self._inputs: dict[str, list[int]] = {}
 
     def read_from(self, path: Path) -> Path:
@@ -119,10 +119,7 @@ class TableBuilder:
             plain = os.path.normpath(row.path) if "./" in row.path or "//" in row.path else row.path
             number = self._numbers.setdefault((plain, row.label), len(self))
             if number < len(self):
-                self._rows[number] += 1
-                first = self._samples[number]
-                both = (*first.captions, *row.captions), (*first.keys, *row.keys)
-                self._samples[number] = first._replace(captions=both[0], keys=both[1])
+                self._rows.setdefault(number, []).append(row)
                 return
         self._samples.append(row)
 
@@ -146,7 +143,7 @@ class TableBuilder:
             **facts: JSON values, which are kept.
         """
         if self._rows:
-            images, rows = count_noun(len(self._rows), "image"), self._rows.total() + len(self._rows)
+            images, rows = count_noun(len(self._rows), "image"), sum(map(len, self._rows.values())) + len(self._rows)
             self.notes.append(
                 f"rows of the same image file are one sample with all their captions: {images}, {rows} rows"
             )
@@ -156,9 +153,13 @@ class TableBuilder:
                 "each class"
             )
         samples = self._samples
+        for number, later in self._rows.items():
+            every = samples[number], *later
+            captions = [caption for each in every for caption in each.captions]
+            samples[number] = every[0]._replace(captions=captions, keys=[key for each in every for key in each.keys])
         if relabel:
             samples = [each._replace(label=relabel.get(each.label, each.label)) for each in samples]
-        texts = Texts.join(text for each in samples for text in each.captions)
+        texts = Texts.join(text for each in samples if each.label != PROBLEM for text in each.captions)
         numbers = (np.cumsum([len(each.captions) for each in samples]), np.array([each.label for each in samples]))
         arrays = (*texts, *(each.astype(np.int64) for each in numbers))
         made = {

@@ -49,6 +49,17 @@ class ParquetConfig(TableConfig):
         """Return the Parquet files; raises DataError if there are none, or one is missing."""
         return find_shards(self.path, self.remote, (".parquet",))
 
+    def without_damaged(self) -> tuple[ParquetConfig, dict[str, str]]:
+        """Return the settings without files that cannot be opened, unless none can, and what is wrong with each."""
+        whole, damaged = list[str](), dict[str, str]()
+        for file in self.files():
+            try:
+                with open_parquet(file):  # reads the footer
+                    whole.append(file.url if isinstance(file, RemoteShard) else str(file))
+            except DataError as error:
+                damaged[str(file)] = str(error).removeprefix(f"{file}: ")
+        return self.model_copy(update={"path": tuple(whole)}) if whole and damaged else self, damaged
+
     def find(self, known: Mapping[str, Any] | None = None) -> Packable:
         """See `PackedConfig.find`; a file at a URL counts by its URL."""
         files = [

@@ -127,9 +127,10 @@ def _find_local(path: str, endings: Sequence[str], allow_missing: bool) -> list[
         )
     if missing and not allow_missing:
         shown = ", ".join(str(name) for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
+        advice = ", or leave them out: bad_shards: leave_out" if endings[0] in TAR_ENDINGS else ""
         raise DataError(
             f"{path}: {len(missing)} of {len(names)} files are missing: {shown}. Name the folder or a pattern such as "
-            f"*{endings[0]}, or leave them out: bad_shards: leave_out"
+            f"*{endings[0]}{advice}"
         )
     return [name.absolute() for name in names]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -275,8 +276,9 @@ class ClassShardsConfig(TarConfig):
         if not folder.is_dir():
             wanted = f"{CLASSNAMES} and {self.split or 'SPLIT'}/*.tar"
             raise DataError(f"{folder}: no such folder; expected one with {wanted}")
-        tars = (file for file in (*folder.glob("*"), *folder.glob("*/*")) if is_tar(file.name))
-        splits = sorted({tar.parent.relative_to(folder).name for tar in tars})
+        places = ("*", "*/*", *([f"{glob.escape(self.split)}/*"] if self.split else []))
+        tars = (file for place in places for file in folder.glob(place) if is_tar(file.name))
+        splits = sorted({tar.parent.relative_to(folder).as_posix().removeprefix(".") for tar in tars})
         shown = ", ".join(map(repr, splits)) or "none"
         if splits in ([], [""]) and not (folder / CLASSNAMES).exists() and (folder.parent / CLASSNAMES).exists():
             raise DataError(f"{folder}: is a split itself; expected the path {folder.parent}, and split: {folder.name}")
@@ -298,9 +300,7 @@ def _require_members(tars: TarReader, kind: str, path: object) -> None:
     if not found:
         raise DataError(f"{path}: every tar is empty; expected samples, such as 000000000.jpg and 000000000.txt")
     counts, left_out = dict(zip(KINDS, facts.members, strict=True)), "".join(describe_left_out(tars.index)[-1:])
-    if any(is_tar(f".{name}") for name in facts.endings):
-        hint = "It contains tars: unpack it, and name their folder."
-    elif facts.ambiguous:
+    if facts.ambiguous:
         hint = f"{left_out}."
     elif not counts["image"] and {*facts.ignored} & {*OTHER_ENDINGS}:
         hint = f"{left_out}: convert them to JPEG, PNG or WebP."
@@ -312,7 +312,9 @@ def _require_members(tars: TarReader, kind: str, path: object) -> None:
         hint = "Labels are numbers in members .cls; image_member is the ending of the images."
     else:
         hint = "Set image_member and caption_member to the endings of the images and captions."
-    if counts["image"] and counts[kind] and tars.index.keys is not None:
+    if any(is_tar(f".{name}") for name in facts.endings):
+        hint = "It contains tars: unpack it, and name their folder."
+    elif counts["image"] and counts[kind] and tars.index.keys is not None:
         image, other = (
             next(
                 tars.key(sample) for sample in range(len(tars)) if tars.index.member(sample, KINDS.index(each))[0] >= 0

@@ -157,6 +157,8 @@ class TableStream(ABC):
     ranges: Sequence[range]
     """Numbers of the rows of each piece in its file."""
     classnames: tuple[str, ...] = ()
+    _unchecked = False
+    """Whether the numbers of given classes may be from 1."""
 
     def __init__(self, config: TableConfig, schema: Any, name: str, folder: Path | None):
         self._config, self._name, self._folder, self._schema = config, name, folder, schema
@@ -208,7 +210,7 @@ class TableStream(ABC):
             read_once: the rows cannot be read in advance.
 
         Raises:
-            ConfigError: nearly every row has its own class, or the numbers of given ones are not from 0.
+            ConfigError: nearly every row has its own class.
         """
         if (label := self.columns.label) is None:
             return
@@ -217,16 +219,12 @@ class TableStream(ABC):
             with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
                 names = json.loads((self._schema.metadata or {})[b"huggingface"])["info"]["features"][label]["names"]
                 given = tuple(names) if isinstance(names, list) and all(isinstance(each, str) for each in names) else ()
-        classes, count = Classes.read(given, Path(self._name)), 0
+        classes = Classes.read(given, Path(self._name))
         self.columns = self.columns._replace(classes=classes)
+        self._unchecked = bool(classes.names) and not read_once
         if read_once and not classes.names:
             raise ConfigError(f"{self}: classnames: missing; streaming does not find those in column {label!r}")
-        for piece in range(0 if read_once else len(self.pieces)):
-            for _, row in self.rows_of(piece, [self._stored_name(label)]):
-                count += 1
-                with contextlib.suppress(DataError):  # it is a bad sample when it is read
-                    classes.number("" if isinstance(row, DataError) else plain_text(look_up(row, label)))
-        classes.sort()
+        count = 0 if classes.names else self._read_labels()
         self.classnames = classes.names
         if not given and len(self.classnames) > max(_MANY_CLASSES, count // 2):
             raise ConfigError(
@@ -235,6 +233,19 @@ class TableStream(ABC):
             )
         if self.has_prompts:
             self.notes += describe_single(self.classnames)
+
+    def _read_labels(self) -> int:
+        """Read the label of every row to find the classes, or to check the numbers of given ones; return the rows."""
+        classes, label, count = self.columns.classes, self.columns.label, 0
+        assert classes is not None
+        assert label is not None
+        for piece in range(len(self.pieces)):
+            for _, row in self.rows_of(piece, [self._stored_name(label)]):
+                count += 1
+                with contextlib.suppress(DataError):  # it is a bad sample when it is read
+                    classes.number("" if isinstance(row, DataError) else plain_text(look_up(row, label)))
+        classes.sort()
+        return count
 
     def group(self, piece: int) -> Iterator[_Group]:
         """Yield the rows of a piece, those of one image and label together if they have captions.
@@ -276,10 +287,21 @@ class TableStream(ABC):
         return StreamSample(group.row, sample, len(group.values))
 
     def _read(self, rows: Sequence[Any]) -> RawSample:
-        """Return the sample of the rows of one image, without captions if they are prompts."""
+        """Return the sample of the rows of one image, without captions if they are prompts.
+
+        Raises:
+            DataError: it is a bad sample.
+            ConfigError: the numbers of given classes are not from 0, which is checked at the first wrong one.
+        """
         if isinstance(rows[0], DataError):
             raise rows[0]
-        captions, keys, label = self.columns.read(rows)
+        try:
+            captions, keys, label = self.columns.read(rows)
+        except DataError as error:
+            if error.kind == "class number" and self._unchecked:
+                self._unchecked = False
+                self._read_labels()
+            raise
         key_of: dict[str, int] = {}
         for text, key in zip(captions, keys, strict=True):
             key_of.setdefault(text, key)

@@ -91,26 +91,32 @@ def _find_class(config: TorchvisionConfig) -> type:
 
 def _arguments(config: TorchvisionConfig, found: type) -> dict[str, Any]:
     """Return the arguments of the class; raise ConfigError for those that it does not have, or that it needs."""
-    from torchvision.datasets import DatasetFolder
-
     given: dict[str, Any] = {key: list(v) if isinstance(v, tuple) else v for key, v in config.arguments.items()}
     given |= {} if config.root is None else {"root": str(expand_home(config.root))}
     given |= {"download": True} if config.download else {}
-    signature = inspect.signature(found)
-    allowed = [name for name in signature.parameters if name not in (*_FUNCTIONS, "kwargs")]
+    parameters: dict[str, inspect.Parameter] = {}  # those of its bases too, where it passes others on
+    for each in found.__mro__:
+        own = inspect.signature(each).parameters
+        parameters = {**own, **parameters}
+        if "kwargs" not in own:
+            break
+    allowed = [name for name in parameters if name not in (*_FUNCTIONS, "kwargs")]
+    unknown = next((name for name in given if name not in allowed), "")
     try:
-        signature.bind(**given)
-        if functions := [name for name in given if name in _FUNCTIONS]:
-            raise TypeError(f"{functions[0]!r} is a function, which cannot be set")
+        if unknown:
+            raise TypeError(
+                f"{unknown!r} is a function, which cannot be set"
+                if unknown in _FUNCTIONS
+                else f"got an unexpected keyword argument {unknown!r}"
+            )
+        inspect.signature(found).bind(**given)
     except TypeError as error:
-        unknown = next((name for name in given if name not in allowed), "")
         close = did_you_mean(difflib.get_close_matches(unknown[:80], allowed, n=1))
         raise ConfigError(
             f"arguments: {config.name}: {error}; expected {', '.join(allowed) or 'none'} (root and download are keys "
             f"beside arguments){close}"
         ) from None
-    has_loader = "loader" in signature.parameters or issubclass(found, DatasetFolder)
-    return given | ({"loader": _Original} if has_loader else {})
+    return given | ({"loader": _Original} if "loader" in parameters else {})
 
 
 def _files(arguments: dict[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,8 +34,9 @@ from vqclip.data.tars.members import USUAL, MemberRules
 from vqclip.data.tars.reader import TarReader
 from vqclip.data.tars.store import copy_shard, find_copies, local_state, shard_names
 from vqclip.errors import ConfigError, DataError, StorageError
-from vqclip.io.atomic import hold_lock, remove_leftovers, write_file
+from vqclip.io.atomic import hold_lock, remove_leftovers, try_lock, write_file
 from vqclip.io.files import cache_folder
+from vqclip.process import progress
 
 logger = logging.getLogger("vqclip.data")
 
@@ -44,6 +46,8 @@ _LARGEST_OF_SHARD = 64 << 20
 """Bytes of a fetched index for each shard at most: a shard of 350 million samples in chunks of 128."""
 _DIGITS = 12
 _SHOWN = 3
+_WAIT_S = 0.2
+"""Seconds between two looks at what another process is copying."""
 
 
 @dataclass(frozen=True)
@@ -85,24 +89,34 @@ class TarSet:
         if not (copies := self._find_copies()):
             return self
         for number, path in copies.items():
-            self._copy(number, path)
+            while not self._copy(number, path):
+                progress.heartbeat()
+                time.sleep(_WAIT_S)
         remove_leftovers(path.parent)
         return self._with_copies(copies)
 
-    def _copy(self, number: int, path: Path) -> None:
-        """Copy and index a shard, unless it is copied; if another process copies it, wait."""
+    def _copy(self, number: int, path: Path) -> bool:
+        """Copy and index a shard, unless it is copied; return False if another process is copying it."""
         if path.exists():
-            return
-        with _lock(path, "lock"):
-            if not path.exists():
-                copy_shard(self.shards[number], path, self.leave_out)
-                try:
-                    replace(self, shards=[path])._maker().part(0)
-                except StorageError:
-                    raise
-                except DataError as error:
-                    path.unlink()  # what is at a URL may be mended there
-                    raise DataError(str(error).replace(str(path), str(self.shards[number]))) from None
+            return True
+        shard, unchecked = self.shards[number], path.with_name(f"{path.name}.unchecked")
+        with _cache_errors(path), open(path.with_name(f"{path.name}.lock"), "a") as lock:
+            if not try_lock(lock.fileno()):
+                return False
+            if path.exists():
+                return True
+            copy_shard(shard, unchecked, self.leave_out)
+            maker = replace(self, shards=[unchecked])._maker()
+            maker.facts[0] = replace(maker.facts[0], name=path.name)  # the name that it gets
+            try:
+                maker.part(0)
+            except StorageError:
+                raise
+            except DataError as error:
+                unchecked.unlink()  # what is at a URL may be mended there
+                raise DataError(str(error).replace(str(unchecked), str(shard))) from None
+            unchecked.rename(path)
+        return True
 
     def open(self) -> TarReader:
         """Open the tars, after indexing those that are not indexed.
@@ -298,15 +312,17 @@ def find_index(shards: Sequence[Shard], rules: MemberRules = USUAL) -> TarIndex 
 
 @contextlib.contextmanager
 def _lock(path: Path, name: str) -> Iterator[None]:
-    """Hold a lock of this name beside a file in the cache.
+    """Hold a lock of this name beside a file in the cache; raise StorageError if the cache cannot be written."""
+    with _cache_errors(path), hold_lock(path.with_name(f"{path.name}.{name}")):
+        yield
 
-    Raises:
-        StorageError: the cache cannot be written.
-    """
+
+@contextlib.contextmanager
+def _cache_errors(path: Path) -> Iterator[None]:
+    """Make the folder of a file in the cache, and raise StorageError if the cache cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with hold_lock(path.with_name(f"{path.name}.{name}")):
-            yield
+        yield
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder with room"

@@ -233,7 +233,7 @@ def find_copies(shards: Sequence[Shard], ask: bool) -> dict[int, Path]:
         return {}
     identity = json.dumps([_identity(each) for each in shards])
     folder = cache_folder() / "packed" / f"tars-{hashlib.sha256(identity.encode()).hexdigest()[:24]}"
-    copies, missing, asked = dict[int, Path](), 0, dict[str, int | None]()
+    copies, missing, asked = dict[int, Path](), dict[int, int](), dict[str, int | None]()
     for number, shard in enumerate(shards):
         path, size = folder / f"{number:05d}.tar", None
         if path.exists():
@@ -247,9 +247,17 @@ def find_copies(shards: Sequence[Shard], ask: bool) -> dict[int, Path]:
                 asked[host] = _size_if_whole(shard)
             size = asked[host]
         if size is not None:
-            copies[number] = path
-            missing += size
-    require_room(folder, missing, "set VQCLIP_CACHE to a folder on a larger disk")
+            copies[number], missing[number] = path, size
+    if missing:
+        size = sum(missing.values())
+        require_room(folder, size, "set VQCLIP_CACHE to a folder on a larger disk")
+        logger.info(
+            "copying %d shards that cannot be read at random places, such as %s, into %s: %s or more",
+            len(missing),
+            shards[min(missing)],
+            folder,
+            format_bytes(size),
+        )
     return copies
 
 
