@@ -244,7 +244,7 @@ def test_all_ranks_write_the_files_of_one(ranks, tmp_path, shards, world_size):
         cases = [(trees[name], cache, stop, name == "all") for name in trees]
         assert ranks(world_size, for_each, run_counting, cases, init=False) == [[3, 3], *[[3, 0]] * (world_size - 1)]
         one, other = files(tmp_path / "all"), files(tmp_path / "one")
-        assert len(one) == 7 * stop // 2
+        assert len(one) == 6 * stop // 2
         assert one == other
 
 
