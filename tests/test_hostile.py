@@ -140,7 +140,7 @@ def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
         ("shard", write_tar(root / "pickle.tar", members), foreign),
         ("shard", hostile.sparse_tar(sparse, GIB), "member '000000000.txt' at offset 0 is a sparse file; only"),
         ("shard", hostile.boastful_tar(boast, GIB), short),
-        ("shard", hostile.gzip_bomb_tar(gz, GIB), "is gzip-compressed; shards are read at random places"),
+        ("shard", hostile.gzip_bomb_tar(gz, GIB), r"no valid tar header at offset 0, but b'\\x1f"),
         ("shard", huge_member(root / "txt.tar", "txt"), r"sample bad: txt of 1073741824 bytes; at most 1048576"),
     ]
     assert all(path.stat().st_size <= 10_240 for _, path, _ in tars[1:4])

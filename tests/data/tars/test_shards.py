@@ -83,18 +83,12 @@ def test_missing_empty_garbage_and_compressed(tmp_path: Path) -> None:
     assert "no valid tar header at offset 0" in refusal(tmp_path / "noise.tar")
     plain = write_tar(tmp_path / "a.tar", caption_members(0, 1))
     (tmp_path / "a.tar.gz.tar").write_bytes(gzip.compress(plain.read_bytes()))
-    assert "gzip-compressed" in refusal(tmp_path / "a.tar.gz.tar")
-    for table, kind in (
-        (("url,caption\nx,é\n" * 100).encode(), "text"),
-        (("url,caption\nx,é\n" * 100).encode("latin-1"), "text"),
-        ("url,caption\n".encode("utf-16"), "text"),
-        (b"url\tcaption\n", "text"),
-        (b"PAR1\0", "a Parquet table"),
-        (b"<html><body>404</body></html>", "a page of HTML"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
-    ):
+    assert r"but b'\x1f\x8b\x08" in refusal(tmp_path / "a.tar.gz.tar")
+    for table in (b"url,caption\nx,y\n" * 100, b"url\tcaption\n", b"PAR1\0", b"<html><body>404</body></html>"):
         (tmp_path / "table.csv").write_bytes(table)
-        assert f"table.csv: is {kind}" in refusal(tmp_path / "table.csv")
+        assert f"table.csv: no valid tar header at offset 0, but {table[:16]!r}; expected a shard" in refusal(
+            tmp_path / "table.csv"
+        )
     (tmp_path / "folder.tar").mkdir()
     assert "cannot be opened: Is a directory" in refusal(tmp_path / "folder.tar")
 
@@ -146,7 +140,7 @@ def test_a_tar_that_boasts_is_refused_by_its_header(tmp_path: Path) -> None:
     assert "needs 1073742336 bytes, the file has 10240" in refusal(hostile.boastful_tar(tmp_path / "b.tar", 1 << 30))
     path = hostile.gzip_bomb_tar(tmp_path / "c.tar", 1 << 30)
     assert path.stat().st_size <= 10_240
-    assert "is gzip-compressed" in refusal(path)
+    assert r"at offset 0, but b'\x1f\x8b" in refusal(path)
 
 
 def test_a_pipe_is_no_shard(tmp_path: Path) -> None:

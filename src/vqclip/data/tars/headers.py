@@ -8,7 +8,6 @@ silently at a damaged header, so that the samples after it would be lost.)
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -30,15 +29,6 @@ _MAX_EXTENDED = 1 << 16
 """Bytes of a PAX header or a long name; real ones are a few hundred."""
 _MAX_BEFORE = 1 << 20
 """Bytes of all extended headers of a member."""
-_CONTROL = re.compile(rb"[\0-\x08\x0e-\x1f\x7f]")
-"""Bytes that are in no text, whether UTF-8 or Latin-1."""
-_COMPRESSED = {
-    b"\x1f\x8b": "gzip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ\x00": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"PK\x03\x04": "zip",
-}
 
 
 class Member(NamedTuple):
@@ -96,12 +86,13 @@ def walk_tar(
         raise DataError(f"{path}: is empty (0 bytes); expected a tar file: copy it again")
     file, at, end, extended = _Bytes(blocks, first), first, length if end is None else end, dict[str, str]()
     if first == 0:
-        _refuse_other_formats(path, file.read(0, BLOCK))
+        _require_tar(path, file.read(0, BLOCK))
     is_at_mark = False
     while at + BLOCK <= end and len(header := file.read(at, BLOCK)) == BLOCK:
         if is_at_mark := not header.strip(b"\0"):
             break
-        _check_sum(path, header, at)
+        if not _has_checksum(header):
+            raise DataError(f"{path}: no valid tar header at offset {at} (wrong checksum); the shard is damaged")
         kind, size, start = header[156:157], _number(path, header[124:136], at), at + BLOCK
         if kind in _REGULAR and "size" in extended:
             size = _extended_size(path, extended["size"], at)
@@ -161,39 +152,28 @@ def walk_tar(
         raise DataError(f"{path}: a member crosses byte {end}, where a sample should end")
 
 
-def _refuse_other_formats(path: Shard, start: bytes) -> None:
-    for magic, name in _COMPRESSED.items():
-        if start.startswith(magic):
-            raise DataError(
-                f"{path}: is {name}-compressed; shards are read at random places, so unpack it to a plain tar"
-                + (", or name it .tar.gz: it is then unpacked in the cache" if name == "gzip" else "")
-            )
-    if start.startswith(b"version https://git-lfs"):
-        raise DataError(f"{path}: is a pointer of Git LFS, not the file itself; fetch it: git lfs pull")
-    is_text = not _CONTROL.search(start) or start.startswith((b"\xff\xfe", b"\xfe\xff"))  # UTF-16, as Excel writes it
-    if is_text or start.startswith(b"PAR1"):
-        kind = "text, such as a csv or tsv table" if is_text else "a Parquet table"
-        if start.lstrip()[:15].lower().startswith((b"<html", b"<!doctype html")):
-            kind = "a page of HTML, as servers send it in place of a file; download it again"
+def _require_tar(path: Shard, start: bytes) -> None:
+    """Check the first block of a file; there are no others before it that could be damaged."""
+    if len(start) < BLOCK or (start.strip(b"\0") and not _has_checksum(start)):
         raise DataError(
-            f"{path}: is {kind}, not a tar; expected a shard: a tar of images, each with a .txt, .json or .cls of the "
-            "same name (img2dataset makes shards from a table of URLs)"
+            f"{path}: no valid tar header at offset 0, but {start[:16]!r}; expected a shard: a plain tar of images, "
+            "each with a .txt, .json or .cls of the same name. Unpack a compressed tar, or name it .tar.gz; "
+            "download again what is a page of HTML, or a pointer of Git LFS (git lfs pull); img2dataset makes shards "
+            "from a table of URLs"
         )
 
 
-def _check_sum(path: Shard, header: bytes, at: int) -> None:
+def _has_checksum(header: bytes) -> bool:
+    """Return whether the checksum in a header is that of its bytes."""
     try:
         stated = int(header[148:156].strip(b" \0") or b"-1", 8)
     except ValueError:
-        stated = -1
+        return False
     # The checksum itself counts as eight spaces; some old tars add signed bytes. The low half of the Adler-32 of 256
     # bytes is 1 plus their sum.
     halves = header[:148] + b" " * 8 + header[156:256], header[256:]
     plain = (zlib.adler32(halves[0]) & 0xFFFF) + (zlib.adler32(halves[1]) & 0xFFFF) - 2
-    if stated != plain and stated != plain - 256 * sum(byte > 127 for half in halves for byte in half):
-        raise DataError(
-            f"{path}: no valid tar header at offset {at} (wrong checksum); the shard is damaged or not a tar"
-        )
+    return stated == plain or stated == plain - 256 * sum(byte > 127 for half in halves for byte in half)
 
 
 def _number(path: Shard, field: bytes, at: int) -> int:

@@ -351,12 +351,8 @@ def gunzip(blocks: Iterable[bytes]) -> Iterator[bytes]:
             try:
                 data = decoder.decompress(rest, _BLOCK)
             except zlib.error as error:
-                if not returned and block[:2] != b"\x1f\x8b":
-                    raise GzipError(
-                        f"is not compressed by gzip: begins with {block[:16]!r}; call a plain tar .tar, and download "
-                        "again what is a page of HTML"
-                    ) from None
-                raise GzipError(f"damaged gzip data near byte {received}: {error}") from None
+                remedy = "copy it again; a plain tar is named .tar"
+                raise GzipError(f"damaged gzip data near byte {received}: {error}; {remedy}") from None
             returned += len(data)
             if returned > _MAX_RATIO * received + _BLOCK:
                 raise GzipError(f"more than {_MAX_RATIO} times its size when decompressed")
