@@ -90,7 +90,7 @@ def test_hits_and_misses_of_classes_are_the_known_ones(tmp_path):
     assert [(each.text, each.right) for each in found] == [("3", False), ("1", True)]
     assert [each.note for each in found] == [f"✗ wrong · {0.9**0.5:.2f}", f"✓ right · {0.3 / 0.9**0.5:.2f}"]
     assert Image.open(io.BytesIO(image.image)).size == (16, 16)
-    assert result.details.intervals["codes_only"]["top1"] == wilson(0.6, 5)
+    assert result.intervals["codes_only"]["top1"] == wilson(0.6, 5)
     assert "details" not in result.to_json()
 
 
@@ -109,8 +109,8 @@ def test_hits_and_misses_of_captions_are_the_known_ones(tmp_path):
         ("00003", False, "1.00"),
         ("00000", False, "0.00"),
     ]
-    assert set(result.details.intervals) == {"continuous", "quantized", "codes_only"}
-    assert result.details.intervals["codes_only"]["i2t_r1"] == wilson(result.figures["codes_only"]["i2t_r1"], 4)
+    assert set(result.intervals) == {"continuous", "quantized", "codes_only"}
+    assert result.intervals["codes_only"]["i2t_r1"] == wilson(result.figures["codes_only"]["i2t_r1"], 4)
 
 
 def details_on_rank(folder):
@@ -143,7 +143,7 @@ def test_identity_has_intervals_but_nothing_of_codes(tmp_path):
     tasks = [ZeroShotConfig(data=ClassShardsConfig(path=folder)), task]
     for result in evaluate(tiny_clip(IDENTITY), tasks, details=SMALL):
         details = result.details
-        assert set(details.intervals) == {"continuous", "quantized"}
+        assert set(result.intervals) == {"continuous", "quantized"}
         assert (details.examples, details.codes) == ((), ())
         assert [each.heads for each in details.tables] in ([], [("class", "images", "continuous, %", "quantized, %")])
         assert Details.model_validate_json(details.model_dump_json()) == details

@@ -166,8 +166,8 @@ def test_pairs_have_r_at_1(folder):
     [result] = evaluate(with_decoder(), [captions(folder)], details=DetailsConfig())
     assert (result.samples, result.captions, result.classes) == (9, 13, None)
     names = {f"{which}_{figure}" for which in ("original", "reconstructed") for figure in ("i2t_r1", "t2i_r1")}
-    assert result.chance.keys() == names == result.details.intervals["codes_only"].keys()
-    for name, (low, high) in result.details.intervals["codes_only"].items():
+    assert result.chance.keys() == names == result.intervals["codes_only"].keys()
+    for name, (low, high) in result.intervals["codes_only"].items():
         assert low <= result.figures["codes_only"][name] <= high
     retrieval = RetrievalConfig(data=captions(folder).data, batch_size=4)
     [retrieved] = evaluate(with_decoder(), [retrieval])

@@ -7,7 +7,7 @@ from tests.evaluation.made import class_shards
 from tests.models import VQ, tiny_model
 from vqclip.data import ClassShardsConfig
 from vqclip.errors import ConfigError
-from vqclip.evaluation import MODES, DetailsConfig, KnnConfig, Prefixes, ZeroShotConfig, evaluate
+from vqclip.evaluation import MODES, KnnConfig, Prefixes, ZeroShotConfig, evaluate
 from vqclip.quantizers import Prefix
 
 RESIDUAL = {"kind": "residual", "layer": VQ, "depth": 3}
@@ -56,12 +56,12 @@ def test_a_prefix_is_what_its_ids_alone_give(task):
     assert prefixes.bits(found, "text", mode) == found.usage["text"].bits_per_sample / 3
 
 
-def test_intervals_beside_details(task):
+def test_every_prefix_has_intervals(task):
     whole = model()
     prefixes = Prefixes.of(whole)
-    (found,) = evaluate(whole, [task], prefixes=prefixes, details=DetailsConfig(hits=0, misses=0))
-    assert set(found.details.intervals) == {*MODES, *prefixes.modes["image"]}
-    for mode, intervals in found.details.intervals.items():
+    (found,) = evaluate(whole, [task], prefixes=prefixes)
+    assert set(found.intervals) == {*MODES, *prefixes.modes["image"]}
+    for mode, intervals in found.intervals.items():
         assert intervals.keys() == found.figures[mode].keys()
         assert all(low <= found.figures[mode][name] <= high for name, (low, high) in intervals.items())
 

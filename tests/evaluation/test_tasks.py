@@ -103,13 +103,16 @@ def test_two_ranks_find_what_one_finds_and_one_alone_does_not_wait(ranks, folder
         for result, expected in zip(found, alone, strict=True):
             for mode in MODES:
                 assert result["figures"][mode] == pytest.approx(expected["figures"][mode], rel=1e-4)
+                for figure, ends in result["intervals"].get(mode, {}).items():
+                    assert ends == pytest.approx(expected["intervals"][mode][figure], rel=1e-4)
             for row, known in zip(rows_of(result), rows_of(expected), strict=True):
                 assert row.pop("figures") == pytest.approx(known["figures"], rel=1e-4)
                 assert [*row.pop("intervals").values()] == [
                     pytest.approx(each, rel=1e-4) for each in known["intervals"].values()
                 ]
                 assert row == {name: known[name] for name in row}
-            assert {**result, "figures": 0, "pixels": 0} == {**expected, "figures": 0, "pixels": 0}
+            apart = dict.fromkeys(("figures", "pixels", "intervals"))
+            assert {**result, **apart} == {**expected, **apart}
     start = time.monotonic()
     assert ranks(2, run, folder, False, (0,), timeout=60.0) == [alone, None]
     assert time.monotonic() - start < 50

@@ -37,7 +37,6 @@ def details(thumbnail: bytes | None = PNG.getvalue()) -> Details:
         return Section(layout=layout, title=EVIL, note=EVIL, cards=(card,))
 
     return Details(
-        intervals={"codes_only": {"i2t_r1": (0.4, 0.6)}},
         examples=(section("found"), section("found")),
         tables=(Table(title=EVIL, heads=(EVIL, EVIL), rows=((EVIL, EVIL),) * 20, left=1),),
         codes=(section("maps"), section("patches")),
@@ -53,7 +52,8 @@ PATH = re.compile(rf"M{_PAIR}(L{_PAIR})*Z?|M{_PAIR}[HV]-?\d+\.\d")
 def store(folder: Path, found: Details, name: str = EVIL, step: int = 400) -> None:
     """Store an evaluation as training does."""
     rates = {mode: {"i2t_r1": 0.5, EVIL: 0.25} for mode in ("continuous", "quantized", "codes_only")}
-    result = Result(name, "retrieval", rates, {"i2t_r1": 0.1}, 9, None, 9, {}, [EVIL], found)
+    ends = {"codes_only": {"i2t_r1": (0.4, 0.6), EVIL: (0.2, 0.3)}}
+    result = Result(name, "retrieval", rates, {"i2t_r1": 0.1}, 9, None, 9, {}, [EVIL], found, intervals=ends)
     (folder / "report" / "00-x.json").write_text(StoredEvaluation(step=step, result=result).model_dump_json())
 
 
@@ -204,7 +204,7 @@ FORGED: list[tuple[tuple[str | int, ...], Any]] = [
     (("step",), HUGE),
     (("result", "samples"), -1),
     (("result", "details", "tables", 0, "left"), HUGE),
-    (("result", "details", "intervals", "codes_only", "i2t_r1"), [0, 2]),
+    (("result", "intervals", "codes_only", "i2t_r1"), [0, 2]),
     (("result", "details", "examples", 0, "cards"), [{"items": []}] * 100),
     (("result", "details", "examples", 0, "layout"), EVIL),
     (("result", "details", "examples", 0, "cards", 0, "title"), "x" * 301),

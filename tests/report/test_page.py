@@ -17,7 +17,7 @@ from tests.report.making import Page, make_run, write_lines
 from tests.training import retrieval, run_tree
 from vqclip.cli.main import main as vqclip_main
 from vqclip.errors import ConfigError
-from vqclip.evaluation import Details, Result
+from vqclip.evaluation import Result
 from vqclip.io.atomic import write_text
 from vqclip.quantizers import Prefix
 from vqclip.report import write_comparison, write_report
@@ -182,8 +182,8 @@ def made(name, *prefixes, rates=(0.9,)):
     for rate in rates:
         figures = {"continuous": {"top1": rate, "top5": 0.99}, "quantized": None, "codes_only": None}
         figures |= {mode: {"top1": rate - lost, "top5": 1.0} for mode, (*_, lost) in modes.items()}
-        details = Details(intervals={mode: {"top1": (0.2, 0.8)} for mode in modes})
-        result = Result(name, "zero_shot", figures, {"top1": 0.1, "top5": 0.5}, 20, 10, 10, {}, details=details)
+        ends = {mode: {"top1": (0.2, 0.8)} for mode in modes}
+        result = Result(name, "zero_shot", figures, {"top1": 0.1, "top5": 0.5}, 20, 10, 10, {}, intervals=ends)
         found.append((known, [result]))
     return found
 

@@ -103,20 +103,19 @@ class _Evaluation(Command, words=("models",)):
         """Evaluate models with prefixes of their ids; those that differ only in their seed are one group."""
         from vqclip import dist
         from vqclip.data import mask_credentials
-        from vqclip.evaluation import DetailsConfig, Prefixes, evaluate
+        from vqclip.evaluation import Prefixes, evaluate
         from vqclip.io.atomic import write_text
         from vqclip.report.frontier import format_points, measure, points_csv, points_page
         from vqclip.train.export import load_model
 
         groups: dict[str, dict[str, tuple[Prefixes, list[Result]]]] = {}
-        intervals = DetailsConfig(hits=0, misses=0, code_maps=0, gallery_codes=0)
         for name in self.models:
             model = load_model(name, self.weights).model.to(device)
             extent = model.image.quantizer.extent
             whole = [extent] if all(extent) else []  # a quantizer without codes has no prefix
             chosen = None if self.prefixes in ("full", "same") else whole
             prefixes = Prefixes.of(model, chosen, "same" if self.prefixes == "same" else "full")
-            found = evaluate(model, tasks, precision=self.precision, prefixes=prefixes, details=intervals)
+            found = evaluate(model, tasks, precision=self.precision, prefixes=prefixes)
             groups.setdefault(_settings(name), {})[name] = prefixes, found
         if not dist.is_main():
             return

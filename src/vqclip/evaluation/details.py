@@ -1,4 +1,4 @@
-"""Details of an evaluation, for a report: intervals, hits and misses, classes, code maps.
+"""Details of an evaluation, for a report: hits and misses, classes, code maps.
 
 `Details` is what is stored; `ImageReader` reads the images in it again, and makes thumbnails of what the model sees.
 
@@ -134,10 +134,8 @@ class Table(Part):
 
 
 class Details(Part):
-    """Everything that a report needs of an evaluation beside `Result.figures`."""
+    """Everything that a report needs of an evaluation beside its figures and their intervals."""
 
-    intervals: dict[Mode, dict[Text, Interval]]
-    """Mode → figure → 95 % confidence interval; see `vqclip.evaluation.intervals`."""
     examples: Annotated[tuple[Section, ...], Field(max_length=4)] = ()
     """Worst misses and clearest hits, codes only, of both directions of retrieval: a query with the nearest candidates,
     best first. Empty for other tasks and without codes. See `vqclip.evaluation.image_details.choose_examples`."""

@@ -11,7 +11,7 @@ Shapes: B samples of a batch, N tokens, C codebooks, Cd codebooks of detail, S s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -26,13 +26,13 @@ from vqclip.data.sources.class_names import DEFAULT_TEMPLATE
 from vqclip.errors import DataError, name_section
 from vqclip.evaluation.details import Details, Interval
 from vqclip.evaluation.encode import MODES, Encoded, Encoder, Mode, RankPartition, load_ids, save_ids
-from vqclip.evaluation.image_details import ImageDetails, make_details
+from vqclip.evaluation.image_details import make_details
 from vqclip.evaluation.images import AnyData, EncodedImages, ImagesConfig, encode_images, encode_set
-from vqclip.evaluation.intervals import mean_value_intervals, ratio_intervals
-from vqclip.evaluation.ranking import DEPTHS
+from vqclip.evaluation.intervals import class_intervals, mean_value_intervals
+from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, class_figures
 from vqclip.evaluation.reconstructions import decoded_prefixes, pixel_transform
 from vqclip.evaluation.results import PixelResult, PixelRow, Result, common_modes, fill_modes
-from vqclip.evaluation.retrieval import both_ranks, chance
+from vqclip.evaluation.retrieval import both_ranks, chance, recall_intervals, recalls
 from vqclip.evaluation.zero_shot import class_embeddings, fill, rank_classes
 from vqclip.model import CLIP
 from vqclip.pixels.codecs import Codec, best_within, compress
@@ -46,8 +46,6 @@ QUALITY = ("psnr", "psnr_of_mse", "ssim")
 """Figures of the quality of images: higher is better, and the first two are in dB."""
 AGREEMENT = "id_agreement"
 """Share of the ids that encoding the reconstruction again gives back."""
-Found = Mapping[Mode, dict[str, tuple[float, Interval]]]
-"""Mode → figure → rate and its interval."""
 CODES, BYPASSED, QUANTIZED = "codes", "quantizer bypassed", "quantized"
 TITLES: dict[Codec, str] = {"webp": "WebP", "jpeg": "JPEG"}
 COLOUR_BITS = 24
@@ -157,17 +155,12 @@ class PixelQualityConfig(ImagesConfig):
         if meaning is not None:
             with partition.raise_on_all_ranks():  # one rank may be asked to stop
                 for which, each in both.items():
-                    for mode, found in meaning.figures(each.encoded).items():
-                        for figure, (rate, interval) in found.items():
-                            figures.setdefault(mode, {})[f"{which}_{figure}"] = rate
-                            intervals.setdefault(mode, {})[f"{which}_{figure}"] = interval
-        between = distances.finish(partition)
+                    rates, between = meaning.figures(each.encoded)
+                    for mode, figure in itertools.product(rates, meaning.chance):
+                        figures.setdefault(mode, {})[f"{which}_{figure}"] = rates[mode][figure]
+                        intervals.setdefault(mode, {})[f"{which}_{figure}"] = between[mode][figure]
+        distances_of_all = distances.finish(partition)
         names = images.source.classnames
-
-        def details(maker: ImageDetails) -> Details:
-            shown = maker.reconstructions()
-            return Details(intervals=intervals, reconstructions=shown)
-
         chances = {} if meaning is None else meaning.chance
         shape = "shorter side resized, centre cropped" if preprocess.mode == "crop" else "both sides resized"
         return Result(
@@ -180,13 +173,16 @@ class PixelQualityConfig(ImagesConfig):
             captions=0 if meaning is None else meaning.texts,
             usage={"image": images.encoded.usage} | ({} if meaning is None else {"text": meaning.text.usage}),
             notes=[*images.notes, *self._notes(model, rows, methods), *distances.notes],
-            details=make_details(tokenizer, encoder, images, names, details),
+            details=make_details(
+                tokenizer, encoder, images, names, lambda maker: Details(reconstructions=maker.reconstructions())
+            ),
+            intervals=intervals,
             pixels=PixelResult(
                 reference=describe_data(self.data),
                 image_size=size,
                 preprocessing=f"{shape}, {preprocess.interpolation}, antialiased, 8 bits",
                 rows=[row for row in rows if row.method != QUANTIZED],
-                distances=between,
+                distances=distances_of_all,
             ),
         )
 
@@ -430,21 +426,16 @@ class Meaning:
         chances = {"top1": 1 / len(names)} if names else chance(self._counts)
         self.chance = {figure: rate for figure, rate in chances.items() if figure in ("top1", "i2t_r1", "t2i_r1")}
 
-    def figures(self, encoded: Encoded) -> Found:
-        """Return the figures of the encoded images, or of their reconstructions."""
+    def figures(self, encoded: Encoded) -> tuple[dict[Mode, dict[str, float]], dict[Mode, dict[str, Interval]]]:
+        """Return the rates of images, or of their reconstructions, and their intervals: of `chance` and others."""
         modes, text, counts = common_modes(encoded, self.text)[0], self.text.embeddings, self._counts
         if self._images.source.classnames:
-            targets = {mode: class_embeddings(text[mode], counts.tolist()) for mode in modes}
-            ranks = rank_classes(encoded, targets, self._images.labels)
-            return {mode: {"top1": _mean(each.hits(DEPTHS[:1]))} for mode, each in ranks.items()}
-        both = {mode: both_ranks(encoded.embeddings[mode], text[mode], counts) for mode in modes}
-        return {
-            mode: {"i2t_r1": _mean(each.to_text.hits((1,))), "t2i_r1": _mean(each.to_image.hits((1,)), counts)}
-            for mode, each in both.items()
-        }
-
-
-def _mean(hits: Tensor, counts: Tensor | None = None) -> tuple[float, Interval]:
-    """Return the mean of hits ``(1, Q)`` and its interval; ``counts``: hits of each image, None for one."""
-    counts = torch.ones(hits.shape[1], dtype=torch.int64) if counts is None else counts
-    return float(hits.mean()), ratio_intervals(hits, counts)[0]
+            targets, labels = (
+                {mode: class_embeddings(text[mode], counts.tolist()) for mode in modes},
+                self._images.labels,
+            )
+            hits = {mode: each.hits(DEPTHS) for mode, each in rank_classes(encoded, targets, labels).items()}
+            rates = {mode: class_figures(each, labels) for mode, each in hits.items()}
+            return rates, class_intervals(CLASS_FIGURES, hits, labels)
+        ranks = {mode: both_ranks(encoded.embeddings[mode], text[mode], counts) for mode in modes}
+        return {mode: recalls(each) for mode, each in ranks.items()}, recall_intervals(ranks, counts)

@@ -30,6 +30,7 @@ from vqclip.evaluation.images import (
     encode_set,
     open_data,
 )
+from vqclip.evaluation.intervals import class_intervals
 from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, SAME, Classified, class_figures, rank
 from vqclip.evaluation.results import Result, common_modes, fill_modes
 from vqclip.evaluation.zero_shot import class_details
@@ -119,8 +120,9 @@ class ProbeConfig(ImagesConfig):
             usage={"image": test.encoded.usage},
             notes=notes + told_by_probe,
             details=make_details(
-                model.image, encoder, test, names, lambda maker: class_details(maker, test, names, self.figures, found)
+                model.image, encoder, test, names, lambda maker: class_details(maker, test, names, found)
             ),
+            intervals=class_intervals(self.figures, {mode: each.hits for mode, each in found.items()}, test.labels),
         )
 
     def classify(

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from vqclip.data import mask_credentials
 from vqclip.errors import CheckpointError, count_noun, encodable, printable
-from vqclip.evaluation.details import Count, Details, Part
+from vqclip.evaluation.details import Count, Details, Interval, Part
 from vqclip.evaluation.encode import MODES, CodeUsage, Encoded, Mode
 from vqclip.io.atomic import write_file, write_text
 from vqclip.io.json_files import MAX_PLAIN_BYTES, read_plain
@@ -101,6 +101,8 @@ class Result:
     They are in no table."""
     pixels: PixelResult | None = None
     """Quality of reconstructed images against bits; None for other tasks."""
+    intervals: dict[Mode, dict[str, Interval]] = dataclasses.field(default_factory=dict)
+    """Mode → figure → 95 % confidence interval of rates; see `vqclip.evaluation.intervals`."""
 
     def scalars(self) -> dict[str, float]:
         """Return every rate under a name such as ``pairs/codes_only/i2t_r1``, for a log of metrics."""

@@ -58,7 +58,7 @@ class RetrievalConfig(ImagesConfig):
                     *maker.examples(rows, targets, each, owner, to_text, "image to caption", texts),
                     *maker.examples(targets, rows, owner, each, to_image, "caption to image", texts),
                 )
-            return Details(intervals=_intervals(ranks, counts), codes=maker.codes(), examples=examples)
+            return Details(codes=maker.codes(), examples=examples)
 
         return Result(
             name=self.name,
@@ -71,6 +71,7 @@ class RetrievalConfig(ImagesConfig):
             usage={"image": image.usage, "text": text.usage},
             notes=images.notes + text.notes + notes,
             details=make_details(model.image, encoder, images, (), details),
+            intervals=recall_intervals(ranks, counts),
         )
 
 
@@ -118,7 +119,8 @@ def chance(counts: Tensor) -> dict[str, float]:
     return dict(zip(RetrievalConfig.figures, to_text + to_image, strict=True))
 
 
-def _intervals(ranks: Mapping[Mode, BothRanks], counts: Tensor) -> dict[Mode, dict[str, Interval]]:
+def recall_intervals(ranks: Mapping[Mode, BothRanks], counts: Tensor) -> dict[Mode, dict[str, Interval]]:
+    """Return the intervals of the recalls of each mode."""
     to_text = torch.cat([each.to_text.hits(_DEPTHS) for each in ranks.values()])
     to_image = torch.cat([each.to_image.hits(_DEPTHS) for each in ranks.values()])
     k = len(_DEPTHS)

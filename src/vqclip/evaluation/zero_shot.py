@@ -105,7 +105,7 @@ class ZeroShotConfig(ImagesConfig):
                 each = torch.arange(count, device=candidates.device)
                 labels, found_ranks = right.to(rows.device), ranks["codes_only"]
                 examples = maker.examples(rows, candidates, labels, each, found_ranks, "image to class", names)
-            return class_details(maker, images, names, CLASS_FIGURES, found, examples)
+            return class_details(maker, images, names, found, examples)
 
         return Result(
             name=self.name,
@@ -118,6 +118,7 @@ class ZeroShotConfig(ImagesConfig):
             usage={"image": image.usage, "text": text.usage},
             notes=notes,
             details=make_details(model.image, encoder, images, names, details),
+            intervals=class_intervals(CLASS_FIGURES, {mode: each.hits for mode, each in found.items()}, right),
         )
 
 
@@ -148,7 +149,6 @@ def class_details(
     maker: ImageDetails,
     images: EncodedImages,
     names: Sequence[str],
-    figures: Sequence[str],
     found: Mapping[Mode, Classified],
     examples: tuple[Section, ...] = (),
 ) -> Details:
@@ -158,16 +158,14 @@ def class_details(
         maker: maker of the details of the images.
         images: the images.
         names: of the classes.
-        figures: names of the `CLASS_FIGURES`.
         found: mode → classes that were found.
         examples: hits and misses.
     """
-    hits, codes = {mode: each.hits for mode, each in found.items()}, found.get("codes_only")
-    tables = [class_accuracies(names, images.labels, {mode: hits[mode][0] for mode in MODES if mode in hits})]
+    codes = found.get("codes_only")
+    tables = [class_accuracies(names, images.labels, {mode: found[mode].hits[0] for mode in MODES if mode in found})]
     if codes is not None:
         tables.append(largest_confusions(names, images.labels, codes.predicted))
     return Details(
-        intervals=class_intervals(figures, hits, images.labels),
         examples=examples,
         tables=tuple(table for table in tables if table.rows),
         codes=maker.codes(),

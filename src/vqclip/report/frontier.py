@@ -81,8 +81,7 @@ def _points(group: str, models: Sequence[tuple[Prefixes, Result]]) -> Iterator[P
             rates = [(result.figures[mode] or {})[figure] for _, result in models]
             low, high = min(rates), max(rates)
             if len(rates) == 1:
-                intervals = {} if first.details is None else first.details.intervals.get(mode, {})
-                low, high = intervals.get(figure, wilson(rates[0], first.samples))
+                low, high = first.intervals.get(mode, {}).get(figure) or wilson(rates[0], first.samples)
             yield Point(
                 task=first.name,
                 figure=figure,

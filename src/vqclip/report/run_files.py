@@ -222,8 +222,8 @@ def figure_rows(result: Result) -> list[FigureRow]:
         chance = result.chance.get(figure, math.nan)
         row = rows.setdefault(figure, FigureRow(figure_title(figure), {}, {}, chance if 0 <= chance <= 1 else None))
         row.rates[mode] = rate
-        if result.details is not None and figure in (ends := result.details.intervals.get(mode, {})):
-            row.intervals[mode] = ends[figure]
+        if ends := result.intervals.get(mode, {}).get(figure):
+            row.intervals[mode] = ends
     return list(rows.values())
 
 
