@@ -1,6 +1,7 @@
 """Small folders of runs, made of the files that a run writes, without any training."""
 
 import json
+import math
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,6 +20,16 @@ loss: {kind: contrastive}
 optim: {warmup_steps: 5}
 train: {steps: 400, batch_size: 16}
 """
+HEALTH: dict[str, Any] = {
+    "collapse": {},
+    "divergence": {},
+    "loss": "loss/contrastive",
+    "chance": math.log(16),
+    "codes": {"image": 64, "text": 64},
+    "warmup_steps": 5,
+    "end": 400,
+}
+ABOUT = {"model": ["image: a tower"], "sources": ["scenes split train"], "processes": 1, "health": HEALTH}
 
 
 def line(step: int, **changes: Any) -> dict[str, Any]:
@@ -38,6 +49,7 @@ def make_run(folder: Path, change: Callable[[int], dict[str, Any]] = lambda step
     """A run with a report every 20 steps and an evaluation every 100; ``change`` changes the line of a step."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(CONFIG)
+    (folder / "about.json").write_text(json.dumps(ABOUT))
     lines = []
     for step in range(20, steps + 1, 20):
         lines.append(line(step, **change(step)))

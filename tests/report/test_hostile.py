@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.report.making import CONFIG, Page, line, make_run, write_lines
+from tests.report.making import ABOUT, CONFIG, HEALTH, Page, line, make_run, write_lines
 from vqclip.errors import ConfigError
 from vqclip.evaluation import Details, Result
 from vqclip.evaluation.details import Card, Item, Section, Table
@@ -106,6 +106,8 @@ def hostile_run(folder: Path) -> Path:
         "captions": {"shown": 9, "cut": 9, "told": EVIL},
     }
     (folder / "summary.json").write_text(json.dumps(summary))
+    about = ABOUT | {"model": [EVIL], "sources": [EVIL], "health": HEALTH | {"loss": f"loss/{EVIL}", "chance": EVIL}}
+    (folder / "about.json").write_text(json.dumps(about))
     (folder / "best.json").write_text(json.dumps({"step": {EVIL: EVIL}, "figure": EVIL}))
     (folder / "stopped.json").write_text(json.dumps({"step": 3, "reason": EVIL}))
     bad = {"kind": EVIL, "reason": EVIL, "sample_id": 3}

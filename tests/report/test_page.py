@@ -13,7 +13,7 @@ from markupsafe import escape
 from tests.commands import command
 from tests.data.making import caption_shards
 from tests.models import FSQ, IDENTITY
-from tests.report.making import Page, make_run, write_lines
+from tests.report.making import ABOUT, Page, make_run, write_lines
 from tests.training import retrieval, run_tree
 from vqclip.cli.main import main as vqclip_main
 from vqclip.errors import ConfigError
@@ -38,8 +38,8 @@ def test_the_page_of_a_run(tmp_path):
     page = Page(text)
     assert page.elements.count("svg") >= 10
     assert "Healthy" in page.text
-    assert "16 codebooks" not in page.text
-    assert "6 codebooks of FSQ 8×8 (64 codes)" in page.text
+    assert "image: a tower" in page.text
+    assert "scenes split train" in page.text
     assert "step 400 of 400" in page.text
     assert "script" not in page.elements
     assert "link" not in page.elements
@@ -55,14 +55,14 @@ def test_the_page_is_reproducible(tmp_path):
     assert write_report(folder, tmp_path / "b.html").read_bytes() == first
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+@pytest.mark.parametrize("name", ["about.json", "config.yaml", "metrics.jsonl"])
 def test_a_missing_part_is_left_out_and_named(tmp_path, name):
     folder = make_run(tmp_path / "run")
     (folder / name).unlink()
     assert f"{name}: no such file" in Page(write_report(folder).read_text()).text
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json", "events.jsonl", "best.json"])
+@pytest.mark.parametrize("name", ["about.json", "config.yaml", "metrics.jsonl", "events.jsonl", "best.json"])
 def test_damaged_files(tmp_path, name):
     folder = make_run(tmp_path / "run")
     for content in (b"", b"\xff\xfe\x00", b"[]", b"{", b'{"a": ' * 5000, b"null", b'"text"'):
@@ -73,7 +73,8 @@ def test_damaged_files(tmp_path, name):
 def test_a_finished_and_a_stopped_run(tmp_path):
     folder = make_run(tmp_path / "run")
     assert "not finished" in Page(write_report(folder).read_text()).text
-    (folder / "summary.json").write_text(json.dumps({"processes": 2, "speed": {"images_per_second": 12.0}}))
+    (folder / "about.json").write_text(json.dumps(ABOUT | {"processes": 2}))
+    (folder / "summary.json").write_text(json.dumps({"speed": {"images_per_second": 12.0}}))
     text = Page(write_report(folder).read_text()).text
     assert "2 processes · 12 images/s" in text
     assert "torchrun --standalone --nproc-per-node 2 -m vqclip.train --config" in text
@@ -137,7 +138,6 @@ def test_runs_of_one_name_have_their_folders_in_a_comparison(tmp_path):
 
 def test_quality_of_images_is_not_in_percent(tmp_path):
     folder = make_run(tmp_path / "run")
-    (folder / "config.yaml").write_text("{task: pixels, tokenizer: runs/base/tokenizer, decoder: {kind: transformer}}")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         if any(name.startswith("eval/") for name in line):
@@ -147,7 +147,6 @@ def test_quality_of_images_is_not_in_percent(tmp_path):
     labels = [value or "" for name, value in found.attributes if name == "aria-label"]
     assert "decoded (codes only): from 21.5 to 21.5 dB" in labels
     assert "decoded (codes only): from 0.8 to 0.8 SSIM" in labels
-    assert "transformer pixel decoder for the ids of runs/base/tokenizer" in found.text
     assert "PSNR (dB) 21" not in found.text  # no row among the rates
 
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tests.report.making import CONFIG, line, make_run, write_lines
+from tests.report.making import ABOUT, CONFIG, HEALTH, line, make_run, write_lines
 from vqclip.evaluation import Result, write_evaluations
 from vqclip.report.page import render_run
 from vqclip.report.run_files import read_run
@@ -18,6 +18,8 @@ def test_a_healthy_run_and_one_that_has_just_begun(tmp_path):
     assert (found.level, found.headline) == ("good", "Healthy")
     assert "fell from 2.65 (step 20) to 1.8; a model that knows nothing has 2.77" in found.findings[0].text
     assert verdict_on(make_run(tmp_path / "begun", steps=20)).headline == "Too early for a verdict"
+    (tmp_path / "run" / "about.json").unlink()
+    assert verdict_on(tmp_path / "run").headline == "The health is unknown"
 
 
 def collapse(step):
@@ -84,7 +86,7 @@ def test_what_the_run_does_not_look_for_the_page_does_not_find(tmp_path, name):
     change = {"collapse": lambda step: collapse(step) | few(step), "divergence": CASES["exploding"][0]}[name]
     folder = make_run(tmp_path / "run", change)
     assert verdict_on(folder).level == "bad"
-    (folder / "config.yaml").write_text(f"{CONFIG}guards: {{{name}: null}}\n")
+    (folder / "about.json").write_text(json.dumps(ABOUT | {"health": HEALTH | {name: None}}))
     found = verdict_on(folder)
     assert found.headline == "Healthy"
     other = {"collapse": "divergence", "divergence": "collapse"}[name]
@@ -115,8 +117,8 @@ def test_detail_codebooks_are_judged(tmp_path):
         return figures
 
     folder = make_run(tmp_path / "run", change)
-    detail = "detail: {stages: 2, quantizer: {kind: fsq, levels: [8, 8]}}"
-    (folder / "config.yaml").write_text(f"task: pixels\n{detail}\ntrain: {{steps: 400, batch_size: 16}}\n")
+    health = HEALTH | {"loss": "pixels/mse", "chance": "pixels/variance", "codes": {"detail": 64}}
+    (folder / "about.json").write_text(json.dumps(ABOUT | {"health": health}))
     found = verdict_on(folder)
     assert found.headline == "Collapsed since step 20: detail codebooks"
     assert [each.name for each in found.codebooks] == ["detail/0", "detail/1"]

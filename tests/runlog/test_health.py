@@ -12,7 +12,7 @@ from tests.training import run_tree
 from vqclip import dist
 from vqclip.errors import ShapeError
 from vqclip.quantizers import FSQConfig, LFQConfig, ProductConfig, VQConfig, sync
-from vqclip.runlog.health import CollapseConfig, DivergenceConfig, Health
+from vqclip.runlog.health import CollapseConfig, DivergenceConfig, Health, HealthSettings
 from vqclip.train import TrainConfig
 from vqclip.train import run as train
 from vqclip.train.guards import CodeWindows
@@ -21,9 +21,15 @@ from vqclip.train.summary import render
 CHANCE = math.log(128)
 
 
+def judge(collapse, divergence, chance=CHANCE, **others):
+    """The health of a run with these settings."""
+    settings = {"collapse": collapse, "divergence": divergence, "loss": "loss", "chance": chance, "codes": {}} | others
+    return Health(HealthSettings(**settings))
+
+
 def said(losses, norms=None, **config):
     """Steps and messages of a run with these reports, ten steps apart."""
-    health, found = Health(None, DivergenceConfig(**config), "loss", CHANCE, {}), []
+    health, found = judge(None, DivergenceConfig(**config)), []
     for number, loss in enumerate(losses):
         step, norm = 10 * (number + 1), 1.0 if norms is None else norms[number]
         found += [(step, text) for text in health.add(step, {"grad_norm": norm, "loss": loss})]
@@ -62,7 +68,7 @@ def test_a_loss_above_chance_and_gradients_that_explode():
 
 
 def test_overfitting_is_told_once_and_ends_with_a_better_evaluation():
-    health, said = Health(None, DivergenceConfig(), "loss", CHANCE, {}), []
+    health, said = judge(None, DivergenceConfig()), []
     rates = {2: 0.1, 4: 0.3, 6: 0.2, 8: 0.3, 10: 0.25, 12: 0.4}
     for number in range(1, 13):
         health.add(10 * number, {"loss": CHANCE / 1.5**number if number < 6 else 0.007, "grad_norm": 1.0})
@@ -82,19 +88,19 @@ def test_overfitting_is_told_once_and_ends_with_a_better_evaluation():
 @pytest.mark.parametrize(("loss", "rate"), [(0.5, 0.3), (0.007, 0.97)])
 def test_what_is_no_overfitting(loss, rate):
     """A loss that is not small, or held-out data that are as good as learnt."""
-    health = Health(None, DivergenceConfig(), "loss", CHANCE, {})
+    health = judge(None, DivergenceConfig())
     for number in range(1, 13):
         health.add(10 * number, {"loss": loss, "grad_norm": 1.0})
         assert health.add_evaluation(10 * number, {"set/quantized/top1": rate}) == []
 
 
 def test_the_verdict_joins_dead_and_diverged():
-    health = Health(CollapseConfig(), DivergenceConfig(), "loss", "chance", {})
+    health = judge(CollapseConfig(), DivergenceConfig(), "chance")
     for number in range(40):
         health.add(10 * number, {"grad_norm": 0.0, "loss": CHANCE * 1.2, "chance": CHANCE})
     verdict = "Dead since step 0: the gradient is 0. The model no longer learns. Diverged since step 50: the loss"
     assert health.summary()["verdict"].startswith(verdict)
-    assert Health(None, None, "loss", CHANCE, {}).summary() == {}
+    assert judge(None, None).summary() == {}
 
 
 def test_a_run_tells_it_on_the_screen_and_not_again_after_a_resume(tmp_path, monkeypatch, caplog, shards):
@@ -117,7 +123,7 @@ def test_rows_of_a_stop_change_nothing_and_the_last_row_counts():
     stops = [(step, {"loss": 0.01, "grad_norm": 0.0}) for step in (33, 34, 35, 36, 211)]
 
     def judged(rows):
-        health = Health(CollapseConfig(), DivergenceConfig(), "loss", CHANCE, {}, every=10, end=405)
+        health = judge(CollapseConfig(), DivergenceConfig(), every=10, end=405)
         return [(step, text) for step, figures in rows for text in health.add(step, figures)], health.summary()
 
     plain = judged(rows)
@@ -150,7 +156,7 @@ class Watched:
         """Go on from a checkpoint and the rows of ``metrics.jsonl``."""
         windows, self.windows = self.windows.tensors(), CodeWindows()
         self.windows.load(windows)
-        self.health = Health(self.collapse, None, "loss", "chance", {"image": self.quantizer.codebook_sizes[0]})
+        self.health = judge(self.collapse, None, "chance", codes={"image": self.quantizer.codebook_sizes[0]})
         for step, figures in self.rows.items():
             self.health.add(step, figures)
 
@@ -214,7 +220,7 @@ def test_a_collapse_that_only_the_last_report_sees_is_in_the_verdict(last, warni
 
 def test_each_codebook_is_told_of_once():
     """Of two that collapse at other times, one of them again."""
-    health, said = Health(CollapseConfig(steps=5), None, "loss", 5.0, {"image": 512}), []
+    health, said = judge(CollapseConfig(steps=5), None, 5.0, codes={"image": 512}), []
     for step in range(1, 101):
         figures = {"image/tokens": 4096.0, "image/usage_if_uniform": 1.0}
         for number, collapsed in ((0, 10 < step <= 30 or step > 80), (1, 20 < step <= 60)):

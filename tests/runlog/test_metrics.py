@@ -12,7 +12,7 @@ from tests.report.making import line, write_lines
 from vqclip.errors import DataError
 from vqclip.evaluation import Result
 from vqclip.runlog import metrics as runlog_metrics
-from vqclip.runlog.health import Health
+from vqclip.runlog.health import Health, HealthSettings
 from vqclip.runlog.metrics import LAST_LINES, POINTS, SMALL_BYTES, JsonLines, read_curves, read_metrics
 from vqclip.runlog.records import Records, place_evaluation
 
@@ -156,6 +156,9 @@ def test_a_line_of_any_length_costs_little_memory(tmp_path, monkeypatch):
     assert (list(found.steps), found.damaged) == ([1, 2], 1)
 
 
+NOTHING = HealthSettings(collapse=None, divergence=None, loss="loss", chance=1.0, codes={})
+
+
 class NoData:
     def take_replaced(self):
         return []
@@ -168,7 +171,7 @@ def test_all_files_are_closed_whatever_happens_to_one(tmp_path, monkeypatch):
     def full(file):
         raise OSError(28, "No space left on device")
 
-    records = Records(tmp_path, 0, NoData(), {}, Health(None, None, "loss", 1.0, {}), None)
+    records = Records(tmp_path, 0, NoData(), {}, Health(NOTHING), None)
     for file in (records.metrics, *records._files):
         file.write(1, {"a": 1})
     monkeypatch.setattr(os, "fsync", full)
@@ -191,7 +194,7 @@ def test_a_resumed_run_judges_every_row_of_a_long_file(tmp_path):
             return []
 
     judged = []
-    with Records(tmp_path, 2000, NoData(), {}, Counting(None, None, "loss", 1.0, {}), None):
+    with Records(tmp_path, 2000, NoData(), {}, Counting(NOTHING), None):
         assert judged == [(step, {"loss": 1.0}) for step in range(1, 2001)]
 
 

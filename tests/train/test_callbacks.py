@@ -130,6 +130,8 @@ def test_every_evaluation_writes_its_report(tree, tmp_path):
     assert found.result.details.examples[0].cards
     page = (tmp_path / "tiny" / "report.html").read_text()
     assert "step 4 of 4" in page
+    assert "M trained weights; " in page
+    assert ": 4 tokens × 64 codes = 24 bits a sample" in page
     assert "finished" in page
     assert "report.html" in str(result)
 

@@ -386,8 +386,9 @@ class Methods:
 
 
 def describe_data(data: Any) -> str:
-    """Return kind, path and split of data in words, without credentials."""
-    parts = [data.kind, getattr(data, "path", None), (split := getattr(data, "split", None)) and f"split {split}"]
+    """Return kind, path or name, and split of data in words, without credentials."""
+    where = getattr(data, "path", None) or getattr(data, "name", None)
+    parts = [data.kind, where, (split := getattr(data, "split", None)) and f"split {split}"]
     return mask_credentials(" ".join(str(part) for part in parts if part))
 
 

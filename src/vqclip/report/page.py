@@ -25,10 +25,8 @@ from vqclip.report.run_files import (
     MAX_FIGURES,
     RunFiles,
     describe_data,
-    describe_model,
     describe_progress,
     figure_rows,
-    number_at,
     read_run,
 )
 from vqclip.report.verdict import judge
@@ -165,7 +163,7 @@ def render_run(run: RunFiles) -> str:
         for modality in CODED
         if (found := [each for each in verdict.codebooks if each.modality == modality])
     }
-    processes = int(number_at(run.summary, "processes") or 1)
+    processes = run.about.processes if run.about else 1
     start = "vqclip train" if processes == 1 else f"torchrun --standalone --nproc-per-node {processes} -m vqclip.train"
     folder, config = shlex.quote(str(run.folder)), shlex.quote(str(run.folder / "config.yaml"))
     commands = {
@@ -178,7 +176,7 @@ def render_run(run: RunFiles) -> str:
         "run.html",
         run=run,
         verdict=verdict,
-        lines=[describe_model(run), describe_data(run), f"{describe_progress(run)} · {run.state}"],
+        lines=[*(run.about.model if run.about else ()), describe_data(run), f"{describe_progress(run)} · {run.state}"],
         charts=charts,
         tasks=tasks,
         coded=name,

@@ -15,19 +15,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
 from tqdm import tqdm
 
 from vqclip.checkpoint import checkpoints, step_of
 from vqclip.config.yaml import read_yaml
-from vqclip.data import mask_credentials
-from vqclip.errors import ConfigError, VqclipError, count_noun
+from vqclip.errors import ConfigError, VqclipError
 from vqclip.evaluation import MODES, Result, read_evaluation, stored_files
 from vqclip.evaluation.pixels import QUALITY
 from vqclip.evaluation.results import FOLDER, figure_title
 from vqclip.io.files import read_bounded
-from vqclip.io.json_files import read_json
+from vqclip.io.json_files import Strict, read_json, validate
+from vqclip.runlog.health import HealthSettings
 from vqclip.runlog.metrics import Curves, parse_line, read_curves
 
+ABOUT_FILE = "about.json"
 MAX_RECORD_BYTES = 32 << 20
 """Bytes at the beginning of the files of events and bad samples that are read."""
 MAX_CONFIG_BYTES = 1 << 18
@@ -39,11 +41,24 @@ _SHOWN = ("step", "event", "kind", "reason", "applied")
 """Keys of events and bad samples that a page shows."""
 
 
+class About(Strict):
+    """Content of ``about.json``: facts about a run when it starts, for its page."""
+
+    model: list[str]
+    """A line for each tokenizer, and for a pixel decoder."""
+    sources: list[str]
+    """Sources of data."""
+    processes: int = Field(ge=1, le=2**31)
+    health: HealthSettings
+
+
 @dataclass
 class RunFiles:
     """Content of a run's folder."""
 
     folder: Path
+    about: About | None = None
+    """None if it cannot be read."""
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
     curves: Curves = field(default_factory=Curves)
@@ -120,6 +135,8 @@ def read_run(folder: Path) -> RunFiles:
         run.config_text = read_bounded(folder / "config.yaml", MAX_CONFIG_BYTES).decode("utf-8", "replace")
         tree, _ = read_yaml(run.config_text, "config.yaml", [])
         run.config = tree if isinstance(tree, dict) else {}
+    with naming(run, ABOUT_FILE, "the model is not described, and the health is unknown"):
+        run.about = validate(folder / ABOUT_FILE, About, read_bounded(folder / ABOUT_FILE, MAX_CONFIG_BYTES))
     with naming(run, "metrics.jsonl", "there are no curves yet"):
         run.curves = read_curves(folder / "metrics.jsonl")
     if run.curves.damaged:
@@ -162,12 +179,6 @@ def text_at(tree: Any, path: str) -> str:
     """Return a text by its dotted path; empty if there is none."""
     value = value_at(tree, path)
     return value if isinstance(value, str) else ""
-
-
-def list_at(tree: Any, path: str) -> list[Any]:
-    """Return a list by its dotted path; empty if there is none."""
-    value = value_at(tree, path)
-    return value if isinstance(value, list) else []
 
 
 @contextlib.contextmanager
@@ -242,76 +253,20 @@ def _read_stored(run: RunFiles) -> list[tuple[int, Result]]:
     return found
 
 
-def codebook_size(quantizer: Any) -> int | None:
-    """Return K of a quantizer's configuration; None if it has no codebook or is unknown."""
-    kind = text_at(quantizer, "kind")
-    if kind in ("product", "residual"):
-        return codebook_size(value_at(quantizer, "layer"))
-    if kind == "fsq":
-        levels = [each for each in list_at(quantizer, "levels") if type(each) is int and 2 <= each < 2**20]
-        return min(math.prod(levels[:64]), 2**64) if levels else None
-    if kind in ("lfq", "bsq"):
-        return int(2 ** min(bits, 64)) if (bits := number_at(quantizer, "bits")) and bits > 0 else None
-    size = number_at(quantizer, "codebook_size")
-    return int(size) if size and size > 0 else None
-
-
-def describe_quantizer(quantizer: Any) -> str:
-    """Return a quantizer's configuration in words: ``16 codebooks of FSQ 8×8×8×8 (4,096 codes)``."""
-    kind = text_at(quantizer, "kind")
-    if kind in ("product", "residual"):
-        count = int(number_at(quantizer, "codebooks" if kind == "product" else "depth") or 0)
-        inner = describe_quantizer(value_at(quantizer, "layer"))
-        return f"{count:,} {'codebooks' if kind == 'product' else 'residual stages'} of {inner}"
-    if kind == "identity":
-        return "no quantizer (continuous)"
-    size = codebook_size(quantizer)
-    shape = "×".join(str(each)[:10] for each in list_at(quantizer, "levels")[:16])
-    codes = f" ({size:,} codes)" if size is not None else ""
-    return f"{kind[:40].upper() or 'an unknown quantizer'}{f' {shape}' if shape else ''}{codes}"
-
-
-def describe_model(run: RunFiles) -> str:
-    """Return towers, quantizers and the cost in bits, in one line; of a pixel task the decoder and its tokenizer."""
-    if text_at(run.config, "task") == "pixels":
-        kind, tokenizer = (text_at(run.config, each) for each in ("decoder.kind", "tokenizer"))
-        return f"{kind[:40] or 'unknown'} pixel decoder for the ids of {mask_credentials(tokenizer[:200])}"
-    return " · ".join(_describe_tower(run, modality) for modality in ("image", "text") if value_at(run.config, "model"))
-
-
-def _describe_tower(run: RunFiles, modality: str) -> str:
-    part = f"model.{modality}"
-    kind = text_at(run.config, f"{part}.tower.kind") or "unknown"
-    name = text_at(run.config, f"{part}.tower.name") or text_at(run.config, f"{part}.tower.model")
-    tower = f"{modality}: {kind[:40]} tower{f' {name[:80]}' if name else ''}"
-    tokens, bits = (number_at(run.summary, f"{each}.{modality}") for each in ("tokens", "bits_per_sample"))
-    weights = number_at(run.summary, f"parameters.{modality}")
-    text = f"{tower}{f' ({weights / 1e6:.2f} M trained weights)' if weights else ''}"
-    text += f" → {count_noun(tokens, 'token')}" if tokens else ""
-    text += f" {'×' if tokens else 'with'} {describe_quantizer(value_at(run.config, f'{part}.quantizer'))}"
-    return text + (f" = {bits:,.0f} bits {'an image' if modality == 'image' else 'a full caption'}" if bits else "")
-
-
 def describe_data(run: RunFiles) -> str:
     """Return the sources, and how many samples were shown."""
-    sources = [_describe_source(each) for each in list_at(run.config, "data.sources")]
+    sources = run.about.sources if run.about else []
     named = ", ".join(sources[:4]) + (f" and {len(sources) - 4} more" if len(sources) > 4 else "")
     coverage = text_at(run.summary, "coverage")[:200]
     shown = coverage or f"{run.done * run.batch_size:,} samples shown"
     return f"{named or 'unknown data'} · {shown} · batches of {run.batch_size:,}"
 
 
-def _describe_source(source: Any) -> str:
-    where = text_at(source, "path") or text_at(source, "name") or text_at(source, "dataset")
-    split = text_at(source, "split")
-    return " ".join(part[-80:] for part in (text_at(source, "kind") or "unknown", where, split) if part)
-
-
 def describe_progress(run: RunFiles) -> str:
     """Return steps, processes, speed and state."""
     parts = [f"step {run.done:,}{f' of {run.steps:,}' if run.steps else ''}"]
-    if processes := number_at(run.summary, "processes"):
-        parts.append(f"{processes:,.0f} process{'es' if processes != 1 else ''}")
+    if run.about:
+        parts.append(f"{run.about.processes:,} process{'es' if run.about.processes > 1 else ''}")
     speeds = [each for each in run.curves.get("images_per_second")[1] if math.isfinite(each) and each > 0]
     speed = number_at(run.summary, "speed.images_per_second") or (sum(speeds) / len(speeds) if speeds else None)
     if speed:

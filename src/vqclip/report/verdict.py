@@ -9,20 +9,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
-
 from vqclip.io.tensors import first_names
-from vqclip.losses import LossConfig
-from vqclip.report.run_files import RunFiles, codebook_size, figure_rows, number_at, text_at, value_at
+from vqclip.report.run_files import RunFiles, figure_rows, number_at, text_at
 from vqclip.runlog.health import (
     CODED,
     LEVELS,
     RECENT,
     Codebook,
-    CollapseConfig,
-    DivergenceConfig,
     Finding,
     Health,
+    HealthSettings,
     Level,
     suggest_remedies,
 )
@@ -35,13 +31,7 @@ UNUSED = 0.05
 """Share of the codes that evenly used codes would show, below which a codebook is hardly used."""
 LONG_WAIT = 0.3
 """Share of the time spent waiting for data that is worth a warning."""
-
-
-class _Guards(BaseModel):
-    """Sections of ``guards`` by which a run is judged; None: it is not."""
-
-    collapse: CollapseConfig | None = CollapseConfig()
-    divergence: DivergenceConfig | None = DivergenceConfig()
+_UNKNOWN = HealthSettings(collapse=None, divergence=None, loss="", chance="", codes={})
 
 
 @dataclass(frozen=True)
@@ -57,19 +47,10 @@ class Verdict:
 
 
 def judge(run: RunFiles) -> Verdict:
-    """Judge a run by its files; its health as the run judged it while it trained."""
-    curves, (loss, chance) = run.curves, _progress(run)
-    try:
-        guards = _Guards.model_validate(value_at(run.config, "guards") or {})
-    except ValidationError:  # forged
-        guards = _Guards()
-    collapse, divergence = guards.collapse, guards.divergence
-    quantizers = {"image": "model.image.quantizer", "text": "model.text.quantizer", "detail": "detail.quantizer"}
-    sizes = {name: codebook_size(value_at(run.config, path)) for name, path in quantizers.items()}
-    codes = {name: size for name, size in sizes.items() if size is not None}
-    warmup = int(number_at(run.config, "optim.warmup_steps") or 0)
-    every = max(1, int(number_at(run.config, "train.report_every") or 1))
-    health = Health(collapse, divergence, loss, chance, codes, warmup, every, run.steps)
+    """Judge a run by its files; its health as the run judged it while it trained, where the run says by what."""
+    curves, settings = run.curves, run.about.health if run.about else _UNKNOWN
+    collapse, divergence = settings.collapse, settings.divergence
+    health = Health(settings)
     for step in sorted({*curves.steps, *curves.evaluations}):
         if step in curves.steps:
             health.add(step, curves.steps[step])
@@ -82,33 +63,22 @@ def judge(run: RunFiles) -> Verdict:
     if ill:
         more = f" – and {len(ill) - 1} more" if len(ill) > 1 else ""
         return Verdict(ill[0].level, ill[0].title + more, found, health.codebooks)
-    if len(curves.steps) < 2:
-        return Verdict("note", "Too early for a verdict", found, health.codebooks)
+    if len(curves.steps) < 2 or run.about is None:
+        title = "Too early for a verdict" if run.about else "The health is unknown"
+        return Verdict("note", title, found, health.codebooks)
     told = " or ".join(name for name, given in (("collapse", collapse), ("divergence", divergence)) if given)
     title = f"No sign of {told}" if told else "Neither collapse nor divergence is looked for"
-    healthy = Finding("good", title, _describe_progress(run, loss, chance, health.codebooks))
+    healthy = Finding("good", title, _describe_progress(run, settings, health.codebooks))
     return Verdict("good", "Healthy", [healthy, *found], health.codebooks)
 
 
-def _progress(run: RunFiles) -> tuple[str, float | str]:
-    """Return the metric by which the run is judged, and its value for a model that knows nothing; NaN if unknown."""
-    if text_at(run.config, "task") == "pixels":
-        return "pixels/mse", "pixels/variance"
-    name = f"loss/{text_at(run.config, 'loss.kind') or 'total'}"
-    try:
-        loss: LossConfig = TypeAdapter(LossConfig).validate_python(value_at(run.config, "loss"))
-        return name, float(loss.build().chance(run.batch_size)) if run.batch_size >= 2 else math.nan
-    except (ValidationError, ValueError, OverflowError):
-        return name, math.nan
-
-
-def _describe_progress(run: RunFiles, loss: str, chance: float | str, codebooks: list[Codebook]) -> str:
-    steps, losses = run.curves.get(loss)
+def _describe_progress(run: RunFiles, settings: HealthSettings, codebooks: list[Codebook]) -> str:
+    (steps, losses), chance = run.curves.get(settings.loss), settings.chance
     if not losses:
         return ""
     first, last = losses[0], statistics.median(losses[-RECENT:])
     text = f"The loss {'fell' if last < first else 'went'} from {first:.3g} (step {steps[0]:,}) to {last:.3g}"
-    text += "." if isinstance(chance, str) or math.isnan(chance) else f"; a model that knows nothing has {chance:.3g}."
+    text += "." if isinstance(chance, str) else f"; a model that knows nothing has {chance:.3g}."
     shares = [
         f"{_percent(statistics.mean(each.usage for each in found))} of the {modality} codes"
         for modality in CODED

@@ -1,13 +1,14 @@
 """Health of a run, judged from its metrics: a dead model, collapsed codebooks, divergence.
 
-    health = Health(collapse, divergence, loss, chance, codes, warmup_steps, every)
+    health = Health(settings)
     for step, figures in rows:  health.add(step, figures)     new warnings, in words; `add_evaluation` does the same
     health.findings()                                         what is wrong after the last row
     health.summary()                                          the same for summary.json, with all warnings
 
 The rows are those of ``metrics.jsonl``. A run adds each report; when it resumes, it first adds the rows in the file.
-Its page adds the rows in the file, too. So the run and its page say the same, and checkpoints hold no state of it. A
-row that is only there because the run was stopped is not judged: a run that was never stopped has none.
+Its page adds the rows in the file, too, with the settings in ``about.json``. So the run and its page say the same, and
+checkpoints hold no state of it. A row that is only there because the run was stopped is not judged: a run that was
+never stopped has none.
 
 The run warns once of each sign, when it has lasted:
 
@@ -28,11 +29,12 @@ import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from vqclip.config import Config
+from vqclip.io.json_files import Strict
 from vqclip.io.tensors import first_names
 
 CODED = ("image", "text", "detail")
@@ -173,6 +175,27 @@ class DivergenceConfig(Config):
     """Steps for which the loss is too high before the warning; an exploding gradient is reported at once."""
 
 
+class HealthSettings(Strict):
+    """Settings by which the rows of a run are judged."""
+
+    collapse: CollapseConfig | None
+    """Thresholds of dead runs and collapsed codebooks; None: they are not looked for."""
+    divergence: DivergenceConfig | None
+    """Thresholds of runs that diverge; None: they are not looked for."""
+    loss: str
+    """Metric by which progress is judged: the contrastive loss, or the error of decoded images."""
+    chance: float | str
+    """Its value for a model that knows nothing, or the metric that has it."""
+    codes: dict[str, Annotated[int, Field(ge=1, le=2**64)]]
+    """K of each codebook, by modality; codebooks of others are not judged."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """First steps, in which the loss may be at chance or rise."""
+    every: Annotated[int, Field(ge=1)] = 1
+    """Steps between reports; rows of other steps are those of a stop and change nothing."""
+    end: Annotated[int, Field(ge=0)] = 0
+    """Last step of the run, whose row counts whatever `every` is."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """One observation about a run, in sentences."""
@@ -209,35 +232,14 @@ class _Sign:
 class Health:
     """Health of a run, judged from its rows, one after the other.
 
-    Args:
-        collapse: thresholds of dead runs and collapsed codebooks; None: they are not looked for.
-        divergence: thresholds of runs that diverge; None: they are not looked for.
-        loss: metric by which progress is judged: the contrastive loss, or the error of decoded images.
-        chance: its value for a model that knows nothing, or the metric that has it; NaN if unknown.
-        codes: K of each codebook, by modality; codebooks of others are not judged.
-        warmup_steps: first steps, in which the loss may be at chance or rise.
-        every: steps between reports; rows of other steps are those of a stop and change nothing.
-        end: last step of the run, whose row counts whatever ``every`` is.
-
     Attributes:
         codebooks: codebooks of the last row that was judged.
         warnings: ``step`` and ``text`` of the newest warnings.
     """
 
-    def __init__(
-        self,
-        collapse: CollapseConfig | None,
-        divergence: DivergenceConfig | None,
-        loss: str,
-        chance: float | str,
-        codes: Mapping[str, int],
-        warmup_steps: int = 0,
-        every: int = 1,
-        end: int = 0,
-    ):
-        self._collapse, self._divergence = collapse, divergence
-        self._loss, self._chance, self._codes, self._warmup_steps = loss, chance, codes, warmup_steps
-        self._every, self._end, self._step = every, end, 0
+    def __init__(self, settings: HealthSettings):
+        self._settings, self._collapse, self._divergence = settings, settings.collapse, settings.divergence
+        self._step = 0
         self.codebooks: list[Codebook] = []
         self.warnings: deque[dict[str, Any]] = deque(maxlen=_MAX_WARNINGS)
         self._signs: list[_Sign] = []
@@ -258,12 +260,13 @@ class Health:
 
     def add(self, step: int, figures: Mapping[str, float]) -> list[str]:
         """Judge a row, and return the new warnings; none for the row of a stop."""
-        if step % self._every and step != self._end:
+        settings = self._settings
+        if step % settings.every and step != settings.end:
             return []
-        loss, chance = figures.get(self._loss, math.nan), self._chance
+        loss, chance = figures.get(settings.loss, math.nan), settings.chance
         chance = figures.get(chance, math.nan) if isinstance(chance, str) else chance
-        is_warm, found = step > self._warmup_steps, list[_Sign]()
-        self.codebooks = read_codebooks(figures, self._codes)
+        is_warm, found = step > settings.warmup_steps, list[_Sign]()
+        self.codebooks = read_codebooks(figures, settings.codes)
         if self._collapse is not None:
             found += _find_dead(self._collapse, figures, loss if is_warm else math.nan, chance)
             found += _find_collapsed(self._collapse, self.codebooks)

@@ -26,8 +26,9 @@ from vqclip.process.lock import RunLock
 from vqclip.process.memory import keep_freed_memory
 from vqclip.process.signals import StopSignals
 from vqclip.process.watchdog import REPORT_S, Watchdog
+from vqclip.report.run_files import ABOUT_FILE
 from vqclip.runlog.console import LogFile, log_to_file
-from vqclip.runlog.health import Health
+from vqclip.runlog.health import Health, HealthSettings
 from vqclip.runlog.records import Records, remove_stopped, write_stopped
 from vqclip.seeds import derive_seed
 from vqclip.train.callbacks import Callback, Training
@@ -43,7 +44,7 @@ from vqclip.train.optim import Schedule
 from vqclip.train.resume import Resumed, load_model, resume
 from vqclip.train.run_store import RunMirror
 from vqclip.train.step import TrainStep
-from vqclip.train.summary import RunSummary, render, summarise
+from vqclip.train.summary import RunSummary, describe_run, render, summarise
 from vqclip.train.tasks.base import Task
 from vqclip.train.tasks.kinds import load_task_config
 
@@ -291,17 +292,28 @@ def _build_checkpointer(config: TaskConfig, step: TrainStep, data: TrainData, mi
 
 
 def _open_records(config: TaskConfig, task: Task, data: TrainData, resumed: Resumed) -> Records:
-    guards, progress_of = config.guards, task.progress(config.train.batch_size)
+    guards = config.guards
     codes = {name: each.codebook_sizes[0] for name, each in task.quantizers().items() if each.codebook_sizes}
     prompts = [len(each.classnames) * len(each.templates) for each in data.samples.sources]
     if all(prompts) and sum(prompts) < codes.get("text", 0):
         del codes["text"]  # so few texts cannot use all codes
-    settings, warmup = config.train, config.optim.warmup_steps
-    every, end = settings.report_every, settings.steps
-    health = Health(guards.collapse, guards.divergence, *progress_of, codes, warmup, every, end)
-    keep_best, best = settings.keep_best, resumed.best
-    trackers, facts = config.run.trackers, config.facts()
-    return Records(config.run.path, resumed.step, data, resumed.counts, health, keep_best, best, trackers, facts)
+    loss, chance = task.progress(config.train.batch_size)
+    health = HealthSettings(
+        collapse=guards.collapse,
+        divergence=guards.divergence,
+        loss=loss,
+        chance=chance,
+        codes=codes,
+        warmup_steps=config.optim.warmup_steps,
+        every=config.train.report_every,
+        end=config.train.steps,
+    )
+    if dist.is_main():
+        write_text(config.run.path / ABOUT_FILE, describe_run(task, config, health).model_dump_json(indent=2) + "\n")
+    keep_best, best, trackers, facts = config.train.keep_best, resumed.best, config.run.trackers, config.facts()
+    return Records(
+        config.run.path, resumed.step, data, resumed.counts, Health(health), keep_best, best, trackers, facts
+    )
 
 
 def _write_config(config: TaskConfig, mirror: RunMirror | None, done: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +15,17 @@ from vqclip.config import to_yaml
 from vqclip.data import mask_credentials
 from vqclip.errors import count_noun, printable
 from vqclip.evaluation import Result, format_figure, format_results
+from vqclip.evaluation.pixels import describe_data
 from vqclip.report import REPORT_FILE
+from vqclip.report.run_files import About
 from vqclip.tokenizer.saving import card
 from vqclip.towers import CaptionLengths
 
 if TYPE_CHECKING:
+    from vqclip.runlog.health import HealthSettings
     from vqclip.train.callbacks import Training
     from vqclip.train.config import TaskConfig
+    from vqclip.train.tasks.base import Task
 
 _LOCAL = re.compile(r"(?:^|[{,])(?:/|~|file:)", re.IGNORECASE)
 """A path on this machine, also as one of several in braces."""
@@ -166,15 +170,46 @@ def describe(summary: RunSummary) -> str:
 
 
 def _tokens(summary: RunSummary) -> str:
-    def one(name: str) -> str:
-        sizes = summary.codebook_sizes[name]
-        if not sizes:
-            return f"{name} {count_noun(summary.tokens[name], 'token')}, continuous"
-        codes = f"{sizes[0]:,} codes" if len(sizes) == 1 else f"{len(sizes)} codebooks of {sizes[0]:,}"
-        bits = f"{summary.bits_per_sample[name]:,.0f} bits"
-        return f"{name} {count_noun(summary.tokens[name], 'token')} × {codes} = {bits}"
+    each = {
+        name: _describe_tokens(number, summary.codebook_sizes[name], summary.bits_per_sample[name])
+        for name, number in summary.tokens.items()
+    }
+    return f"\n{' ' * 14}".join(f"{name} {text}" for name, text in each.items())
 
-    return f"\n{' ' * 14}".join(f"{one(name)} a sample" for name in summary.tokens)
+
+def _describe_tokens(tokens: int, sizes: Sequence[int], bits: float) -> str:
+    number = count_noun(tokens, "token")
+    if not sizes:
+        return f"{number}, continuous a sample"
+    codes = f"{sizes[0]:,} codes" if len(sizes) == 1 else f"{len(sizes)} codebooks of {sizes[0]:,}"
+    return f"{number} × {codes} = {bits:,.0f} bits a sample"
+
+
+def describe_run(task: Task, config: TaskConfig, health: HealthSettings) -> About:
+    """Return what the page of a run says of it, without credentials."""
+    lines, parts = list[str](), task.trained_parts
+    weights = {key: sum(p.numel() for p in part.parameters() if p.requires_grad) for key, part in parts.items()}
+    for name, part in task.tokenizers.items():
+        tower = part.config.tower
+        called = getattr(tower, "name", None) or getattr(tower, "model", None) or ""
+        trained = f", {weights[name] / 1e6:.2f} M trained weights" if name in weights else ""
+        tokens = _describe_tokens(part.num_tokens, part.codebook_sizes, part.bits_per_sample)
+        quantizer = _describe_quantizer(part.config.quantizer)
+        lines.append(f"{name}: {f'{tower.kind} tower {called}'.rstrip()}{trained}; {quantizer}: {tokens}")
+    if decoder := getattr(config, "decoder", None):  # of the task pixels
+        lines.append(f"{decoder.kind} pixel decoder for the ids of {getattr(config, 'tokenizer', '')}")
+    sources = [describe_data(source) for source in config.data.sources]
+    return About(
+        model=[mask_credentials(line) for line in lines], sources=sources, processes=dist.world_size(), health=health
+    )
+
+
+def _describe_quantizer(config: Any) -> str:
+    """Return the kind of a quantizer in words, such as ``product of fsq 8×8``."""
+    if (inner := getattr(config, "layer", None)) is not None:
+        return f"{config.kind} of {_describe_quantizer(inner)}"
+    levels = "×".join(map(str, getattr(config, "levels", None) or ()))
+    return f"{config.kind} {levels}".rstrip()
 
 
 def _describe_speed(summary: RunSummary) -> str:
