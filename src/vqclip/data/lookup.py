@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from vqclip.data.remote.urls import mask_credentials
-from vqclip.errors import DataError, VqclipError
+from vqclip.errors import DataError, VqclipError, import_extra
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -91,18 +91,9 @@ def map_ahead(pool: Executor, function: Callable[[K], V], items: Iterable[K], ah
         yield running.popleft().result()
 
 
-def require_pyarrow() -> Any:
-    """Return the modules ``(pyarrow, pyarrow.parquet)``.
-
-    Raises:
-        DataError: pyarrow is not installed.
-    """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError("Parquet needs pyarrow: pip install 'vqclip[parquet]'") from None
-    return pyarrow, pyarrow.parquet
+def require_pyarrow() -> tuple[Any, Any]:
+    """Return the modules ``(pyarrow, pyarrow.parquet)``; raises ConfigError if pyarrow is not installed."""
+    return import_extra("pyarrow", "parquet", "Parquet "), import_extra("pyarrow.parquet", "parquet", "Parquet ")
 
 
 @contextlib.contextmanager

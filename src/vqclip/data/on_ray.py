@@ -11,7 +11,6 @@ item that it had. So items must be repeatable. All else is in a work folder that
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import os
 import re
@@ -25,7 +24,7 @@ from pydantic import AfterValidator, Field
 
 from vqclip.config import Config
 from vqclip.data.remote.urls import mask_credentials
-from vqclip.errors import ConfigError, VqclipError
+from vqclip.errors import ConfigError, VqclipError, import_extra
 
 logger = logging.getLogger(__name__)
 
@@ -85,12 +84,7 @@ def connect_to_ray(options: RayOptions, threads: int, device: str) -> Iterator[R
         raise ConfigError("--engine ray: got several processes of torchrun; expected one, as Ray starts the workers")
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    try:
-        ray = importlib.import_module("ray")
-    except ImportError as error:
-        raise ConfigError(
-            f"--engine ray: cannot import ray ({error}); pip install 'vqclip[ray]', or --engine local"
-        ) from None
+    ray = import_extra("ray", "ray", "--engine ray ")
     address = options.address or os.environ.get("RAY_ADDRESS") or "local"
     limits = {"object_store_memory": 100 << 20, "include_dashboard": False} if address == "local" else {}
     started = not ray.is_initialized()

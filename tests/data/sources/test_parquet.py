@@ -399,7 +399,8 @@ def test_images_at_urls(tmp_path: Path, server: FaultyServer, cache: Path, pause
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.parquet")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    assert "Parquet needs pyarrow: pip install 'vqclip[parquet]'" in refusal(path)
+    with pytest.raises(ConfigError, match=r"Parquet needs the package pyarrow, .* pip install 'vqclip\[parquet\]'"):
+        parse_source(path).build()
     with pytest.raises(ConfigError, match="expected prompts with"):
         parse_source(path, ["templates=[x]"])
 

@@ -19,7 +19,7 @@ from vqclip.data.sources.columns import Row
 from vqclip.data.sources.packed import LAYOUT, Packable, Piece, stamp
 from vqclip.data.sources.table import TableConfig, TableStream, read_batch
 from vqclip.data.work_folder import WorkFolder
-from vqclip.errors import ConfigError, DataError, StorageError
+from vqclip.errors import ConfigError, DataError, StorageError, import_extra
 from vqclip.io.files import cache_folder, expand_home
 
 logger = logging.getLogger("vqclip.data")
@@ -149,10 +149,7 @@ def is_saved_by_datasets(files: Collection[str]) -> bool:
 
 def _require_datasets(config: HfConfig) -> Any:
     """Return the module `datasets`; raise DataError if it is missing or old, or the path can be no data set of it."""
-    try:
-        import datasets
-    except ImportError:
-        raise DataError("kind: hf needs the package datasets: pip install 'vqclip[hf]'") from None
+    datasets = import_extra("datasets", "hf", "kind: hf ")
     if int(datasets.__version__.partition(".")[0]) < 4:  # older ones can run scripts of data sets
         raise DataError(f"datasets {datasets.__version__} is installed; expected 4 or later: pip install 'vqclip[hf]'")
     folder = expand_home(config.path)
