@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from vqclip.config import did_you_mean
 from vqclip.data.sources.base import SourceConfigBase, name_sample
@@ -278,7 +278,7 @@ class ColumnConfig(SourceConfigBase):
     """Column or key of the images: their paths, such as `filepath` or `meta.file`. In Parquet and hf also bytes,
     base64, a structure of `bytes` and `path` (as Hugging Face writes it), or URLs. null: the only column of bytes or of
     such structures, otherwise one with a usual name."""
-    captions: str | tuple[str, ...] | Weighted | None = None
+    captions: str | Annotated[tuple[str, ...], Field(min_length=1)] | Weighted | None = None
     """Columns or keys of the captions: texts, or lists of texts; with weights, such as {short: 0.7, long: 0.3}, one is
     drawn by them, and then a text of it. null: a usual name, such as caption or text; in CSV and JSON none beside
     `label`. Without captions, they are the prompts of the class."""
@@ -290,12 +290,6 @@ class ColumnConfig(SourceConfigBase):
     empty: those in the table (a ClassLabel of Hugging Face), or the values of the label, sorted."""
     templates: Templates = (DEFAULT_TEMPLATE,)
     """Prompts with `{c}` for the class name, which are the captions where there are only classes."""
-
-    @model_validator(mode="after")
-    def _has_captions(self) -> ColumnConfig:
-        if self.captions == ():
-            raise ValueError("captions: got an empty list; expected names of columns, or null")
-        return self
 
     @property
     def has_classes(self) -> bool | None:

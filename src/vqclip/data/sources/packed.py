@@ -27,7 +27,7 @@ from vqclip.data.decode import image_format
 from vqclip.data.in_order import slices_of
 from vqclip.data.lookup import locate
 from vqclip.data.remote.retry import RemoteConfig
-from vqclip.data.sources.base import MAX_BYTES, Preparation, RawSample, Source, SourceConfigBase
+from vqclip.data.sources.base import MAX_BYTES, Preparation, RawSample, Source, SourceConfigBase, name_sample
 from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, Templates
 from vqclip.data.sources.columns import CaptionFiles
 from vqclip.data.sources.paths import strip_common_folders
@@ -293,18 +293,17 @@ def write_piece(
             try:
                 if isinstance(sample, DataError):
                     raise sample
-                found = sample_members(key, sample, bool(stream.classnames), stream.has_prompts)
-                if check is not None:
-                    check(sample)
+                with name_sample(name or f"{stream.pieces[piece].name}: row {row}"):
+                    found = sample_members(key, sample, bool(stream.classnames), stream.has_prompts)
+                    if check is not None:
+                        check(sample)
             except DataError as error:
-                name = name or f"{stream.pieces[piece].name}: row {row}"
-                reason = str(error) if isinstance(sample, DataError) else f"{name}: {error}"
                 counts["unusable"] += 1
                 if check is None:
                     counts["samples"] += 1
-                    yield key, {"json": json.dumps({"key": key, "bad": error.kind, "reason": reason}).encode()}
-                    continue
-                bad.append({"sample_id": row, "key": key, "kind": error.kind, "reason": reason})
+                    yield key, {"json": json.dumps({"key": key, "bad": error.kind, "reason": str(error)}).encode()}
+                else:
+                    bad.append({"sample_id": row, "key": key, "kind": error.kind, "reason": str(error)})
                 continue
             counts["samples"] += 1
             counts["captions"] += len(sample.captions)
