@@ -283,7 +283,7 @@ def _choose(x: Tensor, labels: Tensor, count: int, held_out: Tensor) -> float:
     weights, best, least, chosen = None, -1.0, math.inf, _SWEEP[0]
     for l2 in _SWEEP:
         weights = fit_logistic(*kept, count, l2, weights)
-        loss, accuracy = float(_loss(weights, *rest)[0]), float(_classify(weights, *rest).hits[0].mean())
+        loss, accuracy = float(_loss(weights, *rest)), float(_classify(weights, *rest).hits[0].mean())
         if accuracy > best:
             best, chosen = accuracy, l2
         least = min(least, loss)
@@ -318,7 +318,7 @@ def fit_logistic(x: Tensor, labels: Tensor, classes: int, l2: float, start: Tens
     Raises:
         StopRequested: this rank has been asked to stop (`vqclip.process.progress`).
     """
-    weights = x.new_zeros(classes, x.shape[1] + 1) if start is None else start.clone()
+    weights = (x.new_zeros(classes, x.shape[1] + 1) if start is None else start.clone()).requires_grad_()
     solver = torch.optim.LBFGS(
         [weights],
         max_iter=_ITERATIONS,
@@ -328,14 +328,14 @@ def fit_logistic(x: Tensor, labels: Tensor, classes: int, l2: float, start: Tens
     )
 
     def closure() -> Tensor:
-        value, gradient = _loss(weights, x, labels)
-        penalised = weights[:, :-1]
-        gradient[:, :-1] += l2 * penalised
-        weights.grad = gradient
-        return value + l2 / 2 * penalised.square().sum()
+        solver.zero_grad()
+        value = l2 / 2 * weights[:, :-1].square().sum()
+        value.backward()
+        return value.detach() + _loss(weights, x, labels)
 
-    solver.step(closure)
-    return weights
+    with torch.enable_grad():
+        solver.step(closure)
+    return weights.detach()
 
 
 def logits(weights: Tensor, x: Tensor) -> Tensor:
@@ -349,15 +349,13 @@ def _blocks(x: Tensor, labels: Tensor, classes: int) -> Sequence[tuple[Tensor, T
     return list(zip(x.split(rows), labels.split(rows), strict=True))
 
 
-def _loss(weights: Tensor, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean cross-entropy and its gradient ``(K, D + 1)``."""
-    total, gradient = x.new_zeros(()), torch.zeros_like(weights)
+def _loss(weights: Tensor, x: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy; add its gradient to that of ``weights``, if these have one."""
+    total = x.new_zeros(())
     for part, own in _blocks(x, labels, len(weights)):
         progress.heartbeat()
-        chances = logits(weights, part).log_softmax(dim=1)
-        index = own[:, None]
-        total -= chances.gather(1, index).sum()
-        error = chances.exp_().scatter_add_(1, index, -part.new_ones(len(part), 1))
-        gradient[:, :-1] += error.T @ part
-        gradient[:, -1] += error.sum(dim=0)
-    return total / len(x), gradient / len(x)
+        loss = F.cross_entropy(logits(weights, part), own, reduction="sum") / len(x)
+        if loss.requires_grad:
+            loss.backward()
+        total += loss.detach()
+    return total

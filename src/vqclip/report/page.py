@@ -15,7 +15,7 @@ from markupsafe import Markup
 import vqclip
 from vqclip.config.messages import show
 from vqclip.errors import ConfigError, printable
-from vqclip.evaluation.details import DIFFERENCE_GAIN, exact_thumbnail
+from vqclip.evaluation.details import DIFFERENCE_GAIN, Item, clip_text, exact_thumbnail
 from vqclip.evaluation.reconstructions import Reconstructions
 from vqclip.evaluation.results import MODE_TITLES, describe_size
 from vqclip.io.atomic import write_text
@@ -227,16 +227,13 @@ def search_page(title: str, hits: Sequence[Hit], notes: str = "") -> str:
 
     Names of files may contain bytes that are not UTF-8, and invisible characters: they are spelt out.
     """
+    items = []
+    for number, hit in enumerate(hits, start=1):
+        name = clip_text(printable(hit.name, one_line=True))
+        image = None if hit.picture is None else exact_thumbnail(hit.picture, 160)
+        items.append(Item(image=image, name=name, text=name, note=f"{number}. cosine {hit.score:.3f}"))
     title, notes = (printable(each, one_line=True) for each in (title, notes))
-    rows = [
-        (
-            printable(hit.name, one_line=True),
-            hit.score,
-            None if hit.picture is None else exact_thumbnail(hit.picture, 160),
-        )
-        for hit in hits
-    ]
-    return render("search.html", title=title, notes=notes, hits=rows)
+    return render("search.html", title=title, notes=notes, hits=items)
 
 
 @functools.cache
