@@ -55,7 +55,7 @@ def open_sources(sources: Sequence[SourceConfigBase], keys: Sequence[str] = ()) 
         StopRequested: on every rank, when one has been asked to stop (`vqclip.process.progress`).
     """
     keys = keys or [""] * len(sources)
-    group = _ranks_with_this_cache()
+    group = dist.ranks_that_see(cache_folder())
     if dist.rank() == group[0]:
         with contextlib.suppress(OSError):
             for folder in (cache_folder() / "index", *(cache_folder() / "index").glob("*.parts")):
@@ -127,24 +127,6 @@ def prepare_shard(prepare: Preparation) -> object:
         return prepare()
     except OSError as error:
         raise DataError(f"the data cannot be indexed: {error}") from error
-
-
-def _ranks_with_this_cache() -> list[int]:
-    """Return the ranks with this rank's cache folder, itself included: each creates a file and looks for all files."""
-    rank = dist.rank()
-    if not dist.is_distributed():
-        return [rank]
-    folder = cache_folder() / f"ranks-{dist.shared_seed():016x}"
-    with contextlib.suppress(OSError):  # a read-only cache has no indexes to add, so each rank counts as alone
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / str(rank)).touch()
-    dist.barrier()
-    seen = [other for other in range(dist.world_size()) if other == rank or (folder / str(other)).exists()]
-    dist.barrier()  # before this, another rank may still look for the file
-    with contextlib.suppress(OSError):
-        (folder / str(rank)).unlink()
-        folder.rmdir()  # succeeds for the last one
-    return seen
 
 
 def open_source(config: SourceConfigBase | Packing, key: str = "", is_checked: bool = False) -> Source:

@@ -172,6 +172,26 @@ def nodes() -> tuple[int, ...]:
     return tuple(list(dict.fromkeys(found)).index(each) for each in found)
 
 
+def ranks_that_see(folder: Path) -> list[int]:
+    """Return the ranks whose path `folder` names the folder of this rank, itself included. A collective.
+
+    Each rank creates a file in it, and looks for all files. A rank that cannot write to it counts as alone.
+    """
+    if not is_distributed():
+        return [rank()]
+    files = folder / f".ranks-{shared_seed():016x}"
+    with contextlib.suppress(OSError):
+        files.mkdir(parents=True, exist_ok=True)
+        (files / str(rank())).touch()
+    barrier()
+    seen = [other for other in range(world_size()) if other == rank() or (files / str(other)).exists()]
+    barrier()  # before this, another rank may still look for the file
+    with contextlib.suppress(OSError):
+        (files / str(rank())).unlink()
+        files.rmdir()  # succeeds for the last one
+    return seen
+
+
 class BackgroundGroup:
     """Connections of one background thread of each rank to those of the others. A collective.
 

@@ -53,16 +53,16 @@ def verify_checksum(path: Path, body: dict[str, Any], data: bytes) -> dict[str, 
     return body
 
 
-def read_json(path: Path) -> tuple[dict[str, Any], bytes]:
+def read_json(path: Path, limit: int = MAX_BYTES) -> tuple[dict[str, Any], bytes]:
     """Return the JSON object in a file, with or without a checksum, and the file's bytes, for `verify_checksum`.
 
     Raises:
-        CheckpointError: it is too large, or not a JSON object.
+        CheckpointError: it has more than ``limit`` bytes, or is not a JSON object.
         OSError: it cannot be read.
     """
-    data = read_bounded(path, MAX_BYTES)
-    if len(data) > MAX_BYTES:
-        raise CheckpointError(f"{path}: more than {MAX_BYTES} bytes, which are not read")
+    data = read_bounded(path, limit)
+    if len(data) > limit:
+        raise CheckpointError(f"{path}: more than {limit} bytes, which are not read")
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -128,12 +128,9 @@ def read_plain(path: Path, schema: type[SchemaT]) -> SchemaT:
         CheckpointError: it cannot be read, is too large, or does not fit the schema.
     """
     try:
-        data = read_bounded(path, MAX_PLAIN_BYTES)
+        return validate(path, schema, read_json(path, MAX_PLAIN_BYTES)[1])
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    if len(data) > MAX_PLAIN_BYTES:
-        raise CheckpointError(f"{path}: more than {MAX_PLAIN_BYTES} bytes, which are not read")
-    return validate(path, schema, data)
 
 
 def validate(path: Path, schema: type[SchemaT], content: bytes | dict[str, Any], section: str = "") -> SchemaT:

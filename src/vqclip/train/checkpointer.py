@@ -33,7 +33,6 @@ from vqclip.checkpoint import MODEL, OPTIMIZER_FILE, STATE_FILE
 from vqclip.checkpoint.optimizer import optimizer_tensors
 from vqclip.errors import CheckpointError, DistributedError, NonFiniteError
 from vqclip.io import parts
-from vqclip.io.atomic import TEMPORARY
 from vqclip.io.json_files import Strict
 from vqclip.io.parts import Part
 from vqclip.io.tensors import checksums, first_names, nonfinite_names
@@ -82,17 +81,8 @@ def parameter_of(name: str) -> str:
 
 
 def is_shared(folder: Path) -> bool:
-    """Return whether all ranks see the folder of rank 0 under the path that each of them was given. A collective."""
-    name = dist.broadcast_json(f"{TEMPORARY}shared-{secrets.token_hex(8)}")
-
-    def create() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-
-    dist.run_on_main(create)
-    lacking = dist.any_rank(not (folder / name).exists())
-    dist.run_on_main((folder / name).unlink)
-    return not lacking
+    """Return whether all ranks see one folder under the path that each of them was given. A collective."""
+    return not dist.any_rank(len(dist.ranks_that_see(folder)) < dist.world_size())
 
 
 class Checkpointer:

@@ -181,7 +181,9 @@ class OpenFiles:
         """
         try:
             with self._lock:
-                file = os.dup(self._files.get(path, _open))
+                # Non-blocking: a pipe in place of the shard must not make the run wait.
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+                file = os.dup(self._files.get(path, lambda path: os.open(path, flags)))
             try:
                 if Stamp.of(file) != stamp:  # before every read, as the file may change while it is open
                     raise StorageError(
@@ -202,11 +204,6 @@ class OpenFiles:
 
     def __reduce__(self) -> tuple[type[OpenFiles], tuple[()]]:
         return OpenFiles, ()  # descriptors are not valid in a spawned worker
-
-
-def _open(path: Path) -> int:
-    # Non-blocking: a pipe in place of the shard must not make the run wait.
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 # ---- copies of shards that cannot be read at random places
