@@ -372,9 +372,9 @@ def test_mistakes(run, store, capsys):
     for arguments, told in (
         (
             ["copy-run", f"{URL}x", str(run)],
-            f"{URL}x: no run there: nothing is below this name. Are the names of bucket",
+            f"{URL}x: no run there: no config.yaml among 0 files. Are the names of bucket",
         ),
-        (["copy-run", URL.rpartition("/")[0], str(run)], "no run there: there are files, but no config.yaml"),
+        (["copy-run", URL.rpartition("/")[0], str(run)], "no run there: no config.yaml among "),
         (["copy-run", "runs/base", str(run)], "expected a URL of a run"),
         (["copy-run", URL, "/proc/x"], "/proc/x: cannot be written (No such file or directory); expected a new folder"),
         (

@@ -16,7 +16,7 @@ from vqclip.errors import ConfigError
 from vqclip.runlog.bar import ProgressBar
 from vqclip.train.config import TaskConfig
 from vqclip.train.feature_cache import computing_alone, feature_jobs, store_features, wait_until_visible
-from vqclip.train.main import build_data, build_task, preserve_torch_state
+from vqclip.train.main import build_data, build_task
 
 
 def fill_features(config: TaskConfig) -> None:
@@ -27,16 +27,14 @@ def fill_features(config: TaskConfig) -> None:
     """
     _require_cache(config)
     device = dist.choose_device(config.run.device, "run.device")
-    with preserve_torch_state(device):
-        joined = dist.init(device, config.run.timeout_s)
-        try:
-            config = config.fit()
-            task = build_task(config, device)
-            data = build_data(config, task)
-            store_features(config.feature_makers(task), data, config.data, config.train.precision, config.run.seed)
-        finally:
-            if joined:
-                dist.shutdown()
+    dist.init(device, config.run.timeout_s)
+    try:
+        config = config.fit()
+        task = build_task(config, device)
+        data = build_data(config, task)
+        store_features(config.feature_makers(task), data, config.data, config.train.precision, config.run.seed)
+    finally:
+        dist.shutdown()
 
 
 def fill_features_on_ray(config: TaskConfig, ray: RayOptions) -> str:

@@ -214,7 +214,7 @@ class RunMirror:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, CheckpointError | StorageError):
-            self._remote = self._remote.with_limits(tries=1, total_s=_LAST_S)
+            self._remote.options = self._remote.options.model_copy(update={"tries": 1, "total_s": _LAST_S})
             with contextlib.suppress(CheckpointError, StorageError):
                 self.upload_files()
 
@@ -248,8 +248,10 @@ def copy_run(url: str, folder: Path) -> Path:
     remote = RemoteFolder(url, options)
     names = remote.list()
     if "config.yaml" not in names:
-        below = "there are files, but no config.yaml" if names else "nothing is below this name"
-        raise CheckpointError(f"{remote}: no run there: {below}. Are the names of bucket, folder and run right?")
+        raise CheckpointError(
+            f"{remote}: no run there: no config.yaml among {len(names)} files. Are the names of bucket, folder and run "
+            "right?"
+        )
 
     def fill(aside: Path) -> None:
         mirror = RunMirror(url, aside, options)

@@ -273,11 +273,6 @@ class RemoteFolder:
     def __str__(self) -> str:
         return display_url(self.url)
 
-    def with_limits(self, tries: int, total_s: float) -> RemoteFolder:
-        """Return the same folder with other limits for each call."""
-        options = self.options.model_copy(update={"tries": tries, "total_s": total_s})
-        return RemoteFolder(self.url, options, self._section)
-
     def list(self, below: str = "") -> dict[str, int]:
         """Return the names of all files below a name, with their sizes in bytes."""
         root = self._path("")
@@ -310,7 +305,7 @@ class RemoteFolder:
 
         content = self._call(name, "read", read)
         if content is not None and len(content) > _SMALL:
-            raise StorageError(f"{self._show(name)}: has more than {_SMALL} bytes; at most these are read")
+            raise StorageError(f"{self}/{name}: has more than {_SMALL} bytes; at most these are read")
         return content
 
     def write(self, name: str, content: bytes) -> None:
@@ -360,9 +355,6 @@ class RemoteFolder:
 
     def _path(self, name: str) -> str:
         return f"{self.url.partition('://')[2]}/{name}"
-
-    def _show(self, name: str) -> str:
-        return display_url(f"{self.url}/{name}")
 
 
 def _is_plain(path: str, root: str) -> bool:
