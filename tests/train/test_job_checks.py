@@ -1,6 +1,7 @@
 """Checks of the machines of a job: two ranks that act as two machines with run folders of their own."""
 
 import os
+import shutil
 import socket
 from pathlib import Path
 from unittest import mock
@@ -10,7 +11,7 @@ import torch
 
 from tests.training import run_tree
 from vqclip import dist
-from vqclip.errors import CheckpointError, ConfigError
+from vqclip.errors import ConfigError, DataError
 from vqclip.train import TrainConfig, job_checks
 from vqclip.train import run as train
 from vqclip.train.job_checks import compare_machines, require_space
@@ -60,8 +61,8 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path, monkeypatch):
     step.model.parameters = lambda: []
     step.model.state_dict = lambda: {"weight": torch.zeros(1000, 1000)}
     require_space(tmp_path, step)
-    monkeypatch.setattr(job_checks.shutil, "disk_usage", lambda folder: mock.Mock(total=10**9, free=3 * 10**6))
-    with pytest.raises(CheckpointError, match=r"3 MB are free, and one checkpoint takes about 4 MB"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: mock.Mock(total=10**9, free=3 * 10**6))
+    with pytest.raises(DataError, match="has room for 3 MB, and about 4 MB are needed; for one checkpoint"):
         require_space(tmp_path, step)
 
 

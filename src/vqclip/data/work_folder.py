@@ -408,8 +408,8 @@ def _count_kinds(bad: Iterable[BadRecord]) -> dict[str, int]:
 
 def require_room(folder: Path, size: int, remedy: str) -> None:
     """Raise DataError if the disk of a folder, which may be missing, has no room for so many bytes."""
-    free = shutil.disk_usage(next(each for each in (folder, *folder.absolute().parents) if each.exists())).free
-    if size > free:
+    disk = shutil.disk_usage(next(each for each in (folder, *folder.absolute().parents) if each.exists()))
+    if disk.total and size > disk.free:  # some file systems do not tell
         raise DataError(
-            f"{folder} has room for {format_bytes(free)}, and about {format_bytes(size)} are needed; {remedy}"
+            f"{folder} has room for {format_bytes(disk.free)}, and about {format_bytes(size)} are needed; {remedy}"
         )

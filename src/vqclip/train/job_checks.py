@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
 from pathlib import Path
 
@@ -14,8 +13,8 @@ import vqclip
 from vqclip import checkpoint, dist
 from vqclip.checkpoint.optimizer import state_bytes
 from vqclip.data import mask_credentials
-from vqclip.errors import CheckpointError, ConfigError
-from vqclip.io.files import format_bytes
+from vqclip.data.work_folder import require_room
+from vqclip.errors import ConfigError
 from vqclip.io.json_files import describe_differences, flatten
 from vqclip.train.config import TaskConfig
 from vqclip.train.step import TrainStep
@@ -72,15 +71,10 @@ def require_space(folder: Path, step: TrainStep) -> None:
     """Check that the disk of the run folder has room for one more checkpoint; on rank 0.
 
     Raises:
-        CheckpointError: it has not, by an estimate from the sizes of the tensors.
+        DataError: it has not, by an estimate from the sizes of the tensors.
     """
     averages = {} if step.ema is None else step.ema.tensors()
     state = state_bytes(step.optimizer, step.weights.shapes)
     tensors = [*step.model.state_dict().values(), *averages.values()]
     needed = sum(each.numel() * each.element_size() for each in tensors) + state
-    disk = shutil.disk_usage(folder)
-    if disk.total and disk.free < needed:
-        raise CheckpointError(
-            f"{folder}: {format_bytes(disk.free)} are free, and one checkpoint takes about {format_bytes(needed)}; "
-            "free some space, or choose a run.folder on another disk"
-        )
+    require_room(folder, needed, "for one checkpoint: free some space, or choose a run.folder on another disk")
