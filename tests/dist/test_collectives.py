@@ -1,6 +1,8 @@
 """Every collective on 2 and 4 ranks against one process: values, and gradients in fp64."""
 
+import itertools
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 
 from tests.ranks import RankError, for_each
 from vqclip import dist
+from vqclip.dist import _collectives
 from vqclip.dist._torch_versions import TORCH_VERSION
 from vqclip.errors import DistributedError, ShapeError
 
@@ -96,20 +99,36 @@ def test_compiled_gather_asks_for_sizes_it_was_not_told(ranks):
     check_against_one_process("all_gather", x, sizes, results)
 
 
-def gradient_of_own_loss(x, sizes):
-    mine = share(x, sizes, dist.rank()).clone().requires_grad_()
-    ((1 + dist.rank()) * loss_of(dist.all_gather(mine))).backward()
-    return mine.grad
+def both_gathers(x, sizes):
+    """Values and gradients through torch's function and through our own, and how often torch's was called for each."""
+    theirs, found, calls = torch.distributed.nn.functional.all_gather, [], []
+
+    def counted(*args, **options):
+        calls[-1] += 1
+        return theirs(*args, **options)
+
+    for uses_torch in (True, False):
+        calls.append(0)
+        mine = share(x, sizes, dist.rank()).clone().requires_grad_()
+        with (
+            mock.patch.object(torch.distributed.nn.functional, "all_gather", counted),
+            mock.patch.object(_collectives, "HAS_NN_ALL_GATHER", uses_torch),
+        ):
+            gathered = dist.all_gather(mine)
+            dist.all_gather(mine.detach())  # without gradients there is nothing to keep
+        # Each rank its own loss: the sum over ranks must be seen in backward.
+        ((1 + dist.rank()) * loss_of(gathered)).backward()
+        found.append((gathered.detach(), mine.grad))
+    return *found, calls
 
 
 @pytest.mark.parametrize("world_size", SIZES)
-def test_backward_sums_over_ranks_with_different_losses(ranks, world_size):
+def test_both_ways_to_gather_are_equal(ranks, world_size):
     cases = [(rows(sizes), sizes) for sizes in SIZES[world_size]]
-    found = ranks(world_size, for_each, gradient_of_own_loss, cases)
-    for (x, _), gradients in zip(cases, zip(*found, strict=True), strict=True):
-        full = x.clone().requires_grad_()
-        (sum(range(1, world_size + 1)) * loss_of(full)).backward()
-        torch.testing.assert_close(torch.cat(gradients), full.grad, rtol=1e-11, atol=1e-12)
+    for theirs, ours, calls in itertools.chain(*ranks(world_size, for_each, both_gathers, cases)):
+        assert calls == [1, 0]
+        assert torch.equal(ours[0], theirs[0])
+        torch.testing.assert_close(ours[1], theirs[1], rtol=1e-14, atol=0)
 
 
 def softmax_loss(image, text, gather):
@@ -146,6 +165,8 @@ def all_with_warnings():
     torch.set_warn_always(True)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
+        if _collectives.HAS_NN_ALL_GATHER:  # which warns at our own line, from torch 2.12 on
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"vqclip\.dist\._collectives$")
         x = torch.randn(2 + dist.rank(), 3, requires_grad=True)
         for op in OPS:
             LOSSES[op](x, None).backward()

@@ -17,7 +17,7 @@ from tests.training import run_tree
 from vqclip import dist
 from vqclip.errors import ConfigError
 from vqclip.io.atomic import ProcessLock
-from vqclip.process.lock import LOCK_FILE, RunLock
+from vqclip.process.lock import LOCK_FILE, LOCK_FILES, RunLock
 from vqclip.train import Callback
 from vqclip.train import run as train
 from vqclip.train.tasks.kinds import load_task_config
@@ -87,7 +87,8 @@ def test_a_link_in_place_of_the_lock_file_is_refused(tmp_path):
     assert (tmp_path / "precious").read_text() == "as it was"
 
 
-def test_no_rank_is_let_in_and_a_deleted_lock_file_comes_back(tmp_path, ranks, holder, caplog):
+def test_a_deleted_lock_file_lets_no_rank_in_and_comes_back(tmp_path, ranks, holder, caplog):
+    (tmp_path / "run" / LOCK_FILE).unlink()
     for message in ranks(2, take, tmp_path / "run"):
         assert f"process {holder.pid}" in message
     with RunLock(tmp_path / "own") as lock:
@@ -139,7 +140,8 @@ def train_and_copy(tree, cache):
                 shutil.copytree(folder, f"{folder}-{training.done}")
             dist.barrier()
             if not dist.is_main():
-                holders.append(ProcessLock(folder / LOCK_FILE).try_acquire())
+                for name in LOCK_FILES:
+                    holders.append(ProcessLock(folder / name).try_acquire())
             dist.barrier()
 
     os.environ["VQCLIP_CACHE"] = cache
@@ -150,7 +152,7 @@ def train_and_copy(tree, cache):
 def test_a_start_of_several_ranks_and_a_callback_that_copies_the_folder_keep_the_lock(tmp_path, ranks):
     tree = run_tree(tmp_path, caption_shards(tmp_path / "shards", counts=(12,)), train__steps=2, optim__warmup_steps=1)
     (pid, _), (_, holders) = ranks(2, train_and_copy, tree, str(tmp_path / "cache"), init=False)
-    assert holders == [f"process {pid} on {socket.gethostname()}"] * 2
+    assert holders == [f"process {pid} on {socket.gethostname()}"] * 4
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):

@@ -68,8 +68,9 @@ def test_the_first_steps_after_a_change_of_the_model_have_the_long_limit(tmp_pat
     patient = []
     monkeypatch.setattr(TrainStep, "move_to_step", lambda self, step: step == 3)
     monkeypatch.setattr(Watchdog, "expect_compilation", lambda self: patient.append(self._position.done))
-    train(run_tree(tmp_path, shards, train__steps=5))
-    assert patient == [3]
+    bottleneck = {"open_steps": 1, "close_steps": 1}
+    train(run_tree(tmp_path, shards, train__steps=5, train__bottleneck=bottleneck))
+    assert patient == [2, 3]
 
 
 class FailsOnRankOne(Callback):

@@ -1,5 +1,6 @@
 """Micro-batches give the gradient, the codes and the metrics of the whole batch (`vqclip.train.grad_cache`)."""
 
+import dataclasses
 import functools
 import itertools
 import operator
@@ -185,8 +186,27 @@ def test_every_rank_stops_when_one_does_not_repeat(ranks):
     with pytest.raises(RankError) as failure:
         ranks(2, restless_on_one_rank, timeout=30.0)
     assert str(failure.value).count("ReplayError: train.micro_batches") == 2
-    named = r"The first module with other outputs on rank 1: model\.image\.tower.*blocks\.1\.mlp"
+    named = (
+        r"On rank 1: embeddings moved by .*, the first module with other outputs: model\.image\.tower.*blocks\.1\.mlp"
+    )
     assert len(re.findall(named, str(failure.value))) == 2
+
+
+def test_embeddings_of_both_passes_are_compared():
+    """Also where no module is to be caught: what is kept of the first pass is not what the second gives."""
+    model, step = model_and_step(FSQ, micro_batches=2)
+    kept = step._forward
+
+    def others(parts, number):
+        out = kept(parts, number)
+        turned = out.rows["image"].detach().roll(1, dims=1).requires_grad_()
+        return dataclasses.replace(out, rows={**out.rows, "image": turned})
+
+    step._forward = others
+    with pytest.raises(
+        ReplayError, match="On rank 0: embeddings moved by .*, the first module with other outputs: none"
+    ):
+        step(batch_number(0, model), 0)
 
 
 @pytest.mark.parametrize("frozen", ["logit_scale", "image.", "text.", "image.tower."])

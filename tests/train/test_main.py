@@ -37,6 +37,7 @@ from vqclip.cli.options import make_parser
 from vqclip.cli.train import Train
 from vqclip.config import load_config
 from vqclip.data import TrainData, loader, prepare
+from vqclip.data.samples import SampleMaker
 from vqclip.errors import ConfigError, DataError, NonFiniteError
 from vqclip.evaluation import RetrievalConfig, evaluate, try_all
 from vqclip.losses.tiled import tiled_loss
@@ -260,6 +261,41 @@ def too_many_bad_ones(tree):
     with mock.patch.object(loader, "_MIN_SEEN", 60), pytest.raises(DataError) as error:
         train(tree)
     return str(error.value)
+
+
+def too_many_bad_ones_on_this_rank(tree):
+    """Rank 1 alone meets bad samples, and reports are far away: what it raised, and how many steps it began."""
+    os.environ["VQCLIP_CACHE"] = tree.pop("cache")
+    make, steps = SampleMaker._make, []
+
+    def bad_here(self, source, index, epoch):
+        if dist.rank() == 1 and index % 5 == 0:
+            raise DataError(f"sample {index} is bad here", "damaged image")
+        return make(self, source, index, epoch)
+
+    with (
+        mock.patch.object(loader, "_MIN_SEEN", 10),
+        mock.patch.object(SampleMaker, "_make", bad_here),
+        before_steps(lambda step, batch, number: steps.append(number)),
+        pytest.raises(DataError) as error,
+    ):
+        train(tree)
+    return str(error.value), len(steps)
+
+
+def test_too_many_bad_samples_on_one_rank_stop_all_alike_and_are_written_down(tmp_path, shards, ranks):
+    changes = {"train__report_every": 1000, "data__max_bad_fraction": 0.1}
+    tree = run_tree(tmp_path, shards, **changes) | {"cache": str(tmp_path / "cache")}
+    one, other = ranks(2, too_many_bad_ones_on_this_rank, tree, init=False)
+    assert one == other
+    message, steps = one
+    assert re.match(r"\d+ bad samples among \d+ on rank 1: more than data.max_bad_fraction=0.1 allows", message)
+    assert "is bad here" in message
+    lines = list(read_metrics(tmp_path / "tiny" / "bad_samples.jsonl"))
+    assert len(lines) == int(message.split()[0])
+    assert {line["step"] for line in lines} <= set(range(1, steps + 1))
+    assert lines[-1]["reason"] in message
+    assert not (tmp_path / "tiny" / "checkpoints").exists()
 
 
 def test_bad_samples_are_judged_over_all_ranks(tmp_path, ranks):
@@ -496,7 +532,7 @@ def test_a_finished_run_that_is_run_again_keeps_its_record(tmp_path, shards, cap
     train(tree)
     assert "all 4 steps are done; evaluated again. run.name=... begins another run" in caplog.text
     assert before == {name: (folder / name).read_bytes() for name in before}
-    assert not list(folder.glob(".*"))
+    assert [path.name for path in folder.glob(".*")] == [".run.lock"]
 
 
 def test_the_speed_is_that_of_training_alone(tmp_path, shards, monkeypatch):

@@ -223,7 +223,8 @@ class TrainData:
             rank: default this process's.
             nodes: node of every rank; default those of the job.
             pin_memory: batches in page-locked memory, for copying to a GPU in the background.
-            judge: raise at once if this rank has too many bad samples; if False, the caller counts those of all ranks.
+            judge: raise at once if this rank `has_too_many_bad`; if False, the caller checks it together with the other
+                ranks.
 
         Raises:
             DataError: more than `max_bad_fraction` of the samples are bad, or a worker died.
@@ -263,27 +264,36 @@ class TrainData:
         found, self._lengths = self._lengths, Counter()
         return found
 
-    def require_few_bad(self, replaced: int, seen: int, last: Sequence[str] | None = None) -> None:
+    @property
+    def has_too_many_bad(self) -> bool:
+        """True if `require_few_bad` would raise for this rank's samples."""
+        return self.replaced > self._limit(self.seen)
+
+    def _limit(self, seen: int) -> float:
+        fraction, size = self.options.max_bad_fraction, len(self)
+        most = fraction * max(seen, _MIN_SEEN)
+        if size < _MIN_SEEN:  # the same come in each epoch, and again as substitutes for others
+            most = max(most, 1.25 * allowed_bad(fraction, size) * math.ceil(seen / size))
+        return most
+
+    def require_few_bad(self, replaced: int, seen: int, last: Sequence[str] | None = None, where: str = "") -> None:
         """Raise if more samples were bad than `max_bad_fraction` allows; see there.
 
         Args:
             replaced: bad samples of this process or of the whole run.
             seen: all samples of the same.
             last: problems of the last bad samples of the run; default those of this process.
+            where: place of the samples, for the message, such as " on rank 1".
 
         Raises:
             DataError: too many are bad; the message names the last ones.
         """
-        fraction, size = self.options.max_bad_fraction, len(self)
-        most = fraction * max(seen, _MIN_SEEN)
-        if size < _MIN_SEEN:  # the same come in each epoch, and again as substitutes for others
-            most = max(most, 1.25 * allowed_bad(fraction, size) * math.ceil(seen / size))
-        if replaced > most:
+        if replaced > self._limit(seen):
             whose = "in this process" if last is None else "in the run"
             last = [bad.reason for bad in list(self.last_replaced)[-5:]] if last is None else last
             shown = "\n".join(f"  {reason}" for reason in dict.fromkeys(last))
             raise DataError(
-                f"{replaced} bad samples among {seen}: more than data.max_bad_fraction={fraction:g} allows. Repair or "
-                "remove them (`vqclip data check` names all), or raise it. The last of them "
-                f"{whose}:\n{shown or '  none'}"
+                f"{replaced} bad samples among {seen}{where}: more than data.max_bad_fraction="
+                f"{self.options.max_bad_fraction:g} allows. Repair or remove them (`vqclip data check` names all), or "
+                f"raise it. The last of them {whose}:\n{shown or '  none'}"
             )

@@ -28,9 +28,12 @@ Choose the sum by its use:
 - `replicated_sum`: all ranks compute the *same* loss from the result. Backward is W times the gradient, without any
   collective, so it cannot hang.
 
+`all_gather` with gradients goes through `torch.distributed.nn.functional.all_gather` before torch 2.15, and through an
+autograd function of our own from then on and under `torch.compile`; both give equal values and gradients.
+
 If another rank dies, or a wait exceeds the timeout given to `init`, the collective raises a `DistributedError` with its
-name. Wrap a backward with DDP in `named_errors`, which does the same for its collectives. (NCCL checks its timeout in a
-separate thread, which ends the process with NCCL's message instead.)
+name. In the backward of `all_gather` torch raises an error of its own: wrap `loss.backward()` in `named_errors`. (NCCL
+checks its timeout in a separate thread, which ends the process with NCCL's message instead.)
 """
 
 from vqclip.dist._collectives import (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -13,9 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vqclip.dist._state import control_device, is_distributed, rank, run_collective, world_size
-from vqclip.dist._torch_versions import ALL_GATHER, REDUCE_SCATTER, eager_in_old_versions
+from vqclip.dist._torch_versions import ALL_GATHER, HAS_NN_ALL_GATHER, REDUCE_SCATTER, eager_in_old_versions
 from vqclip.errors import DistributedError, ShapeError
 from vqclip.nn.precision import first_derivative_only
+
+# torch 2.12 to 2.14 announce at our call that they will withdraw the function, which users cannot change.
+warnings.filterwarnings("ignore", category=FutureWarning, module=re.escape(__name__) + "$")
 
 
 @eager_in_old_versions
@@ -52,7 +57,7 @@ def all_gather(x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         return all_gather(x.to(torch.uint8), sizes).to(torch.bool)
     longest = max(sizes)
     padding = x.new_zeros(longest - x.shape[0], *x.shape[1:])
-    gathered = _Gather.apply(torch.cat([x, padding]) if len(padding) else x)
+    gathered = _gather_equal_sizes(torch.cat([x, padding]) if len(padding) else x)
     if min(sizes) == longest:
         return gathered
     return torch.cat([rows[:size] for rows, size in zip(gathered.split(longest), sizes, strict=True)])
@@ -223,8 +228,30 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
+def _gather_equal_sizes(x: Tensor) -> Tensor:
+    """Return every rank's `x` in rank order, `(W · B, ...)`, keeping the gradient.
+
+    With gradients it goes through `torch.distributed.nn.functional.all_gather` before torch 2.15; through `_Gather`
+    from then on, in compiled code, for half precision, whose gradients `_Gather` sums in fp32, and for tensors on the
+    CPU in a job on GPUs, for which the other one has no backward. Every rank must come to the same choice.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or not HAS_NN_ALL_GATHER
+        or not (torch.is_grad_enabled() and x.requires_grad)
+        or _sum_dtype(x) != x.dtype
+        or (x.device.type == "cpu" and "nccl" in c10d.get_backend_config())
+    ):
+        return _Gather.apply(x)
+    import torch.distributed.nn.functional as functional  # an import that warns from torch 2.15 on
+
+    found: list[Tensor] = []
+    run_collective("all_gather", lambda x: found.extend(functional.all_gather(x, group=c10d.group.WORLD)), x)
+    return torch.cat(found)
+
+
 class _Gather(torch.autograd.Function):
-    """All-gather of equal sizes; backward is a reduce-scatter, in fp32 for half precision."""
+    """All-gather of equal sizes; backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

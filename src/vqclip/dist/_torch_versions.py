@@ -16,6 +16,9 @@ F = TypeVar("F", bound=Callable[..., object])
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 """Major and minor number, such as ``(2, 14)``."""
 
+HAS_NN_ALL_GATHER = TORCH_VERSION < (2, 15)
+"""Whether to use `torch.distributed.nn.functional.all_gather`; later versions withdraw it."""
+
 _IS_RENAMED = hasattr(c10d, "all_gather_single")
 ALL_GATHER = "all_gather_single" if _IS_RENAMED else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if _IS_RENAMED else "reduce_scatter_tensor"

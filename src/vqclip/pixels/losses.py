@@ -60,7 +60,6 @@ class PixelLosses(nn.Module):
 
     Attributes:
         identity: settings and digests of frozen weights, which define the trajectory.
-        starts: steps with which a term begins, 0 left out.
 
     Raises:
         ConfigError: on every rank, for weights that cannot be read or do not fit, or differ between ranks.
@@ -87,7 +86,6 @@ class PixelLosses(nn.Module):
                 self.identity.append(config.identity(term.digest))
         if others := dist.differing_ranks([str(settings.get("digest")) for settings in self.identity]):
             raise ConfigError(f"{key}: rank {', '.join(others)} loaded other weights than rank 0; expected equal files")
-        self.starts = {config.start_step for config in configs} - {0}
 
     def move_to_step(self, step: int) -> bool:
         """Freeze or unfreeze the discriminators as in step number ``step`` (from 0); return whether any changed.

@@ -10,6 +10,8 @@ from vqclip.errors import ConfigError
 from vqclip.io.atomic import ProcessLock
 
 LOCK_FILE = "run.lock"
+LOCK_FILES = (LOCK_FILE, f".{LOCK_FILE}")
+"""Two files: a job that loses one to an ``rm`` still holds the folder."""
 
 
 class RunLock:
@@ -20,14 +22,14 @@ class RunLock:
             lock.acquire()
             ...
 
-    The file stays in the folder; an unlocked one means nothing. Another `acquire` restores a deleted one.
+    The files stay in the folder; an unlocked one means nothing. Another `acquire` restores a deleted one.
 
     Args:
         folder: the run's.
     """
 
     def __init__(self, folder: Path):
-        self._folder, self._lock = folder, ProcessLock(folder / LOCK_FILE)
+        self._folder, self._locks = folder, [ProcessLock(folder / name) for name in LOCK_FILES]
 
     def acquire(self) -> None:
         """Lock the folder, making it if necessary, or check that it is still locked. A collective.
@@ -42,7 +44,7 @@ class RunLock:
             except OSError as error:
                 told = f"run.folder: cannot make the run's folder {self._folder}: {error.strerror}"
                 raise OSError(told) from error
-            return self._lock.try_acquire()
+            return next((holder for lock in self._locks if (holder := lock.try_acquire())), None)
 
         holder = dist.run_on_main(acquire)
         if holder is not None:
@@ -55,5 +57,6 @@ class RunLock:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        with contextlib.suppress(OSError):  # a full disk, which was reported when the line was written
-            self._lock.release()
+        for lock in self._locks:
+            with contextlib.suppress(OSError):  # a full disk, which was reported when the line was written
+                lock.release()

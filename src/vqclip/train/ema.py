@@ -71,7 +71,7 @@ class Ema:
 
         Args:
             step: number of the step.
-            skip: () bool on the device, True if the step was not applied: no average changes.
+            skip: () bool on the device, True if the step was not applied: only averages that begin now change.
         """
         parameters = self._parameters
         shares = {

@@ -48,7 +48,8 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
             for batch in training.clock.time_waits(batches):
                 training.batch = batch
                 _call(callbacks, "on_step_start", training)
-                if training.step.move_to_step(batch.step):
+                changes = training.step.move_to_step(batch.step)
+                if changes or training.step.task.computes_anew(batch.step):
                     watchdog.expect_compilation()
                 watchdog.at(training.done, "in the next step")
                 with _record_nonfinite(training):
@@ -80,7 +81,7 @@ def train(training: Training, callbacks: Sequence[Callback]) -> None:
 
 
 def exchange_requests(training: Training) -> Callable[[], None]:
-    """Begin to exchange what this rank asks for: a stop, or one without a checkpoint.
+    """Begin to exchange what this rank asks for: a stop, one without a checkpoint, an end because of bad samples.
 
     Both this and the function that it returns are collectives; other ones may come between them.
 
@@ -88,10 +89,12 @@ def exchange_requests(training: Training) -> Callable[[], None]:
         A function that sets the flags of the training that one rank at least has asked for. Of several processes, it is
         called in the next step, so that none waits for the others: all stop after the same step.
     """
-    end = dist.start_any_rank(lambda: (training.stop.requested, training.discard_requested))
+    end = dist.start_any_rank(
+        lambda: (training.stop.requested, training.discard_requested, training.data.has_too_many_bad)
+    )
 
     def apply() -> None:
-        training.stopping, training.discarding = end()
+        training.stopping, training.discarding, training.met_too_many_bad = end()
 
     return apply
 

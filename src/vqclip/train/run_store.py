@@ -27,7 +27,7 @@ from vqclip.data.work_folder import require_room
 from vqclip.errors import CheckpointError, ConfigError, StorageError
 from vqclip.io.atomic import REPLACED, TEMPORARY, replace_folder
 from vqclip.io.files import Stamp, format_bytes, read_bounded
-from vqclip.process.lock import LOCK_FILE
+from vqclip.process.lock import LOCK_FILES
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _JOB = "job.txt"
 """Name of the job that started last, at the URL alone."""
 _STACKS = "stacks"
 """Stacks of a hang, after which nothing is uploaded: the copy keeps its own."""
-_LEFT_OUT = (LOCK_FILE, _CHECKPOINTS, _JOB, "wandb")
+_LEFT_OUT = (*LOCK_FILES, _CHECKPOINTS, _JOB, "wandb")
 """Parts of the copy that are not uploaded with the files; wandb uploads its own."""
 _MAX_MANIFEST = 1 << 20
 """Bytes of a manifest."""

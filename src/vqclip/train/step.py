@@ -23,7 +23,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -42,7 +41,7 @@ from vqclip.quantizers import Stats
 from vqclip.seeds import derive_seed
 from vqclip.towers.blocks import Recomputed, recompute_blocks
 from vqclip.train.ema import Ema, EmaConfig, replace_weights
-from vqclip.train.grad_cache import backward_from_cached_grads, join_outputs, require_replay
+from vqclip.train.grad_cache import backward_from_cached_grads, find_drift, join_outputs, require_replay
 from vqclip.train.guards import GuardConfig, Guards
 from vqclip.train.muon import Muon
 from vqclip.train.optim import Schedule, set_lr
@@ -245,7 +244,7 @@ class TrainStep:
 
     def _second_pass(self, cached: TaskOutput, parts: Sequence[RankBatch], step: int) -> None:
         """Run every microbatch with a graph, and continue the backward of the cached outputs in it."""
-        begin = 0
+        drifts, begin = [], 0
         for number, part in enumerate(parts):
             rows = slice(begin, begin + len(part))
             with nullcontext() if number == len(parts) - 1 else self.weights.no_sync(self.network):
@@ -253,11 +252,17 @@ class TrainStep:
                 with dist.named_errors("averaging the gradients"):
                     backward_from_cached_grads(out, cached, rows)
             begin = rows.stop
+            if not self._replay_checked:
+                drifts.append(find_drift(out, cached, rows))
         if not self._replay_checked:
-            # Codes hide small differences in what comes before them, so the modules are compared.
             with self._compiled_regions(False):
-                again = partial(self._run_model, parts[0], step, 0, self.task.student)
-                require_replay(self.model, again, self.precision in AUTOCAST_DTYPES, step)
+                require_replay(
+                    self.model,
+                    drifts,
+                    lambda number: self._run_model(parts[number], step, number, self.task.student),
+                    self.precision in AUTOCAST_DTYPES,
+                    step,
+                )
             self._replay_checked = True
 
     def _run_model(self, samples: RankBatch, step: int, part: int, model: nn.Module | None = None) -> TaskOutput:

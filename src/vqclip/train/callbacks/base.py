@@ -53,6 +53,8 @@ class Training:
     """Whether this rank has asked for that."""
     saved: int = field(init=False)
     """Steps of the newest checkpoint; the same on every rank."""
+    met_too_many_bad: bool = False
+    """Whether a rank has replaced more bad samples than allowed; the same on every rank."""
     bar: ProgressBar = field(init=False)
     clock: Clock = field(default_factory=Clock)
     """Time of the steps alone."""

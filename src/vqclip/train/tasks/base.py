@@ -176,6 +176,13 @@ class Task(ABC):
         """Change which parts train, as in step number ``step``; return whether this changes anything."""
         return False
 
+    def computes_anew(self, step: int) -> bool:
+        """Return whether step number ``step`` computes something else than the one before, though the same parts train.
+
+        Compiled code is then compiled once more.
+        """
+        return False
+
     def quantizers(self) -> dict[str, Quantizer]:
         """Return the quantizers that are trained, by name; they have statistics under these names."""
         return {}

@@ -180,6 +180,11 @@ class ContrastiveTask(Task):
         parts = [*self.towers.values(), *([] if self.reconstruction is None else [self.reconstruction])]
         return any([part.move_to_step(step) for part in parts])
 
+    def computes_anew(self, step: int) -> bool:
+        """Return whether the bottleneck, or a term of a teacher, has ended with the step before."""
+        ends = {term.config.until_step for term in self.distillation.terms.values()}
+        return step in ends or (self.bottleneck is not None and step == self.bottleneck.steps)
+
     def quantizers(self) -> dict[str, Quantizer]:
         """Return those of both tokenizers."""
         return self.model.quantizers()
