@@ -6,6 +6,7 @@ Reads top to bottom in the order of the data flow: task, samples, step, checkpoi
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -309,7 +310,8 @@ def _open_records(config: TaskConfig, task: Task, data: TrainData, resumed: Resu
         end=config.train.steps,
     )
     if dist.is_main():
-        write_text(config.run.path / ABOUT_FILE, describe_run(task, config, health).model_dump_json(indent=2) + "\n")
+        about = describe_run(task, config, health).model_dump(mode="json")
+        write_text(config.run.path / ABOUT_FILE, json.dumps(about, indent=2) + "\n")
     keep_best, best, trackers, facts = config.train.keep_best, resumed.best, config.run.trackers, config.facts()
     return Records(
         config.run.path, resumed.step, data, resumed.counts, Health(health), keep_best, best, trackers, facts
