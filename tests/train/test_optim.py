@@ -13,6 +13,7 @@ from tests.checkpoint.making import restore, save_checkpoint
 from tests.models import BUSY_VQ, FSQ, tiny_model
 from vqclip import dist
 from vqclip.config import load_config
+from vqclip.dist._torch_versions import TORCH_VERSION
 from vqclip.errors import ConfigError
 from vqclip.train.muon import Muon
 from vqclip.train.optim import (
@@ -324,6 +325,8 @@ def steps_of_rows(kind, rows):
 def test_which_kinds_can_be_in_shards():
     allowed = [kind for kind in ["adamw", *_kinds_of_timm()] if ELEMENTWISE.fullmatch(kind)]
     for kind in [*allowed, "lamb", "adafactor", "cadamw", "adamp", "sgdp"]:
+        if kind == "adagrad" and TORCH_VERSION < (2, 14):  # which has a state before the first step, and is refused
+            continue
         apart = torch.cat([steps_of_rows(kind, slice(128)), steps_of_rows(kind, slice(128, None))])
         same = torch.allclose(steps_of_rows(kind, slice(None)), apart, rtol=1e-6, atol=0.0)
         assert same == (kind in allowed), kind
