@@ -63,15 +63,12 @@ def protocol_of(path: str) -> str | None:
         raise DataError(f"{_mask(path)}: protocol {protocol} is not read; {_EXPECTED}")
     if not path.isprintable():
         raise DataError(f"{_mask(path)}: a URL with control characters is not read")
-    if protocol in ("http", "https") and any(mark in path for mark in " \\'\"<>"):
-        raise DataError(
-            f"{_mask(path)}: a URL has no blank, backslash, quote or angle bracket; write %20, %5C, %27, %22, %3C "
-            "or %3E"
-        )
-    if protocol in ("s3", "gs", "az", "hf") and any(mark in path for mark in " '\"<>"):
-        raise DataError(f"{_mask(path)}: no object with a blank, quote or angle bracket is read; rename it")
+    is_web = protocol in ("http", "https")
+    if protocol != "file" and any(mark in path for mark in (" \\'\"<>" if is_web else " '\"<>")):
+        remedy = "write %20, %5C, %27, %22, %3C or %3E" if is_web else "rename it"
+        raise DataError(f"{_mask(path)}: a name with a blank, backslash, quote or angle bracket is not read; {remedy}")
     if protocol != "file" and not re.split("[/?#]", path.partition("://")[2], maxsplit=1)[0].rpartition("@")[2]:
-        raise DataError(f"{_mask(path)}: names no {'host' if protocol.startswith('http') else 'bucket'}")
+        raise DataError(f"{_mask(path)}: names no {'host' if is_web else 'bucket'}")
     return protocol
 
 

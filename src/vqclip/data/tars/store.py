@@ -279,15 +279,9 @@ def copy_shard(shard: Shard, path: Path, leave_out: bool) -> None:
 
         return write_file(path, write_blocks)
 
-    def read_body(body: Body) -> FileDigest:
-        try:
-            return write(body.blocks)
-        except GzipError as error:
-            raise FetchError(str(error), again=True) from None
-
     try:
         if isinstance(shard, RemoteShard):
-            copy = fetch(shard.url, shard.options, read_body)
+            copy = fetch(shard.url, shard.options, lambda body: write(body.blocks))
         else:
             with open_regular(shard) as file:
                 copy = write(iter(lambda: file.read(_BLOCK), b""))
@@ -330,8 +324,11 @@ def _size_if_whole(shard: RemoteShard) -> int | None:
     return None if facts.has_ranges else facts.size
 
 
-class GzipError(Exception):
-    """Damaged, truncated or far too large gzip data."""
+class GzipError(FetchError):
+    """Damaged, truncated or far too large gzip data; of a file at a URL, another try may bring others."""
+
+    def __init__(self, message: str):
+        super().__init__(message, again=True)
 
 
 def gunzip(blocks: Iterable[bytes]) -> Iterator[bytes]:
