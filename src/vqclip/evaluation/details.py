@@ -119,7 +119,7 @@ class Section(Part):
     layout: Literal["found", "maps", "patches", "decoded"]
     """A query and what it finds; an image and maps of its codes; patches; an image and what its ids decode to."""
     title: Text = ""
-    note: Annotated[str, Field(max_length=2 * MAX_TEXT)] = ""
+    note: Annotated[str, Field(max_length=4 * MAX_TEXT)] = ""
     cards: Annotated[tuple[Card, ...], Field(max_length=MAX_CARDS)]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchvision.transforms.v2 import InterpolationMode
 
 from vqclip.data import EvalBatch, Source, mask_credentials
-from vqclip.data.sources.class_names import DEFAULT_TEMPLATE
+from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, fill_templates
 from vqclip.errors import DataError, name_section
 from vqclip.evaluation.details import Details, Interval
 from vqclip.evaluation.encode import MODES, Encoded, Encoder, Mode, RankPartition, load_ids, save_ids
@@ -33,7 +33,7 @@ from vqclip.evaluation.ranking import CLASS_FIGURES, DEPTHS, class_figures
 from vqclip.evaluation.reconstructions import decoded_prefixes, pixel_transform
 from vqclip.evaluation.results import PixelResult, PixelRow, Result, common_modes, fill_modes
 from vqclip.evaluation.retrieval import both_ranks, chance, recall_intervals, recalls
-from vqclip.evaluation.zero_shot import class_embeddings, fill, rank_classes
+from vqclip.evaluation.zero_shot import class_embeddings, rank_classes
 from vqclip.model import CLIP
 from vqclip.pixels.codecs import Codec, best_within, compress
 from vqclip.pixels.frechet import FrechetConfig, FrechetFeatures, Moments, frechet_distance
@@ -420,7 +420,7 @@ class Meaning:
 
     def __init__(self, images: EncodedImages, tokenizer: TextTokenizer, encoder: Encoder, batch_size: int, name: str):
         names, templates = images.source.classnames, images.source.templates or (DEFAULT_TEMPLATE,)
-        texts = [fill(templates, [each]) for each in names] or images.annotations
+        texts = fill_templates(templates, names) or images.annotations
         self._images, self._counts = images, torch.tensor([len(each) for each in texts])
         self.texts = int(self._counts.sum())
         self.text = encoder.captions(tokenizer, list(itertools.chain(*texts)), batch_size, name)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from pydantic import AfterValidator, TypeAdapter, ValidationError, model_validator
 from torch import Tensor
 
-from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, read_lines, read_templates, read_text
+from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, fill_templates, read_lines, read_templates, read_text
 from vqclip.errors import DataError
 from vqclip.evaluation.details import Details, Section
 from vqclip.evaluation.encode import MODES, Encoded, Encoder, Mode
@@ -81,7 +81,7 @@ class ZeroShotConfig(ImagesConfig):
             classes: Sequence[Names] = [(each,) for each in images.source.classnames]
             if self.classes_file is not None:
                 classes = read_classes(self.classes_file.expanduser(), images.source.classnames)
-        prompts = [fill(templates, each) for each in classes]
+        prompts = [[*itertools.chain(*fill_templates(templates, each))] for each in classes]
         sizes = [len(each) for each in prompts]
         text = encoder.captions(model.text, list(itertools.chain(*prompts)), self.batch_size, f"{name}-text")
 
@@ -196,11 +196,6 @@ def read_classes(path: Path, known: Sequence[str]) -> tuple[Names, ...]:
     if len(found) != len(known):
         raise DataError(f"{path}: got {len(found)} classes; expected {len(known)}, in the order of {_some(known)}")
     return tuple(found)
-
-
-def fill(templates: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return every template with every name."""
-    return [template.replace("{c}", name) for name in names for template in templates]
 
 
 def _in_order(

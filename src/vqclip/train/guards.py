@@ -173,14 +173,14 @@ class Guards:
         facts = torch.stack([median, deviation, is_spike.double()])
         return (bad | is_spike if spikes.skip else bad), facts
 
-    def settle(self) -> bool:
-        """Read the verdict on the newest step, unless it was read before; return whether the step was skipped.
+    def settle(self) -> None:
+        """Read the verdict on the newest step, unless it was read before.
 
         Raises:
             NonFiniteError: on every rank: a number is not finite and the run must stop, or too many steps were skipped.
         """
         if self._pending is None:
-            return False
+            return
         pending, self._pending = self._pending, None
         self.batch, step, spikes = pending.batch, pending.batch.step, self.config.spikes
         if pending.arrived is not None:
@@ -215,7 +215,6 @@ class Guards:
                 f"{self.overflows} skipped steps; use train.precision: bf16 or fp32"
             )
         self.batch = None
-        return bool(overflowed) or (event is not None and event.skip)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON part of the state; `tensors` is the other."""
