@@ -167,6 +167,19 @@ def test_forged_counts_end_in_checkpoint_errors(tmp_path: Path, saved: Path, cha
         resume(checkpointer(tmp_path, training_step()))
 
 
+def test_tensors_of_absurd_size_are_refused_from_the_header(tmp_path: Path, saved: Path) -> None:
+    path = tmp_path / "step-00000002"
+    shutil.copytree(saved / path.name, path)
+    rows = 2**24
+    header = json.dumps({"zzz/codes": {"dtype": "I64", "shape": [2, rows], "data_offsets": [0, 16 * rows]}}).encode()
+    with (path / "state.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + 16 * rows)  # sparse
+    resealed(path)
+    with pytest.raises(CheckpointError, match=r"state.safetensors: contains 33554432 numbers; expected at most"):
+        resume(checkpointer(tmp_path, training_step()))
+
+
 @pytest.mark.parametrize("name", ["model/model.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_poisoned_checkpoint_is_set_aside_on_resume(

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -434,3 +435,13 @@ def test_shards_that_vanish_in_use_stop_the_run(tmp_path, shards, features):
         pytest.raises(DataError, match="was changed or deleted; start the run again"),
     ):
         run(tree, str(tmp_path / "cache"))
+
+
+def find_and_count():
+    seen = []
+    work = SimpleNamespace(record=lambda shard: seen.append(shard) or shard % 3 or None)
+    return feature_cache._find_missing(SimpleNamespace(work=work), range(8)), seen
+
+
+def test_each_rank_verifies_a_part_of_the_shards(ranks):
+    assert ranks(2, find_and_count) == [([0, 3, 6], [0, 2, 4, 6]), ([0, 3, 6], [1, 3, 5, 7])]

@@ -266,9 +266,17 @@ def computing_alone(folder: FeatureFolder) -> Iterator[None]:
 
 
 def _find_missing(folder: FeatureFolder, shards: Sequence[int]) -> list[int]:
-    """Return those among ``shards`` that have to be computed, on every rank; rank 0 looks for them."""
-    found: list[int] = dist.run_on_main(lambda: [each for each in shards if folder.work.record(each) is None])
-    return found
+    """Return those among ``shards`` that have to be computed, on every rank; each rank verifies a part of them."""
+    missing: list[int] = []
+
+    def verify() -> Iterator[int]:
+        for shard in shards[dist.rank() :: dist.world_size()]:
+            missing.extend([] if folder.work.record(shard) else [shard])
+            yield 1
+
+    for _ in progress.in_rounds(verify(), _ROUND_S):
+        pass
+    return sorted(shard for each in dist.gather_json(missing) for shard in each)
 
 
 def _announce(job: FeatureJob, missing: list[int]) -> None:

@@ -21,6 +21,7 @@ from vqclip.checkpoint.optimizer import read_optimizer, restore_optimizer
 from vqclip.errors import CheckpointError, ConfigError, OtherRunError
 from vqclip.io.json_files import describe_differences, flatten, validate
 from vqclip.io.tensors import first_names, nonfinite_names
+from vqclip.quantizers.vectors import MAX_COUNTED_CODES
 from vqclip.tokenizer.folder import read_weights
 from vqclip.train.checkpointer import DISCRIMINATORS, MODEL_FILE, Checkpointer, RunState, parameter_of
 from vqclip.train.ema import AVERAGE, averages_in, read_averages, require_averages
@@ -127,12 +128,26 @@ def _verify(
     weights = read_weights(saved.model_folder, checkpointer.model_tensors())
     optimizer = read_optimizer(path, step.optimizer, step.weights.shapes)
     tensors = saved.tensors()
+    total, most = sum(each.numel() for each in tensors.values()), _most_numbers(step)
+    if total > most:  # before memory is taken
+        raise CheckpointError(f"{path / STATE_FILE}: contains {total} numbers; expected at most {most} of this model")
     require_averages(dict(step.model.named_parameters()), averages_in(tensors))
     try:
         _restore_state(step, state, tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path / 'state.json'}: cannot be used ({type(error).__name__}: {error})") from error
     return path, state, {MODEL_FILE: weights, OPTIMIZER_FILE: optimizer, STATE_FILE: tensors}
+
+
+def _most_numbers(step: TrainStep) -> int:
+    """Return a bound for the averages, the discriminators and the codebook windows of this model.
+
+    Also for one with other codebooks, where the run allows it.
+    """
+    sizes = [size for quantizer in step.task.quantizers().values() for size in quantizer.codebook_sizes]
+    windows = 2**24 + 2 * sum(1 + size for size in sizes if size <= MAX_COUNTED_CODES)
+    modules = (step.model, step.task.discriminators)
+    return windows + sum(each.numel() for module in modules if module is not None for each in module.parameters())
 
 
 def _rows_of_rank(
