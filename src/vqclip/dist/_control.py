@@ -30,6 +30,7 @@ from vqclip.dist._state import (
     world_size,
 )
 from vqclip.errors import CheckpointError, DistributedError, StopRequested
+from vqclip.io.atomic import TEMPORARY
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -179,7 +180,7 @@ def ranks_that_see(folder: Path) -> list[int]:
     """
     if not is_distributed():
         return [rank()]
-    files = folder / f".ranks-{shared_seed():016x}"
+    files = folder / f"{TEMPORARY}ranks-{shared_seed():016x}"
     with contextlib.suppress(OSError):
         files.mkdir(parents=True, exist_ok=True)
         (files / str(rank())).touch()
