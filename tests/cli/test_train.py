@@ -135,6 +135,8 @@ def test_configurations_come_with_the_package(capsys: pytest.CaptureFixture[str]
     assert tree["data"]["sources"][0] == {**tree["data"]["sources"][0], "kind": "csv", "path": "table.csv"}
     tree = resolved(capsys, "--config", "configs/base.yaml", "data.sources=[table.csv, photos.tar]")
     assert [each["kind"] for each in tree["data"]["sources"]] == ["csv", "shards"]
+    tree = resolved(capsys, "--config", "configs/base.yaml", "run.trackers[0].kind=tensorboard")
+    assert tree["run"]["trackers"] == [{"kind": "tensorboard"}]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from tests.config.schema import Bits, Needed, Tree
+from tests.config.schema import Bits, Layer, Needed, Several, Tree
 from vqclip.config import Config, load_config
 from vqclip.config.explain import key_paths
 from vqclip.config.messages import _key_paths, suggest_keys
@@ -52,6 +52,11 @@ weights: {a: .nan, b: x}
     ]
 
 
+class Nested(Config):
+    layer: Layer = Several(layer=Bits())
+    sizes: Annotated[tuple[int, ...], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)] = ()
+
+
 @pytest.mark.parametrize(
     ("schema", "text", "overrides", "line"),
     [
@@ -71,6 +76,27 @@ weights: {a: .nan, b: x}
             ["needed.bits=3"],
             'override "needed.bits=3": needed.kind: missing; expected one of "grid", "bits", "several"',
         ),
+        (
+            Tree,
+            "",
+            ["layer=gird"],
+            "override \"layer=gird\": layer: got 'gird' (str); expected a section whose kind is "
+            '"grid", "bits" or "several"; did you mean {kind: grid}?',
+        ),
+        (
+            Tree,
+            "layers: several",
+            [],
+            "c.yaml:1: layers: got 'several' (str); expected a list, each a section whose kind is "
+            '"grid", "bits" or "several"; did you mean [{kind: several, layer: ...}]?',
+        ),
+        (
+            Nested,
+            "",
+            ["layer.layer.bits=3", "layer.kind=grid"],
+            'override "layer.layer.bits=3": layer.layer: unknown key; expected one of kind, levels',
+        ),
+        (Nested, "sizes: a", [], "c.yaml:1: sizes[0]: got 'a' (str); expected an integer"),
     ],
 )
 def test_a_line_names_file_or_override_and_key(problems, schema, text, overrides, line):

@@ -80,6 +80,9 @@ def test_unknown_keys_are_refused_as_the_classes_refuse_them(write):
 
 def test_keys_of_tasks_and_files_that_are_left_to_the_classes(tmp_path, write):
     require_known_keys(None, ["task=pixels", "decoder.kind=transformer", "optim.lr=1"])
+    require_known_keys(None, ["run.trackers[0].mode=offline", "model.image.pixels.losses[0].weight=2"])
+    require_known_keys(None, ["train={ema: {decay: 0.5}, ema: {warmup: true}}"])
+    require_known_keys(write("loss: {kind: sigmoid, impl: tiled, any: 1}"), ["loss.kind=contrastive"])
     require_known_keys(write("{task: [1], any: 2}"), [])
     require_known_keys(write("task: {a: 1}"), ["task=own", "any=1"])
     with pytest.raises(ConfigError, match="no such configuration file"):

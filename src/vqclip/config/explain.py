@@ -26,7 +26,7 @@ from pydantic_core import to_jsonable_python
 
 from vqclip.config.loading import apply_override, read_file
 from vqclip.config.messages import suggest_key
-from vqclip.config.yaml import KeyPath, Origin, Problem, dump_yaml
+from vqclip.config.yaml import KeyPath, Origin, Problem, dump_yaml, origin_of
 from vqclip.errors import ConfigError
 
 KEYS_FILE = Path(__file__).with_name("keys.json")
@@ -100,7 +100,7 @@ def require_known_keys(path: Path | None, overrides: Sequence[str]) -> None:
     plain, origins = ({}, {(): Origin("")}) if path is None else read_file(path, unread)
     for override in overrides:
         with contextlib.suppress(ConfigError):  # left to the classes
-            apply_override(None, plain, origins, override, [])
+            apply_override(None, plain, origins, override, unread)
     task = plain.get("task", "contrastive")
     if unread or not isinstance(task, str) or task not in known["tasks"]:
         return
@@ -112,10 +112,12 @@ def require_known_keys(path: Path | None, overrides: Sequence[str]) -> None:
         if isinstance(key, str):
             keys = [known["sections"][name]["keys"] for name in inner.values()]
             inner = {kind: name for each in keys if key in each for kind, name in each[key]["sections"].items()}
-            if keys and not any(key in each for each in keys):
-                allowed = [name for each in keys for name in each]
+            if keys and not any(key in each for each in keys) and not key.isdecimal():  # an index into a default list
+                allowed = [*dict.fromkeys(name for each in keys for name in each)]
                 problems.append(Problem(origin, here, f"unknown key{suggest_key(here, allowed, key_paths(task))}"))
         kind = value.get("kind") if isinstance(value, dict) else None
+        if kind is not None and origin_of(origins, (*here, "kind")).is_override and not origin.is_override:
+            kind = ""  # left to the classes, whose message names this override
         values[here] = value
         sections[here] = {each: name for each, name in inner.items() if kind is None or each in (name, kind)}
     if problems:

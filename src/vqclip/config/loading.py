@@ -180,7 +180,8 @@ def apply_override(
         model = model_of(place.annotation, node.get("kind") if isinstance(node, dict) else None)
         place = descend(place if model is None else SchemaLocation(place.path, model), key)
         if isinstance(node, dict) and key not in node:
-            node[key], origins[path] = _default(model, str(key)), origin
+            node[key] = _default(model, str(key))
+        origins.setdefault(path, origin)
         node[key] = {} if node[key] is None else node[key]
         node = node[key]
     key = _key_in(node, path, last, origin)

@@ -160,6 +160,8 @@ def locate(schema: type[BaseModel], location: Sequence[str | int], root: Any = N
 def _value_at(root: Any, path: KeyPath) -> Any:
     """Return the value at a path of plain data; `_MISSING` if there is none."""
     for part in path:
+        if isinstance(root, str):  # has no parts of its own
+            return _MISSING
         try:
             root = root[part]
         except (KeyError, IndexError, TypeError):
@@ -240,9 +242,8 @@ def _describe_problem(
     kind = error["type"]
     path = (*place.path, "kind") if kind in ("union_tag_invalid", "union_tag_not_found") else place.path
     value = _value_at(plain, path)
-    if kind == "union_tag_invalid" and value is _MISSING:  # a name in place of a mapping
-        value = error["ctx"]["tag"]
-    got = f"got {show(value)}" + ("" if value is None else f" ({type(value).__name__})")
+    found = error.get("ctx", {}).get("tag", error["input"]) if value is _MISSING else value  # a validator made it
+    got = f"got {show(found)}" + ("" if found is None else f" ({type(found).__name__})")
     is_one_of_many = value is not _MISSING and len(members(place.annotation)) > 1
     if kind == "extra_forbidden" and not is_one_of_many:
         message = _describe_unknown_key(schema, place, plain, origins)
@@ -253,7 +254,7 @@ def _describe_problem(
         if not isinstance(value, (dict, list)) and value is not _MISSING:
             message = f"{got}; {message}"
     else:
-        hint = _suggest_closest(value, _choices(place.annotation)) if isinstance(value, str) else ""
+        hint = _suggest_value(place, kind.startswith("union_tag"), found) if isinstance(found, str) else ""
         message = f"{got}; expected {_describe_expected(place, kind, error)}{hint}"
     return Problem(origin_of(origins, path), path, message)
 
@@ -283,9 +284,18 @@ def _suggest_closest(word: str, allowed: Sequence[Any]) -> str:
     return did_you_mean(difflib.get_close_matches(word, [name for name in allowed if isinstance(name, str)], n=1))
 
 
-def _choices(annotation: Any) -> list[Any]:
-    """Return the kinds of a union of sections, and the values of literals."""
-    return [*kinds_of(annotation), *(value for each in members(annotation) for value in getattr(each, "__args__", ()))]
+def _suggest_value(place: SchemaLocation, is_kind: bool, word: str) -> str:
+    """Return the end of a message about a wrong word: the section, kind or value of a literal that may be meant."""
+    options = members(place.annotation)
+    of_items = kinds_of(descend(place, 0).annotation) if len(options) == 1 else {}
+    kinds = of_items or kinds_of(place.annotation)
+    close = difflib.get_close_matches(word[:_MAX_WORD], kinds, n=1)
+    if is_kind or not close:
+        return _suggest_closest(word, [*kinds, *(value for each in options for value in getattr(each, "__args__", ()))])
+    fields = kinds[close[0]].model_fields
+    needed = [f", {name}: ..." for name, field in fields.items() if field.is_required() and name != "kind"]
+    section = f"{{kind: {close[0]}{''.join(needed)}}}"
+    return f"; did you mean {f'[{section}]' if of_items else section}?"
 
 
 def _describe_unknown_key(schema: type[BaseModel], place: SchemaLocation, plain: Any, origins: Origins) -> str:
