@@ -55,6 +55,8 @@ def test_what_is_no_divergence():
     for losses in (FALLING, noisy, [*FALLING, 50.0, 50.0, *[0.8] * 30], [CHANCE] * 50, [math.nan] * 50):
         assert said(losses)[0] == []
     assert said(FALLING * 2, norms=[1.0, 5000.0] * 4 + [2.0] * 32)[0] == []
+    of_one = judge(None, DivergenceConfig(), chance=0.0)  # in batches of one sample
+    assert not any(of_one.add(step, {"loss": 0.0}) for step in range(1, 20))
 
 
 def test_a_loss_above_chance_and_gradients_that_explode():

@@ -344,7 +344,7 @@ class Health:
     def _find_rise(self, config: DivergenceConfig, step: int, loss: float, chance: float) -> Iterator[_Sign]:
         """Find a loss that has been too high for long. Losses that are not finite are left out; guards report those."""
         self._losses += [loss] if math.isfinite(loss) else []
-        if len(self._losses) < RECENT:
+        if len(self._losses) < RECENT or not chance:  # 0 in batches of one sample
             return
         now = statistics.median(self._losses)
         self._share = now / chance
