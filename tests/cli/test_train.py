@@ -89,7 +89,7 @@ def test_few_prompts_are_no_sign_of_collapse(monkeypatch: pytest.MonkeyPatch) ->
     health = mock.Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("vqclip.train.main.Health", health)
     assert main(["train", "classes", *SMALL]) == 130
-    assert [each for each in health.call_args.args if isinstance(each, dict)] == [{"image": 4096}]
+    assert health.call_args.args[0].codes == {"image": 4096}
 
 
 def test_more_steps_for_more_data(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
