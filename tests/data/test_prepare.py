@@ -44,7 +44,7 @@ def prepare_on_rank(folder, caches):
         (source,) = prepare.open_sources([CaptionShardsConfig(path=str(folder / "shards"))])
         assert len(source) == 5
         dist.barrier()
-        assert not list((folder / caches[dist.rank()]).glob("ranks-*"))
+        assert not list((folder / caches[dist.rank()]).glob(".tmp-*"))
         return [shard.name for shard in indexed], len(meetings)
 
 

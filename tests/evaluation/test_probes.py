@@ -71,6 +71,9 @@ def test_logistic_regression_equals_sklearns(rows, monkeypatch):
     assert torch.allclose(logits(weights, x).log_softmax(1), expected, atol=1e-3)
     again = fit_logistic(x, labels, 3, l2, start=weights)
     assert torch.allclose(again, weights, atol=1e-3)
+    with torch.inference_mode():  # as callers may be
+        again = fit_logistic(x.clone(), labels, 3, l2)
+    assert torch.allclose(again, weights, atol=1e-3)
 
 
 def numbers(folder, train, test, classes=4):

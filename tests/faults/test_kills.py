@@ -175,7 +175,7 @@ def facts(life):
     for path in sorted(path for place in (life.run, life.folder / "job" / "cache") for path in place.rglob("*")):
         name = str(path.relative_to(life.folder))
         if path.is_dir() or re.search(
-            r"^tiny/(report\.html$|\.?run.lock|train\.[a-z0-9.]*log|stacks/|tensorboard/)|^job/cache/(ranks-|index/\.)",
+            r"^tiny/(report\.html$|\.?run.lock|train\.[a-z0-9.]*log|stacks/|tensorboard/)|^job/cache/(\.tmp-|index/\.)",
             name,
         ):
             continue

@@ -147,6 +147,15 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path, monkeypatch):
     assert list(read_curves(path).steps)[:1] == [0]
 
 
+def test_lines_of_a_forged_file_are_not_read_one_by_one(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n" * (SMALL_BYTES + 1))
+    parsed = []
+    monkeypatch.setattr(runlog_metrics, "parse_line", parsed.append)
+    read_curves(path)
+    assert len(parsed) <= POINTS + LAST_LINES
+
+
 def test_a_line_of_any_length_costs_little_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(runlog_metrics, "MAX_LINE", 100)
     monkeypatch.setattr(runlog_metrics, "SMALL_BYTES", 0)

@@ -486,7 +486,11 @@ def test_a_folder_with_anything_to_resume_from_is_refused_on_request(tmp_path, s
     [
         ("optim__lr", 2e-3, "optim.lr: 0.001 in the checkpoint, 0.002 now"),
         ("optim__betas", [0.9, 0.95], r"optim.betas\[1\]: absent in the checkpoint, 0.95 now"),
-        ("train__steps", 5, r"train.steps: 4 in the checkpoint, 5 now\n.*run.resume_allow what may differ"),
+        (
+            "train__steps",
+            5,
+            r"of a run of 4 steps, and this one asks for 5. .*\n  'run.resume_allow=\[train.steps\]'\n",
+        ),
         ("data__transform", {"flip": 0.5}, r"transform\.flip: .* in the checkpoint, .* now"),
         ("model__embed_dim", 8, "model.embed_dim: 16 in the checkpoint, 8 now"),
     ],

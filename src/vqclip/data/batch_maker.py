@@ -66,9 +66,8 @@ class LoaderOptions(Config):
     """Longest wait for a worker, in seconds, at most a week; 0 waits forever."""
     max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Bad samples are replaced; a larger fraction of those seen so far stops the run. Data of fewer than 1,000 samples
-    may have as many bad ones as 1,000 in each epoch, but no more than a tenth of them. It is checked twice: in each
-    process after every batch, since the start of the process; and over the whole run and all its processes at
-    every report and checkpoint."""
+    may have as many bad ones as 1,000 in each epoch, but no more than a tenth of them. It is checked over the whole
+    run and all its processes: at every report and checkpoint, and when a process alone has met more."""
 
 
 class Slice(NamedTuple):

@@ -276,14 +276,13 @@ class TrainData:
             most = max(most, 1.25 * allowed_bad(fraction, size) * math.ceil(seen / size))
         return most
 
-    def require_few_bad(self, replaced: int, seen: int, last: Sequence[str] | None = None, where: str = "") -> None:
+    def require_few_bad(self, replaced: int, seen: int, last: Sequence[str] | None = None) -> None:
         """Raise if more samples were bad than `max_bad_fraction` allows; see there.
 
         Args:
             replaced: bad samples of this process or of the whole run.
             seen: all samples of the same.
             last: problems of the last bad samples of the run; default those of this process.
-            where: place of the samples, for the message, such as " on rank 1".
 
         Raises:
             DataError: too many are bad; the message names the last ones.
@@ -293,7 +292,7 @@ class TrainData:
             last = [bad.reason for bad in list(self.last_replaced)[-5:]] if last is None else last
             shown = "\n".join(f"  {reason}" for reason in dict.fromkeys(last))
             raise DataError(
-                f"{replaced} bad samples among {seen}{where}: more than data.max_bad_fraction="
+                f"{replaced} bad samples among {seen}: more than data.max_bad_fraction="
                 f"{self.options.max_bad_fraction:g} allows. Repair or remove them (`vqclip data check` names all), or "
                 f"raise it. The last of them {whose}:\n{shown or '  none'}"
             )

@@ -55,10 +55,12 @@ def open_sources(sources: Sequence[SourceConfigBase], keys: Sequence[str] = ()) 
         StopRequested: on every rank, when one has been asked to stop (`vqclip.process.progress`).
     """
     keys = keys or [""] * len(sources)
+    with contextlib.suppress(OSError):  # a read-only cache has no indexes to add, so each rank counts as alone
+        cache_folder().mkdir(parents=True, exist_ok=True)
     group = dist.ranks_that_see(cache_folder())
     if dist.rank() == group[0]:
         with contextlib.suppress(OSError):
-            for folder in (cache_folder() / "index", *(cache_folder() / "index").glob("*.parts")):
+            for folder in (cache_folder(), cache_folder() / "index", *(cache_folder() / "index").glob("*.parts")):
                 remove_leftovers(folder)
 
     def pin_all() -> list[dict[str, Any]]:

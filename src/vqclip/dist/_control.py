@@ -30,7 +30,7 @@ from vqclip.dist._state import (
     world_size,
 )
 from vqclip.errors import CheckpointError, DistributedError, StopRequested
-from vqclip.io.atomic import TEMPORARY
+from vqclip.io.atomic import TEMPORARY, try_lock
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -176,20 +176,21 @@ def nodes() -> tuple[int, ...]:
 def ranks_that_see(folder: Path) -> list[int]:
     """Return the ranks whose path `folder` names the folder of this rank, itself included. A collective.
 
-    Each rank creates a file in it, and looks for all files. A rank that cannot write to it counts as alone.
+    Each rank creates a file in it, and looks for all files. A rank that cannot write to it, or has no such folder,
+    counts as alone.
     """
     if not is_distributed():
         return [rank()]
-    files = folder / f"{TEMPORARY}ranks-{shared_seed():016x}"
-    with contextlib.suppress(OSError):
-        files.mkdir(parents=True, exist_ok=True)
-        (files / str(rank())).touch()
-    barrier()
-    seen = [other for other in range(world_size()) if other == rank() or (files / str(other)).exists()]
-    barrier()  # before this, another rank may still look for the file
-    with contextlib.suppress(OSError):
-        (files / str(rank())).unlink()
-        files.rmdir()  # succeeds for the last one
+    name = f"{TEMPORARY}ranks-{shared_seed():016x}-"
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            file = stack.enter_context((folder / f"{name}{rank()}").open("w"))
+            try_lock(file.fileno())  # unlocked ones are leftovers
+        barrier()
+        seen = [other for other in range(world_size()) if other == rank() or (folder / f"{name}{other}").exists()]
+        barrier()  # before this, another rank may still look for the file
+        with contextlib.suppress(OSError):
+            (folder / f"{name}{rank()}").unlink()
     return seen
 
 

@@ -388,6 +388,8 @@ class Methods:
 def describe_data(data: Any) -> str:
     """Return kind, path or name, and split of data in words, without credentials."""
     where = getattr(data, "path", None) or getattr(data, "name", None)
+    if isinstance(where, tuple):
+        where = f"{where[0]} and {len(where) - 1} more" if len(where) > 1 else where[0]
     parts = [data.kind, where, (split := getattr(data, "split", None)) and f"split {split}"]
     return mask_credentials(" ".join(str(part) for part in parts if part))
 

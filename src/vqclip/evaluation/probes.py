@@ -318,7 +318,10 @@ def fit_logistic(x: Tensor, labels: Tensor, classes: int, l2: float, start: Tens
     Raises:
         StopRequested: this rank has been asked to stop (`vqclip.process.progress`).
     """
-    weights = (x.new_zeros(classes, x.shape[1] + 1) if start is None else start.clone()).requires_grad_()
+    with torch.inference_mode(False):  # tensors of that mode have no gradient
+        x, labels = (each.clone() if each.is_inference() else each for each in (x, labels))
+        weights = torch.zeros(classes, x.shape[1] + 1).to(x) if start is None else start.clone()
+        weights.requires_grad_()
     solver = torch.optim.LBFGS(
         [weights],
         max_iter=_ITERATIONS,
@@ -333,7 +336,7 @@ def fit_logistic(x: Tensor, labels: Tensor, classes: int, l2: float, start: Tens
         value.backward()
         return value.detach() + _loss(weights, x, labels)
 
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         solver.step(closure)
     return weights.detach()
 

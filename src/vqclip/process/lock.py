@@ -10,8 +10,8 @@ from vqclip.errors import ConfigError
 from vqclip.io.atomic import ProcessLock
 
 LOCK_FILE = "run.lock"
-LOCK_FILES = (LOCK_FILE, f".{LOCK_FILE}")
-"""Two files: a job that loses one to an ``rm`` still holds the folder."""
+LOCK_FILES = (f".{LOCK_FILE}", LOCK_FILE)
+"""Two files: a job that loses one to an ``rm`` still holds the folder. First the one that an ``rm *`` leaves."""
 
 
 class RunLock:

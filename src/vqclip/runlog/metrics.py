@@ -13,7 +13,6 @@ import math
 import mmap
 import operator
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +40,8 @@ MAX_SCAN = 1 << 30
 """Bytes at the end of the file that are searched for these lines: about a second."""
 MAX_EVALUATIONS = 300
 """Evaluations that are read: the newest."""
+_BLOCK = 1 << 20
+"""Bytes that are searched at a time."""
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -231,10 +232,8 @@ def read_curves(path: Path) -> Curves:
     with open_regular(path) as file:
         size = file.seek(0, 2)
         curves.thinned = size > SMALL_BYTES
-        lines = _lines(file, max(0, size - MAX_SCAN), size)
-        if size > MAX_SCAN:
-            next(lines)  # it begins before this part of the file
-        for line in _choose(lines, min(size, MAX_SCAN)) if curves.thinned else lines:
+        file.seek(0)
+        for line in _choose(file, size) if curves.thinned else file:
             entry = parse_line(line)
             if entry is not None and 0 <= entry["step"] < 2**53 and len(entry) <= MAX_NAMES:
                 entries.append(entry)
@@ -261,29 +260,43 @@ def merge_lines(entries: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, dic
         yield step, trained, {name.removeprefix(EVALUATION): value for name, value in evaluated.items()}
 
 
-def _lines(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
-    """Yield the lines in a part of a file; of one longer than `MAX_LINE`, its beginning without an end of line."""
-    file.seek(start)
-    while (position := file.tell()) < end and (line := file.readline(min(MAX_LINE, end - position))):
-        yield line
-        while len(line) == MAX_LINE and not line.endswith(b"\n"):
-            line = file.readline(MAX_LINE)
+def _choose(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield lines of a long file in order: some that are evenly spread, the newest evaluations, and the last ones.
 
-
-def _choose(lines: Iterable[bytes], size: int) -> list[bytes]:
-    """Return some lines of a file of ``size`` bytes that are evenly spread, the newest evaluations, and the last ones.
-
-    They are read and not mapped to memory: a run that resumes may cut the file meanwhile.
+    Of a line that is longer than `MAX_LINE`, a part of this length. The file is read and not mapped to memory: a run
+    that resumes may cut it meanwhile.
     """
-    spread, position, due = dict[int, bytes](), 0, 0.0
-    evaluations, last = (deque[tuple[int, bytes]](maxlen=most) for most in (MAX_EVALUATIONS, LAST_LINES))
-    mark = f'"{EVALUATION}'.encode()
-    for line in lines:
-        if position >= due:
-            spread[position], due = line, position + size / POINTS
-        if mark in line:
-            evaluations.append((position, line))
-        last.append((position, line))
-        position += len(line)
-    chosen = spread | dict(evaluations) | dict(last)
-    return [chosen[position] for position in sorted(chosen)]
+    first, mark = max(0, size - MAX_SCAN), f'"{EVALUATION}'.encode()
+
+    def read(start: int, end: int) -> bytes:
+        file.seek(start)
+        return file.read(end - start)
+
+    def begin(place: int) -> int:
+        """Return where the line of a place begins; of one that is too long, or cut, any place in it."""
+        low = max(first, place - MAX_LINE)
+        return low + read(low, place).rfind(b"\n") + 1
+
+    def find_mark(end: int) -> int:
+        """Return the last place before ``end`` with a mark; -1 without one."""
+        while end > first:
+            low = max(first, end - _BLOCK)
+            if (found := read(low, end + len(mark) - 1).rfind(mark)) >= 0:
+                return low + found
+            end = low
+        return -1
+
+    chosen, end = {begin(first + number * (size - first) // POINTS) for number in range(POINTS)}, size
+    for _ in range(LAST_LINES):
+        end = begin(max(end - 1, first))
+        chosen.add(end)
+    end = size
+    for _ in range(MAX_EVALUATIONS):
+        if (place := find_mark(end)) < 0:
+            break
+        end = begin(place)
+        chosen.add(end)
+    for place in sorted(chosen):
+        if place == 0 or read(place - 1, place) == b"\n":
+            file.seek(place)
+            yield file.readline(min(MAX_LINE, size - place))

@@ -310,8 +310,11 @@ def _open_records(config: TaskConfig, task: Task, data: TrainData, resumed: Resu
         end=config.train.steps,
     )
     if dist.is_main():
-        about = describe_run(task, config, health).model_dump(mode="json")
-        write_text(config.run.path / ABOUT_FILE, json.dumps(about, indent=2) + "\n")
+        about = json.dumps(describe_run(task, config, health).model_dump(mode="json"), indent=2)
+        try:
+            write_text(config.run.path / ABOUT_FILE, f"{about}\n")
+        except OSError as error:
+            logger.warning("%s: cannot be written: %s; the run's page does without it", ABOUT_FILE, error.strerror)
     keep_best, best, trackers, facts = config.train.keep_best, resumed.best, config.run.trackers, config.facts()
     return Records(
         config.run.path, resumed.step, data, resumed.counts, Health(health), keep_best, best, trackers, facts

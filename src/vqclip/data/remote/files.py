@@ -143,8 +143,7 @@ class RemoteShard:
         except NoRangesError:
             raise StorageError(
                 f"{self}: the server answers a request for a part of the file with all of it; expected one that "
-                "answers requests with Range, as it did before. Remove `index` in the cache folder: the next start "
-                "fetches the shards whole, once"
+                "answers requests with Range, as it did before; or copy the file to this machine"
             ) from None
 
     def open(self) -> BinaryIO:

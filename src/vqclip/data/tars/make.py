@@ -91,14 +91,22 @@ class IndexMaker:
         parts: where the parts are.
         rules: how members are grouped.
         leave_out: leave out shards that are missing or damaged.
+        named: the shards in messages, where some are copies; None: ``shards``.
 
     Raises:
         DataError: a shard is missing.
         StorageError: a server cannot be reached.
     """
 
-    def __init__(self, shards: Sequence[Shard], parts: Parts, rules: MemberRules = USUAL, leave_out: bool = False):
-        self.shards, self.rules, self.leave_out = shards, rules, leave_out
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        parts: Parts,
+        rules: MemberRules = USUAL,
+        leave_out: bool = False,
+        named: Sequence[Shard] | None = None,
+    ):
+        self.shards, self.rules, self.leave_out, self._named = shards, rules, leave_out, named or shards
         self._parts, self._stopped = parts, threading.Event()
         self.facts = survey(shards, leave_out)
         total = sum(each.length for each in self.facts)
@@ -239,7 +247,7 @@ class IndexMaker:
         return part
 
     def _make_part(self, number: int) -> TarIndex:
-        shard, facts, problem = self.shards[number], self.facts[number], ""
+        shard, facts, problem = self._named[number], self.facts[number], ""
 
         def until_stopped(blocks: Iterable[bytes]) -> Iterator[bytes]:
             for block in blocks:
@@ -249,7 +257,9 @@ class IndexMaker:
 
         try:
             scan = read_shard(
-                shard, facts, lambda blocks: scan_shard(shard, until_stopped(blocks), facts.length, self.rules)
+                self.shards[number],
+                facts,
+                lambda blocks: scan_shard(shard, until_stopped(blocks), facts.length, self.rules),
             )
         except StorageError:
             raise

@@ -106,15 +106,13 @@ class TarSet:
             if path.exists():
                 return True
             copy_shard(shard, unchecked, self.leave_out)
-            maker = replace(self, shards=[unchecked])._maker()
+            maker = replace(self, shards=[unchecked], named=[shard])._maker()
             maker.facts[0] = replace(maker.facts[0], name=path.name)  # the name that it gets
             try:
                 maker.part(0)
-            except StorageError:
+            except DataError:  # what is damaged at a URL may be mended there
+                unchecked.unlink()
                 raise
-            except DataError as error:
-                unchecked.unlink()  # what is at a URL may be mended there
-                raise DataError(str(error).replace(str(unchecked), str(shard))) from None
             unchecked.rename(path)
         return True
 
@@ -183,7 +181,7 @@ class TarSet:
         folder = str(data_folder(self.shards) or cached_index(self.shards).stem)
         name = f"{hashlib.sha256(folder.encode('utf-8', 'surrogateescape')).hexdigest()[:24]}.parts"
         parts = Parts(cache_folder() / "index" / name)
-        maker = IndexMaker(self.shards, parts, self.rules, self.leave_out)
+        maker = IndexMaker(self.shards, parts, self.rules, self.leave_out, self.named)
         size = sum(each.length for each in maker.facts)
         if size > self.remote.cache_bytes and not self._is_local:
             raise DataError(

@@ -170,16 +170,17 @@ def _has_lost_patience(training: Training) -> bool:
 
 
 class LimitBadSamples(Callback):
-    """Stop when too many samples of a rank or of the whole run were bad; after the checkpoint, so that none is lost."""
+    """Stop when too many samples of the whole run were bad; after the checkpoint, so that none is lost."""
 
     def on_step_end(self, training: Training) -> None:
-        """Compare the newest counts with ``data.max_bad_fraction``, on every rank if one has met too many."""
-        data, bad = training.data, training.records.bad
+        """Compare the newest counts with ``data.max_bad_fraction``; they are collected at once if a rank met too many.
+
+        What one rank met does not decide: of many ranks one has many by chance.
+        """
+        bad = training.records.bad
         if training.met_too_many_bad:
             bad.collect()
-            for rank, (replaced, seen) in enumerate(dist.gather_json([data.replaced, data.seen])):
-                data.require_few_bad(replaced, seen, bad.last, f" on rank {rank}" if dist.is_distributed() else "")
-        data.require_few_bad(bad.counts.total(), training.done * training.config.train.batch_size, bad.last)
+        training.data.require_few_bad(bad.counts.total(), training.done * training.config.train.batch_size, bad.last)
 
     def on_error(self, training: Training, error: Exception) -> None:
         """Write the bad samples of this rank that are not written yet."""
