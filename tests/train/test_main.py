@@ -441,7 +441,7 @@ GRAPHS = {True: 1, "regional": 4}
 def test_compiled_equals_eager(tmp_path, shards, cache, ranks, quantizer, world_size, mode, backend):
     """aot_eager traces all there is but generates no code, which is what takes its time."""
     trees = [
-        run_tree(tmp_path / name, shards, quantizer, train__steps=4, train__compile=compile)
+        run_tree(tmp_path / name, shards, quantizer, train__steps=4, train__compile=compile, run__timeout_s=600.0)
         for name, compile in (("eager", False), ("compiled", mode))
     ]
     ranks(world_size, run, trees[0], cache, init=False)
