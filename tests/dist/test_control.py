@@ -110,6 +110,7 @@ def test_a_failure_is_raised_on_all_ranks_beside_other_collectives(ranks):
 
 def leave_rank_zero_waiting():
     group = dist.BackgroundGroup(5.0)
+    dist.barrier()  # both are connected
     if dist.is_main():
         with group.raise_on_all_ranks("waiting for nobody"):
             pass
