@@ -179,7 +179,7 @@ def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
         (root / name).write_text(text)
     configs = [
         ("config", root / "laughs.yaml", "more than 20000 values; a configuration is smaller"),
-        ("config", root / "deep.yaml", "more than 64 levels; a configuration is smaller"),
+        ("config", root / "deep.yaml", "nested too deeply; a configuration has at most 64 levels"),
         ("config", root / "block.yaml", "more than 64 levels; a configuration is smaller"),
         ("config", root / "long.yaml", "more than 20000 values; a configuration is smaller"),
         ("config", root / "digits.yaml", "run.seed: cannot be read: an integer of 200002 digits; at most 100 are read"),
