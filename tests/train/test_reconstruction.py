@@ -155,6 +155,13 @@ def test_processes_train_what_one_trains(ranks, sizes, settings):
         assert_alike(found, expected, 1e-9)
 
 
+def test_gradients_are_clipped_in_one_order_on_every_rank():
+    """A norm that is summed in another order differs in its last bit, and the weights of the ranks with it."""
+    task, _ = build_step(losses=LOSSES)
+    for group, module in zip(task.clipped_apart()[1:], (task.model.image.pixels, task.discriminators), strict=True):
+        assert [*map(id, group)] == [*map(id, module.parameters())]
+
+
 @pytest.mark.slow
 def test_a_compiled_step_computes_the_same_and_is_compiled_once(monkeypatch):
     """Each step has its own number, and with one_in its own rows."""

@@ -86,7 +86,7 @@ class ContrastiveTask(Task):
         """Return the tokenizers, the pixel decoder and the discriminators."""
         if self.reconstruction is None:
             return super().clipped_apart()
-        decoder = set(self.reconstruction.pixels.decoder.parameters())
+        decoder = dict.fromkeys(self.reconstruction.pixels.decoder.parameters())  # in one order on every rank
         others = [each for each in self.model.parameters() if each not in decoder]
         return [others, list(decoder), list(self.reconstruction.pixels.losses.parameters())]
 
