@@ -77,3 +77,4 @@ def test_every_setting_is_part_of_the_identity(tmp_path, shards):
         assert identity_of(tree | {section: tree[section] | {key: value}}) != base
     both = tree["train"] | {"ema": tree["train"]["ema"] | {"evaluate": "both"}}
     assert identity_of(tree | {"train": both}) == base  # changes no weight
+    assert identity_of(tree | {"loss": tree["loss"] | {"impl": "ring"}}) == base  # changes rounding alone

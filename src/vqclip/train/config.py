@@ -236,8 +236,9 @@ class TaskConfig(Config):
     def shared_identity(self, samples: dict[str, Any], own: Mapping[str, object]) -> dict[str, object]:
         """Return the part of the identity that all tasks have, around that of a task.
 
-        Settings that only change the rounding (device, compilation, kernels) are not among them, nor are the guards, so
-        that a run which they have stopped can resume. Neither are the numbers of processes and of microbatches.
+        Settings that only change the rounding (device, compilation, `loss.impl`) are not among them, nor are the
+        guards, so that a run which they have stopped can resume. Neither are the numbers of processes and of
+        microbatches.
 
         Args:
             samples: fingerprint of the data.

@@ -233,7 +233,7 @@ class Distillation:
                         term = EmbeddingTerm(config, name, model)
                     else:
                         term = FeatureTerm(config, name, model, derive_seed(seed, "distillation", name))
-                settings = config.model_dump(mode="json", exclude={"teacher": {"folder", "pretrained"}})
+                settings = config.model_dump(mode="json", exclude={"impl": True, "teacher": {"folder", "pretrained"}})
                 self.identity.append(settings | {"teacher": settings["teacher"] | {"digest": term.digest}})
                 self.terms[name] = term
         if configs and (others := dist.differing_ranks([term.digest for term in self.terms.values()])):

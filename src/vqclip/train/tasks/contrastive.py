@@ -426,7 +426,7 @@ class TrainConfig(TaskConfig):
         own = {
             "model": self.model.model_dump(mode="json", exclude={"image": {"pixels": {"losses"}}}),
             "model.image.pixels.losses": [],
-            "loss": self.loss.model_dump(mode="json"),
+            "loss": self.loss.model_dump(mode="json", exclude={"impl"}),
             "distillation": task.distillation.identity,
         }
         if task.reconstruction is not None:  # with digests of their networks in place of paths
