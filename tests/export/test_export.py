@@ -26,6 +26,7 @@ from vqclip.export.open_clip import export_towers
 from vqclip.io.atomic import digest_file
 from vqclip.io.json_files import add_checksum
 from vqclip.model import CLIP, ModelConfig
+from vqclip.nn.layers import QueryReductionConfig
 from vqclip.pixels import ConvolutionalPixelsConfig, DetailConfig, PixelsConfig, attach
 from vqclip.tokenizer.stored import fingerprint
 from vqclip.train import TrainConfig
@@ -117,8 +118,8 @@ def test_onnx_equals_the_tokenizer(onnx):
 def test_onnx_of_a_text_transformer_with_options(causal, tmp_path, onnx_packages):
     config = tiny_model(LFQ, LFQ)
     options = {"causal": causal, "pos_embed": "rope", "norm_layer": "rmsnorm", "mlp_layer": "swiglu", "qk_norm": True}
-    tower = config.text.tower.model_copy(update=options)
-    model = config.model_copy(update={"text": config.text.model_copy(update={"tower": tower})}).build().eval()
+    text = {"tower": config.text.tower.model_copy(update=options), "reduce": QueryReductionConfig(count=2)}
+    model = config.model_copy(update={"text": config.text.model_copy(update=text)}).build().eval()
     check(model.text, export_onnx(model.text, tmp_path / "onnx"), batches(model, "text"))
 
 

@@ -280,7 +280,7 @@ class QueryReduction(nn.Module):
         if mask is not None:
             x = torch.where(mask.unsqueeze(-1), x, 0)
             mask = mask | ~mask.any(dim=1, keepdim=True)  # attention over nothing would be NaN
-        queries = self.norm_queries(self.queries).expand(len(x), -1, -1)
+        queries = self.norm_queries(self.queries).expand(x.shape[0], -1, -1)
         return self.mean(x, mask) + self.attention(queries, self.norm_keys(x), mask)
 
 
