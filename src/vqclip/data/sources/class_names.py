@@ -166,11 +166,14 @@ def describe_ids(names: Sequence[str]) -> str:
     return ""
 
 
-def describe_single(names: Sequence[str]) -> tuple[str, ...]:
-    """Return a note if there is a single class, so that all prompts are equal."""
-    if len(names) != 1:
-        return ()
-    return (f"all rows are of one class, {names[0][:80]!r}: prompts tell no image from another",)
+def describe_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Return a note if all prompts are equal, as there is a single class, and one on classes that differ in case."""
+    if len(names) == 1:
+        return (f"all samples are of one class, {names[0][:80]!r}: prompts tell no image from another",)
+    first: dict[str, str] = {}
+    pairs = [(first.setdefault(name.lower(), name), name) for name in names]
+    same = [f"{twin[:80]!r} and {name[:80]!r}" for twin, name in pairs if twin != name]
+    return (f"classes differ in upper and lower case alone: {', '.join(same[:5])}",) if same else ()
 
 
 def read_text(place: str | Path, expected: str, remote: RemoteConfig | None = None, limit: int = _MAX_BYTES) -> str:

@@ -356,7 +356,7 @@ def choose_columns(
         label = next(iter(guess_columns(readable("label", image), _LABEL_COLUMNS)), None)
     if image is None or (not captions and label is None):
         setting, what = ("image", "the images") if image is None else ("captions", "captions or classes")
-        hint = "" if image is None else " (label=COLUMN if it has classes)"
+        hint = "" if image is None else " (label=COLUMN if it has classes; not one of 0 and 1 for each class)"
         if len(names) == 1 and hasattr(given, "separator"):
             hint += "; separator names the character between columns, if it has several"
         elif image is None and types is None and hasattr(given, "columns"):

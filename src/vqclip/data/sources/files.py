@@ -298,7 +298,8 @@ class FileSource:
             self.read(first or 0)
         except DataError as error:
             hint = f". Relative paths refer to {self._root}; images names another folder"
-            if os.path.isabs(self._table.read(first or 0).path):
+            path = self._table.read(first or 0).path
+            if os.path.isabs(path) or path[1:2] == ":":  # a drive of Windows
                 hint = ". Is this a path of another machine? Write it relative to the table, or to a folder, images"
             hint = "" if first is None or error.kind in ("URL", "base64", "damaged row") else hint
             raise DataError(

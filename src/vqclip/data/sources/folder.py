@@ -20,6 +20,7 @@ from vqclip.data.sources.class_names import (
     Classes,
     ClassNames,
     describe_ids,
+    describe_names,
     read_templates,
 )
 from vqclip.data.sources.columns import CaptionFiles, Weighted, is_split
@@ -291,7 +292,7 @@ class FolderConfig(FileSourceConfig):
                     f'{folder}: the folders {same} are all the class {name!r}, because "_" is read as a blank; move '
                     "their images into one folder, or rename the others"
                 )
-            builder.notes += filter(None, [describe_ids(names)])
+            builder.notes += filter(None, [describe_ids(names), *describe_names(names)])
             return names, {name: number for number, name in enumerate(folders)}
         classes = Classes.read(self.classnames, folder, builder.read_from)
         try:

@@ -24,7 +24,7 @@ import numpy as np
 
 from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.remote.urls import protocol_of
-from vqclip.data.sources.class_names import Classes, describe_single
+from vqclip.data.sources.class_names import Classes, describe_names
 from vqclip.data.sources.columns import (
     IMAGE_COLUMNS,
     ColumnConfig,
@@ -253,7 +253,7 @@ def list_images(
     if classes is None:
         return builder.finish()
     places = classes.sort()
-    builder.notes += () if chosen.captions else describe_single(classes.names)
+    builder.notes += () if chosen.captions else describe_names(classes.names)
     return builder.finish(classes.names, () if chosen.captions else given.templates, places)
 
 

@@ -142,6 +142,8 @@ class TarSource:
         label, count = int(text) if text.isascii() and text.isdigit() else -1, len(self.classnames)
         if not 0 <= label < count:
             what = f".cls contains {text[:20]!r}; expected a class number, 0 to {count - 1}"
+            if label == count:
+                what += f"; if they are 1 to {count}, a blank line before the names in {CLASSNAMES}"
             raise DataError(what, "class number")
         return label
 
