@@ -134,6 +134,7 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("images/a/0.jpg txt/a/0.txt", [], ["txt/a/0.txt"]),
         ("cat/0.jpg dog/0.jpg text/0.txt", [], "text has a .txt with the name of each image"),
         ("0.jpg captions/0.txt", ["captions=txt_lines"], ["captions/0.txt"]),
+        ("images/0.jpg masks/0.png", [], "its subfolders are images, masks, of which images is not called as a class"),
         ("images/0.jpg labels/0.txt", [], "labels has a .txt with the name of each image; if these are captions, call"),
         ("train/0.jpg car/0.jpg", [], ["car", "train"]),
         (

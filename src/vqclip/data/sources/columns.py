@@ -206,7 +206,8 @@ def require_usable(texts: Iterable[str], what: str = "the caption") -> tuple[str
 IMAGE_COLUMNS = (
     *("filepath", "file_path", "image_path", "img_path", "imagepath", "filename", "file_name", "image_name"),
     *("image_file", "image_filename", "image", "images", "img", "path", "file", "photo", "url", "image_url"),
-    *("jpg", "jpeg", "png", "webp", "picture", "image_id", "imageid", "img_id", "name", "id"),
+    *("jpg", "jpeg", "png", "webp", "picture", "filepaths", "image_paths", "filenames", "fname"),
+    *("image_id", "imageid", "img_id", "name", "id"),
 )
 _CAPTION_COLUMNS = (
     *("caption", "captions", "text", "texts", "title", "sentence", "sentences", "comment", "description"),
@@ -378,9 +379,12 @@ def choose_columns(
 
 
 def guess_columns(names: Sequence[str], usual: Sequence[str]) -> list[str]:
-    """Return the columns that have usual names, in any case, in the order of these; or else such keys in objects."""
+    """Return the columns that have usual names, in the order of these; or else such keys in objects.
+
+    Names are in any case, and with blanks or "-" for "_".
+    """
     for part in (lambda name: name, lambda name: name.rpartition(".")[2]):
-        known = {part(name).strip().lower(): name for name in reversed(names)}
+        known = {re.sub("[ -]", "_", part(name).strip().lower()): name for name in reversed(names)}
         if found := [known[name] for name in usual if name in known]:
             return found
     return []

@@ -43,6 +43,8 @@ _OF_SYSTEMS = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume In
 """Folders that systems and disks leave behind."""
 _PART = re.compile(r"(.*[ _.-])?(images?|imgs?|photos?|parts?|chunks?|batch(es)?)[ _.-]?\d+")
 """Name of a part of a data set, in lower case."""
+_ALL_IMAGES = re.compile(r"(jpeg)?images?|imgs?", re.IGNORECASE)
+"""Name of a folder of images beside their masks or thumbnails, rather than of a class."""
 _SAMPLED = 20
 """First .json that are read to find out whether they have captions."""
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".token")
@@ -217,6 +219,11 @@ class FolderConfig(FileSourceConfig):
             raise DataError(
                 f"{folder}: a single subfolder with images, {own[0]}, which would be the class of all; if it contains "
                 f"the classes, name it as the path: {folder / own[0]}{hint}; or set captions: classes"
+            )
+        if generic := next(filter(_ALL_IMAGES.fullmatch, own), None):
+            raise DataError(
+                f"{folder}: its subfolders are {', '.join(own[:5])}, of which {generic} is not called as a class; name "
+                f"it as the path: {folder / generic}{hint}; or set captions: classes"
             )
         has_table = bool(table) and not table.startswith(os.pardir)
         if has_table and len({re.sub(r"\d+$", "", name) for name in own}) == 1 and _PART.fullmatch(own[0].lower()):
