@@ -123,7 +123,11 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
             "are parts of a data set, not classes; a table with their captions is named as the path: .*captions_tr",
         ),
         ("train/cat/0.jpg test/cat/0.jpg", [], PARTS + ".*/train, .*/test$"),
-        ("Images/0.jpg captions.txt", [], "with images, Images, which .* named as the path: .*captions.txt; or set"),
+        ("Images/0.jpg captions.txt=file_name,text\\n0.jpg,captions.txt", [], ["captions.txt", "images found in"]),
+        ("pics/0.jpg t.csv=name,title\\n0.jpg,t.csv", [], ["t.csv", "images found in"]),
+        ("pics/0.jpg t.csv u.csv", [], "with images, pics, which .* named as the path: .*t.csv; or set"),
+        ("pics/a/0.jpg t.csv", [], "with images, pics, which .* named as the path: .*t.csv; or set"),
+        ("0.jpg 1.jpg t.csv=name,title\\n0.jpg,t.csv", [], ["t.csv", "1 file that t.csv does not name, such as 1.jpg"]),
         ("JPEGImages/0.jpg annotations.xml", [], "JPEGImages, which would be the class of all; .* or set captions"),
         ("cub/001.a/0.jpg classes.txt parts/x.txt", [], "images, cub, which would .* as the path: .*/cub; a table"),
         ("002.a_b/0.jpg 010.a/0.jpg", [], ["a b", "a", "before the names of classes are left out: 002.a_b, ..."]),
@@ -156,7 +160,8 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("0.jpg 0.txt 0.png", ["image_endings=[.png]"], ["0.txt", "(.jpg 1)"]),
         ("0.jpg 0.caption 1.JPG 1.caption", [], ["0.caption", "1.caption"]),
         ("0.JPG 0.TXT", [], ["0.TXT"]),
-        ("0.jpg 1.jpg a.csv", [], "2 images without captions; expected a .txt .* named as the path: .*a.csv"),
+        ("0.jpg 1.jpg a.csv", [], "a.csv: .* or set captions: classes, txt or names"),
+        ("0.jpg 1.jpg a.csv b.csv", [], "2 images without captions; expected a .txt .* named as the path: .*a.csv"),
         ("0.jpg 1.jpg 2.jpg 0.txt", [], "3 images, of which 1 have a .txt and 0 a .json of the same name"),
         ("0.jpg 0.txt=0_0.5_0.5_0.25_0.25", [], r"0\.txt: has numbers, such as the boxes of YOLO"),
         ("0.jpg 0.jpg.txt 1.png 1.png.txt", [], ["0.jpg.txt", "1.png.txt"]),
@@ -180,7 +185,8 @@ def test_folders_as_people_have_them(tmp_path, files, overrides, expected):
     for name in files.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         name, _, text = name.partition("=")
-        text = f"file_name,text\n0.jpg,{name}\n" if "metadata" in name else text.replace("_", " ") or name
+        text = text.replace("\\n", "\n") if "," in text else text.replace("_", " ") or name
+        text = f"file_name,text\n0.jpg,{name}\n" if "metadata" in name else text
         (tmp_path / name).write_text("[1]" if name == "metadata.json" else text)
     if isinstance(expected, str):
         with pytest.raises(DataError, match=expected):

@@ -47,6 +47,8 @@ _ALL_IMAGES = re.compile(r"(jpeg)?images?|imgs?", re.IGNORECASE)
 """Name of a folder of images beside their masks or thumbnails, rather than of a class."""
 _SAMPLED = 20
 """First .json that are read to find out whether they have captions."""
+_TABLE_INSIDE = re.compile(r"[^/]*\.(csv|tsv|jsonl?)|[^/]*caption[^/]*\.(txt|token)")
+"""Name of a table, in lower case, which is read as metadata where there is no other."""
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".token")
 
 
@@ -64,8 +66,9 @@ class FolderConfig(FileSourceConfig):
     """classes: every subfolder is a class. txt, txt_lines, json: a file of the same name beside each image (.txt,
     .caption, .cap or .text; .json), in subfolders too (img2dataset's `files`), as for `shards`; a .txt may also be in a
     folder `captions` beside the folder of the images: images/0.jpg, captions/0.txt. metadata: a
-    metadata.csv, metadata.jsonl or captions.json in the folder, as Hugging Face's imagefolder has it. names: the name
-    of each image's file without its ending, with "_" and "-" read as blanks. null: found out where it is plain."""
+    metadata.csv, metadata.jsonl or captions.json in the folder, as Hugging Face's imagefolder has it, or else its only
+    table. names: the name of each image's file without its ending, with "_" and "-" read as blanks. null: found out
+    where it is plain."""
     json_keys: Annotated[tuple[str, ...], Field(min_length=1)] | Weighted = ("caption",)
     """Keys of the .json with a caption or a list of captions, such as `caption` or `meta.caption`."""
     classnames: ClassNames = ()
@@ -94,7 +97,7 @@ class FolderConfig(FileSourceConfig):
                 table = self.load_table()
                 files = self.caption_files(table)
                 if files is None:
-                    is_complete = table.facts["captions"] == "metadata"
+                    is_complete = table.facts.get("names_all", False)
                 else:
                     is_complete = all((self.root / table.read(row).text).is_file() for row in range(len(table)))
                 if is_complete:
@@ -118,7 +121,7 @@ class FolderConfig(FileSourceConfig):
                 f"json_keys: got weights, but the captions of {folder} are {mode}; expected those of .json"
             )
         if mode == "metadata":
-            return self._metadata_table(folder, described, builder, images)
+            return self._metadata_table(folder, described or _tables_in(images, paths), builder, images)
         if mode == "classes":
             classes = sorted(path.name for path in visited if path.parent == folder and path.name not in _OF_SYSTEMS)
             return self._class_table(folder, classes, builder, paths)
@@ -185,9 +188,11 @@ class FolderConfig(FileSourceConfig):
                     f"{folder}: {name} has a .txt with the name of each image; if these are captions, call the folder "
                     "captions, or put them beside the images (boxes, such as YOLO's labels, are not read)"
                 )
-        stems = {os.path.splitext(os.path.basename(path))[0] for path in images}
-        tables = [path for path in paths if path.endswith(_TABLES) and os.path.basename(path) not in _NO_TABLES]
-        tables = [path for path in tables if path[-4:] == ".csv" or Path(path).name.partition(".")[0] not in stems]
+        own = sorted({path.partition("/")[0] for path in images if "/" in path})
+        tables = _tables_in(images, paths)
+        is_flat = len(own) < 2 and all(path.count("/") == len(own) for path in images)
+        if images and is_flat and len(tables) == 1 and _TABLE_INSIDE.fullmatch(tables[0].lower()):
+            return "metadata"
         with contextlib.suppress(OSError):  # a table may be beside the folder, or in COCO's folder of tables
             others = [] if tables else [*folder.parent.iterdir(), *folder.parent.glob("annotations/*")]
             names = (os.path.relpath(path, folder) for path in others)
@@ -207,7 +212,6 @@ class FolderConfig(FileSourceConfig):
                 f"files{hint}"
             )
         inside = sorted({path.partition("/")[0] for path in paths if "/" in path})
-        own = sorted({path.partition("/")[0] for path in images if "/" in path})
         described = [name for name in inside if any(f"{name}/{file}" in paths for file in METADATA)]
         parts = own or inside
         if described or (parts and all(map(is_split, parts))):
@@ -314,10 +318,11 @@ class FolderConfig(FileSourceConfig):
     def _metadata_table(
         self, folder: Path, described: Sequence[str], builder: TableBuilder, images: Sequence[str]
     ) -> FileTable:
-        if len(described) != 1:
-            raise DataError(f"{folder}: expected one of {', '.join(METADATA)}, got {', '.join(described) or 'none'}")
+        if len(described) != 1 or not _TABLE_INSIDE.fullmatch(described[0].lower()):
+            expected = f"one of {', '.join(METADATA)}, or one table alone"
+            raise DataError(f"{folder}: expected {expected}, got {', '.join(described) or 'none'}")
         path = folder / described[0]
-        kind = CsvConfig if path.suffix in (".csv", ".tsv") else JsonConfig
+        kind = JsonConfig if path.suffix in (".json", ".jsonl") else CsvConfig
         config = kind(path=str(path), classnames=self.classnames)
         try:
             table = list_images(config.rows(path, builder.notes), config, builder, path, folder, look_beside=True)
@@ -327,8 +332,15 @@ class FolderConfig(FileSourceConfig):
         named = {os.path.normpath(table.read(index).path.removeprefix(f"{folder}/")) for index in range(len(table))}
         if lost := [image for image in images if image not in named]:
             builder.notes.append(f"left out: {_files(len(lost))} that {path.name} does not name, such as {min(lost)}")
-        table.facts["captions"] = "metadata"
+        table.facts.update(captions="metadata", names_all=not lost)
         return table
+
+
+def _tables_in(images: Iterable[str], paths: Iterable[str]) -> list[str]:
+    """Return the files that may be tables of the images, but for what is beside an image and has its name."""
+    stems = {os.path.splitext(os.path.basename(path))[0] for path in images}
+    tables = [path for path in paths if path.endswith(_TABLES) and os.path.basename(path) not in _NO_TABLES]
+    return [path for path in tables if path[-4:] == ".csv" or Path(path).name.partition(".")[0] not in stems]
 
 
 def _caption_path(image: str, ending: str) -> str:
