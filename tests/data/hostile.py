@@ -170,7 +170,7 @@ def gzip_bomb_tar(path: Path, claims: int) -> Path:
     block = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
     head = packer.compress(info.tobuf(tarfile.USTAR_FORMAT)) + packer.flush(zlib.Z_FULL_FLUSH)
     once = b"\x1f\x8b\x08" + bytes(7) + head + block * (claims >> 20) + b"\x03\x00" + bytes(8)
-    path.write_bytes(gzip.compress(once))
+    path.write_bytes(gzip.compress(once, mtime=0))  # the same bytes at any time
     return path
 
 
