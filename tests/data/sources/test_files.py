@@ -138,7 +138,7 @@ PEOPLE = [
     ),
     ("t.csv", "class id,filepaths,labels\n1,a.jpg,d\n0,b.jpg,c\n", "", {"a.jpg": 1, "b.jpg": 0}, "image 'filepaths'"),
     ("t.csv", "Id,Image Name,Alt-Text\n3,a.jpg,x\n4,b.jpg,y\n", "", XY, "image 'Image Name', captions 'Alt-Text'"),
-    ("t.csv", "#image,caption\na.jpg,x\nb.jpg,y\n", "image='#image'", XY, ""),
+    ("t.csv", "# of 1, 2, 3\n#image,caption\na.jpg,x\nb.jpg,y\n", "", XY, ""),
     ("t.txt", "a.jpg 1\nsub/b.jpg 0\n", "classnames=[c,d]", {"a.jpg": 1, "sub/b.jpg": 0}, "no header"),
     ("t.csv", "image,label\na.jpg,Cat\nb.jpg,cat\n", "", {"a.jpg": 0, "b.jpg": 1}, "alone: 'Cat' and 'cat'"),
     ("t.csv", ROWS.replace(",", "|"), "separator=|", XY, ""),

@@ -384,7 +384,7 @@ def guess_columns(names: Sequence[str], usual: Sequence[str]) -> list[str]:
     Names are in any case, and with blanks or "-" for "_".
     """
     for part in (lambda name: name, lambda name: name.rpartition(".")[2]):
-        known = {re.sub("[ -]", "_", part(name).strip().lower()): name for name in reversed(names)}
+        known = {re.sub("[ -]", "_", part(name).lower().strip("# ")): name for name in reversed(names)}
         if found := [known[name] for name in usual if name in known]:
             return found
     return []

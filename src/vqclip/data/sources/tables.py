@@ -80,7 +80,7 @@ class CsvConfig(ListConfig):
                 separator = max((default, *_SEPARATORS), key=lambda each: _fits(plain, each))
                 if plain and all(map(_NUMBERED.fullmatch, plain)) and _is_image(plain[0].split()[0]):
                     separator = separator if separator in plain[0] else " "
-            while plain and first[0] != plain[0] and first[0].count(separator) < plain[0].count(separator):
+            while plain and first[0] != plain[0] and first[0].count(separator) != plain[0].count(separator):
                 del first[0]  # a comment, or blank
             unbalanced: list[int] = []
             rows = _parse(itertools.chain(first, lines), separator, self.quotes, unbalanced)
