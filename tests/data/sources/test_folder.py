@@ -139,6 +139,7 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("cat/0.jpg dog/0.jpg text/0.txt", [], "text has a .txt with the name of each image"),
         ("0.jpg captions/0.txt", ["captions=txt_lines"], ["captions/0.txt"]),
         ("images/0.jpg masks/0.png", [], "its subfolders are images, masks, of which images is not called as a class"),
+        ("image/0.jpg text/0.png", [], ["image", "text"]),
         ("images/0.jpg labels/0.txt", [], "labels has a .txt with the name of each image; if these are captions, call"),
         ("train/0.jpg car/0.jpg", [], ["car", "train"]),
         (
@@ -235,3 +236,12 @@ def test_json_beside_images_without_texts(tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(f"text {name}\r\n\r\n", encoding="utf-16")
     assert images_of(tmp_path).read(1).captions == ("text b",)
+
+
+def test_an_edited_table_in_a_folder_is_read_again(tmp_path):
+    image_folder(tmp_path / "pics")
+    name = next((tmp_path / "pics").rglob("*.[jp][pn]g")).relative_to(tmp_path)
+    for caption in ("first", "second and longer"):
+        (tmp_path / "t.csv").write_text(f"image,caption\n{name},{caption}\n")
+        source = parse_source(tmp_path, ["captions=metadata"]).build()
+        assert source.read(0).captions == (caption,)

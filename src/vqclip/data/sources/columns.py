@@ -215,7 +215,7 @@ _CAPTION_COLUMNS = (
 )
 _LABEL_COLUMNS = (
     *("label", "labels", "cls", "class", "class_name", "classname", "category", "category_name", "target"),
-    *("fine_label", "class_id", "label_id", "species"),
+    *("fine_label", "species", "class_id", "label_id"),
 )
 _NUMBERED = re.compile(r"(caption|text|sentence|comment|title)s?[ _]?\d+")
 _SIMILAR = re.compile(r".*caption.*|texts?[ _.-].+")
@@ -384,7 +384,8 @@ def guess_columns(names: Sequence[str], usual: Sequence[str]) -> list[str]:
     Names are in any case, and with blanks or "-" for "_".
     """
     for part in (lambda name: name, lambda name: name.rpartition(".")[2]):
-        known = {re.sub("[ -]", "_", part(name).lower().strip("# ")): name for name in reversed(names)}
+        exact = {part(name).strip().lower(): name for name in reversed(names)}
+        known = {re.sub("[ -]", "_", each): name for each, name in exact.items()} | exact
         if found := [known[name] for name in usual if name in known]:
             return found
     return []

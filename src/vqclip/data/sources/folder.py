@@ -44,7 +44,8 @@ _OF_SYSTEMS = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume In
 _PART = re.compile(r"(.*[ _.-])?(images?|imgs?|photos?|parts?|chunks?|batch(es)?)[ _.-]?\d+")
 """Name of a part of a data set, in lower case."""
 _ALL_IMAGES = re.compile(r"(jpeg)?images?|imgs?", re.IGNORECASE)
-"""Name of a folder of images beside their masks or thumbnails, rather than of a class."""
+_MASKS = re.compile(r"mask|annot|label|segment|thumb|depth|^gt$|ground", re.IGNORECASE)
+"""Names of a folder of images, and of their masks or thumbnails beside it, rather than of classes."""
 _SAMPLED = 20
 """First .json that are read to find out whether they have captions."""
 _TABLE_INSIDE = re.compile(r"[^/]*\.(csv|tsv|jsonl?)|[^/]*caption[^/]*\.(txt|token)")
@@ -97,7 +98,7 @@ class FolderConfig(FileSourceConfig):
                 table = self.load_table()
                 files = self.caption_files(table)
                 if files is None:
-                    is_complete = table.facts.get("names_all", False)
+                    is_complete = table.facts["captions"] == "metadata"  # no other table need name all images
                 else:
                     is_complete = all((self.root / table.read(row).text).is_file() for row in range(len(table)))
                 if is_complete:
@@ -224,7 +225,8 @@ class FolderConfig(FileSourceConfig):
                 f"{folder}: a single subfolder with images, {own[0]}, which would be the class of all; if it contains "
                 f"the classes, name it as the path: {folder / own[0]}{hint}; or set captions: classes"
             )
-        if generic := next(filter(_ALL_IMAGES.fullmatch, own), None):
+        generic = next(filter(_ALL_IMAGES.fullmatch, own), None)
+        if generic and any(map(_MASKS.search, own)) and not self.classnames:
             raise DataError(
                 f"{folder}: its subfolders are {', '.join(own[:5])}, of which {generic} is not called as a class; name "
                 f"it as the path: {folder / generic}{hint}; or set captions: classes"
@@ -321,7 +323,7 @@ class FolderConfig(FileSourceConfig):
         if len(described) != 1 or not _TABLE_INSIDE.fullmatch(described[0].lower()):
             expected = f"one of {', '.join(METADATA)}, or one table alone"
             raise DataError(f"{folder}: expected {expected}, got {', '.join(described) or 'none'}")
-        path = folder / described[0]
+        path = builder.read_from(folder / described[0])
         kind = JsonConfig if path.suffix in (".json", ".jsonl") else CsvConfig
         config = kind(path=str(path), classnames=self.classnames)
         try:
@@ -332,7 +334,7 @@ class FolderConfig(FileSourceConfig):
         named = {os.path.normpath(table.read(index).path.removeprefix(f"{folder}/")) for index in range(len(table))}
         if lost := [image for image in images if image not in named]:
             builder.notes.append(f"left out: {_files(len(lost))} that {path.name} does not name, such as {min(lost)}")
-        table.facts.update(captions="metadata", names_all=not lost)
+        table.facts["captions"] = "metadata" if path.name in METADATA else "table"
         return table
 
 

@@ -31,7 +31,7 @@ _SAMPLED = 50
 _SEPARATORS = (",", "\t", ";", "|")
 _WORDS = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "pipe": "|", "\\|": "|", "space": " "}
 _URL = re.compile(r"[a-z][a-z0-9+]*://")
-_NUMBERED = re.compile(r"\S+ +\d+\s*")
+_NUMBERED = re.compile(r"\S+ \d+\s*")
 """Line of a list of images and class numbers, such as those of Places365."""
 _MAX_JSON = 2 << 30
 _NOT_UTF8 = re.compile("[\ud800-\udfff]")
@@ -74,14 +74,11 @@ class CsvConfig(ListConfig):
             first = list(itertools.islice(lines, _SAMPLED))
             if first and (match := re.fullmatch(r'"?sep=(.)"?\s*', first[0])):  # Excel's
                 separator, first = separator or match[1], first[1:]
-            plain = [line for line in first if line.strip() and not line.startswith("#")]
             if separator is None:
                 default = "\t" if self.kind == "tsv" else ","
-                separator = max((default, *_SEPARATORS), key=lambda each: _fits(plain, each))
-                if plain and all(map(_NUMBERED.fullmatch, plain)) and _is_image(plain[0].split()[0]):
-                    separator = separator if separator in plain[0] else " "
-            while plain and first[0] != plain[0] and first[0].count(separator) != plain[0].count(separator):
-                del first[0]  # a comment, or blank
+                separator = max((default, *_SEPARATORS), key=lambda each: _fits(first, each))
+                if first and all(map(_NUMBERED.fullmatch, first)) and _is_image(first[0].split()[0]):
+                    separator = separator if separator in first[0] else " "
             unbalanced: list[int] = []
             rows = _parse(itertools.chain(first, lines), separator, self.quotes, unbalanced)
             header = next(((number, cells) for number, cells in rows if any(map(str.strip, cells))), None)
