@@ -98,7 +98,9 @@ class FolderConfig(FileSourceConfig):
                 table = self.load_table()
                 files = self.caption_files(table)
                 if files is None:
-                    is_complete = table.facts["captions"] == "metadata"  # no other table need name all images
+                    is_complete = (
+                        table.facts["captions"] == "metadata"
+                    )  # not another table, which may be of other things
                 else:
                     is_complete = all((self.root / table.read(row).text).is_file() for row in range(len(table)))
                 if is_complete:
@@ -228,8 +230,8 @@ class FolderConfig(FileSourceConfig):
         generic = next(filter(_ALL_IMAGES.fullmatch, own), None)
         if generic and any(map(_MASKS.search, own)) and not self.classnames:
             raise DataError(
-                f"{folder}: its subfolders are {', '.join(own[:5])}, of which {generic} is not called as a class; name "
-                f"it as the path: {folder / generic}{hint}; or set captions: classes"
+                f"{folder}: its subfolders are {', '.join(own[:5])}, of which {generic} has the name of all images; "
+                f"name it as the path: {folder / generic}{hint}; or set captions: classes"
             )
         has_table = bool(table) and not table.startswith(os.pardir)
         if has_table and len({re.sub(r"\d+$", "", name) for name in own}) == 1 and _PART.fullmatch(own[0].lower()):
@@ -332,6 +334,11 @@ class FolderConfig(FileSourceConfig):
             hint = f"settings: name {path} as the path, kind {config.kind}, or set captions: classes, txt or names"
             raise DataError(f"{error} ({hint})") from None
         named = {os.path.normpath(table.read(index).path.removeprefix(f"{folder}/")) for index in range(len(table))}
+        if path.name not in METADATA and named.isdisjoint(images):
+            raise DataError(
+                f"{path}: names no image of {folder}; expected a table of these, a .txt of the same name beside each, "
+                "or captions: names, which are those of the files"
+            )
         if lost := [image for image in images if image not in named]:
             builder.notes.append(f"left out: {_files(len(lost))} that {path.name} does not name, such as {min(lost)}")
         table.facts["captions"] = "metadata" if path.name in METADATA else "table"
