@@ -1,6 +1,6 @@
 """Every family of quantizers on real data: accuracy, usage and bits, over several seeds and numbers of bits.
 
-Prints a table, after 42 trainings: about 70 minutes on two CPU cores.
+Prints a table, after three trainings a family: about 5 minutes for each family on two CPU cores.
 
     python benchmarks/families.py --config configs/eurosat.yaml --steps 600
     python benchmarks/families.py --config configs/captions.yaml --steps 300 --families fsq vq --seeds 0 1
