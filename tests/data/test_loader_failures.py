@@ -181,7 +181,19 @@ def test_workers_end_with_their_reader(tmp_path, method, script, status, output,
 # ---- workers that are forked, forked from a server, or spawned
 
 
+@pytest.fixture
+def new_fork_server(monkeypatch):
+    """A server that no earlier test has started, with other imports."""
+    server = forkserver.ForkServer()
+    for name in ("ensure_running", "get_inherited_fds", "connect_to_new_process", "set_forkserver_preload"):
+        monkeypatch.setattr(forkserver, name, getattr(server, name))
+    monkeypatch.setattr(forkserver, "_forkserver", server)
+    yield
+    server._stop()
+
+
 @pytest.mark.parametrize("method", FORK_AND_SLOW_ONES)
+@pytest.mark.usefixtures("new_fork_server")
 def test_workers_and_their_server_outlive_stop_signals(folder: Path, new_workers, method) -> None:
     batches = spoilt_data(folder, workers=2, start_method=method).batches(0, 30)
     first = [next(batches), next(batches)]  # one of each worker, which has prepared itself then

@@ -137,7 +137,8 @@ def train_and_copy(tree, cache):
     class Copy(Callback):
         def on_step_end(self, training):
             if dist.is_main():
-                shutil.copytree(folder, f"{folder}-{training.done}")
+                # A checkpoint is renamed while it is copied.
+                shutil.copytree(folder, f"{folder}-{training.done}", ignore=shutil.ignore_patterns("checkpoints"))
             dist.barrier()
             if not dist.is_main():
                 for name in LOCK_FILES:
