@@ -333,7 +333,7 @@ def test_which_kinds_can_be_in_shards():
 
 
 def test_unknown_kinds_and_moments_that_a_kind_lacks_are_refused():
-    message = r"kind: got 'lionn'.*expected adamw, muon, .* did you mean \"lion\""
+    message = r"kind: got 'lionn'; expected adamw, muon, .* did you mean \"lion\""
     for kind in ("lionn", "bnbadamw8bit", "adahessian"):
         with pytest.raises(ConfigError, match=message if kind == "lionn" else f"kind: got '{kind}'"):
             load_config(OptimConfig, overrides=[f"kind={kind}"])

@@ -251,7 +251,7 @@ def _describe_problem(
         message = f"missing; expected {_describe_expected(place, kind)}"
     elif kind in ("value_error", "assertion_error"):
         message = str(error.get("ctx", {}).get("error") or error["msg"])
-        if not isinstance(value, (dict, list)) and value is not _MISSING:
+        if not isinstance(value, (dict, list)) and value is not _MISSING and not message.startswith("got "):
             message = f"{got}; {message}"
     else:
         hint = _suggest_value(place, kind.startswith("union_tag"), found) if isinstance(found, str) else ""
