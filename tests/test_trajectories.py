@@ -20,8 +20,8 @@ PROJECTIONS = ({"kind": "linear"}, {"kind": "mlp", "dropout": 0.2}, {"kind": "at
 
 
 def quantizer(draw, depth=0):
-    simple, others = ("fsq", "lfq", "vq", "vq", "simvq"), ("bsq", "identity", "residual", "residual", "product")
-    kind = draw.choice(simple if depth == 2 else simple + others)
+    simple, nested = ("fsq", "lfq", "vq", "vq", "simvq", "bsq"), ("residual", "residual", "product")
+    kind = draw.choice([(*simple, "identity", *nested), simple + nested, simple][depth])  # stages refine codes
     codebook = {"dim": 6, "codebook_size": 16}
     made = {
         "fsq": {"levels": draw.choice([[4, 4, 4], [8, 5, 5], [2, 2, 2, 2]]), "layout": "uniform"},
