@@ -120,7 +120,7 @@ def test_a_decoder_of_other_sizes_is_not_attached(config):
     with pytest.raises(ConfigError, match="got a Linear, expected a PixelDecoder"):
         attach(model.image, torch.nn.Linear(3, 3))
     deeper = config.model_copy(update={"stages": 4}).build(3, 4, 16)
-    with pytest.raises(ConfigError, match=r"^decoder\.stages: got 4 for a FSQ of one stage; expected null"):
+    with pytest.raises(ConfigError, match=r"pixels\.decoder\.stages: got 4 for a FSQ of one stage; expected null"):
         attach(model.image, deeper)
-    with pytest.raises(ConfigError, match=r"^decoder\.stages: got 4, expected 1 to 3"):
+    with pytest.raises(ConfigError, match=r"pixels\.decoder\.stages: got 4, expected 1 to 3"):
         attach(tiny_model(RESIDUAL_FSQ).build().image, deeper)

@@ -184,6 +184,9 @@ def test_a_tokenizer_of_images_alone(tmp_path, shards, tokenizer):
     tree["evaluation"] = [{"kind": "retrieval", "data": {"kind": "shards", "path": str(shards)}}]
     with pytest.raises(ConfigError, match=r"evaluation\[0\]: got kind retrieval for a tokenizer of images alone"):
         train(load_task_config(tree))
+    tree["decoder"]["stages"] = 2
+    with pytest.raises(ConfigError, match=r"^decoder\.stages: got 2 for "):
+        train(load_task_config(tree))
 
 
 def error_of_tokenizers(tree, folders):

@@ -349,7 +349,7 @@ def attach(tokenizer: Any, decoder: PixelDecoder) -> None:
             f"with {expected[1]} channels; expected decoder.build(tokenizer.quantizer.dim, tokenizer.num_tokens, ...)"
         )
     if decoder.stages is not None:
-        with name_section("decoder"):
+        with name_section("pixels.decoder"):
             tokenizer.quantizer.require_first_stages(decoder.stages)
     tower = getattr(tokenizer, "tower", None)  # absent from a tokenizer that only decodes
     if decoder.detail is not None and tower is not None and tower.image_size != decoder.image_size:

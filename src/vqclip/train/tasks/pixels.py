@@ -243,7 +243,10 @@ class PixelTrainConfig(TaskConfig):
                 raise ConfigError(f"tokenizer: {self.tokenizer}: {error}") from error
             torch.manual_seed(derive_seed(self.run.seed, "pixel decoder"))  # loading has drawn numbers
             decoder = config.build(image.quantizer.dim, image.num_tokens).to(device, self.dtype)
-            attach(image, decoder)
+            try:
+                attach(image, decoder)
+            except ConfigError as error:  # which names the keys of a model
+                raise ConfigError(str(error).removeprefix("pixels.")) from error
         losses = PixelLosses(self.losses, decoder.image_size, self.run.seed).to(device, self.dtype)
         task = PixelTask(whole, decoder, losses)
         texts = [fingerprint(each) for name, each in task.tokenizers.items() if name == "text"]
