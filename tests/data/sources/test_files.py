@@ -318,6 +318,16 @@ def test_names_of_classes_in_files(folder: Path) -> None:
     for file, second in (("synsets.txt", "goldfish"), ("index.json", "gold fish"), ("names.json", "gold fish")):
         source = parse_source(folder / "t.csv", [f"classnames={folder / file}", "label=label"]).build()
         assert (source.classnames, source.read(0).label) == (("tench", second), 1)
+    (folder / "t.csv").write_text("image,label\na.jpg,1\nb.jpg,0\n")
+    for lines, names in (
+        ("1 red dog\n2 cat\n", ("red dog", "cat")),
+        ("red dog 0\ncat 1\n", ("red dog", "cat")),
+        ("0, 747\n1, 737\n", ("747", "737")),
+        ("boeing 747\nboeing 737\n", ("boeing 747", "boeing 737")),
+    ):
+        (folder / "names.txt").write_text(lines)
+        source = parse_source(folder / "t.csv", [f"classnames={folder / 'names.txt'}", "label=label"]).build()
+        assert (source.classnames, source.read(0).label) == (names, 1)
     (folder / "twice.txt").write_text("n01440764 tench\nn01440764 Tinca\nn01443537 goldfish\n")
     with pytest.raises(DataError, match=r"twice\.txt: has an id twice"):
         parse_source(folder / "t.csv", [f"classnames={folder / 'twice.txt'}", "label=label"]).build()

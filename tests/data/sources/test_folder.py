@@ -117,6 +117,10 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
     [
         ("train/0.jpg train/metadata.csv test/0.jpg test/metadata.csv", [], PARTS),
         ("a/0.jpg a/metadata.jsonl b/0.jpg", [], PARTS),
+        ("cars_train/0.jpg cars_test/0.jpg", [], PARTS + ".*/cars_train, .*/cars_test$"),
+        ("long_train/0.jpg old_train/0.jpg", [], ["long train", "old train"]),
+        ("train_a/0.jpg test_b/0.jpg", [], ["test b", "train a"]),
+        ("00000/0.jpg 00000/0.txt 00000.parquet 00000_stats.json", [], ["00000/0.txt"]),
         (
             "train2017/0.jpg val2017/0.jpg annotations/captions_train2017.json annotations/captions_val2017.json",
             [],

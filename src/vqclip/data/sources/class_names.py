@@ -72,9 +72,9 @@ class Classes:
     def read(cls, given: ClassNames, path: Path, visit: Callable[[Path], object] = lambda file: None) -> Classes:
         """Return the classes of a setting: a list, or a file of names.
 
-        A text file has one name a line, or the name of the class in the data, a blank and the name to use, as Kaggle's
-        ``LOC_synset_mapping.txt``. JSON has a list of names, or an object of names in the data and names to use, or of
-        numbers and both, as ``imagenet_class_index.json``.
+        A text file has one name a line, with its number or without; or an id of WordNet and the name to use, as
+        Kaggle's ``LOC_synset_mapping.txt``. JSON has a list of names, or an object of names in the data and names to
+        use, or of numbers and both, as ``imagenet_class_index.json``.
 
         Args:
             given: the setting.
@@ -96,6 +96,8 @@ class Classes:
                 named = {key: names.partition(",")[0].strip() for key, names in pairs}
                 if len(named) < len(pairs):
                     raise DataError(f"{file}: has an id twice; expected a line for each class, in the order of numbers")
+            else:
+                named = _without_numbers(named)
         else:
             try:
                 named = json.loads(named)
@@ -153,6 +155,17 @@ class Classes:
             raise DataError(f"{self._path}: classnames: missing: {ids}")
         self._numbers = {name: number for number, name in enumerate(self.names)}
         return {former[name]: number for name, number in self._numbers.items()}
+
+
+def _without_numbers(lines: Sequence[str]) -> Sequence[str]:
+    """Return lines such as ``1 cat`` or ``cat 1`` without the numbers, if these count all lines from 0 or 1."""
+    counts = [[str(number + first) for number in range(len(lines))] for first in (0, 1)]
+    for pattern in (r"(?P<number>\d+)[\s,:]+(?P<name>.+)", r"(?P<name>.+?)[\s,:]+(?P<number>\d+)"):
+        found = [match for line in lines if (match := re.fullmatch(pattern, line))]
+        names = [match["name"] for match in found]
+        if [match["number"] for match in found] in counts and len({*names}) == len(lines) > 1:
+            return names
+    return lines
 
 
 def describe_ids(names: Sequence[str]) -> str:

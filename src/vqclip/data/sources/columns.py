@@ -438,6 +438,12 @@ def plain_text(value: object) -> str:
     return str(value).strip() if isinstance(value, (str, int)) else ""
 
 
+def are_splits(names: Sequence[str]) -> bool:
+    """Return whether all are called as parts, or several differ in this word alone: cars_train and cars_test."""
+    alone = {re.sub(rf"(?<![^ _.-])({_SPLIT.pattern})(?![^ _.-])", "*", name.lower()) for name in names}
+    return all(map(is_split, names)) or (len(alone) == 1 < len(names) and "*" in alone.pop())
+
+
 def is_split(name: str) -> bool:
     """Return whether a folder or key is called as a part of a data set, such as train2017, rather than as a class."""
     return _SPLIT.fullmatch(name.lower()) is not None

@@ -23,7 +23,7 @@ from vqclip.data.sources.class_names import (
     describe_names,
     read_templates,
 )
-from vqclip.data.sources.columns import CaptionFiles, Weighted, is_split
+from vqclip.data.sources.columns import CaptionFiles, Weighted, are_splits
 from vqclip.data.sources.files import FileSourceConfig
 from vqclip.data.sources.listing import FileTable, Listed, TableBuilder, list_images
 from vqclip.data.sources.tables import CsvConfig, JsonConfig
@@ -217,7 +217,7 @@ class FolderConfig(FileSourceConfig):
         inside = sorted({path.partition("/")[0] for path in paths if "/" in path})
         described = [name for name in inside if any(f"{name}/{file}" in paths for file in METADATA)]
         parts = own or inside
-        if described or (parts and all(map(is_split, parts))):
+        if described or (parts and are_splits(parts)):
             shown = ", ".join(str(folder / name) for name in sorted(described or parts, key=likely))
             if described or "caption" not in table.lower():  # otherwise the captions of the parts are in a table
                 hint = f"; name one of them as the path: {shown}"

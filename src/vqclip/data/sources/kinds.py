@@ -225,8 +225,9 @@ def _kinds_in(folder: Path) -> list[str]:
             found.append("classes")
         elif has_tars:
             found.append("shards")
-        if not has_tars and any(name.endswith(_ENDINGS["parquet"]) for name in files):
-            found.append("parquet")  # beside tars, img2dataset writes tables of metadata
+        stems = {name.removesuffix(".parquet") for name in files if name.endswith(_ENDINGS["parquet"])}
+        if not has_tars and not stems <= {*names}:
+            found.append("parquet")  # beside tars, or folders of files, img2dataset writes tables of metadata
         if is_saved_by_datasets(files):
             found.append("hf")
         if not has_images and not found:
