@@ -322,15 +322,17 @@ def test_names_of_classes_in_files(folder: Path) -> None:
     for lines, names in (
         ("1 red dog\n2 cat\n", ("red dog", "cat")),
         ("red dog 0\ncat 1\n", ("red dog", "cat")),
-        ("0, 747\n1, 737\n", ("747", "737")),
+        ("id,name\n0,747\n1,737\n", ("747", "737")),
         ("boeing 747\nboeing 737\n", ("boeing 747", "boeing 737")),
     ):
         (folder / "names.txt").write_text(lines)
         source = parse_source(folder / "t.csv", [f"classnames={folder / 'names.txt'}", "label=label"]).build()
         assert (source.classnames, source.read(0).label) == (names, 1)
     (folder / "twice.txt").write_text("n01440764 tench\nn01440764 Tinca\nn01443537 goldfish\n")
-    with pytest.raises(DataError, match=r"twice\.txt: has an id twice"):
-        parse_source(folder / "t.csv", [f"classnames={folder / 'twice.txt'}", "label=label"]).build()
+    (folder / "data.yaml").write_text("names: [tench, goldfish]\n")
+    for name, message in (("twice.txt", "has an id twice"), ("data.yaml", "YAML is not read; expected one class name")):
+        with pytest.raises(DataError, match=f"{name}: {message}"):
+            parse_source(folder / "t.csv", [f"classnames={folder / name}", "label=label"]).build()
 
 
 def test_captions_beside_the_images(folder: Path) -> None:

@@ -89,6 +89,8 @@ class Classes:
         file = given.absolute()
         visit(file)
         named: Any = read_text(file, expected := "one class name a line, or JSON (.json)")
+        if file.suffix.lower() in (".yaml", ".yml"):
+            raise DataError(f"{file}: YAML is not read; expected {expected}: copy its names to such a file")
         if file.suffix.lower() != ".json":
             named = read_lines(file, expected)
             pairs = [re.split(r"[\s,]+", line, maxsplit=1) for line in named]
@@ -158,13 +160,17 @@ class Classes:
 
 
 def _without_numbers(lines: Sequence[str]) -> Sequence[str]:
-    """Return lines such as ``1 cat`` or ``cat 1`` without the numbers, if these count all lines from 0 or 1."""
-    counts = [[str(number + first) for number in range(len(lines))] for first in (0, 1)]
-    for pattern in (r"(?P<number>\d+)[\s,:]+(?P<name>.+)", r"(?P<name>.+?)[\s,:]+(?P<number>\d+)"):
-        found = [match for line in lines if (match := re.fullmatch(pattern, line))]
-        names = [match["name"] for match in found]
-        if [match["number"] for match in found] in counts and len({*names}) == len(lines) > 1:
-            return names
+    """Return lines such as ``1 cat`` or ``cat,1`` without the numbers, and without a header above them.
+
+    Other lines are returned as they are: the numbers must count them from 0 or 1, and the names must differ.
+    """
+    for below in (lines, lines[1:]):
+        counts = [[str(number + first) for number in range(len(below))] for first in (0, 1)]
+        for pattern in (r"(?P<number>\d+)[\s,:]+(?P<name>.+)", r"(?P<name>.+?)[\s,:]+(?P<number>\d+)"):
+            found = [match for line in below if (match := re.fullmatch(pattern, line))]
+            names = [match["name"] for match in found]
+            if [match["number"] for match in found] in counts and len({*names}) == len(below) > 1:
+                return names
     return lines
 
 
