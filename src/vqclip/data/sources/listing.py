@@ -50,7 +50,7 @@ _MAX_PROBLEM = 300
 
 def versions(name: str) -> dict[str, object]:
     """Return the facts by which a stored table or index of image files is known."""
-    return {"format": "vqclip-files", "version": 8, "name": name}
+    return {"format": "vqclip-files", "version": 9, "name": name}
 
 
 class Listed(NamedTuple):
