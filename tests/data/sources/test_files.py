@@ -195,6 +195,7 @@ PEOPLE = [
     ("t.json", [{"image": "a.jpg", "caption": '["x", "z"]'}, OBJECTS[1]], "", XZ, ""),
     ("t.json", [{"image": "a.jpg", "cls": True}, {"image": "b.jpg", "cls": [0]}], "classnames=[n,y]", FLAGS, ""),
     ("t.json", {"train": OBJECTS[:1], "test": OBJECTS[1:]}, "where.split=train", X, ""),
+    ("t.json", {"cat": OBJECTS[:1], "dog": OBJECTS[1:]}, "", XY, ""),
     ("t.json", {"a.jpg": "x", "b.jpg": ["y", None, ""]}, "", XY, ""),
     ("t.json", {"a.jpg": {"caption": "x"}, "b.jpg": {"caption": "y"}}, "", XY, ""),
     ("t.json", {"image": ["a.jpg", "b.jpg"], "caption": ["x", "y"]}, "", XY, ""),

@@ -302,6 +302,10 @@ def _list_of(content: dict[str, Any], path: Path) -> list[Any]:
         for name in (*_ROWS, *lists) if lists else ():
             if name in lists and (name in _ROWS or len(lists) == 1):
                 return lists[name]
+        if len(lists) == len(columns) > 1 and all(
+            any(_is_image(str(text)) for text in each[0].values()) for each in lists.values()
+        ):
+            return [{"class": name, **row} for name, rows in lists.items() for row in rows]
         if len(columns) > 1 and all(isinstance(each, dict) and "0" in each for each in columns):  # pandas' to_json
             columns = [[*each.values()] for each in columns]
         if len(columns) > 1 and all(isinstance(each, list) and len(each) == len(columns[0]) for each in columns):
