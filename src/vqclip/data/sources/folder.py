@@ -98,9 +98,7 @@ class FolderConfig(FileSourceConfig):
                 table = self.load_table()
                 files = self.caption_files(table)
                 if files is None:
-                    is_complete = (
-                        table.facts["captions"] == "metadata"
-                    )  # not another table, which may be of other things
+                    is_complete = table.facts["captions"] == "metadata"  # another table may be of other things
                 else:
                     is_complete = all((self.root / table.read(row).text).is_file() for row in range(len(table)))
                 if is_complete:
