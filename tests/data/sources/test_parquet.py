@@ -98,11 +98,12 @@ def test_labels_become_prompts(tmp_path: Path) -> None:
     assert ParquetConfig(path=str(wrong), **options).build().read(8).label == 0
     shifted = write(tmp_path / "b.parquet", {**columns, "label": [1, 2] * 5})
     assert "classes have the numbers 1 to 2; expected 0 to 1" in refusal(shifted, classnames=("cat", "dog"))
-    features = {"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
-    table = pyarrow.table(columns).replace_schema_metadata({"huggingface": json.dumps(features)})
-    pq.write_table(table, path)
-    source = ParquetConfig(path=str(path)).build()
-    assert source.classnames == ("cat", "dog")
+    for stored, names in ((["n01440764", "n01443537"], ("tench", "goldfish")), (["cat", "dog"], ("cat", "dog"))):
+        features = {"info": {"features": {"label": {"names": stored, "_type": "ClassLabel"}}}}
+        table = pyarrow.table(columns).replace_schema_metadata({"huggingface": json.dumps(features)})
+        pq.write_table(table, path)
+        source = ParquetConfig(path=str(path)).build()
+        assert source.classnames == names
     assert source.templates == ("a photo of a {c}",)
     assert source.read(1) == RawSample(IMAGES[1], ("a photo of a dog",), 1)
     table = table.append_column("caption", [CAPTIONS])

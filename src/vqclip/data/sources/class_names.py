@@ -62,7 +62,7 @@ class Classes:
     """
 
     def __init__(self, names: Sequence[str], path: Path, aliases: Mapping[str, int] | None = None):
-        self.names = tuple(names)
+        self.names, self._note = name_ids(names)
         self._path = path
         self._numbers = {**{name: number for number, name in enumerate(names)}, **(aliases or {})}
         self._used: set[int] = set()
@@ -152,11 +152,16 @@ class Classes:
                 what = f'classes have the numbers 1 to {count}; expected 0 to {count - 1}, or "" as first class name'
                 raise ConfigError(f"{self._path}: {what}")
             return {}
-        former, self.names = self._numbers, tuple(sorted(self._numbers))
-        if ids := describe_ids(self.names):
-            raise DataError(f"{self._path}: classnames: missing: {ids}")
-        self._numbers = {name: number for number, name in enumerate(self.names)}
+        former, found = self._numbers, sorted(self._numbers)
+        self.names, self._note = name_ids(found)
+        if self._note and self.names == tuple(found):
+            raise DataError(f"{self._path}: classnames: missing: {self._note}")
+        self._numbers = {name: number for number, name in enumerate(found)}
         return {former[name]: number for name, number in self._numbers.items()}
+
+    def describe(self) -> tuple[str, ...]:
+        """Return notes on the names, for data whose prompts contain them."""
+        return (*filter(None, [self._note]), *describe_names(self.names))
 
 
 def _without_numbers(lines: Sequence[str]) -> Sequence[str]:
@@ -174,15 +179,38 @@ def _without_numbers(lines: Sequence[str]) -> Sequence[str]:
     return lines
 
 
-def describe_ids(names: Sequence[str]) -> str:
-    """Return a remark if classes are named by ids, which prompts should not contain; otherwise ""."""
+def name_ids(names: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    """Name classes that are called by ids, which prompts should not contain.
+
+    WordNet's ids get the names of open_clip (ImageNet-1k) or else of timm; numbers are left.
+
+    Returns:
+        The names, and a note if they were ids, otherwise "".
+    """
     for kind, pattern in (("WordNet ids", r"n\d{8}"), ("numbers", r"[0-9]+")):
         if names and all(re.fullmatch(pattern, name) for name in names):
-            return (
-                f"the classes are {kind} without names ({', '.join(names[:3])}), which prompts would contain; set "
-                "classnames: a list, or a file such as LOC_synset_mapping.txt"
+            ids = ", ".join(names[:3])
+            if kind == "WordNet ids" and (known := _name_synsets(names)):
+                note = f"the classes are {kind} ({ids}), named {', '.join(known[:3])} as in open_clip and timm"
+                return known, f"{note}; classnames sets other names"
+            return tuple(names), (
+                f"the classes are {kind} without names ({ids}), which prompts would contain; set classnames: a list, "
+                "or a file such as LOC_synset_mapping.txt"
             )
-    return ""
+    return tuple(names), ""
+
+
+def _name_synsets(ids: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of WordNet ids; () if one is unknown."""
+    from open_clip import IMAGENET_CLASSNAMES
+    from timm.data import ImageNetInfo
+
+    info = ImageNetInfo()
+    usual = dict(zip(info.label_names(), IMAGENET_CLASSNAMES, strict=True))
+    try:
+        return tuple(usual.get(each) or info.label_name_to_description(each).partition(",")[0] for each in ids)
+    except KeyError:
+        return ()
 
 
 def describe_names(names: Sequence[str]) -> tuple[str, ...]:

@@ -19,8 +19,8 @@ from vqclip.data.sources.class_names import (
     TEMPLATES,
     Classes,
     ClassNames,
-    describe_ids,
     describe_names,
+    name_ids,
     read_templates,
 )
 from vqclip.data.sources.columns import CaptionFiles, Weighted, are_splits
@@ -305,7 +305,8 @@ class FolderConfig(FileSourceConfig):
                     f'{folder}: the folders {same} are all the class {name!r}, because "_" is read as a blank; move '
                     "their images into one folder, or rename the others"
                 )
-            builder.notes += filter(None, [describe_ids(names), *describe_names(names)])
+            names, note = name_ids(names)
+            builder.notes += filter(None, [note, *describe_names(names)])
             return names, {name: number for number, name in enumerate(folders)}
         classes = Classes.read(self.classnames, folder, builder.read_from)
         try:

@@ -24,7 +24,7 @@ import numpy as np
 
 from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.remote.urls import protocol_of
-from vqclip.data.sources.class_names import Classes, describe_names
+from vqclip.data.sources.class_names import Classes
 from vqclip.data.sources.columns import (
     IMAGE_COLUMNS,
     ColumnConfig,
@@ -50,7 +50,7 @@ _MAX_PROBLEM = 300
 
 def versions(name: str) -> dict[str, object]:
     """Return the facts by which a stored table or index of image files is known."""
-    return {"format": "vqclip-files", "version": 9, "name": name}
+    return {"format": "vqclip-files", "version": 10, "name": name}
 
 
 class Listed(NamedTuple):
@@ -253,7 +253,7 @@ def list_images(
     if classes is None:
         return builder.finish()
     places = classes.sort()
-    builder.notes += () if chosen.captions else describe_names(classes.names)
+    builder.notes += () if chosen.captions else classes.describe()
     return builder.finish(classes.names, () if chosen.captions else given.templates, places)
 
 

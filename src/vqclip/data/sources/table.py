@@ -24,7 +24,7 @@ from vqclip.data.remote.files import fetch_bytes
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import display_url, local_path, protocol_of
 from vqclip.data.sources.base import MAX_BYTES, RawSample, name_sample, read_image
-from vqclip.data.sources.class_names import Classes, describe_names
+from vqclip.data.sources.class_names import Classes
 from vqclip.data.sources.columns import (
     IMAGE_COLUMNS,
     TEXT_KEYS,
@@ -232,7 +232,7 @@ class TableStream(ABC):
                 "it, or classnames"
             )
         if self.has_prompts:
-            self.notes += describe_names(self.classnames)
+            self.notes += classes.describe()
 
     def _read_labels(self) -> int:
         """Read the label of every row to find the classes, or to check the numbers of given ones; return the rows."""
