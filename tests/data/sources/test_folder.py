@@ -143,6 +143,7 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("images/a/0.jpg txt/a/0.txt", [], ["txt/a/0.txt"]),
         ("cat/0.jpg dog/0.jpg text/0.txt", [], "text has a .txt with the name of each image"),
         ("0.jpg captions/0.txt", ["captions=txt_lines"], ["captions/0.txt"]),
+        ("0.jpg 0.txt=a,\\nb 1.jpg 1.txt=c,\\nd", [], ["a,\nb", "c,\nd", "the first 2 .txt have several lines"]),
         (
             "images/0.jpg masks/0.png",
             [],

@@ -78,7 +78,7 @@ def test_splits_that_are_read_together_are_noted(tmp_path: Path, columns: dict |
     (tmp_path / "a.jpg").write_bytes(IMAGES[0])
     for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
         write(tmp_path / f"{name}.parquet", columns)
-    note = f"files of splits test (1), train (2) are read together; the path {tmp_path}/train*.parquet reads one"
+    note = f"files of splits test (1), train (2) are read together; the path {tmp_path}/*train*.parquet reads one"
     assert note in ParquetConfig(path=str(tmp_path)).build().notes
     assert "splits" not in " ".join(parse_source(f"{tmp_path}/train*.parquet").build().notes)  # its kind is plain
 

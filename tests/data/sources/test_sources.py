@@ -27,6 +27,23 @@ def test_captions_from_json_and_lines(tmp_path: Path) -> None:
     )
     path = write_tar(tmp_path / "b.tar", {"1.jpg": b"", "1.txt": "one\n\n two \r\nthrée".encode()})
     assert CaptionShardsConfig(path=str(path), captions="txt_lines").build().read(0).captions == ("one", "two", "thrée")
+    texts = {
+        f"{number}{ending}": data for number in range(2) for ending, data in ((".jpg", b""), (".txt", b"x\n\ny\n"))
+    }
+    path = write_tar(tmp_path / "c.tar", texts)
+    note = "the first 2 .txt have several lines, each read as one caption; txt_lines reads them apart"
+    assert CaptionShardsConfig(path=str(path)).build().notes == (note,)
+    assert CaptionShardsConfig(path=str(path), captions="txt_lines").build().notes == ()
+
+
+def test_splits_beside_each_other_are_noted(tmp_path: Path) -> None:
+    for number, name in enumerate(("cc3m-train-0000", "cc3m-train-0001", "cc3m-validation-0000")):
+        write_tar(tmp_path / f"{name}.tar", caption_members(number, 1))
+    splits = "files of splits train (2), validation (1) are read together"
+    assert CaptionShardsConfig(path=str(tmp_path)).build().notes == (
+        f"{splits}; the path {tmp_path}/*train*.tar reads one",
+    )
+    assert CaptionShardsConfig(path=f"{tmp_path}/*train*.tar").build().notes == ()
 
 
 def test_wrong_layout_is_told_at_once(tmp_path: Path) -> None:
@@ -43,6 +60,9 @@ def test_wrong_layout_is_told_at_once(tmp_path: Path) -> None:
     assert "end in .tar (1). It contains tars: unpack it" in refusal(CaptionShardsConfig(path=str(path)).build)
     path = write_tar(tmp_path / "d.tar", {"txt/0.txt": b"x", "imgs/0.jpg": b""})
     assert "an image 'imgs/0' and a txt 'txt/0': give" in refusal(CaptionShardsConfig(path=str(path)).build)
+    for name, ending in (("images", "jpg"), ("texts", "txt")):
+        write_tar(tmp_path / "apart" / f"{name}.tar", {f"0.{ending}": b"x"})
+    assert "and a txt '0': put them into one" in refusal(CaptionShardsConfig(path=str(tmp_path / "apart")).build)
 
 
 def test_a_shard_that_is_written_to_while_it_is_open_is_noticed(tmp_path: Path) -> None:

@@ -84,6 +84,14 @@ class CaptionFiles:
         return require_usable(captions), tuple(numbers)
 
 
+def describe_lines(texts: Iterable[bytes]) -> tuple[str, ...]:
+    """Return a note if each of some .txt has several lines, which are often captions of their own."""
+    counts = [sum(map(bool, map(bytes.strip, text.replace(b"\0", b"").splitlines()))) for text in texts]  # of UTF-16
+    if len(counts) < 2 or min(counts) < 2:
+        return ()
+    return (f"the first {len(counts)} .txt have several lines, each read as one caption; txt_lines reads them apart",)
+
+
 def decode_text(data: bytes, ending: str) -> str:
     """Return the content of a file in UTF-8, or UTF-16 with its mark, without white space; raises DataError if not."""
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"

@@ -23,7 +23,7 @@ from vqclip.data.sources.class_names import (
     name_ids,
     read_templates,
 )
-from vqclip.data.sources.columns import CaptionFiles, Weighted, are_splits
+from vqclip.data.sources.columns import CaptionFiles, Weighted, are_splits, describe_lines
 from vqclip.data.sources.files import FileSourceConfig
 from vqclip.data.sources.listing import FileTable, Listed, TableBuilder, list_images
 from vqclip.data.sources.tables import CsvConfig, JsonConfig
@@ -47,7 +47,7 @@ _ALL_IMAGES = re.compile(r"(jpeg)?images?|imgs?", re.IGNORECASE)
 _MASKS = re.compile(r"mask|annot|label|segment|thumb|depth|^gt$|ground", re.IGNORECASE)
 """Names of a folder of images, and of their masks or thumbnails beside it, rather than of classes."""
 _SAMPLED = 20
-"""First .json that are read to find out whether they have captions."""
+"""First .json that are read to find out whether they have captions, or .txt, whether they have several lines."""
 _TABLE_INSIDE = re.compile(r"[^/]*\.(csv|tsv|jsonl?)|[^/]*caption[^/]*\.(txt|token)")
 """Name of a table, in lower case, which is read as metadata where there is no other."""
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".token")
@@ -136,6 +136,11 @@ class FolderConfig(FileSourceConfig):
                 builder.add(Listed(path, captions=[stem.replace("_", " ").replace("-", " ").strip() or stem]))
         else:
             images = self._choose_images(images, ending, builder)
+            texts: list[bytes] = []
+            for path in images[:_SAMPLED] if mode == "txt" else ():
+                with contextlib.suppress(OSError):
+                    texts.append(read_bounded(folder / _caption_path(path, ending), MAX_BYTES["txt"]))
+            builder.notes += describe_lines(texts)
             place, _, plain = ending.replace("*", "").rpartition("/")
             if place:
                 builder.notes.append(f"captions are in the folder {place}, under the names of the images")

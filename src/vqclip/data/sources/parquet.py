@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,11 +12,11 @@ from vqclip.data.lookup import name_errors, require_pyarrow
 from vqclip.data.remote.files import RemoteShard, Shard
 from vqclip.data.remote.urls import digest, protocol_of
 from vqclip.data.sources.base import Places, name_sample
-from vqclip.data.sources.columns import ColumnConfig, Row, is_split
+from vqclip.data.sources.columns import ColumnConfig, Row
 from vqclip.data.sources.files import ListConfig, from_base64
 from vqclip.data.sources.listing import FileTable, TableBuilder, list_images
 from vqclip.data.sources.packed import Packable, Piece, stamp
-from vqclip.data.sources.paths import find_shards
+from vqclip.data.sources.paths import describe_splits, find_shards
 from vqclip.data.sources.table import BATCH, TableConfig, TableStream, content_of, kind_of, read_batch
 from vqclip.errors import ConfigError, DataError, StorageError
 from vqclip.io.files import open_regular
@@ -152,13 +150,7 @@ class ParquetStream(TableStream):
         self._file_of = [number for number, _, _ in found]
         self.pieces, self.ranges = [piece for _, piece, _ in found], [rows for _, _, rows in found]
         self.find_classes()
-        # The names of files may begin with those of several splits, such as train-00000-of-00002.parquet.
-        splits = Counter(re.split(r"[-_.]", str(file).rpartition("/")[2], maxsplit=1)[0] for file in self._files)
-        if len(splits) > 1 and all(map(is_split, splits)):
-            shown = ", ".join(f"{split} ({count})" for split, count in sorted(splits.items()))
-            one = next((name for name in ("train", "training") if name in splits), min(splits))
-            reads = f"{str(first).rpartition('/')[0]}/{one}*.parquet"
-            self.notes += (f"files of splits {shown} are read together; the path {reads} reads one",)
+        self.notes += describe_splits(self._files)
 
     def __str__(self) -> str:
         return self._name + (f" and {len(self._files) - 1} more" if self._files[1:] else "")

@@ -6,12 +6,14 @@ import glob
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vqclip.data.remote.files import TAR_ENDINGS, Shard, remote_shards
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import display_url, local_path
+from vqclip.data.sources.columns import is_split
 from vqclip.errors import DataError
 from vqclip.io.files import expand_home
 
@@ -56,6 +58,18 @@ def find_shards(
             raise DataError(f"{shard}: listed twice; to show a source more often, raise its weight")
         seen.add(shard)
     return shards
+
+
+def describe_splits(files: Sequence[Shard]) -> tuple[str, ...]:
+    """Return a note if the names of the files tell several splits, such as train-00000-of-00002.parquet."""
+    words = (next(filter(is_split, re.split(r"[-_.]", file.name)), "") for file in files)
+    splits = Counter(words)
+    if "" in splits or len(splits) < 2:
+        return ()
+    shown = ", ".join(f"{split} ({count})" for split, count in sorted(splits.items()))
+    one = next((name for name in ("train", "training") if name in splits), min(splits))
+    reads = f"{str(files[0]).rpartition('/')[0]}/*{one}*{os.path.splitext(files[0].name)[1]}"
+    return (f"files of splits {shown} are read together; the path {reads} reads one",)
 
 
 def expand_braces(pattern: str) -> list[str]:

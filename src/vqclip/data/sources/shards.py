@@ -12,7 +12,7 @@ from vqclip.data.decode import OTHER_ENDINGS
 from vqclip.data.remote.files import Shard, is_tar
 from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.remote.urls import beneath, display_url, local_path, protocol_of
-from vqclip.data.sources.base import Place, Places, Preparation, RawSample, SourceConfigBase, name_sample
+from vqclip.data.sources.base import MAX_BYTES, Place, Places, Preparation, RawSample, SourceConfigBase, name_sample
 from vqclip.data.sources.class_names import (
     CLASSNAMES,
     TEMPLATES,
@@ -22,8 +22,8 @@ from vqclip.data.sources.class_names import (
     read_templates,
     read_text,
 )
-from vqclip.data.sources.columns import CaptionFiles, Weighted, decode_text
-from vqclip.data.sources.paths import find_shards
+from vqclip.data.sources.columns import CaptionFiles, Weighted, decode_text, describe_lines
+from vqclip.data.sources.paths import describe_splits, find_shards
 from vqclip.data.tars.members import KINDS, MemberRules
 from vqclip.data.tars.open import TarSet, describe_left_out
 from vqclip.data.tars.reader import TarReader
@@ -33,6 +33,8 @@ from vqclip.scenes import ScenesConfig, make_scenes
 
 _MAX_COUNT = 100_000
 """Shards of a class folder that are listed in memory."""
+_SAMPLED = 20
+"""First captions that are read to find out whether they have several lines."""
 _Endings = Annotated[
     tuple[Annotated[str, Field(pattern=r"^\.?[^/\s]+$")], ...],
     BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
@@ -86,7 +88,9 @@ class TarConfig(SourceConfigBase):
         tars = (found := self.tar_set()).open()
         more = f" and {len(found.shards) - 1} more" if found.shards[1:] else ""
         _require_members(tars, "cls" if self.has_classes else self.rules.text_kind, f"{found.shards[0]}{more}")
-        return self.open(tars)
+        source = self.open(tars)
+        source.notes += describe_splits(found.shards)
+        return source
 
     def build_part(self, shards: Sequence[Shard]) -> TarSource:
         """Open some of the shards, for processes that share a data set; none of their samples may be usable."""
@@ -212,7 +216,12 @@ class CaptionShardsConfig(TarConfig):
 
     def open(self, tars: TarReader) -> TarSource:
         """See `TarConfig.open`."""
-        return TarSource(self, tars, CaptionFiles(self.captions, tuple(self.json_keys)))
+        source = TarSource(self, tars, CaptionFiles(self.captions, tuple(self.json_keys)))
+        if self.captions == "txt" and tars.index.keys is not None and not tars.is_remote:
+            places = [tars.index.member(row, KINDS.index("txt")) for row in range(min(len(tars), _SAMPLED))]
+            usable = [row for row, (at, size) in enumerate(places) if at >= 0 and size <= MAX_BYTES["txt"]]
+            source.notes += describe_lines(tars.read(row, "txt") for row in usable)
+        return source
 
 
 class ClassShardsConfig(TarConfig):
@@ -313,7 +322,10 @@ def _require_members(tars: TarReader, kind: str, path: object) -> None:
     elif kind == "cls":
         hint = "Labels are numbers in members .cls; image_member is the ending of the images."
     else:
-        hint = "Set image_member and caption_member to the endings of the images and captions."
+        hint = (
+            "Set image_member and caption_member to the endings of the images and captions, or unpack a tar of classes "
+            "or tables, and name its folder."
+        )
     if any(is_tar(f".{name}") for name in facts.endings):
         hint = "It contains tars: unpack it, and name their folder."
     elif counts["image"] and counts[kind] and tars.index.keys is not None:
@@ -325,9 +337,10 @@ def _require_members(tars: TarReader, kind: str, path: object) -> None:
         )
         stem = image.rpartition(".")[0]
         if not stem or stem != other.rpartition(".")[0]:  # 0.input.png and 0.output.txt: the hint above
+            cure = "put them into one tar" if image == other else "give them equal names, or unpack it"
             hint = (
                 "Members of one sample have the same path but for the ending, as a/0.jpg and a/0.txt; here, without "
-                f"endings, an image {image!r} and a {kind} {other!r}: give them equal names."
+                f"endings, an image {image!r} and a {kind} {other!r}: {cure}."
             )
     what = "label (.cls)" if kind == "cls" else f"caption (.{kind})"
     raise DataError(
