@@ -279,17 +279,19 @@ class Residual(Quantizer):
         Of the stages in turn; before the codebook has started, of the first one.
         """
         each = [stats.under(str(i)) for i in range(self.depth)]
-        sums = {}
-        for name in each[0].sums:
-            parts = torch.stack([part.sums[name] for part in each])
-            turn = torch.arange(parts.shape[1] if parts.ndim > 1 else 0, device=parts.device)
-            if "drawn" not in name.split("/"):
-                sums[name] = parts.sum(dim=0)
-            elif self.started:
-                sums[name] = parts[turn % self.depth, turn]
-            else:  # k-means: remainders of a codebook that has not begun tell nothing
-                sums[name] = parts[0]
-        return Stats(sums, is_global=True)
+
+        def join(name: str, of_stages: list[Tensor]) -> Tensor:
+            parts = torch.stack(of_stages)
+            if not name.startswith("drawn/"):
+                return parts.sum(dim=0)
+            if not self.started:  # k-means: remainders of a codebook that has not begun tell nothing
+                return parts[0]
+            turn = torch.arange(parts.shape[1], device=parts.device)
+            return parts[turn % self.depth, turn]
+
+        sums = {name: join(name, [part.sums[name] for part in each]) for name in each[0].sums}
+        own = {name: join(name, [part.own[name] for part in each]) for name in each[0].own}
+        return Stats(sums, is_global=True, own=own)
 
     def _search(self, bounded: Tensor) -> list[Tensor] | list[None]:
         """Return the ids ``(T, G, 1)`` of each stage for the best of the sums that the search found; None without."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vqclip import dist
 from vqclip.errors import ShapeError
-
-T = TypeVar("T")
 
 LAST = 2**63 - 1
 """Sort key that is larger than every random number."""
@@ -60,22 +58,24 @@ class Stats:
     ``sync()`` joins ranks. A mean is computed only at the end, as reduced sum over reduced count: a mean of per-rank
     means is wrong when ranks have different numbers of tokens.
 
-    Read like a mapping, it contains the sums and histograms, of this rank or of all ranks. Sums under
-    ``own/`` are never reduced over ranks. It is a dataclass, not a `Mapping`: other programs (accelerate, Lightning)
-    rebuild a mapping of any class from its items, without the draws, but keep the fields of a dataclass.
+    Read like a mapping, it contains the sums and histograms, of this rank or of all ranks. It is a dataclass, not a
+    `Mapping`: other programs (accelerate, Lightning) rebuild a mapping of any class from its items, without the draws,
+    but keep the fields of a dataclass.
 
     Args:
         sums: name → tensor. Integer tensors are counts and stay exact.
         histograms: name → counts of codes that neither a loss nor an update reads; `sync` can leave them out.
         draws: name → request for tokens. The reduction replaces it by the sums ``<name>/vectors`` ``(M, G, D)`` and
-            ``<name>/present`` ``(M, 1, 1)``, both 0 for draws without a token.
+            ``<name>/present`` ``(M, 1, 1)``, both 0 for draws without a token; in ``own`` unless the draw is shared.
         is_global: True if the sums cover all ranks; ``histograms`` that are left are still those of this rank.
+        own: name → sum over this rank's tokens alone, which is never reduced over ranks.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     draws: dict[str, Draw] = field(default_factory=dict)
     is_global: bool = False
     histograms: dict[str, Tensor] = field(default_factory=dict)
+    own: dict[str, Tensor] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.sums[name] if name in self.sums else self.histograms[name]
@@ -111,24 +111,28 @@ class Stats:
                 for name, draw in self.draws.items()
             },
             histograms={name: counts + other.histograms[name] for name, counts in self.histograms.items()},
+            own={name: total + other.own[name] for name, total in self.own.items()},
         )
 
     def under(self, prefix: str) -> Stats:
         """Return the entries whose names begin with ``prefix/``, without the prefix: the inverse of `nest`."""
-        return Stats(
-            _under(prefix, self.sums), _under(prefix, self.draws), self.is_global, _under(prefix, self.histograms)
+        sums, draws, histograms, own = (
+            {name.removeprefix(f"{prefix}/"): each for name, each in named.items() if name.startswith(f"{prefix}/")}
+            for named in self._parts()
         )
+        return Stats(sums, draws, self.is_global, histograms, own)
 
     @staticmethod
     def nest(parts: Mapping[str, Stats]) -> Stats:
         """Join several statistics, each under its own prefix."""
-        return Stats(
-            {f"{prefix}/{name}": total for prefix, part in parts.items() for name, total in part.sums.items()},
-            {f"{prefix}/{name}": draw for prefix, part in parts.items() for name, draw in part.draws.items()},
-            histograms={
-                f"{prefix}/{name}": counts for prefix, part in parts.items() for name, counts in part.histograms.items()
-            },
+        sums, draws, histograms, own = (
+            {f"{prefix}/{name}": each for prefix, part in parts.items() for name, each in part._parts()[kind].items()}
+            for kind in range(4)
         )
+        return Stats(sums, draws, histograms=histograms, own=own)
+
+    def _parts(self) -> tuple[dict[str, Any], ...]:
+        return self.sums, self.draws, self.histograms, self.own
 
     def detach(self) -> Stats:
         """Return the sums without gradient, e.g. for a running total for `Quantizer.metrics`."""
@@ -141,7 +145,8 @@ class Stats:
         """
         if self.is_global:
             return self
-        return Stats(dict(self) | _draw_tokens(self.draws, None), is_global=True)
+        drawn, own = _draw_tokens(self.draws, None)
+        return Stats(dict(self) | drawn, is_global=True, own=self.own | own)
 
     def sync(self, order: Order | None = None, histograms: bool = True) -> Stats:
         """Return the sums over all ranks; itself if already global. A collective: every rank must call it.
@@ -188,41 +193,20 @@ def sync(stats: Sequence[Stats], order: Order | None = None, histograms: bool = 
         return total if local.is_floating_point() else total.detach().round().to(local.dtype)
 
     return [
-        Stats(
-            {name: unpack(local) for name, local in travels.items()} | stays,
-            {},
-            True,
-            {} if included else entry.histograms,
-        )
+        replace(rest, sums={name: unpack(local) for name, local in travels.items()} | rest.sums)
         if travels or not entry.is_global
         else entry
-        for entry, (travels, stays) in zip(stats, pending, strict=True)
+        for entry, (travels, rest) in zip(stats, pending, strict=True)
     ]
 
 
-OWN = "own/"
-"""Prefix of entries that are never summed over ranks; may be inside a longer path."""
-
-
-def _is_own(name: str) -> bool:
-    return OWN.removesuffix("/") in name.split("/")[:-1]
-
-
-def _under(prefix: str, named: Mapping[str, T]) -> dict[str, T]:
-    return {name.removeprefix(f"{prefix}/"): each for name, each in named.items() if name.startswith(f"{prefix}/")}
-
-
-def _split(entry: Stats, order: Order | None, histograms: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the sums to reduce over ranks and those that do not change, with draws fulfilled."""
-    counts = entry.histograms if histograms else {}
+def _split(entry: Stats, order: Order | None, histograms: bool) -> tuple[dict[str, Tensor], Stats]:
+    """Return the sums to reduce over ranks, with draws fulfilled, and the rest of the result."""
+    counts, left = (entry.histograms, {}) if histograms else ({}, entry.histograms)
     if entry.is_global:
-        return counts, entry.sums
-    shared = {name: draw for name, draw in entry.draws.items() if draw.shared}
-    alone = {name: draw for name, draw in entry.draws.items() if not draw.shared}
-    travels = {name: total for name, total in entry.sums.items() if not _is_own(name)}
-    stays = {name: total for name, total in entry.sums.items() if _is_own(name)}
-    here = order and Order(torch.arange(len(order.places), device=order.places.device), len(order.places))
-    return travels | counts | _draw_tokens(shared, order), stays | _draw_tokens(alone, here)
+        return counts, replace(entry, histograms=left)
+    drawn, own = _draw_tokens(entry.draws, order)
+    return entry.sums | counts | drawn, Stats(is_global=True, histograms=left, own=entry.own | own)
 
 
 def _orders(stats: Sequence[Stats], order: Order | None) -> list[Order | None]:
@@ -242,18 +226,23 @@ def _orders(stats: Sequence[Stats], order: Order | None) -> list[Order | None]:
     ]
 
 
-def _draw_tokens(draws: Mapping[str, Draw], order: Order | None) -> dict[str, Tensor]:
-    """Return ``<name>/vectors`` ``(M, G, D)`` and ``<name>/present`` ``(M, 1, 1)``, 0 for tokens of other ranks."""
-    found = {}
+def _draw_tokens(draws: Mapping[str, Draw], order: Order | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return ``<name>/vectors`` ``(M, G, D)`` and ``<name>/present`` ``(M, 1, 1)``, 0 for tokens of other ranks.
+
+    Those of shared draws, which have the order, and those of draws from this rank's tokens.
+    """
+    found: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     for name, draw in draws.items():
+        places = order
+        if order is not None and not draw.shared:
+            places = Order(torch.arange(len(order.places), device=order.places.device), len(order.places))
         count = int(draw.count)  # it is on the CPU
-        some = len(draw.vectors) and count and (order is None or order.size)
-        row = _rows(draw, count, order) if some else draw.stream.new_full((count,), -1)
+        some = len(draw.vectors) and count and (places is None or places.size)
+        row = _rows(draw, count, places) if some else draw.stream.new_full((count,), -1)
         present = (row >= 0)[:, None, None]
         # An additional row of zeros for tokens of other ranks, because an empty rank has no row.
         vectors = torch.cat((draw.vectors, draw.vectors.new_zeros(1, *draw.vectors.shape[1:])))[row]
-        found[f"{name}/vectors"] = vectors
-        found[f"{name}/present"] = present.to(vectors.dtype)
+        found[not draw.shared].update({f"{name}/vectors": vectors, f"{name}/present": present.to(vectors.dtype)})
     return found
 
 

@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal, get_args
 
 import torch
@@ -21,7 +22,7 @@ from vqclip.quantizers.base import resolve_weights
 from vqclip.quantizers.gradients import drawn_direction, soft_assignment
 from vqclip.quantizers.nearest import GradientPath, TableConfig, TableQuantizer, look_up, whole
 from vqclip.quantizers.new_codes import kmeans, replacements
-from vqclip.quantizers.stats import OWN, Draw, Stats, stream
+from vqclip.quantizers.stats import Draw, Stats, stream
 from vqclip.quantizers.vectors import check_channels, squared_error, sums_by_code, unit
 
 log = logging.getLogger(__name__)
@@ -180,29 +181,28 @@ class VQ(TableQuantizer):
 
     def _update(self, stats: Stats, start: bool) -> None:
         """Move the codes to the tokens of the global batch, replace dead codes, and count the step."""
-        if f"{'' if self.sync_codebook else OWN}{TRAINED}" not in stats:
+        if TRAINED not in (stats.sums if self.sync_codebook else stats.own):
             raise ConfigError("VQ.update: got the statistics of a forward in evaluation mode, expected training mode")
         if not self._is_started:
             _refresh_started(self)  # buffers may have been changed without load_state_dict
         stats = stats.sync() if self.sync_codebook else stats.local()
-        own = "" if self.sync_codebook else OWN
-        drawn = f"{own}drawn/vectors"
-        if self._draws_wanted() > (len(stats[drawn]) if drawn in stats else 0):
+        followed = stats.sums if self.sync_codebook else stats.own
+        if self._draws_wanted() > len(followed.get("drawn/vectors", ())):
             raise ConfigError(
                 "VQ.update: got statistics without drawn tokens, expected those of a forward after codes were loaded"
             )
         # If a token has no finite distance from its code, the update is one without tokens.
         finite = stats["commitment"].to(self.codebook.dtype).isfinite().all()
         self._count_skipped(~finite)
-        counts = stats[f"{own}codes"].where(finite, 0)
+        counts = followed["codes"].where(finite, 0)
         with full_precision(whole(self.codebook).device):
             if self._is_started:
-                self._update_averages(counts, stats[f"{own}vectors"] if self.learning == "ema" else None)
+                self._update_averages(counts, followed["vectors"] if self.learning == "ema" else None)
             elif start:
-                present = stats[f"{own}drawn/present"].where(finite, 0)
-                self._initialize_kmeans(counts, stats[f"{own}drawn/vectors"], present)
+                present = followed["drawn/present"].where(finite, 0)
+                self._initialize_kmeans(counts, followed["drawn/vectors"], present)
             if self.dead_below > 0:
-                self._replace_dead(stats[f"{own}drawn/vectors"], stats[f"{own}drawn/present"].where(finite, 0))
+                self._replace_dead(followed["drawn/vectors"], followed["drawn/present"].where(finite, 0))
             self._count_step(counts)
         self._refresh_draws()
 
@@ -232,17 +232,15 @@ class VQ(TableQuantizer):
             sums["index"] = squared_error(bounded, values, keep)
         if not self.training:
             return Stats(sums)
-        own = "" if self.sync_codebook else OWN
-        sums[f"{own}{TRAINED}"] = sums["tokens"]
-        if own:
-            sums[f"{own}codes"] = sums["codes"]
+        followed = {TRAINED: sums["tokens"], "codes": sums["codes"]}
         if self.learning == "ema":
-            sums[f"{own}vectors"] = sums_by_code(bounded.detach(), ids.squeeze(-1), self.codebook_sizes[0])
+            followed["vectors"] = sums_by_code(bounded.detach(), ids.squeeze(-1), self.codebook_sizes[0])
+        stats = Stats(sums | followed) if self.sync_codebook else Stats(sums, own=followed)
         if not self._settings["kmeans"] and not self._draws_wanted():
-            return Stats(sums)
+            return stats
         real = torch.ones(len(ids), dtype=torch.bool, device=ids.device) if keep is None else keep
         draw = Draw(stream(self.key, self.step), self._draws, bounded.detach(), real, shared=self.sync_codebook)
-        return Stats(sums, {f"{own}drawn": draw})
+        return replace(stats, draws={"drawn": draw})
 
     def _draws_wanted(self) -> int:
         size = self.codebook_sizes[0]
