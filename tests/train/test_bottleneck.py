@@ -120,4 +120,6 @@ def test_a_run_must_end_with_the_codes(tmp_path, shards):
         TrainConfig.model_validate(tree)
     longer = copy.deepcopy(tree)
     longer["train"]["steps"] = 6
-    assert identity_of(longer)["train.bottleneck"] == longer["train"]["bottleneck"] | {"modalities": ["image", "text"]}
+    assert identity_of(longer)["train"]["bottleneck"] == longer["train"]["bottleneck"] | {
+        "modalities": ["image", "text"]
+    }

@@ -64,6 +64,8 @@ def test_a_run_killed_in_the_ramp_goes_on_bit_for_bit(ranks, tmp_path, shards):
 def test_every_setting_is_part_of_the_identity(tmp_path, shards):
     tree = fine_tuning(tmp_path, shards)
     base = identity_of(tree)
+    assert [*base["run"]] == ["seed"]
+    assert {*base["train"]} == {"steps", "batch_size", "precision", "ema", "bottleneck"}
     for section, key, value in (
         ("optim", "layer_decay", 0.7),
         ("optim", "overrides", tree["optim"]["overrides"][:1]),

@@ -20,6 +20,9 @@ Modality = Literal["image", "text"]
 INT64 = {"ge": -(2**63), "le": 2**63 - 1}
 """Range of an integer whose field sets no bound of its own: that of torch's and numpy's int64."""
 
+FREE = "a resumed run may change it"
+"""Mark of a field, as in ``Annotated[int, FREE]``: it does not define the trajectory of a run. Other fields do."""
+
 
 def _make_scalars_strict(schema: Any) -> None:
     if isinstance(schema, (list, tuple)):
@@ -60,6 +63,19 @@ class Config(BaseModel):
         schema = handler(source)
         _make_scalars_strict(handler.resolve_ref_schema(schema))
         return schema
+
+    def trajectory(self) -> dict[str, Any]:
+        """Return the settings that define the trajectory of a run, as plain data: all but those marked `FREE`."""
+        return self.model_dump(mode="json", exclude=self._free())
+
+    def _free(self) -> dict[str, Any]:
+        """Return the fields that are marked, and those of sections in fields."""
+        fields = type(self).model_fields.items()
+        found: dict[str, Any] = {name: True for name, field in fields if FREE in field.metadata}
+        for name, value in self:
+            if name not in found and isinstance(value, Config) and (inner := value._free()):
+                found[name] = inner
+        return found
 
     def model_dump_json(self, **options: Any) -> str:
         """Return the section as JSON, in ASCII if it contains paths that are not UTF-8, which pydantic refuses."""

@@ -27,7 +27,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.multiprocessing import get_sharing_strategy
 
-from vqclip.config import Config
+from vqclip.config import FREE, Config
 from vqclip.data.batch import BadSample, Batch, share_sizes
 from vqclip.data.order import GlobalOrder
 from vqclip.data.samples import SampleMaker
@@ -53,18 +53,18 @@ _SHARED_MEMORY = "/dev/shm"
 class LoaderOptions(Config):
     """Options of the preparation of batches; none changes their content."""
 
-    workers: Annotated[int, Field(ge=0, le=512)] = 2
+    workers: Annotated[int, Field(ge=0, le=512), FREE] = 2
     """Processes per rank that read and decode; 0 uses the training process. Does not change the samples."""
-    prefetch: Annotated[int, Field(ge=1, le=64)] = 2
+    prefetch: Annotated[int, Field(ge=1, le=64), FREE] = 2
     """Batches prepared ahead for each worker, if `prefetch_gib` allows."""
-    prefetch_gib: Annotated[float, Field(ge=0, le=65_536)] = 2.0
+    prefetch_gib: Annotated[float, Field(ge=0, le=65_536), FREE] = 2.0
     """Limit of a rank's batches prepared ahead, in GiB of images and features; at least one batch is."""
-    start_method: StartMethod | None = None
+    start_method: Annotated[StartMethod | None, FREE] = None
     """Start method of workers: `fork`, `forkserver` or `spawn`; null: `fork` on Linux, unless the program has set
     one."""
-    timeout_s: Annotated[float, Field(ge=0, le=604_800)] = 240.0
+    timeout_s: Annotated[float, Field(ge=0, le=604_800), FREE] = 240.0
     """Longest wait for a worker, in seconds, at most a week; 0 waits forever."""
-    max_bad_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    max_bad_fraction: Annotated[float, Field(ge=0, lt=1), FREE] = 0.01
     """Bad samples are replaced; a larger fraction of those seen so far stops the run. Data of fewer than 1,000 samples
     may have as many bad ones as 1,000 in each epoch, but no more than a tenth of them. It is checked over the whole
     run and all its processes: at every report and checkpoint, and when a process alone has met more."""

@@ -24,6 +24,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from vqclip import dist
+from vqclip.config import FREE
 from vqclip.data.batch import SMALL, BadSample, Batch, allowed_bad
 from vqclip.data.batch_maker import BatchMaker, LoaderOptions, Tokenize, make_batches
 from vqclip.data.decode import MAX_PIXELS
@@ -62,9 +63,10 @@ class DataConfig(LoaderOptions):
         tuple[Annotated[SourceConfig, AfterValidator(_use_train_split)], ...],
         BeforeValidator(_to_list),
         Field(min_length=1),
+        FREE,  # `TrainData.fingerprint` says what is in them
     ]
     """Sources of samples, or their paths; several are mixed by their weights."""
-    held_out: HeldOutShare | None = None
+    held_out: Annotated[HeldOutShare | None, FREE] = None
     """Share of the samples of each source that training leaves out, by a hash of their names; tasks of `evaluation`
     with the same `held_out` read these. null: none."""
     order: OrderConfig = FullOrder()
@@ -74,7 +76,7 @@ class DataConfig(LoaderOptions):
     views: Annotated[int, Field(ge=1, le=2**31)] | None = None
     """Number of different views of each image that the augmentation draws; each comes in every `views`-th epoch. null:
     a new view in every epoch."""
-    feature_cache: FeatureCacheConfig | None = None
+    feature_cache: Annotated[FeatureCacheConfig | None, FREE] = None
     """Features of frozen towers, stored before the first step; null: towers run in every step."""
     max_pixels: Annotated[int, Field(ge=1)] = MAX_PIXELS
     """Images with more pixels are bad samples; they are not decoded."""

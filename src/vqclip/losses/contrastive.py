@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from vqclip import dist
-from vqclip.config import Config
+from vqclip.config import FREE, Config
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.losses.tiled import gather_keys, tiled_loss
 from vqclip.nn.precision import full_precision
@@ -314,7 +314,7 @@ def weighted_total(terms: Mapping[str, Tensor], weights: Mapping[str, float | Te
 
 
 class _PairLossConfig(Config):
-    impl: Implementation = "tiled"
+    impl: Annotated[Implementation, FREE] = "tiled"
     """Implementation; all give the same result. tiled: memory grows with the batch; ring: like tiled, without all texts
     on every rank; gather: memory grows with the square of the batch."""
     positives: Positives | None = "sample_id"

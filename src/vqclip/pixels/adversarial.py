@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from vqclip.config import Config
+from vqclip.config import FREE, Config
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError, name_section
 from vqclip.pixels.networks import FeatureNetwork, Layers, NetworkConfig, build_network
@@ -141,7 +141,7 @@ class FeatureDiscriminatorConfig(Config):
 
     kind: Literal["features"] = "features"
     """Heads on frozen features."""
-    network: NetworkConfig
+    network: Annotated[NetworkConfig, FREE]
     """The frozen network; it needs pretrained weights."""
     layers: Layers | None = None
     """Numbers of the network's blocks, from 0 at the input, negative from the output; null: all blocks."""

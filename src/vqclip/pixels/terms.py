@@ -10,14 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from vqclip.config import Config
+from vqclip.config import FREE, Config
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import module_digest
 from vqclip.pixels.networks import FeatureNetwork, Layers, NetworkConfig, build_network, make_constant
@@ -55,9 +55,7 @@ class PixelTermConfig(Config):
 
     def identity(self, digest: str | None) -> dict[str, Any]:
         """Return what defines the trajectory: the settings, with the digest of the weights in place of their source."""
-        sources: Any = {"network": True, "trunk": True, "heads": True, "discriminator": {"network"}}
-        settings = self.model_dump(mode="json", exclude=sources)
-        return settings if digest is None else settings | {"digest": digest}
+        return self.trajectory() | ({} if digest is None else {"digest": digest})
 
 
 class _PixelError(PixelTerm):
@@ -106,7 +104,7 @@ class PerceptualConfig(PixelTermConfig):
     """Features of a frozen network."""
     weight: float = Field(0.1, gt=0, le=1e6)
     """Factor of the term in the total loss."""
-    network: NetworkConfig
+    network: Annotated[NetworkConfig, FREE]
     """The frozen network; it needs pretrained weights."""
     layers: Layers | None = None
     """Numbers of the network's blocks, from 0 at the input, negative from the output; null: all blocks."""
@@ -181,9 +179,9 @@ class LPIPSConfig(PixelTermConfig):
     """LPIPS."""
     weight: float = Field(1.0, gt=0, le=1e6)
     """Factor of the term in the total loss."""
-    trunk: Path
+    trunk: Annotated[Path, FREE]
     """torchvision's weights of VGG16 (`vgg16-397923af.pth`), or the same tensors as safetensors."""
-    heads: Path
+    heads: Annotated[Path, FREE]
     """Weights of the channels of each layer, by the names of the `lpips` package (its `weights/v0.1/vgg.pth`)."""
 
     def build(self, image_size: int) -> PixelTerm:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import to_jsonable_python
 from typing_extensions import Self
 
-from vqclip.config import Config, Modality, to_yaml
+from vqclip.config import FREE, Config, Modality, to_yaml
 from vqclip.data import DataConfig, mask_credentials
 from vqclip.data.remote.files import require_writable
 from vqclip.data.remote.retry import TransferConfig
@@ -34,33 +34,33 @@ from vqclip.train.tasks.base import Task
 class RunConfig(Config):
     """Folder, seed, device and time limits of a run."""
 
-    name: str = Field("base", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Annotated[str, FREE] = Field("base", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run; its folder is `folder/name`."""
-    folder: Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(given, Path) else given)] = "runs"
+    folder: Annotated[str, BeforeValidator(lambda path: str(path) if isinstance(path, Path) else path), FREE] = "runs"
     """Folder of all runs: on a disk that rank 0 sees, or a URL of s3, gs or az. A run at a URL has a copy in `runs` of
     the cache folder of rank 0's machine, which it works on."""
-    remote: TransferConfig = TransferConfig(total_s=600.0)
+    remote: Annotated[TransferConfig, FREE] = TransferConfig(total_s=600.0)
     """Transfers of a run folder at a URL."""
-    resume: Literal["auto", "never"] = "auto"
+    resume: Annotated[Literal["auto", "never"], FREE] = "auto"
     """auto: resume from the newest intact checkpoint if there is one. never: refuse a folder that has checkpoints."""
-    resume_allow: tuple[str, ...] = ()
+    resume_allow: Annotated[tuple[str, ...], FREE] = ()
     """Settings that may differ from the checkpoint, by the names in the error, such as `train.steps`, or a common
     beginning of several, such as `data`. The resumed run is then not the one that was interrupted."""
     seed: int = Field(0, ge=0)
     """Key of every random draw: weights, sample order, augmentation, dropout."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], FREE] = "auto"
     """auto: cuda if available, else cpu."""
-    timeout_s: float = Field(600.0, gt=0, le=604_800)
+    timeout_s: Annotated[float, FREE] = Field(600.0, gt=0, le=604_800)
     """Longest wait for another rank, in seconds, at most a week; then the job ends with an error. It includes the
     time in which rank 0 fetches a checkpoint of a run at a URL."""
-    step_timeout_s: float | None = Field(300.0, gt=0, le=604_800)
+    step_timeout_s: Annotated[float | None, FREE] = Field(300.0, gt=0, le=604_800)
     """Longest time between two steps in seconds, waiting for data included. Then the job ends, and every rank writes
     its stacks and last collectives to the run's folder. The first five steps, evaluation and saving have `timeout_s`,
     which is also an upper bound of this limit. null: no watchdog."""
-    peak_tflops: float | None = Field(None, gt=0, le=1e6)
+    peak_tflops: Annotated[float | None, FREE] = Field(None, gt=0, le=1e6)
     """Most TFLOP/s of a process's device in the precision of the run, from its data sheet, such as 989 (H100 SXM, bf16,
     dense): the metrics then include `mfu`, model FLOPs utilisation."""
-    trackers: Trackers = (TensorBoardConfig(),)
+    trackers: Annotated[Trackers, FREE] = (TensorBoardConfig(),)
     """Programs that keep and draw the metrics, beside `metrics.jsonl`: names such as `tensorboard` and `wandb`, or
     mappings with settings, such as `{kind: wandb, project: mine}`."""
 
@@ -135,25 +135,25 @@ class ScheduleConfig(ComputeConfig):
     """Optimizer steps of the run."""
     batch_size: int = Field(256, ge=2, le=2**24)
     """G, samples of one optimizer step over all ranks."""
-    report_every: int = Field(20, ge=1)
+    report_every: Annotated[int, FREE] = Field(20, ge=1)
     """Steps between two lines of metrics."""
-    checkpoint_every: int = Field(500, ge=1)
+    checkpoint_every: Annotated[int, FREE] = Field(500, ge=1)
     """Steps between two checkpoints; the last step is always one."""
-    save_in_background: bool = True
+    save_in_background: Annotated[bool, FREE] = True
     """Write checkpoints during the next steps, from a copy in host memory; false: the training waits."""
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: Annotated[int, FREE] = Field(2, ge=1)
     """Number of recent checkpoints to keep."""
-    keep_every: int | None = Field(None, ge=1)
+    keep_every: Annotated[int | None, FREE] = Field(None, ge=1)
     """Also keep the checkpoints after every `keep_every` steps; a multiple of `checkpoint_every`."""
-    keep_best: str | None = None
+    keep_best: Annotated[str | None, FREE] = None
     """Also keep the checkpoint that is best by a metric of `evaluation`, named as in `metrics.jsonl`, such as
     `eval/unseen images/codes_only/top1`; `evaluate_every` must then be a multiple of `checkpoint_every`."""
-    patience: int | None = Field(None, ge=1)
+    patience: Annotated[int | None, FREE] = Field(None, ge=1)
     """Evaluations in a row without a new best by `keep_best` after which the training ends; null: it has all `steps`.
     The schedule of the learning rate is that of all steps."""
-    evaluate_every: int | None = Field(None, ge=1)
+    evaluate_every: Annotated[int | None, FREE] = Field(None, ge=1)
     """Steps between two evaluations during training; null: only at the end."""
-    export: Literal["last", "best"] = "last"
+    export: Annotated[Literal["last", "best"], FREE] = "last"
     """Step whose tokenizer is exported and summarised at the end; best: the step of `keep_best`."""
     ema: EmaConfig | None = None
     """Moving average of the weights, which evaluations and exports use; null: the weights of the last step."""
@@ -193,11 +193,11 @@ class TaskConfig(Config):
     """Optimizer and learning rate."""
     train: ScheduleConfig = ScheduleConfig()
     """Length, checkpoints and precision of the training."""
-    guards: GuardConfig = GuardConfig()
+    guards: Annotated[GuardConfig, FREE] = GuardConfig()
     """Settings of the checks of every step."""
-    evaluation: Evaluations = ()
+    evaluation: Annotated[Evaluations, FREE] = ()
     """Evaluations at the end, and every `train.evaluate_every` steps."""
-    report: DetailsConfig | None = DetailsConfig()
+    report: Annotated[DetailsConfig | None, FREE] = DetailsConfig()
     """Files for people to look at, made at every evaluation; null: none."""
 
     @property
@@ -220,40 +220,24 @@ class TaskConfig(Config):
     def release_stored(self, task: Any) -> None:
         """Drop the networks whose outputs batches contain from now on."""
 
-    def run_identity(self, task: Any, samples: dict[str, Any]) -> dict[str, object]:
+    def run_identity(self, task: Any, samples: dict[str, Any]) -> dict[str, Any]:
         """Return the settings that define the trajectory; checkpoints with other ones are refused.
-
-        Args:
-            task: with the weights of the first step.
-            samples: fingerprint of the data.
-        """
-        raise NotImplementedError
-
-    def has_codes(self) -> bool:
-        """Return whether the image and the text tokenizer have codes."""
-        return True
-
-    def shared_identity(self, samples: dict[str, Any], own: Mapping[str, object]) -> dict[str, object]:
-        """Return the part of the identity that all tasks have, around that of a task.
 
         Settings that only change the rounding (device, compilation, `loss.impl`) are not among them, nor are the
         guards, so that a run which they have stopped can resume. Neither are the numbers of processes and of
         microbatches.
 
         Args:
+            task: with the weights of the first step.
             samples: fingerprint of the data.
-            own: settings of the task.
         """
-        train = self.train.model_dump(mode="json", exclude={"ema": {"evaluate"}})
-        trajectory = ("steps", "batch_size", "precision", "ema", "bottleneck")
-        return {
-            "run.seed": self.run.seed,
-            **{f"train.{name}": train[name] for name in trajectory},
-            "data": samples | self.data.model_dump(mode="json", include={"transform", "max_pixels", "views"}),
-            "data.order": self.data.order.model_dump(mode="json"),
-            **own,
-            "optim": self.optim.model_dump(mode="json"),
-        }
+        settings = self.trajectory()
+        settings["data"] |= samples
+        return settings
+
+    def has_codes(self) -> bool:
+        """Return whether the image and the text tokenizer have codes."""
+        return True
 
     def facts(self) -> RunFacts:
         """Return what trackers show of this run, with credentials masked."""

@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from vqclip import dist
-from vqclip.config import Config, Modality
+from vqclip.config import FREE, Config, Modality
 from vqclip.errors import ConfigError, VqclipError
 from vqclip.io.tensors import module_digest
 from vqclip.losses import DistillationLoss, Implementation
@@ -61,7 +61,7 @@ class DistillationConfig(Config):
     """Factor of the term in the total loss."""
     until_step: int | None = Field(None, ge=1)
     """First step without the term, whose teacher is then not run; null: the term stays to the end."""
-    impl: Implementation = "tiled"
+    impl: Annotated[Implementation, FREE] = "tiled"
     """Implementation of the loss on embeddings; see the contrastive loss."""
 
     @model_validator(mode="after")
@@ -233,7 +233,7 @@ class Distillation:
                         term = EmbeddingTerm(config, name, model)
                     else:
                         term = FeatureTerm(config, name, model, derive_seed(seed, "distillation", name))
-                settings = config.model_dump(mode="json", exclude={"impl": True, "teacher": {"folder", "pretrained"}})
+                settings = config.trajectory()
                 self.identity.append(settings | {"teacher": settings["teacher"] | {"digest": term.digest}})
                 self.terms[name] = term
         if configs and (others := dist.differing_ranks([term.digest for term in self.terms.values()])):

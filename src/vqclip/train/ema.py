@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from vqclip.checkpoint import Checkpoint
-from vqclip.config import Config
+from vqclip.config import FREE, Config
 from vqclip.errors import CheckpointError
 from vqclip.io.tensors import first_names, nonfinite_names
 from vqclip.tokenizer.folder import TokenizerFolder
@@ -42,7 +42,7 @@ class EmaConfig(Config):
     """Share of the average that a step keeps: the average is over about 1 / (1 - decay) steps."""
     warmup: bool = True
     """Keep at most (1 + step) / (10 + step) at the beginning, so that the first weights are forgotten soon."""
-    evaluate: Literal["averaged", "both"] = "averaged"
+    evaluate: Annotated[Literal["averaged", "both"], FREE] = "averaged"
     """Weights that are evaluated; both: also the current ones, as `eval/current weights/...` in `metrics.jsonl`."""
 
     def decay_at(self, step: int) -> float:

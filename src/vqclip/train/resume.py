@@ -228,9 +228,9 @@ def _require_same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], 
     differing = describe_differences(saved, now, "in the checkpoint")
     refused = {key: line for key, line in differing.items() if not any(_begins(key, name) for name in allow)}
     if [*refused] == ["train.steps"]:
-        steps = now["train.steps"]
+        before, steps = (flatten(settings).get("train.steps") for settings in (saved, now))
         raise OtherRunError(
-            f"{path} is of a run of {saved['train.steps']} steps, and this one asks for {steps}. To train on, with the "
+            f"{path} is of a run of {before} steps, and this one asks for {steps}. To train on, with the "
             f"learning rates of a run of {steps}, the same command with this at its end:\n"
             "  'run.resume_allow=[train.steps]'\n"
             "or, for a new run, another run.name=..."

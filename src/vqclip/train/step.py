@@ -23,7 +23,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from vqclip import dist
-from vqclip.config import Config
+from vqclip.config import FREE, Config
 from vqclip.data import Batch
 from vqclip.losses import weighted_total
 from vqclip.nn.dropout import set_dropout_keys
@@ -55,21 +55,21 @@ class ComputeConfig(Config):
     precision: Precision = "fp32"
     """bf16 and fp16 run the towers under autocast (fp16 with a gradient scaler); logits and quantizers stay in fp32.
     fp64 is for checking that processes agree."""
-    compile: bool | Literal["regional"] = False
+    compile: Annotated[bool | Literal["regional"], FREE] = False
     """`true`: compile the model with `torch.compile`. `regional`: compile the blocks of its towers that train, and its
     quantizers; equal blocks share their code, so it takes less time to compile, and works with `parallel: fsdp`."""
-    activation_checkpointing: Recomputed = False
+    activation_checkpointing: Annotated[Recomputed, FREE] = False
     """Activations that are recomputed in the backward pass: `true`, those of all blocks of the towers, for about a
     third more compute; a number N, those of every N-th block."""
-    micro_batches: int = Field(1, ge=1)
+    micro_batches: Annotated[int, FREE] = Field(1, ge=1)
     """Microbatches in which a process runs its part of the batch. Memory holds the activations of one microbatch. The
     gradient is the same, with all negatives of the global batch, for one more forward pass. Towers that draw random
     numbers draw them for each microbatch."""
-    parallel: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    parallel: Annotated[Literal["ddp", "fsdp", "hsdp"], FREE] = "ddp"
     """Storage of the towers in several processes. `ddp`: each has all weights. `fsdp`: each has a part of every weight
     that trains, of its gradient and of its moments, and gathers one block at a time. `hsdp`: as `fsdp` among the
     processes of a machine; every machine has a whole copy. They differ in rounding alone; no effect in one process."""
-    bucket_mb: float | None = Field(None, gt=0, le=4096)
+    bucket_mb: Annotated[float | None, FREE] = Field(None, gt=0, le=4096)
     """With `parallel: ddp`, MiB of gradients that are averaged in one exchange while the backward runs: small
     exchanges start earlier, large ones use the network better. null: 1 in the first exchange, 25 in the others."""
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vqclip.config import Config, Modality
+from vqclip.config import FREE, Config, Modality
 from vqclip.errors import ConfigError
 from vqclip.io.tensors import first_names, module_digest, nonfinite_names
 from vqclip.model import CLIP
@@ -30,7 +30,7 @@ class OpenCLIPTeacherConfig(Config):
     kind: Literal["open_clip"] = "open_clip"
     model: str
     """Name of the open_clip model, such as `ViT-B-16`."""
-    pretrained: str
+    pretrained: Annotated[str, FREE]
     """Tag of pretrained weights (`open_clip.list_pretrained()`) or the path of a local file."""
 
     def build(self) -> EmbeddingTeacher:
@@ -72,7 +72,7 @@ class FolderTeacherConfig(Config):
     """Both tokenizers of a vqclip folder."""
 
     kind: Literal["vqclip"] = "vqclip"
-    folder: str
+    folder: Annotated[str, FREE]
     """Folder that `save_pretrained` or a run wrote, or a hub name (owner/name)."""
     quantized: bool = False
     """true: the teacher's embeddings pass through its codes; false: its quantizers are bypassed."""

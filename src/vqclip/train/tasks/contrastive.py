@@ -8,14 +8,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
 from vqclip import dist
-from vqclip.config import Modality, parse_config
+from vqclip.config import FREE, Modality, parse_config
 from vqclip.data import Batch
 from vqclip.data.batch_maker import Tokenize
 from vqclip.errors import ConfigError, DataError
@@ -279,7 +279,7 @@ class TrainConfig(TaskConfig):
     """The loss over the global batch."""
     distillation: tuple[DistillationConfig, ...] = ()
     """Further terms of the loss, which follow frozen teachers."""
-    recipe: Literal["heads"] | None = None
+    recipe: Annotated[Literal["heads"] | None, FREE] = None
     """heads: for frozen towers; batch size, steps, stored views and dropout follow from the number of samples, where
     they are not set. The run prints them. null: what is not set has its default."""
 
@@ -405,13 +405,12 @@ class TrainConfig(TaskConfig):
         views = 1 if self.recipe and self.data.views is None else self.data.views  # `fit` will choose their number
         return self.data.feature_cache.choose(training, views, alone=alone)
 
-    def run_identity(self, task: Task, samples: dict[str, Any]) -> dict[str, object]:
+    def run_identity(self, task: Task, samples: dict[str, Any]) -> dict[str, Any]:
         """Return the settings that define the trajectory: they must be the same when a run resumes.
 
         If the towers draw random numbers, the numbers of processes and of microbatches are among them, because every
         rank draws for each of its microbatches. Files that a tower's folder contains can change between a run and its
-        resumption, while the configuration that names them stays, so what is read from them is among them too. See also
-        `shared_identity`.
+        resumption, while the configuration that names them stays, so what is read from them is among them too.
 
         Args:
             task: with the weights of the first step.
@@ -423,15 +422,11 @@ class TrainConfig(TaskConfig):
             stored = {"dtype": cache.dtype, "modalities": list(self.cached_modalities)}  # the values are rounded
             if teachers := [term.kind for term in self.distillation if self.stores_teacher(term)]:
                 stored["teachers"] = teachers
-        own = {
-            "model": self.model.model_dump(mode="json", exclude={"image": {"pixels": {"losses"}}}),
-            "model.image.pixels.losses": [],
-            "loss": self.loss.model_dump(mode="json", exclude={"impl"}),
-            "distillation": task.distillation.identity,
-        }
-        if task.reconstruction is not None:  # with digests of their networks in place of paths
-            own["model.image.pixels.losses"] = task.reconstruction.pixels.losses.identity
-        settings = self.shared_identity(samples | ({"feature_cache": stored} if stored else {}), own)
+        settings = super().run_identity(task, samples | ({"feature_cache": stored} if stored else {}))
+        # With digests of their networks in place of paths.
+        settings["distillation"] = task.distillation.identity
+        if task.reconstruction is not None:
+            settings["model"]["image"]["pixels"]["losses"] = task.reconstruction.pixels.losses.identity
         for modality, tokenizer in task.tokenizers.items():
             given = getattr(self.model, modality).tower.model_dump(mode="json")
             complete = tokenizer.config.tower.model_dump(mode="json")

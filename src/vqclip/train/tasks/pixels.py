@@ -279,17 +279,10 @@ class PixelTrainConfig(TaskConfig):
         )
         return {IDS: maker}
 
-    def run_identity(self, task: PixelTask, samples: dict[str, Any]) -> dict[str, object]:
+    def run_identity(self, task: PixelTask, samples: dict[str, Any]) -> dict[str, Any]:
         """Return the settings of the configuration, with digests of the tokenizer and of networks of losses."""
-        own: dict[str, object] = {
-            "task": self.task,
-            "tokenizer": task.digest,
-            "decoder": self.decoder.model_dump(mode="json"),
-            "losses": task.pixel_losses.identity,
-        }
-        if self.detail is not None:
-            own["detail"] = self.detail.model_dump(mode="json")
-        return self.shared_identity(samples, own)
+        own = {"tokenizer": task.digest, "losses": task.pixel_losses.identity}
+        return super().run_identity(task, samples) | own
 
 
 def _load_frozen(name: str) -> CLIP | ImageModel:
