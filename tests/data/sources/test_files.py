@@ -328,10 +328,12 @@ def test_names_of_classes_in_files(folder: Path) -> None:
         ("red dog 0\ncat 1\n", ("red dog", "cat")),
         ("id,name\n0,747\n1,737\n", ("747", "737")),
         ("boeing 747\nboeing 737\n", ("boeing 747", "boeing 737")),
+        ("cat\nred__dog\n", ("cat", "red__dog")),
     ):
         (folder / "names.txt").write_text(lines)
         source = parse_source(folder / "t.csv", [f"classnames={folder / 'names.txt'}", "label=label"]).build()
         assert (source.classnames, source.read(0).label) == (names, 1)
+    assert source.read(0).captions == ("a photo of a red dog",)
     (folder / "twice.txt").write_text("n01440764 tench\nn01440764 Tinca\nn01443537 goldfish\n")
     (folder / "data.yaml").write_text("names: [tench, goldfish]\n")
     for name, message in (("twice.txt", "has an id twice"), ("data.yaml", "YAML is not read; expected one class name")):

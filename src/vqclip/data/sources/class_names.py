@@ -41,8 +41,9 @@ Templates = Annotated[tuple[str, ...], AfterValidator(_have_places)]
 
 
 def fill_templates(templates: Sequence[str], classnames: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the prompts of each class."""
-    return [tuple(each.replace("{c}", name) for each in templates) for name in classnames]
+    """Return the prompts of each class, with blanks for the "_" of names such as apple_pie."""
+    words = (" ".join(name.replace("_", " ").split()) or name for name in classnames)
+    return [tuple(each.replace("{c}", name) for each in templates) for name in words]
 
 
 def checksum_prompts(prompts: Sequence[Sequence[str]]) -> str:
