@@ -173,6 +173,7 @@ PEOPLE = [
     ("t.csv", 'image,caption\na.jpg,"x\nb.jpg,y"\n', "", {"a.jpg": ('"x',), "b.jpg": ('y"',)}, "rows, such as 2"),
     ("t.csv", 'image,caption\na.jpg,"x" z\n', "quotes=false", {"a.jpg": ('"x" z',)}, ""),
     ("t.csv", "image,caption,split\na.jpg,x,train\nb.jpg,y,val\n", "", XY, "'split' has train 1, val 1; all"),
+    ("t.csv", "image,caption,data set\na.jpg,x,train\nb.jpg,y,test\n", "", XY, "'data set' has test 1, train 1; all"),
     ("t.csv", "image,caption,split\na.jpg,x,train\nb.jpg,y,val\n", "where.split=train", X, "left out: 1 row"),
     ("t.csv", ROWS.replace("b.jpg", "sub\\b.jpg"), "", X | {"sub/b.jpg": ("y",)}, ""),
     ("t.csv", ROWS.replace("b.jpg", "sub%2Fb.jpg"), "", X | {"sub/b.jpg": ("y",)}, ""),

@@ -131,6 +131,11 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("pics/0.jpg t.csv=name,title\\n0.jpg,t.csv", [], ["t.csv", "images found in"]),
         ('pics/0.jpg package.json={"name":"x","version":"1"}', [], "package.json: names no image of .*; expected"),
         ("pics/0.jpg t.csv u.csv", [], "with images, pics, which .* named as the path: .*t.csv; or set"),
+        (
+            "pics/0.jpg pics/1.jpg t.csv=name,title,split\\n0.jpg,x,val\\n1.jpg,y,train",
+            [],
+            ["x", "y", "t.csv as the path, where: {split: train} reads some"],
+        ),
         ("pics/a/0.jpg t.csv", [], "with images, pics, which .* named as the path: .*t.csv; or set"),
         ("0.jpg 1.jpg t.csv=name,title\\n0.jpg,t.csv", [], ["t.csv", "1 file that t.csv does not name, such as 1.jpg"]),
         ("JPEGImages/0.jpg annotations.xml", [], "JPEGImages, which would be the class of all; .* or set captions"),

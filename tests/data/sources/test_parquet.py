@@ -83,6 +83,17 @@ def test_splits_that_are_read_together_are_noted(tmp_path: Path, columns: dict |
     assert "splits" not in " ".join(parse_source(f"{tmp_path}/train*.parquet").build().notes)  # its kind is plain
 
 
+def test_rows_are_chosen_by_a_column(tmp_path: Path) -> None:
+    splits = ["train", "val"] * 5
+    path = write(tmp_path / "a.parquet", {"image": IMAGES, "caption": CAPTIONS, "split": splits})
+    assert read_all(path) == EXPECTED
+    assert "column 'split' are read; where: {split: train}" in ParquetConfig(path=str(path)).build().notes[1]
+    assert read_all(path, where={"split": ("val",)}) == EXPECTED[1::2]
+    assert "or with the values of where" in refusal(path, where={"split": "test"})
+    path = write(tmp_path / "b.parquet", {"image": IMAGES, "label": [*"abcdefghij"], "split": splits})
+    assert ParquetConfig(path=str(path), where={"split": "val"}).build().classnames == tuple("bdfhj")
+
+
 def test_labels_become_prompts(tmp_path: Path) -> None:
     columns = {"image": IMAGES, "label": [number % 2 for number in range(10)]}
     path = write(tmp_path / "a.parquet", columns)

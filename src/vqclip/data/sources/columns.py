@@ -17,6 +17,7 @@ import tokenize
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import AfterValidator, Field
@@ -263,8 +264,16 @@ class Columns(NamedTuple):
     captions: tuple[str, ...]
     """Empty: the prompts of the class are the captions."""
     label: str | None
+    wanted: Mapping[str, set[str]] = MappingProxyType({})
+    """Column → its values in the rows that are read."""
     classes: Classes | None = None
     """Classes that the label names."""
+
+    def wants(self, row: Mapping[str, Any] | DataError) -> bool:
+        """Return whether a row is read; one that cannot be used is a bad sample."""
+        if isinstance(row, DataError):
+            return True
+        return all(str(look_up(row, key)).strip() in values for key, values in self.wanted.items())
 
     def read(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[int], int]:
         """Return the captions in the rows of one image, the number of the column of each, and the class or -1.
@@ -299,6 +308,8 @@ class ColumnConfig(SourceConfigBase):
     empty: those in the table (a ClassLabel of Hugging Face), or the values of the label, sorted."""
     templates: Templates = (DEFAULT_TEMPLATE,)
     """Prompts with `{c}` for the class name, which are the captions where there are only classes."""
+    where: dict[str, str | int | tuple[str | int, ...]] = {}
+    """Values of columns of the rows to read, such as `{split: [train, restval]}`; other rows are left out."""
 
     @property
     def has_classes(self) -> bool | None:
@@ -383,7 +394,11 @@ def choose_columns(
     guessed += [f"label {label!r}"] if label is not None and given.label is None else []
     if guessed and (others := [name for name in names if name not in (image, label, *captions)]):
         notes.append(f"columns found by their names: {', '.join(guessed)} (others: {quote_names(others[:5])})")
-    return Columns(image, captions, label)
+    values = {
+        find_column(names, key, "where", path): {*map(str, each if isinstance(each, (tuple, list)) else [each])}
+        for key, each in given.where.items()
+    }
+    return Columns(image, captions, label, values)
 
 
 def guess_columns(names: Sequence[str], usual: Sequence[str]) -> list[str]:

@@ -182,8 +182,6 @@ class ListConfig(ColumnConfig, FileSourceConfig):
     images: Path | None = None
     """Folder that relative paths of images refer to. null: the folder of the file, or one beside it that has the first
     images."""
-    where: dict[str, str | int | tuple[str | int, ...]] = {}
-    """Values of columns of the rows to read, such as `{split: [train, restval]}`; other rows are left out."""
 
     @property
     def root(self) -> Path:
@@ -202,7 +200,7 @@ class ListConfig(ColumnConfig, FileSourceConfig):
         """Read the file; raises DataError for a missing column, or one without rows."""
         builder = TableBuilder()
         path, beside = builder.read_from(self.listing), self.images is None
-        return list_images(self.rows(path, builder.notes), self, builder, path, self.root, beside, self.where)
+        return list_images(self.rows(path, builder.notes), self, builder, path, self.root, beside)
 
 
 class FileSource:

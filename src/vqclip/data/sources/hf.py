@@ -54,7 +54,7 @@ class HfConfig(TableConfig):
     """Read from the hub while it is packed, without a copy of its files on this machine."""
 
     @property
-    def where(self) -> str:
+    def shown(self) -> str:
         """The data set, for messages."""
         return mask_credentials(" ".join(filter(None, (self.path, self.name, self.split))))
 
@@ -81,7 +81,7 @@ class HfConfig(TableConfig):
             return found
         from huggingface_hub import HfApi
 
-        with name_errors(f"{self.where}{_UNREADABLE}", "unreadable data set"):
+        with name_errors(f"{self.shown}{_UNREADABLE}", "unreadable data set"):
             try:
                 return {"revision": str(HfApi().dataset_info(self.path, revision=self.revision).sha)}
             except Exception as error:
@@ -173,7 +173,7 @@ def _load(config: HfConfig) -> Any:
             f"{folder}: was written by save_to_disk, which has no streaming, name or revision: leave them out"
         )
     try:
-        with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
+        with name_errors(f"{config.shown}{_UNREADABLE}", "unreadable data set"):
             if is_saved:
                 found = datasets.load_from_disk(str(folder), keep_in_memory=False)
             else:
@@ -194,7 +194,7 @@ def _load(config: HfConfig) -> Any:
         return found
     splits = ", ".join(map(repr, found))
     if config.split is None and len(found) != 1:
-        raise ConfigError(f"split: missing; expected one of those of {config.where}: {splits}")
+        raise ConfigError(f"split: missing; expected one of those of {config.shown}: {splits}")
     split = config.split or next(iter(found))
     if split not in found:
         raise ConfigError(f"split: got {split!r}; expected one of those of {config.path}: {splits}")
@@ -212,19 +212,19 @@ class HfStream(TableStream):
     def __init__(self, config: HfConfig, data: Any):
         self._streaming = config.streaming
         folder = expand_home(config.path).absolute()
-        with name_errors(f"{config.where}{_UNREADABLE}", "unreadable data set"):
+        with name_errors(f"{config.shown}{_UNREADABLE}", "unreadable data set"):
             self._data = data = data.with_format("arrow")  # images stay undecoded, whatever was saved
             schema = data.features.arrow_schema if data.features is not None else next(iter(data.iter(1))).schema
-            super().__init__(config, schema, config.where, folder if folder.is_dir() else Path.cwd())
+            super().__init__(config, schema, config.shown, folder if folder.is_dir() else Path.cwd())
             if self._streaming:  # a piece for each of its files
-                self.pieces = [Piece(config.where, 0)] * data.num_shards
+                self.pieces = [Piece(config.shown, 0)] * data.num_shards
                 self.ranges = [range(1 << 62)] * data.num_shards
             else:
                 table = data.select_columns(self.stored).data.table
                 table.validate(full=True)  # otherwise reading could leave the file
                 size, rows = table.nbytes // max(len(data), 1), range(len(data))
                 self.ranges = [rows[first : first + _PIECE_ROWS] for first in rows[::_PIECE_ROWS]]
-                self.pieces = [Piece(config.where, size * len(each)) for each in self.ranges]
+                self.pieces = [Piece(config.shown, size * len(each)) for each in self.ranges]
         self.find_classes(read_once=self._streaming)
 
     def rows(self, piece: int, start: int, columns: Sequence[str]) -> Iterator[Row]:

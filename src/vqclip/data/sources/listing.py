@@ -30,9 +30,8 @@ from vqclip.data.sources.columns import (
     ColumnConfig,
     Row,
     choose_columns,
-    find_column,
     guess_columns,
-    look_up,
+    is_split,
     path_in,
 )
 from vqclip.data.table_file import Texts
@@ -189,7 +188,6 @@ def list_images(
     path: Path,
     root: Path,
     look_beside: bool = False,
-    where: Mapping[str, Any] = MappingProxyType({}),
 ) -> FileTable:
     """Make a table of image files of the rows of a table.
 
@@ -200,7 +198,6 @@ def list_images(
         path: the table, for messages.
         root: folder that relative paths refer to.
         look_beside: if the first images are not there, look for a folder beside the table that has them.
-        where: column → one value or several; other rows are left out.
 
     Raises:
         DataError: a column is missing, or there are no rows; a row that cannot be used becomes a bad sample.
@@ -219,18 +216,17 @@ def list_images(
     spell = _Spelling.find([path_in(row, chosen.image) for row in usable], root, look_beside, builder)
     classes = Classes.read(given.classnames, path, builder.read_from) if chosen.label else None
     chosen = chosen._replace(classes=classes)
-    wanted = {
-        find_column(names, key, "where", path): {*map(str, each if isinstance(each, (tuple, list)) else [each])}
-        for key, each in where.items()
-    }
     splits = Counter[str]()
-    split = next((name for name in names if name.strip().lower() == "split" and name not in wanted), None)
+    others = [name for name in names if name not in (chosen.image, chosen.label, *chosen.captions, *chosen.wanted)]
+    split = next((name for name in others if name.strip().lower() == "split"), None) or next(
+        (name for name in others if all(is_split(str(row.get(name))) for row in usable)), None
+    )
     left_out = 0
     for number, row in itertools.chain(first, rows):
         if isinstance(row, DataError):
             builder.add(Listed("", number, PROBLEM, [str(row)[:_MAX_PROBLEM]]))
             continue
-        if any(str(look_up(row, key)).strip() not in each for key, each in wanted.items()):
+        if not chosen.wants(row):
             left_out += 1
             continue
         if split is not None and len(splits) < _MAX_SPLITS:

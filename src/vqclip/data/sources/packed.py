@@ -401,7 +401,7 @@ class PackedSource(TarSource):
         if total["unusable"]:
             self.notes += (f"{total['unusable']:,} of {len(self):,} samples cannot be used",)
         if not len(self):
-            raise DataError(f"{', '.join(self._pieces[:3])}: has no rows with images")
+            raise DataError(f"{', '.join(self._pieces[:3])}: has no rows with images, or with the values of where")
         if total["unusable"] == len(self):
             self.read(0)  # names what is wrong with all of them
 

@@ -66,6 +66,8 @@ class TableConfig(ColumnConfig, PackedConfig):
     def settings(self) -> dict[str, Any]:
         """Return the settings that decide samples, with the time of a file of class names."""
         found = self.model_dump(mode="json", exclude={"weight", "remote", "templates"})
+        if not self.where:
+            del found["where"]
         if self.caption_weights:
             found["captions"] = dict.fromkeys(found["captions"])  # the weights do not change what is packed
         return {**found, "names": stamp([self.classnames]) if isinstance(self.classnames, Path) else None}
@@ -164,10 +166,12 @@ class TableStream(ABC):
         self._config, self._name, self._folder, self._schema = config, name, folder, schema
         notes: list[str] = []
         self.columns = config.columns(schema, name, notes)
-        chosen = filter(None, (self.columns.image, *self.columns.captions, self.columns.label))
+        chosen = filter(None, (self.columns.image, *self.columns.captions, self.columns.label, *self.columns.wanted))
         self.stored = list(dict.fromkeys(map(self._stored_name, chosen)))
         """Columns that are read, each once; of a key in a structure, the structure."""
         self.has_prompts = not self.columns.captions
+        if split := next((name for name in schema.names if name.lower() == "split" and name not in self.stored), None):
+            notes.append(f"rows of all values of column {split!r} are read; where: {{{split}: train}} reads some")
         self.notes: tuple[str, ...] = tuple(notes)
 
     def __str__(self) -> str:
@@ -240,7 +244,8 @@ class TableStream(ABC):
         assert classes is not None
         assert label is not None
         for piece in range(len(self.pieces)):
-            for _, row in self.rows_of(piece, [self._stored_name(label)]):
+            chosen = dict.fromkeys(map(self._stored_name, (label, *self.columns.wanted)))
+            for _, row in filter(self._is_wanted, self.rows_of(piece, [*chosen])):
                 count += 1
                 with contextlib.suppress(DataError):  # it is a bad sample when it is read
                     classes.number("" if isinstance(row, DataError) else plain_text(look_up(row, label)))
@@ -253,7 +258,7 @@ class TableStream(ABC):
         A group belongs to the piece in which its first row is.
         """
         wanted = self.ranges[piece]
-        rows = self.rows(piece, max(wanted.start - 1, 0), self.stored)
+        rows = filter(self._is_wanted, self.rows(piece, max(wanted.start - 1, 0), self.stored))
         for _, same in itertools.groupby(rows, self._key_of):
             number, row = next(same)
             if number >= wanted.stop:
@@ -265,6 +270,9 @@ class TableStream(ABC):
                     if isinstance(each, Mapping)
                 )
                 yield _Group(number, [row, *captions])  # one image in memory
+
+    def _is_wanted(self, numbered: Row) -> bool:
+        return self.columns.wants(numbered[1])
 
     def _key_of(self, numbered: Row) -> object:
         """Return what neighbouring rows of one sample have in common; of a row that stays alone, its number."""
