@@ -330,6 +330,6 @@ def _code_counts(stats: Mapping[str, Stats]) -> Iterator[tuple[str, str, str]]:
     """Yield modality, and the names of code counts over the global batch and of the number of their tokens."""
     for modality, each in stats.items():
         for name in each:
-            *places, last = name.split("/")
-            if last == "codes" and "own" not in places:
-                yield modality, name, "/".join([*places, "tokens"])
+            place, slash, last = name.rpartition("/")
+            if last == "codes":
+                yield modality, name, f"{place}{slash}tokens"
