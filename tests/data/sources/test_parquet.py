@@ -295,6 +295,7 @@ def test_a_row_for_each_caption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 )
 def test_captions_however_they_are_stored(tmp_path: Path, values: object, expected: list[str]) -> None:
     source = ParquetConfig(path=str(write(tmp_path / "a.parquet", {"IMG": IMAGES, " Caption": values}))).build()
+    assert "others: ' Caption." not in "".join(source.notes)  # a part of what is read
     found = []
     for index in range(10):
         with contextlib.suppress(DataError):

@@ -392,7 +392,8 @@ def choose_columns(
     guessed = [f"image {image!r}"] if given.image is None and image != "filepath" else []
     guessed += [f"captions {each!r}" for each in captions if given.captions is None and each != "title"]
     guessed += [f"label {label!r}"] if label is not None and given.label is None else []
-    if guessed and (others := [name for name in names if name not in (image, label, *captions)]):
+    read = tuple(f"{each}." for each in (image, label, *captions))
+    if guessed and (others := [name for name in names if not f"{name}.".startswith(read)]):
         notes.append(f"columns found by their names: {', '.join(guessed)} (others: {quote_names(others[:5])})")
     values = {
         find_column(names, key, "where", path): {*map(str, each if isinstance(each, (tuple, list)) else [each])}

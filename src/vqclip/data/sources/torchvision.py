@@ -78,6 +78,11 @@ def _find_class(config: TorchvisionConfig) -> type:
     found = {name: getattr(datasets, name) for name in datasets.__all__ if name not in _REFUSED}
     found = {name: each for name, each in found.items() if isinstance(each, type) and hasattr(each, "__getitem__")}
     names = [name for name, each in found.items() if issubclass(each, torch.utils.data.Dataset)]
+    if config.name in _REFUSED:
+        raise ConfigError(
+            f"name: got {config.name!r}, whose Python pickle nothing is compared with; expected its images as files, "
+            "such as kind: folder"
+        )
     if config.name not in names:
         close = did_you_mean(difflib.get_close_matches(config.name[:80], names, n=1))
         raise ConfigError(f"name: got {config.name!r}; expected a data set of torchvision: {', '.join(names)}{close}")
