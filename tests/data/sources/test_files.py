@@ -82,7 +82,11 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
         ("image,cls\na.jpg,1\nb.jpg,2\n", ["classnames=[c,d]"], "classes have the numbers 1 to 2; expected 0 to 1"),
         ("file,title\na.jpg,x\n", ["image=files"], "no column 'files'; its columns: 'file', 'title'; did you"),
         ("filepath,title\na.jpg,x,y\n", [], "none of the first 1 rows can be used; row 2: 3 columns"),
-        ("a.jpg,x,y\nb.jpg,x,y\n", [], "seems to have no header, since its first row is 'a.jpg', 'x', 'y'; name"),
+        (
+            "a.jpg,x,y\nb.jpg,x,y\n",
+            [],
+            "seems to have no header, since its first row is 'a.jpg', 'x', 'y'; name its 3 columns",
+        ),
         ("image,caption\ne.jpg,x\n", [], "images of the table are in "),
         ("filepath,title\nnone.jpg,x\n", [], "none of the 1 images can be read; the first: "),
         ("filepath,title\na.jpg,x\n", ["where={split: train}"], "where: no column 'split'"),
@@ -179,6 +183,7 @@ PEOPLE = [
     ("t.csv", ROWS.replace("b.jpg", "sub%2Fb.jpg"), "", X | {"sub/b.jpg": ("y",)}, ""),
     ("t.csv", ROWS.replace(".jpg", ""), "", XY, ""),
     ("t.json", [{"image_id": 139, "caption": "x"}], "", {"000000000139.jpg": ("x",)}, ""),
+    ("t.jsonlines", '{"image_id": "big", "caption": "x"}\n', "", {"big.JPEG": ("x",)}, ""),
     ("t.csv", "image,caption\nd.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
     ("above/t.csv", "image,caption\nd.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
     ("above/t.csv", "image,caption\nsub/d.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
@@ -220,7 +225,7 @@ PEOPLE = [
 )
 def test_tables_as_people_have_them(folder, name, content, overrides, expected, note):
     text = content if isinstance(content, (str, bytes)) else json.dumps(content)
-    for path in ("sub/b.jpg", "sub/d.jpg", "000000000139.jpg", "deep/0/in/e.jpg", "deep/1/f.jpg", name):
+    for path in ("sub/b.jpg", "sub/d.jpg", "000000000139.jpg", "deep/0/in/e.jpg", "deep/1/f.jpg", "big.JPEG", name):
         (folder / path).parent.mkdir(exist_ok=True, parents=True)
         (folder / path).write_bytes((folder / "b.jpg").read_bytes())
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -130,7 +130,8 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("Images/0.jpg captions.txt=file_name,text\\n0.jpg,captions.txt", [], ["captions.txt", "images found in"]),
         ("pics/0.jpg t.csv=name,title\\n0.jpg,t.csv", [], ["t.csv", "images found in"]),
         ('pics/0.jpg package.json={"name":"x","version":"1"}', [], "package.json: names no image of .*; expected"),
-        ("pics/0.jpg t.csv u.csv", [], "with images, pics, which .* named as the path: .*t.csv; or set"),
+        ("pics/0.jpg t.csv u.csv", [], "with images, pics, which .* named as the path: .*t.csv, .*u.csv; or set"),
+        ("0.jpg 0.jpg.json=[] 1.png", [], "2 images without captions; .*; captions in the .json beside them"),
         (
             "pics/0.jpg pics/1.jpg t.csv=name,title,split\\n0.jpg,x,val\\n1.jpg,y,train",
             [],

@@ -44,6 +44,9 @@ def test_a_kind_that_is_not_plain(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "zip").mkdir()
     (tmp_path / "zip" / "images.zip").touch()
+    (tmp_path / "sheets").mkdir()
+    for name in ("a.xlsx", "b.csv"):
+        (tmp_path / "sheets" / name).touch()
     for name in ("0.tar", "a.png", "a.txt"):
         (tmp_path / "both" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "both" / name).touch()
@@ -53,11 +56,13 @@ def test_a_kind_that_is_not_plain(tmp_path: Path) -> None:
         (tmp_path / "none", "no such file or folder"),
         ("images/*.jpg", "an image, or a pattern of images; expected their folder"),
         (tmp_path / "zip", "images.zip: an archive of a kind that is not read; unpack it"),
+        (tmp_path / "sheets", "tables; one of them is the path: .*/sheets/b.csv"),
+        (tmp_path / "sheets" / "a.xlsx", "a.xlsx: a spreadsheet, which is not read; save it as CSV"),
         (tmp_path / "zip" / "images.zip", "an archive of a kind that is not read; unpack it, and name the folder"),
         (
             tmp_path,
-            r"its kind is not plain from its contents \(both/, empty/, notes.doc, zip/\); name it, kind: one of shards"
-            r", .*; or name the path of one with tars or Parquet in it: both",
+            r"its kind is not plain from its contents \(both/, empty/, notes.doc, sheets/, zip/\); name it, kind: one "
+            r"of shards, .*; or name the path of one with tars or Parquet in it: both",
         ),
         (tmp_path / "notes.doc", "not plain from its name; .*plain are folders, and names that end in .tar"),
         ("s3://bucket/data.bin", "its kind is not plain from its name"),

@@ -208,9 +208,11 @@ class FolderConfig(FileSourceConfig):
             name = path.lower()
             return "caption" not in name, folder.name.lower() not in name, "train" not in name, path
 
-        table = min(tables, key=likely, default="")
-        named = os.path.normpath(folder / table)
+        tables.sort(key=likely)
+        table, named = tables[0] if tables else "", ", ".join(os.path.normpath(folder / each) for each in tables[:3])
         hint = f"; a table with their captions is named as the path: {named}" if tables else ""
+        if _count_beside(images, place, paths):
+            hint += "; captions in the .json beside them? Set captions: json and json_keys"
         if images and all("/" not in path for path in images):
             raise DataError(
                 f"{folder}: {len(images)} images without captions; expected a .txt of the same name beside each, one "

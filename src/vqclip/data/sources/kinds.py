@@ -54,14 +54,19 @@ _ENDINGS = {
     "shards": TAR_ENDINGS,
     "csv": (".csv", ".txt", ".token", ".csv.gz", ".txt.gz", ".token.gz"),
     "tsv": (".tsv", ".tab", ".tsv.gz", ".tab.gz"),
-    "json": (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".ndjson.gz"),
+    "json": (".json", ".jsonl", ".ndjson", ".jsonlines", ".json.gz", ".jsonl.gz", ".ndjson.gz"),
     "parquet": (".parquet",),
 }
 """Endings of names of files that are plainly of a kind."""
-_TABLES = (".csv", ".tsv", ".tab", ".json", ".jsonl", ".ndjson")
+_TABLES = (".csv", ".tsv", ".tab", ".json", ".jsonl", ".ndjson", ".jsonlines")
+_ARCHIVES = (".zip", ".rar", ".7z", ".bz2", ".tbz2", ".xz", ".txz", ".zst")
+_SHEETS = (".xlsx", ".xls", ".ods")
+_ARRAYS = (".pkl", ".pickle", ".npy", ".npz", ".h5", ".hdf5", ".mat", ".tfrecord", ".mdb", ".sqlite")
 _UNREAD = {
-    (".zip", ".rar", ".7z", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst"): "an archive of a kind that is not "
-    "read; unpack it, and name the folder",
+    _ARCHIVES: "an archive of a kind that is not read; unpack it, and name the folder",
+    _SHEETS: "a spreadsheet, which is not read; save it as CSV",
+    _ARRAYS: "a file of a kind that is not read; write its images to files, and a CSV or JSON file of their captions",
+    (".arrow",): "a file of datasets; expected the folder that save_to_disk has written",
     OTHER_ENDINGS: "an image that is not read; convert it to JPEG or PNG",
     IMAGE_ENDINGS: "an image, or a pattern of images; expected their folder, or a table of them",
 }
@@ -242,9 +247,10 @@ def _kinds_in(folder: Path) -> list[str]:
         raise DataError(f"{folder.absolute()}: the folder is empty; expected a data set")
     if not found:
         shown = ", ".join(name if name in files else f"{name}/" for name in names[:5])
-        for name in names:
-            _refuse_unread(name, folder.absolute() / name)
         tables = [name for name in names if name in files and name.lower().endswith(_TABLES)]
+        for name in names:
+            if not (tables and name.lower().endswith(_SHEETS)):
+                _refuse_unread(name, folder.absolute() / name)
         if tables:
             tables.sort(key=lambda name: ("caption" not in name.lower(), "train" not in name.lower(), name))
             raise DataError(f"{folder.absolute()}: tables; one of them is the path: {folder.absolute() / tables[0]}")

@@ -303,7 +303,7 @@ class _Spelling:
         endings = [("", 0)]
         if any(not path.lower().endswith(IMAGE_ENDINGS) for path in paths):
             digits = (0, 12) if any(path.isdigit() for path in paths) else (0,)
-            endings += [(ending, width) for width in digits for ending in (*IMAGE_ENDINGS, ".JPG", ".PNG")]
+            endings += [(ending, width) for width in digits for ending in (*IMAGE_ENDINGS, ".JPG", ".JPEG", ".PNG")]
 
         def best(
             folders: Iterable[str], files: Mapping[str, str] = MappingProxyType({})

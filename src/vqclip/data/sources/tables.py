@@ -36,7 +36,7 @@ _NUMBERED = re.compile(r"\S+ \d+\s*")
 _MAX_JSON = 2 << 30
 _NOT_UTF8 = re.compile("[\ud800-\udfff]")
 """Bytes that are not UTF-8, as `_open_text` reads them."""
-_LINES = (".jsonl", ".ndjson")
+_LINES = (".jsonl", ".ndjson", ".jsonlines")
 _ROWS = ("data", "rows", "samples", "items", "images", "annotations")
 """Keys of the list of rows beside other lists."""
 
@@ -135,7 +135,8 @@ def _name_columns(path: Path, cells: Sequence[str], notes: list[str]) -> list[st
         notes.append(f"no header: the first row is {shown}; columns: {names} are assumed, columns names others")
         return names
     raise DataError(
-        f"{path}: seems to have no header, since its first row is {shown}; name them, columns: [caption, image]"
+        f"{path}: seems to have no header, since its first row is {shown}; name its {len(cells)} "
+        "columns, such as columns: [caption, image]"
     )
 
 
