@@ -86,7 +86,7 @@ class TestFiles:
         from vqclip.search.index import Origin
 
         with pytest.raises(ValueError, match="expected an absolute path"):
-            Origin(pictures=path)
+            Origin(images=path)
         tokenizer, _ = self.saved(tmp_path / "index")
         CodeIndex.build(tokenizer, drawn(3), origin=Origin.model_construct(tokenizer=path)).save(tmp_path / "index")
         with pytest.raises(CheckpointError, match="origin.tokenizer: .*expected an absolute path"):

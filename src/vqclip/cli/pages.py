@@ -229,11 +229,11 @@ class Build(Command):
         tokenizer = loaded.to(dist.choose_device(self.device, "--device"))
         paths, keys = paths_and_overrides(self.data)
         source = open_images(paths, keys)
-        pictures = local_path(paths[0]) if len(paths) == 1 else None
+        images = local_path(paths[0]) if len(paths) == 1 else None
         home = local_path(self.tokenizer)
         if home is None and self.tokenizer in PACKAGED:
             home = str(find_folder(self.tokenizer))
-        origin = Origin(tokenizer=home, pictures=pictures, fingerprint=source.fingerprint)
+        origin = Origin(tokenizer=home, images=images, fingerprint=source.fingerprint)
         index = build_index(tokenizer, source, self.batch_size, self.bad_fraction, origin)
         index.save(self.out)
         floats = 4 * tokenizer.embed_dim
@@ -285,7 +285,7 @@ class Query(Command, words=("text",)):
         index = CodeIndex.load(self.index)
         if self.out is not None and not self.data:
             # An index from somebody else could name any local folder, whose images would get into a shared page.
-            former = index.origin.pictures or "images that are not on this machine"
+            former = index.origin.images or "images that are not on this machine"
             raise ConfigError(f"--data: missing, expected the images for --out; the index was built from {former}")
         folder = self.tokenizer or index.origin.tokenizer
         if folder is None:

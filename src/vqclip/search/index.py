@@ -32,7 +32,7 @@ INDEX_FILE = "index.json"
 CODES_FILE = "codes.safetensors"
 MOST_ITEMS = 2**31 - 1
 """Range of the int32 of `CodeIndex.row`."""
-_VERSIONS = {"format": "vqclip-index", "format_version": 4, "id_layout": ID_LAYOUT_VERSION}
+_VERSIONS = {"format": "vqclip-index", "format_version": 5, "id_layout": ID_LAYOUT_VERSION}
 
 
 _PACKED = 4096
@@ -135,7 +135,7 @@ class Origin(Config):
 
     tokenizer: LocalPath | None = None
     """The tokenizer folder; None if it was not a local folder."""
-    pictures: LocalPath | None = None
+    images: LocalPath | None = None
     """Path of the data; None for a URL, or several paths."""
     fingerprint: dict[str, Any] = {}
     """Fingerprint of the source: in another one the numbers of the items would mean other images."""

@@ -246,15 +246,15 @@ def find_hits(
     """
     scores, items = found.scores[0].tolist(), found.items[0].tolist()
     places = items if index.places is None else index.places[torch.tensor(items, dtype=torch.int64)].tolist()
-    pictures: dict[int, Tensor | None] = dict.fromkeys(places)  # captions may share an image
-    for place in pictures:
+    images: dict[int, Tensor | None] = dict.fromkeys(places)  # captions may share an image
+    for place in images:
         if source is None:
             break
         try:
-            pictures[place] = read_decoded(source, place, MAX_PIXELS)[1]
+            images[place] = read_decoded(source, place, MAX_PIXELS)[1]
         except StorageError:
             raise  # the storage failed, not the image
         except DataError as error:
             report_bad(error)
     rows = zip(scores, items, places, strict=True)
-    return [Hit(index.names[item], score, pictures[place]) for score, item, place in rows]
+    return [Hit(index.names[item], score, images[place]) for score, item, place in rows]
