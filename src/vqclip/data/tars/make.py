@@ -44,6 +44,7 @@ MOST_WITH_MEMBERS = 1 << 40
 _THREADS = 16
 """Parts that are read at a time."""
 _SHOWN, _COUNTED = 5, 40
+_HINT = "Or leave out shards that are missing or damaged: bad_shards: leave_out"
 _NONE = np.zeros((0, len(KINDS)), np.int64)
 _NOTHING = ShardScan(
     np.zeros(0, np.int64), np.zeros((0, DIGEST), np.uint8), SampleTable(Texts.join([]), _NONE, _NONE), False, {}
@@ -243,7 +244,7 @@ class IndexMaker:
         if part is None or not (fits and part.has_shards([facts.name], self.rules, [(facts.length, facts.tag)])):
             return self._make_part(number)
         if part.facts.damaged and not self.leave_out:
-            raise DataError(*part.facts.damaged.values())
+            raise DataError(f"{next(iter(part.facts.damaged.values()))}. {_HINT}")
         return part
 
     def _make_part(self, number: int) -> TarIndex:
@@ -264,9 +265,9 @@ class IndexMaker:
         except StorageError:
             raise
         except DataError as error:
-            scan, problem = _NOTHING, f"{error}. Or leave out shards that are missing or damaged: bad_shards: leave_out"
+            scan, problem = _NOTHING, str(error)
             if not self.leave_out:
-                raise DataError(problem) from None
+                raise DataError(f"{problem}. {_HINT}") from None
         part = self._parts.write(self._part_name(number), self._describe(facts, scan, problem))
         logger.info("indexed %s: %d samples", shard, len(scan.begins))
         return part
