@@ -118,6 +118,8 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("train/0.jpg train/metadata.csv test/0.jpg test/metadata.csv", [], PARTS),
         ("a/0.jpg a/metadata.jsonl b/0.jpg", [], PARTS),
         ("cars_train/0.jpg cars_test/0.jpg", [], PARTS + ".*/cars_train, .*/cars_test$"),
+        ("trainA/0.jpg trainB/0.jpg testA/0.jpg", [], PARTS),
+        ("train/0.jpg test/0.jpg train_masks/0.gif", [], PARTS),
         ("long_train/0.jpg old_train/0.jpg", [], ["long train", "old train"]),
         ("train_a/0.jpg test_b/0.jpg", [], ["test b", "train a"]),
         ("00000/0.jpg 00000/0.txt 00000.parquet 00000_stats.json", [], ["00000/0.txt"]),

@@ -31,7 +31,7 @@ def test_captions_from_json_and_lines(tmp_path: Path) -> None:
         f"{number}{ending}": data for number in range(2) for ending, data in ((".jpg", b""), (".txt", b"x\n\ny\n"))
     }
     path = write_tar(tmp_path / "c.tar", texts)
-    note = "the first 2 .txt have several lines, each read as one caption; txt_lines reads them apart"
+    note = "the first 2 .txt have several lines, read as one caption; captions: txt_lines divides them"
     assert CaptionShardsConfig(path=str(path)).build().notes == (note,)
     assert CaptionShardsConfig(path=str(path), captions="txt_lines").build().notes == ()
 

@@ -90,7 +90,7 @@ def describe_lines(texts: Iterable[bytes]) -> tuple[str, ...]:
     counts = [sum(map(bool, map(bytes.strip, text.replace(b"\0", b"").splitlines()))) for text in texts]  # of UTF-16
     if len(counts) < 2 or min(counts) < 2:
         return ()
-    return (f"the first {len(counts)} .txt have several lines, each read as one caption; txt_lines reads them apart",)
+    return (f"the first {len(counts)} .txt have several lines, read as one caption; captions: txt_lines divides them",)
 
 
 def decode_text(data: bytes, ending: str) -> str:
@@ -234,7 +234,7 @@ _OTHER = re.compile(
 )
 """Names that are similar to those of captions, of columns with other facts."""
 _SPLIT = re.compile(
-    r"(train(val|ing)?|restval|val(id|idation)?|test(ing)?|dev|eval|minival)[ _-]?(\d+|set|data|images)?"
+    r"(train(val|ing)?|restval|val(id|idation)?|test(ing)?|dev|eval|minival)([ _-]?(\d+|set|data|images)|[ab])?"
 )
 _READ = {
     "image": (("bytes", "image", "text", "texts"), "bytes, structs with bytes, or text"),
@@ -463,9 +463,10 @@ def plain_text(value: object) -> str:
 
 
 def are_splits(names: Sequence[str]) -> bool:
-    """Return whether all are called as parts, or several differ in this word alone: cars_train and cars_test."""
+    """Return whether all or several are called as parts, or differ in this word alone: cars_train and cars_test."""
     alone = {re.sub(rf"(?<![^ _.-])({_SPLIT.pattern})(?![^ _.-])", "*", name.lower()) for name in names}
-    return all(map(is_split, names)) or (len(alone) == 1 < len(names) and "*" in alone.pop())
+    count = sum(map(is_split, names))
+    return count > 1 or count == len(names) or (len(alone) == 1 < len(names) and "*" in alone.pop())
 
 
 def is_split(name: str) -> bool:

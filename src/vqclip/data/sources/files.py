@@ -359,7 +359,7 @@ def resolve_path(text: str, root: Path) -> str:
         DataError: the path is empty, a URL or an image, or leaves the folder.
     """
     if not text:
-        raise DataError("the path of the image is empty", "missing member")
+        raise DataError("the path of the image is empty, or of several", "missing member")
     if from_base64(text) is not None:
         raise DataError("an image in base64, which Parquet may have; expected the path of a file", "base64")
     if (path := local_path(text)) is None:
