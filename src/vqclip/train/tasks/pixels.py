@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
 from vqclip import dist
-from vqclip.config import Modality
+from vqclip.config import FREE, Modality
 from vqclip.data import Batch
 from vqclip.data.batch_maker import Tokenize
 from vqclip.data.features import TORCH_DTYPES
@@ -190,7 +190,7 @@ class PixelTrainConfig(TaskConfig):
 
     task: Literal["pixels"] = "pixels"
     """A pixel decoder, from the codes of a frozen tokenizer."""
-    tokenizer: str
+    tokenizer: Annotated[str, FREE]
     """Folder of the tokenizer, such as `runs/base/tokenizer`, or a hub name (owner/name). Nothing in it changes."""
     decoder: PixelDecoderConfig = ConvolutionalPixelsConfig()
     """From the vectors of the codes to pixels."""
