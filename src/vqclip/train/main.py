@@ -41,7 +41,7 @@ from vqclip.train.feature_cache import store_features
 from vqclip.train.guards import Guards
 from vqclip.train.job_checks import compare_machines, require_space
 from vqclip.train.loop import train
-from vqclip.train.optim import Schedule
+from vqclip.train.optim import Schedule, describe_groups
 from vqclip.train.resume import Resumed, load_model, resume
 from vqclip.train.run_store import RunMirror
 from vqclip.train.step import TrainStep
@@ -262,9 +262,11 @@ def build_data(config: TaskConfig, task: Task) -> TrainData:
 
 def build_step(config: TaskConfig, task: Task) -> TrainStep:
     """Make the training step of a task with the weights of the first step. A collective with several processes."""
+    optimizer = config.optim.build(task.model, task.discriminators)
+    logger.info("%s", describe_groups(optimizer))
     return TrainStep(
         task,
-        config.optim.build(task.model, task.discriminators),
+        optimizer,
         Schedule(config.optim, config.train.steps),
         config.train,
         config.optim.clip_grad_norm,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import logging
 import math
 import os
 import re
@@ -34,8 +33,6 @@ from vqclip.pixels.decoder import PixelDecoder
 from vqclip.towers.base import Tower
 from vqclip.towers.blocks import block_names, layers
 from vqclip.train.muon import Muon
-
-logger = logging.getLogger(__name__)
 
 # Devices whose fused AdamW kernel every torch that we support has.
 _FUSED_DEVICES = frozenset({"cpu", "cuda"})
@@ -166,9 +163,7 @@ class OptimConfig(Config):
         if discriminators is not None:
             named = nn.ModuleDict({"discriminators": discriminators})
             groups += parameter_groups(named, self.weight_decay, _ratios_of_modules(named))
-        described, several = [_describe(group) for group in groups], "\n  " if len(groups) > 4 else " "
         optimizer = self._create(groups)
-        logger.info("%s:%s", type(optimizer).__name__, several + f";{several}".join(described))
         set_lr(optimizer, self.lr)
         return optimizer
 
@@ -413,14 +408,17 @@ def _ratios_of_modules(model: nn.Module) -> dict[str, float]:
     }
 
 
+def describe_groups(optimizer: Optimizer) -> str:
+    """Return what an optimizer of `OptimConfig.build` trains, and how, for the log."""
+    described, several = map(_describe, optimizer.param_groups), "\n  " if len(optimizer.param_groups) > 4 else " "
+    return f"{type(optimizer).__name__}:{several}" + f";{several}".join(described)
+
+
 def _describe(group: dict[str, Any]) -> str:
-    names = [name for name, _ in group["params"]]
-    size = sum(parameter.numel() for _, parameter in group["params"])
+    names: list[str] = group["param_names"]
+    size = sum(parameter.numel() for parameter in group["params"])
     common = os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".")
     place = f", {common}{'.*' if len(names) > 1 else ''}" if common else ""
     ratio = "" if group["lr_ratio"] == 1 else f", learning rate × {group['lr_ratio']:g}"
     way = "" if group.get("muon", True) else " by AdamW"
-    return (
-        f"{len(group['params'])} tensors ({size:,} numbers){way} with weight decay {group['weight_decay']:g}"
-        f"{ratio}{place}"
-    )
+    return f"{len(names)} tensors ({size:,} numbers){way} with weight decay {group['weight_decay']:g}{ratio}{place}"
