@@ -701,6 +701,7 @@ def test_machines_with_other_data_are_refused(tmp_path, shards, ranks):
     where = [f"data.sources[0]: {tree['data']['sources'][0]['path']}: " for tree in trees]
     found = "rank 1 found other samples than rank 0"
     assert all(f"{each}{found}" in message for each, message in zip(where, told, strict=True))
+    assert all("delete `packed` and `index` in the cache" in " ".join(message.split()) for message in told)
 
 
 def test_too_few_samples_for_processes_or_microbatches_are_refused():

@@ -411,7 +411,7 @@ def _require_same_data(config: TaskConfig, fingerprint: dict[str, Any]) -> None:
             name = mask_credentials(str(getattr(source, "path", source.kind)))
             raise DataError(
                 f"data.sources[{number}]: {name}: rank {', '.join(others)} found other samples than rank 0; expected "
-                "the same files, byte for byte, on every machine. Update them; for files at URLs, delete `shards` and "
+                "the same files, byte for byte, on every machine. Update them; for files at URLs, delete `packed` and "
                 "`index` in the cache folder (VQCLIP_CACHE) of each machine"
             )
 
