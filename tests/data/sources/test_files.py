@@ -94,6 +94,9 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
         ("filepath,cls\na.jpg,3\n", ["label=cls"], "the classes are numbers without names (3), which prompts would"),
         ("filepath,cls\na.jpg,2\n", ["label=cls", "classnames=[a]"], "row 2: a.jpg: cls: class '2'; expected"),
         ("filepath,cls\na.jpg,a\na.jpg,b\n", ["label=cls", "classnames=[a,b,a]"], "class 'a': classnames has it more"),
+        ("filepath,label\na.jpg,0.25\nb.jpg,-1\n", [], "the classes are numbers without names (-1, 0.25), which"),
+        ("filepath,label\na.jpg,True\nb.jpg,False\n", [], "the classes are truth values without names (False, True)"),
+        ("filepath,caption_file\na.jpg,a.txt\n", [], "captions: no column has a usual name of captions or classes"),
         ("filepath,label\na.jpg,n99999999\n", [], "the classes are WordNet ids without names (n99999999)"),
         ("filepath,title\n/none/a.jpg,x\n", [], "No such file or directory. Is this a path of another machine?"),
         ("filepath,title\nC:\\none\\a.jpg,x\n", [], "Is this a path of another machine?"),
@@ -183,6 +186,14 @@ PEOPLE = [
     ("t.csv", ROWS.replace("b.jpg", "sub%2Fb.jpg"), "", X | {"sub/b.jpg": ("y",)}, ""),
     ("t.csv", ROWS.replace(".jpg", ""), "", XY, ""),
     ("t.json", [{"image_id": 139, "caption": "x"}], "", {"000000000139.jpg": ("x",)}, ""),
+    ("t.csv", "image_id,caption\n17,x\n", "", {"000017.jpg": ("x",)}, ""),
+    (
+        "t.csv",
+        "image,label\na.jpg,cat\nb.jpg,nan\n",
+        "",
+        {"a.jpg": 0, "bad": "row 3: b.jpg: label: the class is empty"},
+        "one",
+    ),
     ("t.jsonlines", '{"image_id": "big", "caption": "x"}\n', "", {"big.JPEG": ("x",)}, ""),
     ("t.csv", "image,caption\nd.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
     ("above/t.csv", "image,caption\nd.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
@@ -225,7 +236,16 @@ PEOPLE = [
 )
 def test_tables_as_people_have_them(folder, name, content, overrides, expected, note):
     text = content if isinstance(content, (str, bytes)) else json.dumps(content)
-    for path in ("sub/b.jpg", "sub/d.jpg", "000000000139.jpg", "deep/0/in/e.jpg", "deep/1/f.jpg", "big.JPEG", name):
+    for path in (
+        "sub/b.jpg",
+        "sub/d.jpg",
+        "000000000139.jpg",
+        "deep/0/in/e.jpg",
+        "deep/1/f.jpg",
+        "big.JPEG",
+        "000017.jpg",
+        name,
+    ):
         (folder / path).parent.mkdir(exist_ok=True, parents=True)
         (folder / path).write_bytes((folder / "b.jpg").read_bytes())
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -264,6 +284,16 @@ def test_images_that_come_later_are_found_in_their_folder(folder: Path) -> None:
         table(folder, "image,caption\nnew.jpg,x\n")
     (folder / "later" / "new.jpg").write_bytes(encode(pixels(5)))
     assert parse_source(folder / "t.csv").build().read(0).captions == ("x",)
+
+
+def test_images_of_another_data_set_beside_are_not_read(folder: Path) -> None:
+    for name in ("mine/pics/a1.jpg", "other/1.jpg"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_bytes((folder / "a.jpg").read_bytes())
+    with pytest.raises(DataError, match=r"row 2: 1: cannot be read: No such file .* images names another folder"):
+        table(folder, "id,caption\n1,x\n", "mine/t.csv")
+    (folder / "mine" / "pics" / "a1.jpg").unlink()
+    assert table(folder, "id,caption\n1,x\n", "mine/t.csv").notes[-1].startswith(f"images found in {folder}/other;")
 
 
 def test_a_file_that_comes_later_is_found_at_the_next_start(folder: Path) -> None:

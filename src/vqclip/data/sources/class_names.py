@@ -120,7 +120,7 @@ class Classes:
             DataError: it is empty, or not among the given names.
             ConfigError: it is given more than once.
         """
-        if not value and "" not in self._numbers:
+        if value in ("", "nan", "NaN") and value not in self._numbers:  # as pandas writes what is missing
             raise DataError("the class is empty", "class number")
         if value in self._twice:
             raise ConfigError(
@@ -188,7 +188,11 @@ def name_ids(names: Sequence[str]) -> tuple[tuple[str, ...], str]:
     Returns:
         The names, and a note if they were ids, otherwise "".
     """
-    for kind, pattern in (("WordNet ids", r"n\d{8}"), ("numbers", r"[0-9]+")):
+    for kind, pattern in (
+        ("WordNet ids", r"n\d{8}"),
+        ("numbers", r"-?[0-9]+([-_. ][0-9]+)*"),
+        ("truth values", "(?i:true|false)"),
+    ):
         if names and all(re.fullmatch(pattern, name) for name in names):
             ids = ", ".join(names[:3])
             if kind == "WordNet ids" and (known := _name_synsets(names)):

@@ -229,7 +229,8 @@ _LABEL_COLUMNS = (
 _NUMBERED = re.compile(r"(caption|text|sentence|comment|title)s?[ _]?\d+")
 _SIMILAR = re.compile(r".*caption.*|texts?[ _.-].+")
 _OTHER = re.compile(
-    r"(.*[ _.-])?(ids?|url|lang|language|len|length|num|n|count|number|score|similarity|tokens|source|model|type|color)"
+    r"(.*[ _.-])?(ids?|url|lang|language|len|length|num|n|count|number|score|similarity|tokens|source|model|type|color"
+    r"|path|file|filename|hash|embeddings?)"
     r"([ _.-].*)?"
 )
 """Names that are similar to those of captions, of columns with other facts."""

@@ -277,7 +277,7 @@ class _Spelling:
     ending: str = ""
     """Ending of those without one."""
     digits: int = 0
-    """Width of numbers, such as COCO's ids: 139 is 000000000139.jpg."""
+    """Width of numbers that have lost their zeros, such as COCO's ids: 139 is 000000000139.jpg."""
     slashes: bool = False
     """Replace backslashes, as Windows has them."""
     quoted: bool = False
@@ -302,7 +302,7 @@ class _Spelling:
         quoted = any("%" in path for path in paths)
         endings = [("", 0)]
         if any(not path.lower().endswith(IMAGE_ENDINGS) for path in paths):
-            digits = (0, 12) if any(path.isdigit() for path in paths) else (0,)
+            digits = (0, 4, 5, 6, 12) if any(path.isdigit() for path in paths) else (0,)
             endings += [(ending, width) for width in digits for ending in (*IMAGE_ENDINGS, ".JPG", ".JPEG", ".PNG")]
 
         def best(
@@ -337,6 +337,8 @@ class _Spelling:
                         note + (f"; names of several files are not read: {left_out}" if left_out else "")
                     )
                     return by_name[0]
+                if not found and len(files) + left_out >= len(paths):
+                    break  # the images are here, under other names; those of another data set may have these names
             places = [str(root / each) for each in dict.fromkeys(way.folder for way in found)]
             if len(places) > 1:
                 raise DataError(
