@@ -23,6 +23,8 @@ TEMPLATES = "zeroshot_classification_templates.txt"
 _MAX_BYTES = 4 << 20
 MAX_LINE = 1000
 """Limits of the two files; ImageNet's class names take 15 kB, at most 120 characters each."""
+_SOME, _MANY = 10, 1000
+"""With a class for every second row and more classes than this, texts may be no classes, or are none."""
 DEFAULT_TEMPLATE = "a photo of a {c}"
 """Prompt of data with classes and without prompts."""
 
@@ -141,11 +143,12 @@ class Classes:
             "class number",
         )
 
-    def sort(self) -> dict[int, int]:
+    def sort(self, rows: int) -> dict[int, int]:
         """Sort the names, unless they are given; return the new number of each class that has another one.
 
         Raises:
             DataError: the names that were found are ids.
+            ConfigError: nearly every row has its own class.
         """
         if self.names:
             count = len(self.names)
@@ -157,6 +160,11 @@ class Classes:
         self.names, self._note = name_ids(found)
         if self._note and self.names == tuple(found):
             raise DataError(f"{self._path}: classnames: missing: {self._note}")
+        if len(found) > max(_SOME, rows // 2):
+            what = f"label: {len(found)} classes in {rows} rows; if they are captions, set captions to this column"
+            if len(found) > _MANY:
+                raise ConfigError(f"{self._path}: {what}, otherwise classnames")
+            self._note = self._note or what
         self._numbers = {name: number for number, name in enumerate(found)}
         return {former[name]: number for name, number in self._numbers.items()}
 

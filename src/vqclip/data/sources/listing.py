@@ -248,7 +248,7 @@ def list_images(
         builder.notes.append(f"column {split!r} has {found}; all are read; where: {{{split}: {some}}} reads some")
     if classes is None:
         return builder.finish()
-    places = classes.sort()
+    places = classes.sort(len(builder))
     builder.notes += () if chosen.captions else classes.describe()
     return builder.finish(classes.names, () if chosen.captions else given.templates, places)
 

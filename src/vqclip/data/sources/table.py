@@ -46,8 +46,6 @@ _IMAGES = ("image", "img", "jpg", "jpeg", "png", "webp", "picture", "photo", "im
 _BASE64_COLUMNS = ("image_base64", "base64", "b64", "image_bytes", "image_data", "bytes")
 _URLS = ("url", "image_url")
 _HTML = re.compile(rb"\s*<(!doctype\s+html|html)\b", re.IGNORECASE)
-_MANY_CLASSES = 1000
-"""With more classes than this, and a class for every second row, a column of texts is not one of classes."""
 BATCH, _LABELS = 16, 4096
 """Rows that are decoded at a time, a few, since an image may have 64 MiB; and those of a column without images."""
 _THREADS, _AHEAD = 16, 64
@@ -228,18 +226,14 @@ class TableStream(ABC):
         self._unchecked = bool(classes.names) and not read_once
         if read_once and not classes.names:
             raise ConfigError(f"{self}: classnames: missing; streaming does not find those in column {label!r}")
-        count = 0 if classes.names else self._read_labels()
+        if not classes.names:
+            self._read_labels()
         self.classnames = classes.names
-        if not given and len(self.classnames) > max(_MANY_CLASSES, count // 2):
-            raise ConfigError(
-                f"{self}: label: column {label!r} has {len(self.classnames)} texts in {count} rows; set captions to "
-                "it, or classnames"
-            )
         if self.has_prompts:
             self.notes += classes.describe()
 
-    def _read_labels(self) -> int:
-        """Read the label of every row to find the classes, or to check the numbers of given ones; return the rows."""
+    def _read_labels(self) -> None:
+        """Read the label of every row to find the classes, or to check the numbers of given ones."""
         classes, label, count = self.columns.classes, self.columns.label, 0
         assert classes is not None
         assert label is not None
@@ -249,8 +243,7 @@ class TableStream(ABC):
                 count += 1
                 with contextlib.suppress(DataError):  # it is a bad sample when it is read
                     classes.number("" if isinstance(row, DataError) else plain_text(look_up(row, label)))
-        classes.sort()
-        return count
+        classes.sort(count)
 
     def group(self, piece: int) -> Iterator[_Group]:
         """Yield the rows of a piece, those of one image and label together if they have captions.

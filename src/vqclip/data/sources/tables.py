@@ -134,10 +134,10 @@ def _name_columns(path: Path, cells: Sequence[str], notes: list[str]) -> list[st
         names = ["image", other] if image == 0 else [other, "image"]
         notes.append(f"no header: the first row is {shown}; columns: {names} are assumed, columns names others")
         return names
-    raise DataError(
-        f"{path}: seems to have no header, since its first row is {shown}; name its {len(cells)} "
-        "columns, such as columns: [caption, image]"
-    )
+    what = "it has one column, or separator names the character between several"
+    if len(cells) > 1:
+        what = f"name its {len(cells)} columns, such as columns: [caption, image]"
+    raise DataError(f"{path}: seems to have no header, since its first row is {shown}; {what}")
 
 
 def _is_image(cell: str) -> bool:
