@@ -69,6 +69,13 @@ def test_what_does_not_fit_is_named_with_a_remedy(cache_gib: float, words: str) 
     assert words in advice
 
 
+def test_a_window_of_all_data_is_lowered_below_them() -> None:
+    data = DataCounts(2594, 3, 18_575_360)
+    (advice,) = make_plan([data], cache_gib=0.01)["advice"]
+    assert "or lower data.order.window to 4, or" in advice
+    assert make_plan([data], WindowedOrder(window=4), cache_gib=0.01)["advice"][0].startswith("choose")
+
+
 def test_sizes_come_from_the_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = caption_shards(tmp_path / "shards", counts=(5, 3, 8))
     assert main([str(folder)]) == 1

@@ -80,6 +80,7 @@ def make_plan(
         ConfigError: a chunk of the order is no multiple of the index's.
     """
     limit, index, window = cache_gib * 2**30 * FILLED, 0, (order or WindowedOrder()).window
+    cached = list[Windows]()
     remote = [each for each in data if each.at_urls]
     remote_bytes = sum(each.bytes for each in remote)
     full, windowed = ({"cache_bytes": 0.0, "epoch_bytes": 0.0, "epoch_requests": 0.0} for _ in range(2))
@@ -101,6 +102,7 @@ def make_plan(
         full["epoch_requests"] += times * requests
 
         windows = Windows(each.samples, chunk, window, 0)
+        cached += [] if has_members else [windows]
         # Lanes are dealt to machines in equal parts; a lane that two of them share is fetched by both.
         lanes = min(windows.lanes, math.ceil(windows.lanes / machines) + (windows.lanes % machines > 0))
         shared = (machines - math.gcd(machines, windows.lanes)) / windows.lanes
@@ -118,7 +120,9 @@ def make_plan(
             f"{fetched:,.1f} times an epoch"
         )
     elif full["cache_bytes"] > limit:
-        lower = f"lower data.order.window to {window / times:,.0f}, or " if window > times else ""
+        largest = max(cached, key=lambda each: each.chunks / each.windows)
+        fitting = largest.chunks // math.ceil(largest.windows * times)
+        lower = f"lower data.order.window to {fitting:,}, or " if fitting else ""
         advice.append(
             f"neither order fits the cache: raise remote.cache_gib to {cache_gib * times:,.3g} for two windows, or "
             f"{lower}use more machines"
