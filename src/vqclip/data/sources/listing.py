@@ -218,9 +218,8 @@ def list_images(
     chosen = chosen._replace(classes=classes)
     splits = Counter[str]()
     others = [name for name in names if name not in (chosen.image, chosen.label, *chosen.captions, *chosen.wanted)]
-    split = next((name for name in others if name.strip().lower() == "split"), None) or next(
-        (name for name in others if all(is_split(str(row.get(name))) for row in usable)), None
-    )
+    are_words = {name: all(is_split(str(row.get(name))) for row in usable) for name in others}
+    split = next((name for name in others if name.strip().lower() == "split" or are_words[name]), None)
     left_out = 0
     for number, row in itertools.chain(first, rows):
         if isinstance(row, DataError):
