@@ -37,7 +37,7 @@ def test_captions_from_json_and_lines(tmp_path: Path) -> None:
 
 
 def test_splits_beside_each_other_are_noted(tmp_path: Path) -> None:
-    for number, name in enumerate(("cc3m-train-0000", "cc3m-train-0001", "cc3m-validation-0000")):
+    for number, name in enumerate(("cc3m-train-0000", "cc3m-train-0001", "cc3m-validation-0000", "more")):
         write_tar(tmp_path / f"{name}.tar", caption_members(number, 1))
     splits = "files of splits train (2), validation (1) are read together"
     assert CaptionShardsConfig(path=str(tmp_path)).build().notes == (

@@ -61,10 +61,10 @@ def find_shards(
 
 
 def describe_splits(files: Sequence[Shard]) -> tuple[str, ...]:
-    """Return a note if the names of the files tell several splits, such as train-00000-of-00002.parquet."""
-    words = (next(filter(is_split, re.split(r"[-_.]", file.name)), "") for file in files)
-    splits = Counter(words)
-    if "" in splits or len(splits) < 2:
+    """Return a note if names of the files tell several splits, such as train-00000-of-00002.parquet."""
+    words = (next(filter(is_split, re.split(r"[-_.]", file.name)), None) for file in files)
+    splits = Counter(filter(None, words))
+    if len(splits) < 2:
         return ()
     shown = ", ".join(f"{split} ({count})" for split, count in sorted(splits.items()))
     one = next((name for name in ("train", "training") if name in splits), min(splits))
