@@ -308,7 +308,7 @@ class ColumnConfig(SourceConfigBase):
     """Names of the classes in the order of their numbers, or a file with one a line, or `folder name` a line, or JSON;
     empty: those in the table (a ClassLabel of Hugging Face), or the values of the label, sorted."""
     templates: Templates = (DEFAULT_TEMPLATE,)
-    """Prompts with `{c}` for the class name, which are the captions where there are only classes."""
+    """Prompts with `{c}` for the class name, its "_" as blanks; the captions where there are only classes."""
     where: dict[str, str | int | tuple[str | int, ...]] = {}
     """Values of columns of the rows to read, such as `{split: [train, restval]}`; other rows are left out."""
 

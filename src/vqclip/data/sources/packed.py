@@ -108,7 +108,7 @@ class PackedConfig(SourceConfigBase):
     """Configuration of a source that is read forward; a kind implements `find`."""
 
     templates: Templates = (DEFAULT_TEMPLATE,)
-    """Prompts with `{c}` for the class name; used if the data have labels and no captions."""
+    """Prompts with `{c}` for the class name, its "_" as blanks; used if the data have labels and no captions."""
 
     def find(self, known: Mapping[str, Any] | None = None) -> Packable:
         """Find the data.
