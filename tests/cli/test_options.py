@@ -102,6 +102,9 @@ def test_help_names_the_command_as_it_is_typed_and_describes_each_option(name, c
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: vqclip {name} [-h]")
     assert "python -m" not in shown
+    assert ("{continuous,quantized,codes_only} [CHOICE ...]" in shown) == (
+        name in ("evaluate mteb", "clip-benchmark eval")
+    )
 
 
 @pytest.mark.parametrize(("command", "schema"), [(Tokenize, TokenizeOptions), (Reconstruct, ImagesConfig)])

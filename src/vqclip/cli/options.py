@@ -218,7 +218,8 @@ def make_parser(name: str, command: type[Command], listing: str = "") -> Parser:
             settings |= {"nargs": "+", "action": "append" if get_origin(kind) is tuple else "extend"}
         choices = [choice for each in members(kind) for choice in get_args(each) if get_origin(each) is Literal]
         is_number = not {str, Path} & {*members(kind)} and get_origin(kind) is not tuple
-        settings["metavar"] = "{" + ",".join(choices) + "}" if choices and not is_list else "N" if is_number else "TEXT"
+        shown = "{" + ",".join(choices) + "}" if choices else "N" if is_number else "TEXT"
+        settings["metavar"] = (shown, "CHOICE") if choices and is_list else shown
         parser.add_argument(*flags, **settings)
     if rows or not command.takes_others:  # otherwise a word is the value of an option that is passed on
         explained = "; ".join(f"{word}: {text}" for word, text in rows.items()) or "another spelling of an option"
