@@ -220,6 +220,14 @@ def test_folders_as_people_have_them(tmp_path, files, overrides, expected):
         assert note in "\n".join(source.notes)
 
 
+def test_captions_beside_the_folder_that_is_named_are_pointed_at(tmp_path):
+    for name in ("images/0.jpg", "captions/0.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=f"Name the folder of both: {tmp_path}$"):
+        parse_source(tmp_path / "images").build()
+
+
 def test_two_folders_of_one_name_are_refused(tmp_path):
     image_folder(tmp_path)
     (tmp_path / "dark_red").rename(tmp_path / "dark green")

@@ -211,6 +211,8 @@ class FolderConfig(FileSourceConfig):
         tables.sort(key=likely)
         table, named = tables[0] if tables else "", ", ".join(os.path.normpath(folder / each) for each in tables[:3])
         hint = f"; a table with their captions is named as the path: {named}" if tables else ""
+        if any((folder.parent / name).is_dir() for name in _TEXT_FOLDERS):
+            hint += f"; captions in a folder beside this one? Name the folder of both: {folder.parent}"
         if _count_beside(images, place, paths):
             hint += "; captions in the .json beside them? Set captions: json and json_keys"
         if images and all("/" not in path for path in images):
