@@ -46,7 +46,10 @@ class PartOfSource:
         rows = [index for index in range(len(source)) if is_held_out(index) == held_out]
         if not rows:
             what = f"all of the {len(source)} samples are" if len(source) and not held_out else "no sample is"
-            raise DataError(f"held_out: got {share:g}, with which {what} held out; expected more samples")
+            raise DataError(
+                f"held_out: got {share:g}, with which {what} held out; expected more samples, another share, or other "
+                "data to evaluate on (vqclip train: --val)"
+            )
         self._source, self._rows, self._place = source, np.array(rows, dtype=np.int64), place
         self.config = getattr(source, "config", None)
         side = "held out" if held_out else "others"
