@@ -40,7 +40,7 @@ def test_members_that_extend_a_sample_are_no_samples(tmp_path, monkeypatch, in_c
     source = CaptionShardsConfig(path=str(write_tar(tmp_path / "a.tar", members))).build()
     assert [source.key(index) for index in range(len(source))] == ["0", "1.5", "2"]
     assert [source.read(index)[:3] for index in range(3)] == [(k.encode(), (k,), -1) for k in ("0", "1.5", "2")]
-    assert source.notes == ("left out: 6 members that end like images (.a.b.png 3, .depth.png 3)",)
+    assert source.notes == ("left out: 6 members named like images (.a.b.png 3, .depth.png 3)",)
 
 
 def test_members_of_a_sample_may_be_apart(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_other_usual_endings_of_captions(tmp_path: Path, ending: str) -> None:
 
 def test_images_that_are_not_read(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", {"0.heic": b"x", "0.txt": b"c"})
-    with pytest.raises(DataError, match=r"1 members that end like images \(\.heic 1\): convert them to JPEG, PNG"):
+    with pytest.raises(DataError, match=r"1 member named like images \(\.heic 1\): convert them to JPEG, PNG"):
         CaptionShardsConfig(path=str(path)).build()
 
 
@@ -90,7 +90,7 @@ def test_two_images_in_a_sample(tmp_path: Path) -> None:
     source = CaptionShardsConfig(path=path).build()
     assert source.read(0).captions == ("caption 0",)
     assert source.notes == (
-        "1 samples have two members for one purpose (.jpg and .png 1); they are bad unless image_member or "
+        "1 sample with two members for one purpose (.jpg and .png 1), bad unless image_member or "
         "caption_member chooses",
     )
     with pytest.raises(DataError, match=r"a.tar: sample 000000001: has two members for its image"):
@@ -127,7 +127,7 @@ def test_damaged_shards_are_left_out_by_a_setting(tmp_path: Path) -> None:
     assert [source.read(index).captions[0] for index in (0, 4, 5, 8)] == [f"caption {n}" for n in (0, 4, 7, 10)]
     assert len(source) == 9
     (note,) = source.notes
-    assert note.startswith("left out: 2 shards that are missing or damaged (00002.tar: ")
+    assert note.startswith("left out: 2 missing or damaged shards (00002.tar: ")
     assert "bad_shards" not in note
     with pytest.raises(DataError, match=r"00002.tar: truncated.*bad_shards: leave_out"):  # by the parts that are there
         CaptionShardsConfig(path=f"{folder}/*.tar").build()
@@ -140,7 +140,7 @@ def test_shards_that_are_missing_at_a_url(tmp_path: Path, server: FaultyServer, 
     del server.files["/00001.tar"]
     source = CaptionShardsConfig(path=f"{url}/{{00000..00002}}.tar", bad_shards="leave_out").build()
     assert [source.read(index).captions[0][-1] for index in range(4)] == ["0", "1", "4", "5"]
-    assert "1 shards that are missing or damaged" in source.notes[0]
+    assert "1 missing or damaged shard" in source.notes[0]
     server.for_ever["/00002.tar"] = status(503)  # which is no reason to leave a shard out
     with pytest.raises(DataError, match="HTTP 503"):
         CaptionShardsConfig(path=f"{url}/{{00001..00002}}.tar", bad_shards="leave_out").build()

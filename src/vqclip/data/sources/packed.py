@@ -35,7 +35,7 @@ from vqclip.data.sources.shards import TarSource
 from vqclip.data.tars.open import TarSet
 from vqclip.data.tars.reader import TarReader
 from vqclip.data.work_folder import FolderLayout, ItemRecord, WorkFolder, require_room
-from vqclip.errors import DataError, StorageError, encodable, printable
+from vqclip.errors import DataError, StorageError, count_noun, encodable, printable
 from vqclip.io.atomic import write_file
 from vqclip.io.files import Stamp, cache_folder, format_bytes, write_tar
 from vqclip.process import progress
@@ -180,7 +180,8 @@ class Packing:
         }
         require_room(path, size, "set VQCLIP_CACHE to a folder on a larger disk")  # before the folder is there
         folder = WorkFolder(path, settings, len(stream.pieces), LAYOUT)
-        logger.info("packing %s: %d pieces, about %s, into %s", stream, folder.items, format_bytes(size), path)
+        pieces = count_noun(folder.items, "piece")
+        logger.info("packing %s: %s, about %s, into %s", stream, pieces, format_bytes(size), path)
         return folder
 
     @property

@@ -33,7 +33,7 @@ from vqclip.data.tars.make import CHUNK, IndexMaker, Parts
 from vqclip.data.tars.members import USUAL, MemberRules
 from vqclip.data.tars.reader import TarReader
 from vqclip.data.tars.store import copy_shard, find_copies, local_state, shard_names
-from vqclip.errors import ConfigError, DataError, StorageError
+from vqclip.errors import ConfigError, DataError, StorageError, count_noun
 from vqclip.io.atomic import hold_lock, remove_leftovers, try_lock, write_file
 from vqclip.io.files import cache_folder
 from vqclip.process import progress
@@ -236,13 +236,15 @@ def describe_left_out(index: TarIndex) -> tuple[str, ...]:
     facts, notes = index.facts, list[str]()
     if facts.damaged:
         shown = "; ".join(f"{name}: {problem}" for name, problem in [*facts.damaged.items()][:_SHOWN])
-        notes.append(f"left out: {len(facts.damaged)} shards that are missing or damaged ({shown})")
+        notes.append(f"left out: {count_noun(len(facts.damaged), 'missing or damaged shard')} ({shown})")
     if facts.ignored:
-        notes.append(f"left out: {sum(facts.ignored.values())} members that end like images ({_show(facts.ignored)})")
+        members = count_noun(sum(facts.ignored.values()), "member")
+        notes.append(f"left out: {members} named like images ({_show(facts.ignored)})")
     if facts.ambiguous:
+        samples = count_noun(sum(facts.ambiguous.values()), "sample")
         notes.append(
-            f"{sum(facts.ambiguous.values())} samples have two members for one purpose ({_show(facts.ambiguous)}); "
-            "they are bad unless image_member or caption_member chooses"
+            f"{samples} with two members for one purpose ({_show(facts.ambiguous)}), bad unless image_member or "
+            "caption_member chooses"
         )
     return tuple(notes)
 

@@ -34,7 +34,7 @@ from vqclip.data.remote.transfer import Body, FileFacts, find_facts, list_files
 from vqclip.data.remote.urls import digest, path_in_url, protocol_of
 from vqclip.data.sources.paths import strip_common_folders
 from vqclip.data.work_folder import require_room
-from vqclip.errors import DataError, StorageError, encodable
+from vqclip.errors import DataError, StorageError, count_noun, encodable
 from vqclip.io.atomic import FileDigest, write_file
 from vqclip.io.files import Stamp, cache_folder, format_bytes, open_regular
 from vqclip.process import progress
@@ -249,8 +249,8 @@ def find_copies(shards: Sequence[Shard], ask: bool) -> dict[int, Path]:
         size = sum(missing.values())
         require_room(folder, size, "set VQCLIP_CACHE to a folder on a larger disk")
         logger.info(
-            "copying %d shards that cannot be read at random places, such as %s, into %s: %s or more",
-            len(missing),
+            "copying %s that cannot be read at random places, such as %s, into %s: %s or more",
+            count_noun(len(missing), "shard"),
             shards[min(missing)],
             folder,
             format_bytes(size),
