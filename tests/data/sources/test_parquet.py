@@ -94,6 +94,20 @@ def test_rows_are_chosen_by_a_column(tmp_path: Path) -> None:
     assert ParquetConfig(path=str(path), where={"split": "val"}).build().classnames == tuple("bdfhj")
 
 
+def test_left_out_rows_divide_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "_PIECE_ROWS", 2)  # images span pieces
+    columns = {"image": [IMAGES[row // 3] for row in range(12)], "caption": [f"c {row}" for row in range(12)]}
+    path = write(tmp_path / "a.parquet", {**columns, "lang": ["en", "de", "en"] * 4}, group=2)
+    expected = [RawSample(IMAGES[image], (f"c {3 * image}", f"c {3 * image + 2}")) for image in range(4)]
+    assert read_all(path, where={"lang": "en"}) == expected
+    path = write(tmp_path / "b.parquet", {**columns, "split": ["train"] + ["test"] * 11}, group=2)
+    stream = ParquetStream(ParquetConfig(path=str(path), where={"split": "train"}))
+    rows, seen = stream.rows, list[int]()
+    monkeypatch.setattr(stream, "rows", lambda *given: (seen.append(row[0]) or row for row in rows(*given)))
+    assert [[*stream.group(piece)] for piece in range(1, 6)] == [[]] * 5
+    assert len(seen) < 30  # none reads on to the end of the file
+
+
 def test_labels_become_prompts(tmp_path: Path) -> None:
     columns = {"image": IMAGES, "label": [number % 2 for number in range(10)]}
     path = write(tmp_path / "a.parquet", columns)

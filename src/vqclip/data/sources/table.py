@@ -251,18 +251,19 @@ class TableStream(ABC):
         A group belongs to the piece in which its first row is.
         """
         wanted = self.ranges[piece]
-        rows = filter(self._is_wanted, self.rows(piece, max(wanted.start - 1, 0), self.stored))
+        rows = self.rows(piece, max(wanted.start - 1, 0), self.stored)
         for _, same in itertools.groupby(rows, self._key_of):
-            number, row = next(same)
-            if number >= wanted.stop:
+            first = next(same)
+            if first[0] >= wanted.stop:
                 return
-            if number >= wanted.start:
+            same = filter(self._is_wanted, itertools.chain([first], same))
+            if first[0] >= wanted.start and (found := next(same, None)):
                 captions = (
                     {name: look_up(each, name) for name in self.columns.captions}
                     for _, each in same
                     if isinstance(each, Mapping)
                 )
-                yield _Group(number, [row, *captions])  # one image in memory
+                yield _Group(found[0], [found[1], *captions])  # one image in memory
 
     def _is_wanted(self, numbered: Row) -> bool:
         return self.columns.wants(numbered[1])
