@@ -214,6 +214,7 @@ PEOPLE = [
     ("deep/t.csv", "id,caption\ne,x\nf,y\n", "", {"0/in/e.jpg": ("x",), "1/f.jpg": ("y",)}, "by their names"),
     ("t.csv", "id,caption\nd,x\ne,y\n", "", {"sub/d.jpg": ("x",), "deep/0/in/e.jpg": ("y",)}, "not read: 1"),
     ("t.csv", "image,label\na.jpg,dog\nb.jpg,cat\n", "", {"a.jpg": 1, "b.jpg": 0}, ""),
+    ("t.csv", "image,label\na.jpg,30-39\nb.jpg,20-29\n", "", {"a.jpg": 1, "b.jpg": 0}, ""),
     ("t.csv", 'image,labels\na.jpg,"x,z"\nb.jpg,"x,z"\n', "", {"a.jpg": 0, "b.jpg": 0}, "all samples are of one"),
     ("t.csv", "image,cls\na.jpg,3.0\nb.jpg,1\n", "label=cls classnames=[a,b,c,d]", {"a.jpg": 3, "b.jpg": 1}, ""),
     ("t.csv", "image,cls\na.jpg,n2\na.jpg,n1\n", "label=cls", {"a.jpg": 1, "a.jpg ": 0}, "1 image has rows of"),

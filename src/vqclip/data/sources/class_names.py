@@ -198,7 +198,7 @@ def name_ids(names: Sequence[str]) -> tuple[tuple[str, ...], str]:
     """
     for kind, pattern in (
         ("WordNet ids", r"n\d{8}"),
-        ("numbers", r"-?[0-9]+([-_. ][0-9]+)*"),
+        ("numbers", r"-?[0-9]+([_. ][0-9]+)*"),
         ("truth values", "(?i:true|false)"),
     ):
         if names and all(re.fullmatch(pattern, name) for name in names):
