@@ -65,7 +65,8 @@ class Classes:
     """
 
     def __init__(self, names: Sequence[str], path: Path, aliases: Mapping[str, int] | None = None):
-        self.names, self._note = name_ids(names)
+        self.names, note = name_ids(names)
+        self._note = "" if self.names == tuple(names) else note  # numbers may be meant
         self._path = path
         self._numbers = {**{name: number for number, name in enumerate(names)}, **(aliases or {})}
         self._used: set[int] = set()

@@ -64,8 +64,6 @@ class TableConfig(ColumnConfig, PackedConfig):
     def settings(self) -> dict[str, Any]:
         """Return the settings that decide samples, with the time of a file of class names."""
         found = self.model_dump(mode="json", exclude={"weight", "remote", "templates"})
-        if not self.where:
-            del found["where"]
         if self.caption_weights:
             found["captions"] = dict.fromkeys(found["captions"])  # the weights do not change what is packed
         return {**found, "names": stamp([self.classnames]) if isinstance(self.classnames, Path) else None}
