@@ -341,7 +341,6 @@ class FolderConfig(FileSourceConfig):
         except DataError as error:
             hint = f"settings: name {path} as the path, kind {config.kind}, or set captions: classes, txt or names"
             raise DataError(f"{error} ({hint})") from None
-        builder.notes[:] = [note.replace("where: {", f"with {path} as the path, where: {{") for note in builder.notes]
         named = {os.path.normpath(table.read(index).path.removeprefix(f"{folder}/")) for index in range(len(table))}
         if path.name not in METADATA and named.isdisjoint(images):
             raise DataError(

@@ -244,7 +244,8 @@ def list_images(
     if 1 < len(splits) < _MAX_SPLITS:
         found = ", ".join(f"{each} {count}" for each, count in sorted(splits.items()))
         some = min(splits, key=lambda each: (each != "train", each))
-        builder.notes.append(f"column {split!r} has {found}; all are read; where: {{{split}: {some}}} reads some")
+        reads = f"{path} as the path, where: {{{split}: {some}}} reads some"
+        builder.notes.append(f"column {split!r} has {found}; all are read; {reads}")
     if classes is None:
         return builder.finish()
     places = classes.sort(len(builder))
