@@ -188,6 +188,8 @@ PEOPLE = [
     ("t.csv", "image,caption,split\na.jpg,x,train\nb.jpg,y,val\n", "", XY, "'split' has train 1, val 1; all"),
     ("t.csv", "image,caption,data set\na.jpg,x,train\nb.jpg,y,test\n", "", XY, "'data set' has test 1, train 1; all"),
     ("t.csv", "image,caption,split\na.jpg,x,train\nb.jpg,y,val\n", "where.split=train", X, "left out: 1 row"),
+    ("t.csv", "image,caption,used\na.jpg,x,True\nb.jpg,y,False\n", "where.used=true", X, "left out: 1 row"),
+    ("t.csv", "image,caption,fold\na.jpg,x,1.0\nb.jpg,y,0.0\n", "where.fold=1", X, "left out: 1 row"),
     ("t.csv", ROWS.replace("b.jpg", "sub\\b.jpg"), "", X | {"sub/b.jpg": ("y",)}, ""),
     ("t.csv", ROWS.replace("b.jpg", "sub%2Fb.jpg"), "", X | {"sub/b.jpg": ("y",)}, ""),
     ("t.csv", ROWS.replace(".jpg", ""), "", XY, ""),

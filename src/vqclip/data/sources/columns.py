@@ -258,6 +258,17 @@ class ColumnType(NamedTuple):
     """Name of the type, for messages."""
 
 
+_Value: TypeAlias = str | bool | int | float
+
+
+def _as_text(value: object) -> str:
+    """Return a value as `ColumnConfig.where` compares it: in text, with 1.0 as 1 and True as true."""
+    text = str(value).strip()
+    if text in ("True", "False", "TRUE", "FALSE"):
+        return text.lower()
+    return text.partition(".")[0] if re.fullmatch(r"-?\d+\.0+", text) else text
+
+
 class Columns(NamedTuple):
     """Columns that are read."""
 
@@ -274,7 +285,7 @@ class Columns(NamedTuple):
         """Return whether a row is read; one that cannot be used is a bad sample."""
         if isinstance(row, DataError):
             return True
-        return all(str(look_up(row, key)).strip() in values for key, values in self.wanted.items())
+        return all(_as_text(look_up(row, key)) in values for key, values in self.wanted.items())
 
     def read(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[int], int]:
         """Return the captions in the rows of one image, the number of the column of each, and the class or -1.
@@ -309,7 +320,7 @@ class ColumnConfig(SourceConfigBase):
     empty: those in the table (a ClassLabel of Hugging Face), or the values of the label, sorted."""
     templates: Templates = (DEFAULT_TEMPLATE,)
     """Prompts with `{c}` for the class name, its "_" as blanks; the captions where there are only classes."""
-    where: dict[str, str | int | tuple[str | int, ...]] = {}
+    where: dict[str, _Value | tuple[_Value, ...]] = {}
     """Values of columns of the rows to read, such as `{split: [train, restval]}`; other rows are left out."""
 
     @property
@@ -397,7 +408,7 @@ def choose_columns(
     if guessed and (others := [name for name in names if not f"{name}.".startswith(read)]):
         notes.append(f"columns found by their names: {', '.join(guessed)} (others: {quote_names(others[:5])})")
     values = {
-        find_column(names, key, "where", path): {*map(str, each if isinstance(each, (tuple, list)) else [each])}
+        find_column(names, key, "where", path): {*map(_as_text, each if isinstance(each, (tuple, list)) else [each])}
         for key, each in given.where.items()
     }
     return Columns(image, captions, label, values)
