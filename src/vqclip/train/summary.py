@@ -150,7 +150,7 @@ def render(summary: RunSummary) -> str:
 
 def describe(summary: RunSummary) -> str:
     """Return data, sizes, speed and metrics as text, without a path of this machine."""
-    replaced = f"; {summary.replaced:,} times a bad one was replaced" if summary.replaced else ""
+    replaced = f"; {count_noun(summary.replaced, 'time')} a bad one was replaced" if summary.replaced else ""
     weights = ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in summary.parameters.items())
     lines = [
         f"  data        {summary.coverage}{replaced}",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vqclip import dist
-from vqclip.errors import DataError, StopRequested
+from vqclip.errors import DataError, StopRequested, count_noun
 from vqclip.evaluation import DetailsConfig, EvaluationOutcome, format_results, try_all, write_evaluations
 from vqclip.quantizers import Stats, sync
 from vqclip.report import write_report
@@ -190,7 +190,7 @@ class LimitBadSamples(Callback):
     def on_train_end(self, training: Training) -> None:
         """Report how much of the data was seen, and how often a bad sample was replaced."""
         bad = training.records.bad.counts.total()
-        replaced = f"; {bad:,} times a bad one was replaced (bad_samples.jsonl)" if bad else ""
+        replaced = f"; {count_noun(bad, 'time')} a bad one was replaced (bad_samples.jsonl)" if bad else ""
         logger.info("data: %s%s", training.data.coverage(training.done), replaced)
 
 
