@@ -90,7 +90,11 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
         ("image,caption\ne.jpg,x\n", [], "images of the table are in "),
         ("filepath,title\nnone.jpg,x\n", [], "none of the 1 images can be read; the first: "),
         ("filepath,title\na.jpg,x\n", ["where={split: train}"], "where: no column 'split'"),
-        ("filepath,title,split\na.jpg,x,y\n", ["where={split: train}"], "where: no row has these values"),
+        (
+            "filepath,title,split\na.jpg,x,y\n",
+            ["where={split: train}"],
+            "these values; in the first rows split has 'y'",
+        ),
         ("filepath,cls\na.jpg,3\n", ["label=cls"], "the classes are numbers without names (3), which prompts would"),
         ("filepath,cls\na.jpg,2\n", ["label=cls", "classnames=[a]"], "row 2: a.jpg: cls: class '2'; expected"),
         ("filepath,cls\na.jpg,a\na.jpg,b\n", ["label=cls", "classnames=[a,b,a]"], "class 'a': classnames has it more"),
@@ -104,8 +108,8 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
         ("filepath,label\na.jpg,True\nb.jpg,False\n", [], "the classes are truth values without names (False, True)"),
         ("filepath,caption_file\na.jpg,a.txt\n", [], "captions: no column has a usual name of captions or classes"),
         ("filepath,label\na.jpg,n99999999\n", [], "the classes are WordNet ids without names (n99999999)"),
-        ("filepath,title\n/none/a.jpg,x\n", [], "No such file or directory. Is this a path of another machine?"),
-        ("filepath,title\nC:\\none\\a.jpg,x\n", [], "Is this a path of another machine?"),
+        ("filepath,title\n/none/z.jpg,x\n", [], "No such file or directory. Is this a path of another machine?"),
+        ("filepath,title\nC:\\none\\z.jpg,x\n", [], "Is this a path of another machine?"),
         (f"filepath,cls\na.jpg,{'1' * 5000}\n", ["label=cls", "classnames=[a, b]"], "row 2: a.jpg: cls: class '111"),
         (f"{'x' * 100_000},{'y' * 100_000}\n1,2\n", [], "its columns: 'xxx"),
         ("filepath,cls\na.jpg,x\n", ["captions=cls", "classnames=[a]"], "classnames: set, and no column is read as"),
@@ -125,6 +129,7 @@ def test_wrong_tables(folder: Path, text: str, overrides: list[str], message: st
 
 
 X, Y, XY = {"a.jpg": ("x",)}, {"b.jpg": ("y",)}, {"a.jpg": ("x",), "b.jpg": ("y",)}
+XY_SUB = {"a.jpg": ("x",), "sub/b.jpg": ("y",)}
 XZ = {"a.jpg": ("x", "z"), "b.jpg": ("y",)}
 ROWS = "image,caption\na.jpg,x\nb.jpg,y\n"
 OBJECTS = [{"image": "a.jpg", "caption": "x"}, {"image": "b.jpg", "caption": "y"}]
@@ -191,6 +196,9 @@ PEOPLE = [
     ("t.csv", "image,caption,used\na.jpg,x,True\nb.jpg,y,False\n", "where.used=true", X, "left out: 1 row"),
     ("t.csv", "image,caption,fold\na.jpg,x,1.0\nb.jpg,y,0.0\n", "where.fold=1", X, "left out: 1 row"),
     ("t.csv", ROWS.replace("b.jpg", "sub\\b.jpg"), "", X | {"sub/b.jpg": ("y",)}, ""),
+    ("t.csv", ROWS.replace("b.jpg", "/k/in/sub/b.jpg").replace("a.jpg", "/k/in/a.jpg"), "", XY_SUB, "place of /k/in/"),
+    ("t.csv", "image,caption\nC:\\me\\sub\\b.jpg,x\n", "", {"sub/b.jpg": ("x",)}, "place of C:/me/"),
+    ("above/t.csv", "image,caption\n/k/in/sub/d.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
     ("t.csv", ROWS.replace("b.jpg", "sub%2Fb.jpg"), "", X | {"sub/b.jpg": ("y",)}, ""),
     ("t.csv", ROWS.replace(".jpg", ""), "", XY, ""),
     ("t.json", [{"image_id": 139, "caption": "x"}], "", {"000000000139.jpg": ("x",)}, ""),

@@ -32,10 +32,11 @@ from vqclip.data.sources.columns import (
     choose_columns,
     guess_columns,
     is_split,
+    look_up,
     path_in,
 )
 from vqclip.data.table_file import Texts
-from vqclip.errors import DataError, count_noun
+from vqclip.errors import DataError, count_noun, quote_names
 from vqclip.io.files import Stamp
 
 PROBLEM = -2
@@ -238,7 +239,9 @@ def list_images(
             Listed(spell(path_in(row, chosen.image)), number, label, captions, keys if given.caption_weights else ())
         )
     if not len(builder):
-        raise DataError(f"{path}: where: no row has these values; expected others, or leave it out")
+        there = {key: dict.fromkeys(str(look_up(row, key)) for row in usable) for key in chosen.wanted}
+        found = "; ".join(f"{key} has {quote_names([*values][:_MAX_SPLITS])}" for key, values in there.items())
+        raise DataError(f"{path}: where: no row has these values; in the first rows {found}")
     if left_out:
         builder.notes.append(f"left out: {count_noun(left_out, 'row')} without the values of where")
     if 1 < len(splits) < _MAX_SPLITS:
@@ -284,11 +287,13 @@ class _Spelling:
     """Replace %20 and the like, as in URLs."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Name of an image file → its path, where those of a table are in several folders, or deeper ones."""
+    start: str = ""
+    """Folder of another machine with which paths begin; it is left out."""
 
     def __call__(self, path: str) -> str:
         if not path or protocol_of(path) is not None or os.pardir in path.split("/"):
             return path
-        path = path.replace("\\", "/") if self.slashes else path
+        path = (path.replace("\\", "/") if self.slashes else path).removeprefix(self.start)
         path = unquote(path) if self.quoted else path
         if self.ending and not path.lower().endswith(IMAGE_ENDINGS):
             path = (path.zfill(self.digits) if path.isdigit() else path) + self.ending
@@ -306,16 +311,27 @@ class _Spelling:
             endings += [(ending, width) for width in digits for ending in (*IMAGE_ENDINGS, ".JPG", ".JPEG", ".PNG")]
 
         def best(
-            folders: Iterable[str], files: Mapping[str, str] = MappingProxyType({})
+            folders: Iterable[str], files: Mapping[str, str] = MappingProxyType({}), start: str = ""
         ) -> tuple[int, list[_Spelling]]:
             marks = itertools.product(sorted({False, slashes}), sorted({False, quoted}))
-            ways = [cls(at, *each, *mark, files) for at, mark, each in itertools.product(folders, marks, endings)]
+            ways = [
+                cls(at, *each, *mark, files, start) for at, mark, each in itertools.product(folders, marks, endings)
+            ]
             counts = [sum(os.path.isfile(root / way(path)) for path in paths) for way in ways]
             most = max(counts, default=0)
             return most, [way for way, count in zip(ways, counts, strict=True) if count == most > 0]
 
         if found := best([""])[1]:
             return found[0]
+        first = paths[0].replace("\\", "/") if paths else ""
+        if first.startswith("/") or first[1:3] == ":/":
+            starts = [first[: place + 1] for place, each in enumerate(first) if each == "/"]
+            places = ["", f"{root.parent}{os.sep}"] if look_beside else [""]
+            found = max((best(places, start=start) for start in starts), key=lambda each: each[0])[1]
+            if found:
+                place = f"{root / found[0].folder} in place of {found[0].start}"
+                builder.notes.append(f"images found in {place}, which is not here; images names another folder")
+                return found[0]
         if not paths or not look_beside:
             return cls()
         for above, start in ((root, ""), (root.parent, f"{root.parent}{os.sep}")):
