@@ -138,6 +138,7 @@ CAPTIONS = [{"image_id": image, "caption": text} for image, text in ((9, "y"), (
 CLASSES = {"annotations": [{"image_id": 9, "category_id": 2}], "categories": [{"id": 2, "name": "cat"}]}
 SPLITS = [{"filename": "a.jpg", "split": "train", "sentences": [{"raw": "x", "tokens": ["x"]}, {"raw": "z"}]}]
 TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "x"}, {"from": "gpt", "value": "no"}]
+NO_CLASS = "the class is empty, or a list of several; expected one"
 EMPTY = "the caption is empty"
 SLASH = "\\"
 THREE = "row 2: b.jpg: cls: class '3'; expected one of classnames, or its number, 0 to 2"
@@ -207,7 +208,7 @@ PEOPLE = [
         "t.csv",
         "image,label\na.jpg,cat\nb.jpg,nan\n",
         "",
-        {"a.jpg": 0, "bad": "row 3: b.jpg: label: the class is empty"},
+        {"a.jpg": 0, "bad": f"row 3: b.jpg: label: {NO_CLASS}"},
         "one",
     ),
     (
@@ -249,7 +250,7 @@ PEOPLE = [
     ("t.json", [{"id": "1", "image": "a.jpg", "conversations": TALK}], "", X, ""),
     ("t.json", {**COCO, "annotations": CAPTIONS}, "", XY, "left out: 1 annotations of images that are not listed"),
     ("t.json", {"images": COCO["images"] * 2, "annotations": CAPTIONS}, "", XY, "left out: 1 annotations"),
-    ("t.json", {**COCO, **CLASSES}, "", {"b.jpg": 0, "bad": "row 1: a.jpg: label: the class is empty"}, ""),
+    ("t.json", {**COCO, **CLASSES}, "", {"b.jpg": 0, "bad": f"row 1: a.jpg: label: {NO_CLASS}"}, ""),
     ("t.json", [*OBJECTS, 3], "", XY | {"bad": "row 3: got a int; expected an object"}, ""),
     ("t.json", '[{"image": "a.jpg", "caption": NaN}]', "", {"bad": "row 1: a.jpg: the caption is empty"}, ""),
 ]

@@ -124,7 +124,7 @@ class Classes:
             ConfigError: it is given more than once.
         """
         if value in ("", "nan", "NaN") and value not in self._numbers:  # as pandas writes what is missing
-            raise DataError("the class is empty", "class number")
+            raise DataError("the class is empty, or a list of several; expected one", "class number")
         if value in self._twice:
             raise ConfigError(
                 f"{self._path}: class {value[:80]!r}: classnames has it more than once; use numbers, or other names"
