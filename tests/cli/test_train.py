@@ -81,7 +81,11 @@ def test_other_data_to_evaluate_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert tree["data"]["sources"][0]["path"] == str(Path("classes").absolute())  # found from any folder
     photos(12)
     assert main(["train", "table.csv", "image=file", "captions=words", "--val", "./table.csv", *SMALL]) == 2
-    assert "--val: got ./table.csv, the data to train on; expected others" in capsys.readouterr().err
+    captions = ["train", "table.csv", "image=file", "captions=words"]
+    caption_shards(Path("shards"), (12,))
+    assert resolved(capsys, *captions[1:], "--val", "shards")["evaluation"][0]["data"]["kind"] == "shards"
+    assert main([*captions, "where.words=caption 0", "--val", "table.csv", *SMALL]) == 2
+    assert "--val: got table.csv, the data to train on; expected others" in capsys.readouterr().err
 
 
 def test_few_prompts_are_no_sign_of_collapse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ CASES = {
     "gigantic caption": text(b"a" * 70_000, "caption too long", "caption of 70000 characters; at most 65536 are read"),
     "caption of megabytes": text(b"a" * (2 << 20), "too many bytes", "txt of 2097152 bytes; at most 1048576 are read"),
     "caption in Latin-1": text(
-        b"caf\xe9 au lait", "not UTF-8", r"\.txt is not UTF-8: invalid continuation byte at byte 3"
+        b"caf\xe9 au lait", "not UTF-8", r"\.txt is not UTF-8: invalid continuation byte at byte 3; save it in UTF-8"
     ),
     "JSON cut short": facts(JSON[:-3], "damaged JSON", r"\.json cannot be read: Unterminated string .*"),
     "deep JSON": facts(b"[" * 100_000, "damaged JSON", r"\.json cannot be read: .*(recursion|Stack overflow).*"),

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -22,7 +21,7 @@ from vqclip.config import did_you_mean, json_schema
 from vqclip.config.explain import commented_yaml, explain, key_paths, require_known_keys
 from vqclip.config.loading import packaged_file, read_file
 from vqclip.config.messages import suggest_keys
-from vqclip.errors import ConfigError, DataError
+from vqclip.errors import ConfigError, DataError, name_section
 from vqclip.runlog.console import fit_lines, print_output
 
 if TYPE_CHECKING:
@@ -173,8 +172,11 @@ class Train(
         if self.val is None:
             evaluation |= {"data": source, "held_out": _HELD_OUT, "limit": 2000}
         else:
-            others = self._parse(self.val, without=("split", "where", "weight"))[0]
-            if others.model_dump() == data.sources[0].model_dump():
+            with name_section("--val"):
+                others = self._parse(self.val, like=given)[0]
+            if others.model_dump(exclude={"where", "weight"}) == data.sources[0].model_dump(
+                exclude={"where", "weight"}
+            ):
                 raise ConfigError(
                     f"--val: got {self.val}, the data to train on; expected others. Without --val a tenth is held out"
                 )
@@ -195,19 +197,29 @@ class Train(
         why = "vqclip[small-towers] is installed" if is_pretrained else "vqclip[small-towers] is not installed"
         towers = "two pretrained towers" if is_pretrained else "nothing is pretrained"
         apart = f"evaluated on {self.val}" if self.val else f"{len(opened) - len(trained):,} of them held out"
-        logger.info("%s: %s %s (%s), %s", path, f"{len(opened):,}", what, given.kind, apart)
+        few = ", ".join(opened.classnames[:3]) + (", ..." if len(opened.classnames) > 3 else "")
+        classes = f" of {len(opened.classnames):,} classes: {few}" if has_prompts else ""
+        logger.info("%s: %s %s (%s)%s; %s", path, f"{len(opened):,}", what, given.kind, classes, apart)
         logger.info("%s, as %s: %s; --print-config shows all of it", towers, why, file)
         return tree, keys
 
-    def _parse(self, path: str, without: Sequence[str] = ()) -> tuple[SourceConfigBase, list[str]]:
-        """Return the source at a path with its keys but for some, and the keys of the configuration."""
+    def _parse(self, path: str, like: SourceConfigBase | None = None) -> tuple[SourceConfigBase, list[str]]:
+        """Return the source at a path with its keys, and the keys of the configuration.
+
+        Args:
+            path: of the source.
+            like: that of the data to train on; other data of the same kind have its keys, but for a choice of samples.
+        """
         from vqclip.data import parse_source
         from vqclip.data.sources.kinds import is_source_key
 
-        mine = [key for key in self.keys if is_source_key(key)]
-        # With its whole path, so that other commands find the data of the run from any folder.
-        source = parse_source(local_path(path) or path, [key for key in mine if not key.startswith(tuple(without))])
-        return source, [key for key in self.keys if key not in mine]
+        kept = mine = [key for key in self.keys if is_source_key(key)]
+        place = local_path(path) or path  # whole, so that other commands find the data of the run from any folder
+        if like is not None:
+            kept = [key for key in mine if not key.startswith(("split", "where", "weight"))]
+            if not any(key.startswith("kind=") for key in mine) and parse_source(place, ()).kind != like.kind:
+                kept = []
+        return parse_source(place, kept), [key for key in self.keys if key not in mine]
 
     def _explain_option(self, option: str) -> str:
         """Return an error message that suggests keys: ``optim.lr=3`` for ``--lr=3`` and ``--lr 3``."""

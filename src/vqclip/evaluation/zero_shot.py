@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from pydantic import AfterValidator, TypeAdapter, ValidationError, model_validator
 from torch import Tensor
 
-from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, fill_templates, read_lines, read_templates, read_text
+from vqclip.data.sources.class_names import DEFAULT_TEMPLATE, fill_templates, read_names, read_templates, read_text
 from vqclip.errors import DataError
 from vqclip.evaluation.details import Details, Section
 from vqclip.evaluation.encode import MODES, Encoded, Encoder, Mode
@@ -182,7 +182,7 @@ def read_classes(path: Path, known: Sequence[str]) -> tuple[Names, ...]:
         DataError: the file cannot be read, or its classes are not those of the data.
     """
     if path.suffix.lower() != ".json":
-        found: list[Names] = [(line,) for line in read_lines(path, _NAMES)]
+        found: list[Names] = [(line,) for line in read_names(path)]
     else:
         try:
             content = _JSON.validate_python(json.loads(read_text(path, _NAMES)))

@@ -79,7 +79,8 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
             "no column has a usual name of the images; name it, image=COLUMN, or, if the first",
         ),
         ("image,foo\na.jpg,x\n", [], "captions: no column has a usual name of captions or classes; name it"),
-        ("image,cls\na.jpg,1\nb.jpg,2\n", ["classnames=[c,d]"], "classes have the numbers 1 to 2; expected 0 to 1"),
+        ("image,cls\na.jpg,1\nb.jpg,3\n", ["classnames=[c,d,e]"], "a class has the number 3; expected 0 to 2, or"),
+        ("image,cls\na.jpg,1\nb.jpg,2\n", ["classnames=[c,d]"], "a class has the number 2; expected 0 to 1, or"),
         ("file,title\na.jpg,x\n", ["image=files"], "no column 'files'; its columns: 'file', 'title'; did you"),
         ("filepath,title\na.jpg,x,y\n", [], "none of the first 1 rows can be used; row 2: 3 columns"),
         (
@@ -141,7 +142,7 @@ TALK = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "
 NO_CLASS = "the class is empty, or a list of several; expected one"
 EMPTY = "the caption is empty"
 SLASH = "\\"
-THREE = "row 2: b.jpg: cls: class '3'; expected one of classnames, or its number, 0 to 2"
+THREE = "row 2: b.jpg: cls: class '4'; expected one of classnames, or its number, 0 to 2"
 FLAGS = {"a.jpg": 1, "b.jpg": 0}
 PEOPLE = [
     ("t.csv", "Image , Caption\n./a.jpg,x\na.jpg,z\nb.jpg,y\n", "", XZ, "rows of the same image file are one"),
@@ -152,7 +153,7 @@ PEOPLE = [
     ("t.csv", "Id,Image Name,Alt-Text\n3,a.jpg,x\n4,b.jpg,y\n", "", XY, "image 'Image Name', captions 'Alt-Text'"),
     ("t.csv", "#image,caption\na.jpg,x\nb.jpg,y\n", "image='#image'", XY, ""),
     ("t.txt", "a.jpg 1\nsub/b.jpg 0\n", "classnames=[c,d]", {"a.jpg": 1, "sub/b.jpg": 0}, "no header"),
-    ("t.csv", "image,label\na.jpg,Cat\nb.jpg,cat\n", "", {"a.jpg": 0, "b.jpg": 1}, "alone: 'Cat' and 'cat'"),
+    ("t.csv", "image,label\na.jpg,Cat\nb.jpg,cat\n", "", {"a.jpg": 0, "b.jpg": 1}, "case: 'Cat' and 'cat'"),
     ("t.csv", ROWS.replace(",", "|"), "separator=|", XY, ""),
     ("t.tsv", ROWS.replace(",", "\t"), "separator=tab", XY, ""),
     ("t.txt", ROWS, "", XY, ""),
@@ -186,7 +187,7 @@ PEOPLE = [
     ("t.csv", f'image,caption\nb.jpg,"{1500 * SLASH}"x\n', "", {"b.jpg": (f'"{1500 * SLASH}"x',)}, "unclosed quote"),
     ("t.json", [{"image": "a.jpg", "caption": '{"a": "\\d"}'}], "", {"a.jpg": ('{"a": "\\d"}',)}, ""),
     ("t.json", [{"image": "a.jpg", "caption": ['["x"]']}], "", {"a.jpg": ('["x"]',)}, ""),
-    ("t.csv", "image,cls\nb.jpg,3\na.jpg,1\n", "label=cls classnames=[a,b,c]", {"a.jpg": 1, "bad": THREE}, ""),
+    ("t.csv", "image,cls\nb.jpg,4\na.jpg,1\n", "label=cls classnames=[a,b,c]", {"a.jpg": 1, "bad": THREE}, ""),
     ("t.csv", ROWS.replace("a.jpg", "a.JPG"), "", {"a.JPG": ("x",), **Y}, ""),
     ("t.csv", 'image,caption\na.jpg,"x, ""z""\n2"\n', "", {"a.jpg": ('x, "z"\n2',)}, ""),
     ("t.csv", 'image,caption\na.jpg,"x\nb.jpg,y"\n', "", {"a.jpg": ('"x',), "b.jpg": ('y"',)}, "rows, such as 2"),
@@ -225,6 +226,12 @@ PEOPLE = [
     ("deep/t.csv", "id,caption\ne,x\nf,y\n", "", {"0/in/e.jpg": ("x",), "1/f.jpg": ("y",)}, "by their names"),
     ("t.csv", "id,caption\nd,x\ne,y\n", "", {"sub/d.jpg": ("x",), "deep/0/in/e.jpg": ("y",)}, "not read: 1"),
     ("t.csv", "image,label\na.jpg,dog\nb.jpg,cat\n", "", {"a.jpg": 1, "b.jpg": 0}, ""),
+    ("t.csv", "image,label\na.jpg,2.red_dog\nb.jpg,1.cat\n", "", {"a.jpg": 1, "b.jpg": 0}, "are left out: 1.cat, ..."),
+    ("t.csv", "image,label,class_name\na.jpg,7,dog\nb.jpg,9,cat\n", "", {"a.jpg": 1, "b.jpg": 0}, "label 'class_name'"),
+    ("t.csv", ROWS + "image,caption\n", "", XY, ""),
+    ("deep/t.csv", "id,caption\ndeep/0/in/e.jpg,x\n", "", {"deep/0/in/e.jpg": ("x",)}, "images found in"),
+    ("t.csv", "image,caption,key,split\na.jpg,x,train_1,a\nb.jpg,y,test_2,b\n", "", XY, "'split' has a 1, b 1"),
+    ("t.json", {"image": {"3": "a.jpg", "7": "b.jpg"}, "caption": {"3": "x", "7": "y"}}, "", XY, ""),
     ("t.csv", "image,label\na.jpg,30-39\nb.jpg,20-29\n", "", {"a.jpg": 1, "b.jpg": 0}, ""),
     ("t.csv", 'image,labels\na.jpg,"x,z"\nb.jpg,"x,z"\n', "", {"a.jpg": 0, "b.jpg": 0}, "all samples are of one"),
     ("t.csv", "image,cls\na.jpg,3.0\nb.jpg,1\n", "label=cls classnames=[a,b,c,d]", {"a.jpg": 3, "b.jpg": 1}, ""),
@@ -389,6 +396,12 @@ def test_names_of_classes_in_files(folder: Path) -> None:
         ("red dog 0\ncat 1\n", ("red dog", "cat")),
         ("id,name\n0,747\n1,737\n", ("747", "737")),
         ("boeing 747\nboeing 737\n", ("boeing 747", "boeing 737")),
+        ("2 cow\n0 cat\n1 cat\n3 dog\n", ("cat", "cat", "cow", "dog")),
+        ("0) cat\n1) cat\n2) dog\n", ("cat", "cat", "dog")),
+        ("1 001.Black_Albatross\n2 002.Gull\n", ("Black_Albatross", "Gull")),
+        ("n02119789 1 kit_fox\nn02100735 2 setter\n", ("kit_fox", "setter")),
+        ('["red dog", "cat"]', ("red dog", "cat")),
+        ('{"cat": 1, "red dog": 0}', ("red dog", "cat")),
         ("cat\nred__dog\n", ("cat", "red__dog")),
     ):
         (folder / "names.txt").write_text(lines)
@@ -397,9 +410,17 @@ def test_names_of_classes_in_files(folder: Path) -> None:
     assert source.read(0).captions == ("a photo of a red dog",)
     (folder / "twice.txt").write_text("n01440764 tench\nn01440764 Tinca\nn01443537 goldfish\n")
     (folder / "data.yaml").write_text("names: [tench, goldfish]\n")
-    for name, message in (("twice.txt", "has an id twice"), ("data.yaml", "YAML is not read; expected one class name")):
+    (folder / "python.txt").write_text("names = {\n0: 'tench',\n1: 'goldfish'}\n")
+    (folder / "from1.json").write_text('{"2": "tench", "1": "goldfish"}')
+    for name, message in (
+        ("twice.txt", "has an id twice"),
+        ("data.yaml", "YAML is not read; expected one class name"),
+        ("python.txt:1", "got 'names = {'; expected a class name"),
+    ):
         with pytest.raises(DataError, match=f"{name}: {message}"):
-            parse_source(folder / "t.csv", [f"classnames={folder / name}", "label=label"]).build()
+            parse_source(folder / "t.csv", [f"classnames={folder / name.removesuffix(':1')}", "label=label"]).build()
+    with pytest.raises(ConfigError, match="a class has the number 0, which is none of those in classnames"):
+        parse_source(folder / "t.csv", [f"classnames={folder / 'from1.json'}", "label=label"]).build()
 
 
 def test_captions_beside_the_images(folder: Path) -> None:

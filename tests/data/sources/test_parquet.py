@@ -122,7 +122,7 @@ def test_labels_become_prompts(tmp_path: Path) -> None:
     wrong = write(tmp_path / "w.parquet", {**columns, "label": [1, 2] * 4 + [0, 0]})  # 0 comes after the wrong 2
     assert ParquetConfig(path=str(wrong), **options).build().read(8).label == 0
     shifted = write(tmp_path / "b.parquet", {**columns, "label": [1, 2] * 5})
-    assert "classes have the numbers 1 to 2; expected 0 to 1" in refusal(shifted, classnames=("cat", "dog"))
+    assert "a class has the number 2; expected 0 to 1" in refusal(shifted, classnames=("cat", "dog"))
     for stored, names in ((["n01440764", "n01443537"], ("tench", "goldfish")), (["cat", "dog"], ("cat", "dog"))):
         features = {"info": {"features": {"label": {"names": stored, "_type": "ClassLabel"}}}}
         table = pyarrow.table(columns).replace_schema_metadata({"huggingface": json.dumps(features)})

@@ -44,6 +44,8 @@ def test_splits_beside_each_other_are_noted(tmp_path: Path) -> None:
         f"{splits}; the path {tmp_path}/*train*.tar reads one",
     )
     assert CaptionShardsConfig(path=f"{tmp_path}/*train*.tar").build().notes == ()
+    (tmp_path / "._cc3m-train-0000.tar").write_bytes(b"of macOS")
+    assert len(CaptionShardsConfig(path=str(tmp_path)).build()) == 4
 
 
 def test_wrong_layout_is_told_at_once(tmp_path: Path) -> None:

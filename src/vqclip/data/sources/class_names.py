@@ -70,6 +70,8 @@ class Classes:
         self._path = path
         self._numbers = {**{name: number for number, name in enumerate(names)}, **(aliases or {})}
         self._used: set[int] = set()
+        """Numbers in the data that count the names."""
+        self._are_numbered = all(map(str.isdigit, aliases)) if aliases else False
         self._twice = {name for name, count in Counter(names).items() if count > 1}
 
     @classmethod
@@ -78,7 +80,7 @@ class Classes:
 
         A text file has one name a line, with its number or without; or an id of WordNet and the name to use, as
         Kaggle's ``LOC_synset_mapping.txt``. JSON has a list of names, or an object of names in the data and names to
-        use, or of numbers and both, as ``imagenet_class_index.json``.
+        use, of numbers and both, as ``imagenet_class_index.json``, or of names and numbers.
 
         Args:
             given: the setting.
@@ -95,15 +97,14 @@ class Classes:
         named: Any = read_text(file, expected := "one class name a line, or JSON (.json)")
         if file.suffix.lower() in (".yaml", ".yml"):
             raise DataError(f"{file}: YAML is not read; expected {expected}: copy its names to such a file")
-        if file.suffix.lower() != ".json":
-            named = read_lines(file, expected)
+        if file.suffix.lower() != ".json" and named[:1] not in ("{", "["):
+            named = read_names(file)
             pairs = [re.split(r"[\s,]+", line, maxsplit=1) for line in named]
             if all(len(pair) == 2 and re.fullmatch(r"n\d{8}", pair[0]) for pair in pairs):
-                named = {key: names.partition(",")[0].strip() for key, names in pairs}
+                words = _without_numbers([names.partition(",")[0].strip() for _, names in pairs])
+                named = dict(zip((key for key, _ in pairs), words, strict=True))
                 if len(named) < len(pairs):
                     raise DataError(f"{file}: has an id twice; expected a line for each class, in the order of numbers")
-            else:
-                named = _without_numbers(named)
         else:
             try:
                 named = json.loads(named)
@@ -111,6 +112,8 @@ class Classes:
                 raise DataError(f"{file}: is not JSON: {error}") from None
             if isinstance(named, dict) and all(isinstance(each, list) and len(each) == 2 for each in named.values()):
                 named = {str(key): str(name).replace("_", " ") for key, name in named.values()}
+            if isinstance(named, dict) and {*map(str, named.values())} == {*map(str, range(len(named)))} != {*named}:
+                named = [name for name, _ in sorted(named.items(), key=lambda each: int(each[1]))]
         names = [*named.values()] if isinstance(named, dict) else named
         if not isinstance(names, (list, tuple)) or not names or not all(isinstance(each, str) for each in names):
             raise DataError(f"{file}: expected a list of class names, or an object that maps the data's names to them")
@@ -137,7 +140,7 @@ class Classes:
                 return self._numbers[each]
         if number.isascii() and number.isdigit() and len(number) < 19 and int(number) <= len(self.names):
             self._used.add(int(number))
-            if int(number) < len(self.names):
+            if int(number) < len(self.names) and not self._are_numbered:
                 return int(number)
         raise DataError(
             f"class {value[:80]!r}; expected one of classnames, or its number, 0 to {len(self.names) - 1}",
@@ -153,8 +156,10 @@ class Classes:
         """
         if self.names:
             count = len(self.names)
-            if self._used == {*range(1, count + 1)}:
-                what = f'classes have the numbers 1 to {count}; expected 0 to {count - 1}, or "" as first class name'
+            if 0 in self._used if self._are_numbered else count in self._used and 0 not in self._used:
+                what = f'a class has the number {count}; expected 0 to {count - 1}, or "" as the first name'
+                if self._are_numbered:
+                    what = "a class has the number 0, which is none of those in classnames; are these from 1?"
                 raise ConfigError(f"{self._path}: {what}")
             return {}
         former, found = self._numbers, sorted(self._numbers)
@@ -175,28 +180,35 @@ class Classes:
 
 
 def _without_numbers(lines: Sequence[str]) -> Sequence[str]:
-    """Return lines such as ``1 cat`` or ``cat,1`` without the numbers, and without a header above them.
+    """Return lines such as ``1 cat`` or ``cat,1`` in the order of the numbers and without them, or a header above them.
 
-    Other lines are returned as they are: the numbers must count them from 0 or 1, and the names must differ.
+    Other lines are returned as they are: the numbers must count them from 0 or 1, and most names must differ.
     """
-    for below in (lines, lines[1:]):
-        counts = [[str(number + first) for number in range(len(below))] for first in (0, 1)]
-        for pattern in (r"(?P<number>\d+)[\s,:]+(?P<name>.+)", r"(?P<name>.+?)[\s,:]+(?P<number>\d+)"):
+    for below in (lines, () if re.search(r"\d", lines[0]) else lines[1:]):
+        for pattern in (r"(?P<number>\d+)[\s,:.)=-]+(?P<name>.+)", r"(?P<name>.+?)[\s,:=]+(?P<number>\d+)"):
             found = [match for line in below if (match := re.fullmatch(pattern, line))]
-            names = [match["name"] for match in found]
-            if [match["number"] for match in found] in counts and len({*names}) == len(below) > 1:
-                return names
+            named = sorted((int(match["number"]), match["name"]) for match in found if len(match["number"]) < 9)
+            numbers, names = [number for number, _ in named], [name for _, name in named]
+            counts = [[*range(first, first + len(below))] for first in (0, 1)]
+            if numbers in counts and 2 * len({*names}) > len(below) > 1:
+                return _without_numbers(names)  # CUB: 1 001.Black_footed_Albatross
     return lines
 
 
 def name_ids(names: Sequence[str]) -> tuple[tuple[str, ...], str]:
     """Name classes that are called by ids, which prompts should not contain.
 
-    WordNet's ids get the names of open_clip (ImageNet-1k) or else of timm; numbers are left.
+    WordNet's ids get the names of open_clip (ImageNet-1k) or else of timm; numbers are left. Names such as
+    001.Albatross lose the number or id, if all have one of their own and differ.
 
     Returns:
-        The names, and a note if they were ids, otherwise "".
+        The names, and a note if they were ids or had them, otherwise "".
     """
+    found = [re.fullmatch(r"(\d+|n\d{8})[ ._-]+(\D.*)", name, re.DOTALL) for name in names]
+    pairs = [(each[1], each[2]) for each in found if each is not None]
+    if len(pairs) > 1 and all(len({*each}) == len(names) for each in zip(*pairs, strict=True)):
+        note = f"numbers and ids before the names of classes are left out: {names[0]}, ..."
+        return tuple(name for _, name in pairs), note
     for kind, pattern in (
         ("WordNet ids", r"n\d{8}"),
         ("numbers", r"-?[0-9]+([_. ][0-9]+)*"),
@@ -228,13 +240,13 @@ def _name_synsets(ids: Sequence[str]) -> tuple[str, ...]:
 
 
 def describe_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Return a note if all prompts are equal, as there is a single class, and one on classes that differ in case."""
+    """Return a note if all prompts are equal, as there is a single class, and one on classes with the same name."""
     if len(names) == 1:
         return (f"all samples are of one class, {names[0][:80]!r}: prompts tell no image from another",)
-    first: dict[str, str] = {}
-    pairs = [(first.setdefault(name.lower(), name), name) for name in names]
-    same = [f"{twin[:80]!r} and {name[:80]!r}" for twin, name in pairs if twin != name]
-    return (f"classes differ in upper and lower case alone: {', '.join(same[:5])}",) if same else ()
+    first: dict[str, int] = {}
+    twins = [(first.setdefault(name.lower(), number), number) for number, name in enumerate(names) if name]
+    same = [f"{names[twin][:80]!r} and {names[each][:80]!r}" for twin, each in twins if twin != each]
+    return (f"classes are equal but for upper and lower case: {', '.join(same[:5])}",) if same else ()
 
 
 def read_text(place: str | Path, expected: str, remote: RemoteConfig | None = None, limit: int = _MAX_BYTES) -> str:
@@ -269,6 +281,20 @@ def read_lines(place: str | Path, expected: str, remote: RemoteConfig | None = N
     if not any(lines):
         raise DataError(f"{name}:1: blank line; expected {expected}")
     return lines
+
+
+def read_names(place: str | Path, remote: RemoteConfig | None = None) -> tuple[str, ...]:
+    """Return the names of classes in a file, one a line, without numbers that count them.
+
+    Raises:
+        DataError: as `read_lines`, and for a line of JSON or of a program.
+    """
+    lines = read_lines(place, "one class name a line", remote)
+    for number, line in enumerate(lines, 1):
+        if re.search(r'["{}\[\]]|,$', line):
+            where = f"{display_url(str(place))}:{number}"
+            raise DataError(f"{where}: got {line!r}; expected a class name, without quotes, brackets and a last comma")
+    return tuple(_without_numbers(lines))
 
 
 def read_templates(place: str | Path, remote: RemoteConfig | None = None) -> tuple[str, ...]:

@@ -99,7 +99,9 @@ def decode_text(data: bytes, ending: str) -> str:
     try:
         return data.decode(encoding).strip()
     except UnicodeDecodeError as error:
-        raise DataError(f".{ending} is not UTF-8: {error.reason} at byte {error.start}", "not UTF-8") from None
+        raise DataError(
+            f".{ending} is not UTF-8: {error.reason} at byte {error.start}; save it in UTF-8", "not UTF-8"
+        ) from None
 
 
 def find_captions(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> tuple[list[str], list[int]]:
@@ -223,8 +225,8 @@ _CAPTION_COLUMNS = (
     *("raw", "alt_text", "alt", "prompt", "caption_str", "txt", "conversations", "messages"),
 )
 _LABEL_COLUMNS = (
-    *("label", "labels", "cls", "class", "class_name", "classname", "category", "category_name", "target"),
-    *("fine_label", "species", "class_id", "label_id"),
+    *("class_name", "classname", "category_name", "label_name", "label", "labels", "cls", "class", "category"),
+    *("target", "fine_label", "species", "class_id", "label_id"),
 )
 _NUMBERED = re.compile(r"(caption|text|sentence|comment|title)s?[ _]?\d+")
 _SIMILAR = re.compile(r".*caption.*|texts?[ _.-].+")
@@ -478,7 +480,7 @@ def are_splits(names: Sequence[str]) -> bool:
     """Return whether all or several are called as parts, or differ in this word alone: cars_train and cars_test."""
     alone = {re.sub(rf"(?<![^ _.-])({_SPLIT.pattern})(?![^ _.-])", "*", name.lower()) for name in names}
     count = sum(map(is_split, names))
-    return count > 1 or count == len(names) or (len(alone) == 1 < len(names) and "*" in alone.pop())
+    return count > 1 or count == len(names) or len(alone) < len({name.lower() for name in names})
 
 
 def is_split(name: str) -> bool:

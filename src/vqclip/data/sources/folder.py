@@ -177,11 +177,11 @@ class FolderConfig(FileSourceConfig):
         """Return where the captions of a folder without metadata are; raises DataError if it is not plain."""
         texts, ending = _text_ending(images, paths)
         objects, place = _text_ending(images, paths, _OBJECTS)
-        if "*" in place and not self._has_captions(folder, [_caption_path(path, place) for path in images], paths):
+        if objects and not self._has_captions(folder, [_caption_path(path, place) for path in images], paths):
             objects = 0
         if images and 2 * max(texts, objects) >= len(images):
-            if beside := {_caption_path(path, ending) for path in images} & paths:
-                _refuse_boxes(folder, min(beside))
+            for path in sorted({_caption_path(path, ending) for path in images} & paths)[:_SAMPLED]:
+                _refuse_boxes(folder, path)
             return "txt" if 2 * texts >= len(images) else "json"
         if texts or objects:
             raise DataError(
@@ -303,10 +303,7 @@ class FolderConfig(FileSourceConfig):
     ) -> tuple[Sequence[str], dict[str, int]]:
         """Return the names of the classes, and the number of each folder's."""
         if not self.classnames:
-            plain = _without_numbers(folders)
-            if plain[0] != folders[0]:
-                builder.notes.append(f"numbers and ids before the names of classes are left out: {folders[0]}, ...")
-            names = tuple(_read_name(name).replace("_", " ") for name in plain)
+            names = tuple(_read_name(name).replace("_", " ") for name in folders)
             name, count = Counter(names).most_common(1)[0]
             if count > 1:
                 same = ", ".join(each for each, read in zip(folders, names, strict=True) if read == name)
@@ -386,7 +383,7 @@ def _count_beside(images: Sequence[str], ending: str, paths: set[str]) -> int:
 def _refuse_boxes(folder: Path, file: str) -> None:
     """Raise DataError if a file beside an image has a class and four or more numbers in its first line."""
     with contextlib.suppress(OSError):
-        if re.match(rb"\d+( -?[\d.]+){4,}\s*(\n|$)", read_bounded(folder / file, 1000)):
+        if re.match(rb"\S+( -?[\d.]+){4,}\s*(\n|$)", read_bounded(folder / file, 1000)):
             raise DataError(
                 f"{folder / file}: has numbers, such as the boxes of YOLO, instead of captions; set captions: txt if "
                 "they are, or captions: classes or names"
@@ -399,15 +396,6 @@ def _read_name(name: str) -> str:
         return name
     text = os.fsencode(name).decode("latin-1")
     return text if text.isprintable() else encodable(name)
-
-
-def _without_numbers(folders: Sequence[str]) -> Sequence[str]:
-    """Return names such as 001.Albatross without the number or WordNet id, if all have one of their own and differ."""
-    found = [re.fullmatch(r"(\d+|n\d{8})[ ._-]+(\D.*)", name, re.DOTALL) for name in folders]
-    pairs = [(each[1], each[2]) for each in found if each is not None]
-    if len(pairs) < 2 or any(len({*each}) < len(folders) for each in zip(*pairs, strict=True)):
-        return folders
-    return [name for _, name in pairs]
 
 
 def _describe_left_out(paths: Iterable[str], what: str) -> list[str]:

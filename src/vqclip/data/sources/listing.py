@@ -50,7 +50,7 @@ _MAX_PROBLEM = 300
 
 def versions(name: str) -> dict[str, object]:
     """Return the facts by which a stored table or index of image files is known."""
-    return {"format": "vqclip-files", "version": 10, "name": name}
+    return {"format": "vqclip-files", "version": 11, "name": name}
 
 
 class Listed(NamedTuple):
@@ -219,6 +219,7 @@ def list_images(
     chosen = chosen._replace(classes=classes)
     splits = Counter[str]()
     others = [name for name in names if name not in (chosen.image, chosen.label, *chosen.captions, *chosen.wanted)]
+    others.sort(key=lambda name: name.strip().lower() != "split")
     are_words = {name: all(is_split(str(row.get(name))) for row in usable) for name in others}
     split = next((name for name in others if name.strip().lower() == "split" or are_words[name]), None)
     left_out = 0
@@ -353,7 +354,7 @@ class _Spelling:
                         note + (f"; names of several files are not read: {left_out}" if left_out else "")
                     )
                     return by_name[0]
-                if not found and len(files) + left_out >= len(paths):
+                if not found and len(files) + left_out >= len(paths) and first.split("/")[0] != root.name:
                     break  # the images are here, under other names; those of another data set may have these names
             places = [str(root / each) for each in dict.fromkeys(way.folder for way in found)]
             if len(places) > 1:

@@ -42,7 +42,7 @@ from vqclip.process import progress
 
 logger = logging.getLogger("vqclip.data")
 
-LAYOUT = FolderLayout({"format": "vqclip packed source", "format_version": 5}, ".tar", "vqclip", "VQCLIP_CACHE")
+LAYOUT = FolderLayout({"format": "vqclip packed source", "format_version": 6}, ".tar", "vqclip", "VQCLIP_CACHE")
 """Layout of the folders of packed tars in the cache."""
 _CAPTIONS_OF = "captions {}"
 """Key of the captions of one weighted column in the .json of a sample."""

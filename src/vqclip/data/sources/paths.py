@@ -151,6 +151,7 @@ def _find_local(path: str, endings: Sequence[str], allow_missing: bool) -> list[
 
 def _files_in(folder: Path, endings: Sequence[str]) -> list[Path]:
     tars = sorted(file.absolute() for file in folder.iterdir() if file.name.endswith(tuple(endings)))
+    tars = [file for file in tars if file.name[0] != "."]  # copies in progress, and macOS's
     names = {file.name for file in tars}
     for name in sorted(names):
         if names & {f"{name}.gz", f"{name.removesuffix('.tar')}.tgz"}:

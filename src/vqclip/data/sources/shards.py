@@ -18,7 +18,7 @@ from vqclip.data.sources.class_names import (
     TEMPLATES,
     checksum_prompts,
     fill_templates,
-    read_lines,
+    read_names,
     read_templates,
     read_text,
 )
@@ -262,7 +262,7 @@ class ClassShardsConfig(TarConfig):
     def open(self, tars: TarReader) -> TarSource:
         """See `TarConfig.open`."""
         config = self.model_copy(update={"split": self._find_split()})
-        names = read_lines(self._file(CLASSNAMES), "one class name a line", self.remote)
+        names = read_names(self._file(CLASSNAMES), self.remote)
         source = TarSource(config, tars, None, names, read_templates(self._file(TEMPLATES), self.remote))
         if unnamed := [f"class {number}" for number, name in enumerate(names) if not name]:
             source.notes += (f"{CLASSNAMES}: no name for {', '.join(unnamed[:5])}",)

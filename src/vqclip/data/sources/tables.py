@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field
 
 from vqclip.data.decode import IMAGE_ENDINGS
 from vqclip.data.lookup import name_errors
-from vqclip.data.sources.columns import Row, is_split, parse_cell
+from vqclip.data.sources.columns import Row, is_split, parse_cell, plain_text
 from vqclip.data.sources.files import ListConfig
 from vqclip.errors import DataError, printable, quote_names
 from vqclip.io.files import open_regular
@@ -100,7 +100,7 @@ class CsvConfig(ListConfig):
             for number, cells in rows:
                 while len(cells) > len(names) and not cells[-1].strip():
                     cells.pop()
-                if not any(map(str.strip, cells)):
+                if not any(map(str.strip, cells)) or [cell.strip() for cell in cells] == names:  # tables in one file
                     continue
                 if (problem := _problem(cells, len(names), separator)) is not None:
                     yield number, DataError(problem)
@@ -307,7 +307,9 @@ def _list_of(content: dict[str, Any], path: Path) -> list[Any]:
             any(_is_image(str(text)) for text in each[0].values()) for each in lists.values()
         ):
             return [{"class": name, **row} for name, rows in lists.items() for row in rows]
-        if len(columns) > 1 and all(isinstance(each, dict) and "0" in each for each in columns):  # pandas' to_json
+        if len(columns) > 1 and all(
+            isinstance(each, dict) and all(map(str.isdigit, each)) for each in columns
+        ):  # pandas' to_json
             columns = [[*each.values()] for each in columns]
         if len(columns) > 1 and all(isinstance(each, list) and len(each) == len(columns[0]) for each in columns):
             return [dict(zip(content, values, strict=True)) for values in zip(*columns, strict=True)]
@@ -341,12 +343,12 @@ def _coco(content: dict[str, Any], path: Path, notes: list[str]) -> Iterator[Row
     for each in objects:
         number = each.get("category_id")
         value = each.get("caption") if has_captions else names.get(str(number), number)
-        found.setdefault(str(each.get("image_id")), []).append(value)
+        found.setdefault(plain_text(each.get("image_id")), []).append(value)
     if len(objects) < len(annotations):
         notes.append(f"left out: {len(annotations) - len(objects)} annotations that are not objects")
     seen: dict[str, object] = {}
     for number, each in enumerate(content["images"], 1):
-        key = str(each.get("id")) if isinstance(each, dict) else ""
+        key = plain_text(each.get("id")) if isinstance(each, dict) else ""
         if key in seen and seen[key] == each:
             continue
         if key in seen or not isinstance(each, dict):
