@@ -229,6 +229,8 @@ PEOPLE = [
     ("t.csv", "image,label\na.jpg,2.red_dog\nb.jpg,1.cat\n", "", {"a.jpg": 1, "b.jpg": 0}, "are left out: 1.cat, ..."),
     ("t.csv", "image,label,class_name\na.jpg,7,dog\nb.jpg,9,cat\n", "", {"a.jpg": 1, "b.jpg": 0}, "label 'class_name'"),
     ("t.csv", ROWS + "image,caption\n", "", XY, ""),
+    ("t.csv", "id,caption\na,x\nbig,y\nc,z\n", "", {**X, "big.JPEG": ("y",), "c.jpg": ("z",)}, "by their names"),
+    ("t.csv", "image,caption\na.jpg,b.jpg\n", "", {"a.jpg": ("b.jpg",)}, "'caption' has names of files"),
     ("deep/t.csv", "id,caption\ndeep/0/in/e.jpg,x\n", "", {"deep/0/in/e.jpg": ("x",)}, "images found in"),
     ("t.csv", "image,caption,key,split\na.jpg,x,train_1,a\nb.jpg,y,test_2,b\n", "", XY, "'split' has a 1, b 1"),
     ("t.json", {"image": {"3": "a.jpg", "7": "b.jpg"}, "caption": {"3": "x", "7": "y"}}, "", XY, ""),

@@ -217,7 +217,8 @@ def require_usable(texts: Iterable[str], what: str = "the caption") -> tuple[str
 IMAGE_COLUMNS = (
     *("filepath", "file_path", "image_path", "img_path", "imagepath", "filename", "file_name", "image_name"),
     *("image_file", "image_filename", "image", "images", "img", "path", "file", "photo", "url", "image_url"),
-    *("jpg", "jpeg", "png", "webp", "picture", "filepaths", "image_paths", "filenames", "fname"),
+    *("jpg", "jpeg", "png", "webp", "picture", "filepaths", "image_paths", "filenames", "fname", "img_name"),
+    *("image_file_name", "input_file_name", "imagefile", "img_file", "local_path", "relative_path"),
     *("image_id", "imageid", "img_id", "name", "id"),
 )
 _CAPTION_COLUMNS = (

@@ -303,7 +303,7 @@ class FolderConfig(FileSourceConfig):
     ) -> tuple[Sequence[str], dict[str, int]]:
         """Return the names of the classes, and the number of each folder's."""
         if not self.classnames:
-            names = tuple(_read_name(name).replace("_", " ") for name in folders)
+            names = tuple(" ".join(_read_name(name).replace("_", " ").split()) or name for name in folders)
             name, count = Counter(names).most_common(1)[0]
             if count > 1:
                 same = ", ".join(each for each, read in zip(folders, names, strict=True) if read == name)

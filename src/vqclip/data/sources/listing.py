@@ -214,6 +214,9 @@ def list_images(
     if {"filepath", "filename"} <= {*images}:  # Karpathy's: folder and name
         images = ["filename"]
     chosen = choose_columns(given, names, images, path, builder.notes)
+    for column in filter(None, (chosen.label, *chosen.captions)):
+        if _names_files(usable, column, root):
+            builder.notes.append(f"column {column!r} has names of files, which are read as texts")
     spell = _Spelling.find([path_in(row, chosen.image) for row in usable], root, look_beside, builder)
     classes = Classes.read(given.classnames, path, builder.read_from) if chosen.label else None
     chosen = chosen._replace(classes=classes)
@@ -322,7 +325,13 @@ class _Spelling:
             most = max(counts, default=0)
             return most, [way for way, count in zip(ways, counts, strict=True) if count == most > 0]
 
-        if found := best([""])[1]:
+        most, found = best([""])
+        if found and most < len(paths) and len(endings) > 1 and look_beside:  # perhaps files of several endings
+            count, by_name = best([""], _files_below(root, builder, stems=True)[0])
+            if count > most:
+                builder.notes.append(f"images of several endings found by their names in {root} and folders below")
+                return by_name[0]
+        if found:
             return found[0]
         first = paths[0].replace("\\", "/") if paths else ""
         if first.startswith("/") or first[1:3] == ":/":
@@ -369,8 +378,14 @@ class _Spelling:
         return cls()
 
 
-def _files_below(root: Path, builder: TableBuilder) -> tuple[dict[str, str], int]:
-    """Return the paths of image files in the folders below one by their names, and how many names are of several."""
+def _files_below(root: Path, builder: TableBuilder, stems: bool = False) -> tuple[dict[str, str], int]:
+    """Return the paths of image files in the folders below one by their names, and how many names are of several.
+
+    Args:
+        root: the folder.
+        builder: gets the folders.
+        stems: names are without endings.
+    """
     found, again, places = dict[str, str](), set[str](), 0
     for place, folders, names in os.walk(root, followlinks=True):
         builder.read_from(Path(place))
@@ -379,8 +394,9 @@ def _files_below(root: Path, builder: TableBuilder) -> tuple[dict[str, str], int
         folders[:] = [] if deep or places > 200 else sorted(name for name in folders if name[0] != ".")
         for name in names:
             if name.lower().endswith(IMAGE_ENDINGS):
-                again |= {name} & found.keys()
-                found[name] = os.path.join(inside, name)
+                key = os.path.splitext(name)[0] if stems else name
+                again |= {key} & found.keys()
+                found[key] = os.path.join(inside, name)
     return {name: path for name, path in found.items() if name not in again}, len(again)
 
 
