@@ -21,6 +21,7 @@
 """
 
 import faulthandler
+import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -34,6 +35,9 @@ from vqclip.runlog import console
 
 console.columns = lambda: 10_000
 """Messages are one line, which tests search."""
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+"""As the ranks have, by all commands that start pytest: sums on several threads differ in their last bits."""
 
 
 @pytest.fixture(scope="session")

@@ -198,6 +198,8 @@ def test_damaged_checkpoint_is_replaced_and_newer_ones_set_aside(tmp_path):
 
 def test_foreign_files_links_and_renamed_folders_are_refused(tmp_path):
     path = save(tmp_path / "run", 1)
+    (path / ".DS_Store").touch()
+    assert checkpoint.load(path)
     (path / "model" / "extra.pt").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"files not in manifest\.json: \['model/extra\.pt'\]"):
         checkpoint.load(path)

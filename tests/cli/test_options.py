@@ -74,6 +74,8 @@ def test_options_and_keys_that_were_meant(capsys):
     assert 'outt: unknown key; did you mean "out"?' in capsys.readouterr().err
     assert main(["tokenize", "runs/a", "photos", "--out", "o"]) == 2
     assert "got 'runs/a'; expected no further word; --tokenizer, --data, --out are options" in capsys.readouterr().err
+    assert main(["evaluate", "retrieval", "--data", "photos", "runs/a"]) == 2
+    assert "models: missing; --data took photos runs/a: write what comes without" in capsys.readouterr().err
     assert main(["data", "show", "configs/base.yaml", "--out", "x.html", "--image-size", "9"]) == 2
     assert "--image-size: got it beside --config" in capsys.readouterr().err
 

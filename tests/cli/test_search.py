@@ -73,6 +73,13 @@ def test_no_picture_is_read_because_an_index_says_so(tmp_path, shown, capsys):
     assert not (tmp_path / "other.html").exists()
 
 
+def test_a_tokenizer_that_has_moved_is_asked_for(tmp_path, shown, capsys):
+    index = CodeIndex.load(tmp_path / "index")
+    replace(index, origin=index.origin.model_copy(update={"tokenizer": "/gone"})).save(tmp_path / "index")
+    assert main(["query", "--index", str(tmp_path / "index"), "x"]) == 2
+    assert "--tokenizer: missing, and the index names /gone, which is not there" in capsys.readouterr().err
+
+
 def test_places_beyond_the_pictures_are_refused(tmp_path, shown, capsys):
     index = CodeIndex.load(tmp_path / "index")
     replace(index, places=torch.arange(12) + 10**9).save(tmp_path / "index")

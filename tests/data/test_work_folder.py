@@ -8,6 +8,7 @@ import pytest
 
 from tests.ranks import start_process
 from vqclip.data.work_folder import FolderLayout, WorkFolder
+from vqclip.errors import ConfigError
 from vqclip.io.atomic import write_file
 
 LAYOUT = FolderLayout({"format": "made", "format_version": 1}, ".txt", "make", "OUT")
@@ -97,3 +98,10 @@ def test_damaged_settings_cost_only_a_folder_of_the_cache(tmp_path):
         assert WorkFolder.existing(tmp_path / "folder", LAYOUT) is None
         for path in (tmp_path / "folder").rglob("*.*"):
             path.unlink()
+
+
+def test_a_folder_of_other_files_is_left_as_it_is(tmp_path):
+    (tmp_path / "photo.jpg").touch()
+    with pytest.raises(ConfigError, match=r"has no settings\.json, but contains photo\.jpg; expected an empty folder"):
+        open_folder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]

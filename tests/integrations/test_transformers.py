@@ -204,6 +204,8 @@ def test_one_processor_takes_captions_and_images(folder, model, images, tmp_path
         processor(return_tensors="pt")
     with pytest.raises(ConfigError, match=r"got do_rescale=True; expected none of these"):
         processor(images=images, do_rescale=True)
+    with pytest.raises(ConfigError, match=r"got do_resize=False; expected none of these"):
+        processor(images=images, do_resize=False)
 
 
 def test_a_processor_of_its_own_folder(tmp_path, images):

@@ -38,7 +38,7 @@ from vqclip.cli.train import Train
 from vqclip.config import load_config
 from vqclip.data import TrainData, loader, prepare
 from vqclip.data.samples import SampleMaker
-from vqclip.errors import ConfigError, DataError, NonFiniteError
+from vqclip.errors import ConfigError, DataError, NonFiniteError, OtherRunError
 from vqclip.evaluation import RetrievalConfig, evaluate, try_all
 from vqclip.losses.tiled import tiled_loss
 from vqclip.model import CLIP
@@ -521,7 +521,7 @@ def test_a_full_disk_is_one_line_and_status_1(tmp_path, shards, capsys, monkeypa
 
 def test_a_finished_run_that_is_run_again_keeps_its_record(tmp_path, shards, caplog):
     caplog.set_level("INFO")
-    tree = run_tree(tmp_path, shards, train__steps=4, evaluation=retrieval(shards))
+    tree = run_tree(tmp_path, shards, train__steps=4, evaluation=retrieval(shards), optim__warmup_steps=1)
     folder = tmp_path / "tiny"
     train(tree)
     (evaluated,) = [line for line in metrics(tmp_path) if "eval/pairs/codes_only/i2t_r1" in line]
@@ -529,10 +529,16 @@ def test_a_finished_run_that_is_run_again_keeps_its_record(tmp_path, shards, cap
     before = {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "summary.json", "tokenizer/README.md")}
     assert json.loads(before["summary.json"])["speed"]["images_per_second"] > 0
     assert "steps are done" not in caplog.text
+    (folder / "tokenizer/onnx").mkdir()
+    (folder / "tokenizer/onnx/LICENSE").write_text("of the user")
     train(tree)
+    assert (folder / "tokenizer/onnx/LICENSE").read_text() == "of the user"
     assert "all 4 steps are done; evaluated again. run.name=... begins another run" in caplog.text
     assert before == {name: (folder / name).read_bytes() for name in before}
     assert [path.name for path in folder.glob(".*")] == [".run.lock"]
+    tree["train"]["steps"] = 3
+    with pytest.raises(OtherRunError, match="has done 4 steps, and this run asks for 3; expected more, or another run"):
+        train(tree)
 
 
 def test_the_speed_is_that_of_training_alone(tmp_path, shards, monkeypatch):

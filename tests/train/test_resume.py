@@ -386,8 +386,8 @@ def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, c
     assert all_equal(load_file(tmp_path / "newest" / "model.safetensors"), weights(tmp_path, 4))
     assert f"- {FIGURE}: 100.0%" in (folder / "tokenizer-step-2" / "README.md").read_text()
     for out, reason in (
-        (folder, "would be replaced, and contains no config.json"),
-        (folder / "checkpoints" / "step-00000002", "contains no config.json"),
+        (folder, "would be replaced, and contains "),
+        (folder / "checkpoints" / "step-00000002", "contains manifest.json"),
         (folder / "checkpoints" / "step-00000099", "is among the checkpoints"),
     ):
         assert main(["export-tokenizer", str(folder), "--out", str(out)]) == 2
@@ -396,7 +396,7 @@ def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, c
     (tmp_path / "mine" / "README.md").write_text("precious")
     assert main(["export-tokenizer", str(folder), "--out", str(tmp_path / "mine")]) == 2
     assert (tmp_path / "mine" / "README.md").read_text() == "precious"
-    assert "contains no config.json but README.md" in capsys.readouterr().err
+    assert "contains README.md; expected a new folder" in capsys.readouterr().err
     assert main(["export-tokenizer", str(folder), "--step", "1"]) == 2
     assert "no checkpoint of step 1; expected one of 2, 3, 4" in capsys.readouterr().err
     assert main(["export-tokenizer", str(tmp_path / "newest")]) == 2

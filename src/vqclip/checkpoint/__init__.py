@@ -228,11 +228,14 @@ def verify(path: Path) -> Path:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Return every file under ``folder`` but the manifest, by relative name; refuse links, sockets and the like."""
+    """Return every file under ``folder`` but the manifest, by relative name; refuse links, sockets and the like.
+
+    Hidden files are left out: file managers and NFS write some.
+    """
     found: dict[str, Path] = {}
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
-        if stat.S_ISDIR(mode) or path == folder / MANIFEST:
+        if stat.S_ISDIR(mode) or path == folder / MANIFEST or path.name.startswith("."):
             continue
         if not stat.S_ISREG(mode):
             raise CheckpointError(f"{path}: neither a plain file nor a folder; a checkpoint contains nothing else")

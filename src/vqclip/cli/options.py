@@ -267,8 +267,15 @@ def read_options(name: str, command: type[Command], arguments: Sequence[str], li
         if words[:taken]:
             values[key] = words[:] if takes_rest else words[0]
         del words[:taken]
+        if key not in values and fields[key].is_required():
+            for option, value in options.items():
+                several = value[-1] if isinstance(value, list) and isinstance(value[-1], list) else value
+                if isinstance(several, list) and len(several) > 1:
+                    took = f"--{option.replace('_', '-')} took {' '.join(several)}"
+                    raise ConfigError(f"{key}: missing; {took}: write what comes without an option first")
     if words and not others:  # what follows an unknown option may be its value
-        needed = [f"--{key.replace('_', '-')}" for key, field in fields.items() if field.is_required()]
+        needed = [key for key, field in fields.items() if field.is_required() and key not in command.words]
+        needed = [f"--{key.replace('_', '-')}" for key in needed]
         others_ = f"; {', '.join(needed)} {'is an option' if len(needed) == 1 else 'are options'}" if needed else ""
         expected = "section.key=value" if command.reads else f"no further word{others_}"
         raise ConfigError(f"got {words[0]!r}; expected {expected}")

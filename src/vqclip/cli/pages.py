@@ -288,10 +288,9 @@ class Query(Command, words=("text",)):
             former = index.origin.images or "images that are not on this machine"
             raise ConfigError(f"--data: missing, expected the images for --out; the index was built from {former}")
         folder = self.tokenizer or index.origin.tokenizer
-        if folder is None:
-            raise ConfigError(
-                "--tokenizer: missing, and the index names no local folder; expected the tokenizer it was built with"
-            )
+        if folder is None or (self.tokenizer is None and not Path(folder).exists()):
+            named = "no local folder" if folder is None else f"{folder}, which is not there"
+            raise ConfigError(f"--tokenizer: missing, and the index names {named}; expected that it was built with")
         search = CodeSearch(index, load_tokenizer(folder, index.modality))  # type: ignore[call-overload]
         own: ImageTokenizer | TextTokenizer = load_tokenizer(folder, "image" if self.text is None else "text")
         asked = self.text or str(self.image)

@@ -187,19 +187,21 @@ class WorkFolder:
         self.digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
         file = path / SETTINGS_FILE
         try:
+            path.mkdir(parents=True, exist_ok=True)
+            found = sorted(each.name for each in path.iterdir() if each.name not in (_RECORDS, _CLAIMS))
+            found = [name for name in found if not name.startswith(".")]
+            if found and not file.exists():  # looked for now: another process writes it before others
+                raise ConfigError(
+                    f"{layout.option}: {path} has no {SETTINGS_FILE}, but contains {', '.join(found[:5])}; expected an "
+                    f"empty folder or one that `{layout.command}` began"
+                )
             for folder in (_RECORDS, _CLAIMS):
-                (path / folder).mkdir(parents=True, exist_ok=True)
+                (path / folder).mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"{layout.option}: {path}: cannot be made ({error.strerror}); expected a new folder"
             ) from None
         if not file.exists():
-            found = sorted(each.name for each in path.glob(f"*{layout.suffix}"))
-            if found and not file.exists():  # looked for again: another process writes it before them
-                raise ConfigError(
-                    f"{layout.option}: {path} has no {SETTINGS_FILE}, but contains {', '.join(found[:5])}; expected an "
-                    f"empty folder or one that `{layout.command}` began"
-                )
             write_file_once(file, self._json({"items": items, "settings": self.settings}))
         try:  # in any case: another process may have written it first
             there = read_versioned(file, layout.versions, f"run `{layout.command}` into a new folder")["settings"]

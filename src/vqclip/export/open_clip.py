@@ -53,7 +53,7 @@ def export_towers(folder: str | Path, base: str, out: Path) -> tuple[list[str], 
     """
     import open_clip
 
-    require_replaceable(out, CONFIG_FILE)
+    require_replaceable(out, CONFIG_FILE, WEIGHTS_FILE)
     clip = CLIP.from_pretrained(folder)
     sections: dict[str, Any] = {"image": clip.config.image.tower, "text": clip.config.text.tower}
     found = {name: f"{tower.kind} {getattr(tower, 'model', '')}".strip() for name, tower in sections.items()}

@@ -190,7 +190,7 @@ def export_onnx(tokenizer: AnyTokenizer, folder: str | Path) -> Path:
             float32 on the CPU, or the folder contains something else.
     """
     folder = Path(folder)
-    require_replaceable(folder, INFO_FILE)
+    require_replaceable(folder, INFO_FILE, CARD_FILE, "*.onnx", "*.onnx.data")
     for package in ("onnx", "onnxscript"):
         import_extra(package, "onnx", "export ")
     weights = next(tokenizer.parameters())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import fnmatch
 import hashlib
 import io
 import logging
@@ -325,21 +326,24 @@ def make_once(folder: Path, fill: Callable[[Path], object]) -> None:
             replace_folder(folder, fill)
 
 
-def require_replaceable(target: Path, mark: str) -> None:
+def require_replaceable(target: Path, mark: str, *others: str) -> None:
     """Check that `replace_folder` would not delete files of another kind.
 
     Args:
-        target: missing, empty, or with the file `mark`.
+        target: missing, empty, or with the file `mark` and `others` alone.
         mark: file by which a folder of this kind is recognised.
+        others: names of its other files, or patterns such as ``*.onnx``.
 
     Raises:
         ConfigError: it is a file, or contains other things.
     """
-    if target.is_dir() and ((target / mark).is_file() or not any(target.iterdir())):
+    if not target.exists():
         return
-    if target.exists():
-        found = ", ".join(sorted(path.name for path in target.iterdir())[:5]) if target.is_dir() else "a file"
-        raise ConfigError(f"{target}: would be replaced, and contains no {mark} but {found}; expected a new folder")
+    names = sorted(path.name for path in target.iterdir()) if target.is_dir() else ["a file"]
+    foreign = [name for name in names if not any(fnmatch.fnmatchcase(name, each) for each in (mark, *others))]
+    if foreign or (names and mark not in names):
+        found = ", ".join(foreign[:5] or names[:5])
+        raise ConfigError(f"{target}: would be replaced, and contains {found}; expected a new folder")
 
 
 def restore_folder(target: Path) -> None:

@@ -378,7 +378,7 @@ def _find_dead(config: CollapseConfig, figures: Mapping[str, float], loss: float
     for modality in CODED:
         if figures.get(f"{modality}/embedding_cosine", 0.0) > 1 - 1e-5:
             title = f"Dead since step {{}}: all {modality} embeddings of a batch are equal"
-            yield _Sign(title, "The model no longer learns.", _RESTART)
+            yield _Sign(title, "The model no longer learns, or all its inputs are equal.", _RESTART)
     if abs(loss - chance) <= 1e-3 * chance:
         text = f"It is {loss:.4f}, that of a model that knows nothing ({chance:.4f})."
         yield _Sign("Dead since step {}: the loss is at chance", text, _RESTART, config.steps)

@@ -234,7 +234,7 @@ class CodeIndex:
         Raises:
             ConfigError: the folder contains something else.
         """
-        require_replaceable(Path(folder), INDEX_FILE)
+        require_replaceable(Path(folder), INDEX_FILE, CODES_FILE)
         replace_folder(Path(folder), self._fill)
 
     def _fill(self, folder: Path) -> None:

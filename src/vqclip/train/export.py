@@ -18,7 +18,7 @@ from vqclip.evaluation import format_figure
 from vqclip.io.atomic import replace_folder, require_replaceable, write_text
 from vqclip.model import CLIP, load_pretrained
 from vqclip.runlog.metrics import EVALUATION, read_metrics
-from vqclip.tokenizer.folder import CARD_FILE, CONFIG_FILE, WEIGHTS_FILE, find_folder, read_weights
+from vqclip.tokenizer.folder import CARD_FILE, CONFIG_FILE, FILES, WEIGHTS_FILE, find_folder, read_weights
 from vqclip.tokenizer.saving import card
 from vqclip.train.ema import CURRENT, Weights, read_averages
 from vqclip.train.summary import RunSummary, model_card
@@ -36,10 +36,13 @@ MODEL_HELP = (
 
 
 def export_tokenizer(task: Task, folder: Path) -> None:
-    """Write the tokenizer folder; keep an existing card if the weights are the same."""
+    """Write the tokenizer folder; keep an existing card if the weights are the same, and files that are not its own."""
 
     def fill(aside: Path) -> None:
         task.export(aside)
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if path.name not in FILES:
+                (shutil.copytree if path.is_dir() else shutil.copyfile)(path, aside / path.name)
         card, weights = folder / CARD_FILE, folder / WEIGHTS_FILE
         if card.is_file() and weights.is_file() and filecmp.cmp(weights, aside / WEIGHTS_FILE, shallow=False):
             shutil.copyfile(card, aside / CARD_FILE)
@@ -129,7 +132,7 @@ def export_checkpoint(run: Path, step: int | None, out: Path | None = None, weig
     if step not in found:
         raise ConfigError(f"{run}: no checkpoint of step {step}; expected one of {', '.join(map(str, found))}")
     out = out or run / f"tokenizer-step-{step}"
-    require_replaceable(out, CONFIG_FILE)
+    require_replaceable(out, CONFIG_FILE, *FILES)
     if out.resolve().is_relative_to((run / "checkpoints").resolve()):
         raise ConfigError(f"{out}: is among the checkpoints of the run; expected a folder elsewhere")
     model, has_averages = load_checkpoint_model(found[step], weights)

@@ -229,6 +229,10 @@ def _require_same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], 
     refused = {key: line for key, line in differing.items() if not any(_begins(key, name) for name in allow)}
     if [*refused] == ["train.steps"]:
         before, steps = (flatten(settings).get("train.steps") for settings in (saved, now))
+        if isinstance(steps, int) and (done := checkpoint.step_of(path)) >= steps:
+            raise OtherRunError(
+                f"{path} has done {done} steps, and this run asks for {steps}; expected more, or another run.name=..."
+            )
         raise OtherRunError(
             f"{path} is of a run of {before} steps, and this one asks for {steps}. To train on, with the "
             f"learning rates of a run of {steps}, the same command with this at its end:\n"

@@ -270,7 +270,7 @@ def _names(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> Itera
 
 def _names_files(rows: Sequence[Mapping[str, Any]], column: str, root: Path) -> bool:
     """Return whether most of the values in a column are files, or end like images."""
-    paths = [path for row in rows[:20] if (path := path_in(row, column)) and protocol_of(path) is None]
+    paths = [path for row in rows[:20] if (path := path_in(row, column)) and ":" not in path[2:]]  # no URLs
     found = [path for path in paths if path.lower().endswith(IMAGE_ENDINGS) or os.path.isfile(root / path)]
     return 2 * len(found) > len(paths)
 

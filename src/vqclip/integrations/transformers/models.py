@@ -227,7 +227,8 @@ def require_no_options(function: str, options: Mapping[str, Any]) -> None:
     strange = {
         name: value
         for name, value in options.items()
-        if value is not None and value is not False and name not in _WITHOUT_EFFECT and value != _USUAL.get(name)
+        if value is not None and name not in _WITHOUT_EFFECT and value != _USUAL.get(name)
+        if value is not False or name.startswith("do_")
     }
     if strange:
         shown = ", ".join(f"{name}={reprlib.repr(value)}" for name, value in strange.items())  # images are long
