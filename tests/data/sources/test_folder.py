@@ -185,7 +185,6 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("0.jpg 1.jpg a.csv b.csv", [], "2 images without captions; expected a .txt .* named as the path: .*a.csv"),
         ("0.jpg 1.jpg 2.jpg 0.txt", [], "3 images, of which 1 have a .txt and 0 a .json of the same name"),
         ("bounding_box_train/0.jpg bounding_box_test/0.jpg query/0.jpg", [], PARTS),
-        ("a/0.jpg a/0.json=[] b/1.jpg b/1.json=[]", [], ["a", "b"]),
         ("0.jpg 0.txt 1.jpg 1.txt=car_0.5_0.5_0.25_0.25", [], r"1\.txt: has numbers"),
         ("0.jpg 0.txt=0_0.5_0.5_0.25_0.25", [], r"0\.txt: has numbers, such as the boxes of YOLO"),
         ("0.jpg 0.jpg.txt 1.png 1.png.txt", [], ["0.jpg.txt", "1.png.txt"]),

@@ -226,7 +226,7 @@ _CAPTION_COLUMNS = (
     *("raw", "alt_text", "alt", "prompt", "caption_str", "txt", "conversations", "messages"),
 )
 _LABEL_COLUMNS = (
-    *("class_name", "classname", "category_name", "label_name", "label", "labels", "cls", "class", "category"),
+    *("class_name", "classname", "label_name", "label", "labels", "cls", "class", "category", "category_name"),
     *("target", "fine_label", "species", "class_id", "label_id"),
 )
 _NUMBERED = re.compile(r"(caption|text|sentence|comment|title)s?[ _]?\d+")

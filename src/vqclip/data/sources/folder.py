@@ -177,7 +177,7 @@ class FolderConfig(FileSourceConfig):
         """Return where the captions of a folder without metadata are; raises DataError if it is not plain."""
         texts, ending = _text_ending(images, paths)
         objects, place = _text_ending(images, paths, _OBJECTS)
-        if objects and not self._has_captions(folder, [_caption_path(path, place) for path in images], paths):
+        if "*" in place and not self._has_captions(folder, [_caption_path(path, place) for path in images], paths):
             objects = 0
         if images and 2 * max(texts, objects) >= len(images):
             for path in sorted({_caption_path(path, ending) for path in images} & paths)[:_SAMPLED]:
