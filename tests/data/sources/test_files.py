@@ -227,7 +227,6 @@ PEOPLE = [
     ("t.csv", "id,caption\nd,x\ne,y\n", "", {"sub/d.jpg": ("x",), "deep/0/in/e.jpg": ("y",)}, "not read: 1"),
     ("t.csv", "image,label\na.jpg,dog\nb.jpg,cat\n", "", {"a.jpg": 1, "b.jpg": 0}, ""),
     ("t.csv", "image,label\na.jpg,2.red_dog\nb.jpg,1.cat\n", "", {"a.jpg": 1, "b.jpg": 0}, "are left out: 1.cat, ..."),
-    ("t.csv", "image,label,class_name\na.jpg,7,dog\nb.jpg,9,cat\n", "", {"a.jpg": 1, "b.jpg": 0}, "label 'class_name'"),
     ("t.csv", ROWS + "image,caption\n", "", XY, ""),
     ("t.csv", "id,caption\na,x\nbig,y\nc,z\n", "", {**X, "big.JPEG": ("y",), "c.jpg": ("z",)}, "by their names"),
     ("t.csv", "image,caption\na.jpg,b.jpg\n", "", {"a.jpg": ("b.jpg",)}, "'caption' has names of files"),

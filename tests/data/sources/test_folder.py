@@ -184,6 +184,7 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("0.jpg 1.jpg a.csv", [], "a.csv: .* or set captions: classes, txt or names"),
         ("0.jpg 1.jpg a.csv b.csv", [], "2 images without captions; expected a .txt .* named as the path: .*a.csv"),
         ("0.jpg 1.jpg 2.jpg 0.txt", [], "3 images, of which 1 have a .txt and 0 a .json of the same name"),
+        ("cat/0.jpg dev_board/0.jpg eval_board/0.jpg", [], ["cat", "dev board", "eval board"]),
         ("bounding_box_train/0.jpg bounding_box_test/0.jpg query/0.jpg", [], PARTS),
         ("0.jpg 0.txt 1.jpg 1.txt=car_0.5_0.5_0.25_0.25", [], r"1\.txt: has numbers"),
         ("0.jpg 0.txt=0_0.5_0.5_0.25_0.25", [], r"0\.txt: has numbers, such as the boxes of YOLO"),

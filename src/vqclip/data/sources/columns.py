@@ -226,8 +226,8 @@ _CAPTION_COLUMNS = (
     *("raw", "alt_text", "alt", "prompt", "caption_str", "txt", "conversations", "messages"),
 )
 _LABEL_COLUMNS = (
-    *("class_name", "classname", "label_name", "label", "labels", "cls", "class", "category", "category_name"),
-    *("target", "fine_label", "species", "class_id", "label_id"),
+    *("label", "labels", "cls", "class", "class_name", "classname", "category", "category_name", "target"),
+    *("fine_label", "species", "label_name", "class_id", "label_id"),
 )
 _NUMBERED = re.compile(r"(caption|text|sentence|comment|title)s?[ _]?\d+")
 _SIMILAR = re.compile(r".*caption.*|texts?[ _.-].+")
@@ -478,10 +478,14 @@ def plain_text(value: object) -> str:
 
 
 def are_splits(names: Sequence[str]) -> bool:
-    """Return whether all or several are called as parts, or differ in this word alone: cars_train and cars_test."""
+    """Return whether all or several are called as parts, or differ in this word alone: cars_train and cars_test.
+
+    Others may be beside those: box_train, box_test and query.
+    """
     alone = {re.sub(rf"(?<![^ _.-])({_SPLIT.pattern})(?![^ _.-])", "*", name.lower()) for name in names}
     count = sum(map(is_split, names))
-    return count > 1 or count == len(names) or len(alone) < len({name.lower() for name in names})
+    same = len(alone) < len({name.lower() for name in names})
+    return count > 1 or count == len(names) or (same and (len(alone) == 1 or any("train" in each for each in names)))
 
 
 def is_split(name: str) -> bool:
