@@ -5,6 +5,7 @@ import time
 import tracemalloc
 import types
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -175,6 +176,14 @@ def test_too_many_pixels_are_refused_by_the_header() -> None:
     assert rgb(hostile.data_bomb_png()).shape == (1, 1, 3)  # the pixel is read, the rest is not
     with pytest.raises(DataError, match="at most 100 pixels"):
         decode_image(encode(pixels(0)), max_pixels=100)
+    for options in ({}, {"lossless": True}, {"exif": b"Exif\0\0II*\0\x08\0\0\0\0\0"}):  # VP8, VP8L, VP8X
+        data = encode(Image.new("RGB", (40, 56)), "WEBP", **options)
+        assert decode_image(data, max_pixels=40 * 56).shape == (3, 56, 40)
+        with (
+            mock.patch("PIL.WebPImagePlugin.WebPImageFile", side_effect=AssertionError("its pixels were allocated")),
+            pytest.raises(DataError, match="webp image of 40x56 pixels; at most 100 pixels are decoded"),
+        ):
+            decode_image(data, max_pixels=100)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])

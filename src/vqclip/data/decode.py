@@ -102,6 +102,8 @@ def read_image(data: bytes, max_pixels: int = MAX_PIXELS, min_side: int | None =
     try:
         if kind == "jpeg":
             return _read_jpeg(data, max_pixels, min_side)
+        if kind == "webp":  # Pillow allocates its pixels when it opens it
+            _check_size(kind, _webp_size(data), max_pixels)
         data, orientation = _CLEANERS[kind](data) if kind in _CLEANERS else (data, None)
         return _read_by_pillow(kind, data, orientation, max_pixels)
     except DataError:
@@ -252,6 +254,18 @@ def _read_jpeg(data: bytes, max_pixels: int, min_side: int | None) -> DecodedIma
                 upright = _turn_upright(torch.from_numpy(pixels).permute(2, 0, 1), orientation)
                 return DecodedImage(upright, "L" if components == 1 else "RGB", orientation)
     return _read_by_pillow("jpeg", data, orientation, max_pixels, divisor)
+
+
+def _webp_size(data: bytes) -> tuple[int, int]:
+    """Return width and height in the header of a WebP; ``(1, 1)`` if its first chunk has none."""
+    head = data[12:30].ljust(18, b"\0")
+    if head[:4] == b"VP8X":
+        return int.from_bytes(head[12:15], "little") + 1, int.from_bytes(head[15:18], "little") + 1
+    if head[:4] == b"VP8L":
+        bits = int.from_bytes(head[9:13], "little")
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    width, height = (int.from_bytes(head[at : at + 2], "little") & 0x3FFF for at in (14, 16))
+    return (width, height) if head[:4] == b"VP8 " and width and height else (1, 1)
 
 
 def _clean_jpeg(data: bytes) -> tuple[bytes, int]:
