@@ -232,7 +232,7 @@ PEOPLE = [
     ("t.csv", "image,caption\na.jpg,b.jpg\n", "", {"a.jpg": ("b.jpg",)}, "'caption' has names of files"),
     ("deep/t.csv", "id,caption\ndeep/0/in/e.jpg,x\n", "", {"deep/0/in/e.jpg": ("x",)}, "images found in"),
     ("t.csv", "image,caption,key,split\na.jpg,x,train_1,a\nb.jpg,y,test_2,b\n", "", XY, "'split' has a 1, b 1"),
-    ("t.json", {"image": {"3": "a.jpg", "7": "b.jpg"}, "caption": {"3": "x", "7": "y"}}, "", XY, ""),
+    ("t.json", {"image": {"3": "a.jpg", "7": "b.jpg"}, "caption": {"7": "y", "3": "x"}}, "", XY, ""),
     ("t.csv", "image,label\na.jpg,30-39\nb.jpg,20-29\n", "", {"a.jpg": 1, "b.jpg": 0}, ""),
     ("t.csv", 'image,labels\na.jpg,"x,z"\nb.jpg,"x,z"\n', "", {"a.jpg": 0, "b.jpg": 0}, "all samples are of one"),
     ("t.csv", "image,cls\na.jpg,3.0\nb.jpg,1\n", "label=cls classnames=[a,b,c,d]", {"a.jpg": 3, "b.jpg": 1}, ""),

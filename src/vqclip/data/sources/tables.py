@@ -307,10 +307,10 @@ def _list_of(content: dict[str, Any], path: Path) -> list[Any]:
             any(_is_image(str(text)) for text in each[0].values()) for each in lists.values()
         ):
             return [{"class": name, **row} for name, rows in lists.items() for row in rows]
-        if len(columns) > 1 and all(
-            isinstance(each, dict) and all(map(str.isdigit, each)) for each in columns
-        ):  # pandas' to_json
-            columns = [[*each.values()] for each in columns]
+        if len(columns) > 1 and all(isinstance(each, dict) and each for each in columns):
+            numbers = [*columns[0]]
+            if all(each.keys() == {*numbers} and all(map(str.isdigit, each)) for each in columns):  # pandas' to_json
+                columns = [[each[number] for number in numbers] for each in columns]
         if len(columns) > 1 and all(isinstance(each, list) and len(each) == len(columns[0]) for each in columns):
             return [dict(zip(content, values, strict=True)) for values in zip(*columns, strict=True)]
     columns = [*content.values()]
