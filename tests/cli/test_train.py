@@ -70,7 +70,7 @@ def test_the_towers_that_are_installed(capsys: pytest.CaptureFixture[str], monke
     assert [each["kind"] for each in tree["evaluation"]] == ["retrieval"]
 
 
-def test_other_data_to_evaluate_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_data_to_evaluate_on(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     class_folder(Path("classes"), 12)
     class_folder(Path("classes"), 12, split="test")
     tree = resolved(capsys, "classes", "split=train", "--val", "classes")
@@ -83,7 +83,9 @@ def test_other_data_to_evaluate_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "table.csv", "image=file", "captions=words", "--val", "./table.csv", *SMALL]) == 2
     captions = ["train", "table.csv", "image=file", "captions=words"]
     caption_shards(Path("shards"), (12,))
-    assert resolved(capsys, *captions[1:], "--val", "shards")["evaluation"][0]["data"]["kind"] == "shards"
+    with caplog.at_level("INFO"):
+        assert resolved(capsys, *captions[1:], "--val", "shards")["evaluation"][0]["data"]["kind"] == "shards"
+    assert "--val: shards is of kind shards, and read without image=file captions=words" in caplog.text
     assert main([*captions, "where.words=caption 0", "--val", "table.csv", *SMALL]) == 2
     assert "--val: got table.csv, the data to train on; expected others" in capsys.readouterr().err
 

@@ -217,7 +217,12 @@ class Train(
         place = local_path(path) or path  # whole, so that other commands find the data of the run from any folder
         if like is not None:
             kept = [key for key in mine if not key.startswith(("split", "where", "weight"))]
-            if not any(key.startswith("kind=") for key in mine) and parse_source(place, ()).kind != like.kind:
+            if (
+                not any(key.startswith("kind=") for key in mine)
+                and (other := parse_source(place, ())).kind != like.kind
+            ):
+                if kept:
+                    logger.info("--val: %s is of kind %s, and read without %s", path, other.kind, " ".join(kept))
                 kept = []
         return parse_source(place, kept), [key for key in self.keys if key not in mine]
 

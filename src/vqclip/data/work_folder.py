@@ -188,8 +188,8 @@ class WorkFolder:
         file = path / SETTINGS_FILE
         try:
             path.mkdir(parents=True, exist_ok=True)
-            found = sorted(each.name for each in path.iterdir() if each.name not in (_RECORDS, _CLAIMS))
-            found = [name for name in found if not name.startswith(".")]
+            names = sorted(each.name for each in path.iterdir())
+            found = [name for name in names if name not in (_RECORDS, _CLAIMS) and name[0] != "."]
             if found and not file.exists():  # looked for now: another process writes it before others
                 raise ConfigError(
                     f"{layout.option}: {path} has no {SETTINGS_FILE}, but contains {', '.join(found[:5])}; expected an "

@@ -71,7 +71,7 @@ class Classes:
         self._numbers = {**{name: number for number, name in enumerate(names)}, **(aliases or {})}
         self._used: set[int] = set()
         """Numbers in the data that count the names."""
-        self._are_numbered = all(map(str.isdigit, aliases)) if aliases else False
+        self._are_numbered = aliases is not None and all(map(str.isdigit, aliases))
         self._twice = {name for name, count in Counter(names).items() if count > 1}
 
     @classmethod
