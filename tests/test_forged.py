@@ -48,9 +48,8 @@ def update(step: TrainStep) -> None:
     for _ in range(GuardConfig().spikes.window):
         step.guards.judge_numbers(torch.ones(1, dtype=torch.float64))
     quantizers = step.model.quantizers().items()
-    step.guards.windows.count(
-        {name: each(torch.ones(4, each.dim)).stats.local() for name, each in quantizers}, torch.tensor(False)
-    )
+    counts = {name: each(torch.ones(4, each.dim)).stats.local() for name, each in quantizers}
+    step.guards.windows.count(counts, torch.tensor(False))
 
 
 def checkpointer(folder: Path, step: TrainStep) -> Checkpointer:
@@ -116,16 +115,10 @@ def load(path: Path) -> None:
     CLIP.from_pretrained(path / "model")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "state.json",
-        "state.safetensors",
-        "optimizer.safetensors",
-        "model/model.safetensors",
-        "model/config.json",
-    ],
-)
+FORGED = ("state.json", "state.safetensors", "optimizer.safetensors", "model/model.safetensors", "model/config.json")
+
+
+@pytest.mark.parametrize("name", FORGED)
 def test_forged_checkpoints_end_in_checkpoint_errors(tmp_path: Path, saved: Path, name: str) -> None:
     step, refused = training_step(), 0
     path = tmp_path / "step-00000002"

@@ -57,9 +57,8 @@ def caption_members(first: int, count: int) -> dict[str, bytes]:
         key = f"{number:09d}"
         members[f"{key}.jpg"] = encode(pixels(number))
         members[f"{key}.txt"] = f"caption {number}".encode()
-        members[f"{key}.json"] = json.dumps(
-            {"caption": f"json {number}", "many": [f"a{number}", f"b{number}"]}
-        ).encode()
+        facts = {"caption": f"json {number}", "many": [f"a{number}", f"b{number}"]}
+        members[f"{key}.json"] = json.dumps(facts).encode()
     return members
 
 

@@ -58,6 +58,7 @@ def foreign(kind: str) -> bytes:
 
 
 NOT_AN_IMAGE = r"not a JPEG, .* PPM or AVIF image: begins with b'{}.*' \(\d+ bytes\); convert it to one of these"
+CUT = r"\.json cannot be read: "
 TOO_LARGE = "{0} image of {1}x{1} pixels; at most 50000000 pixels are decoded"
 BOMB = r"png image cannot be decoded: Decompressed [Dd]ata [Tt]oo [Ll]arge.*"  # Pillow 10 has no more
 
@@ -70,15 +71,11 @@ CASES = {
     "caption in Latin-1": text(
         b"caf\xe9 au lait", "not UTF-8", r"\.txt is not UTF-8: invalid continuation byte at byte 3; save it in UTF-8"
     ),
-    "JSON cut short": facts(JSON[:-3], "damaged JSON", r"\.json cannot be read: Unterminated string .*"),
-    "deep JSON": facts(b"[" * 100_000, "damaged JSON", r"\.json cannot be read: .*(recursion|Stack overflow).*"),
-    "JSON that is no object": facts(
-        b"[1]", "damaged JSON", r"\.json cannot be read: it contains a list; expected an object"
-    ),
+    "JSON cut short": facts(JSON[:-3], "damaged JSON", CUT + "Unterminated string .*"),
+    "deep JSON": facts(b"[" * 100_000, "damaged JSON", CUT + ".*(recursion|Stack overflow).*"),
+    "JSON that is no object": facts(b"[1]", "damaged JSON", CUT + "it contains a list; expected an object"),
     "caption that is a number": facts(
-        b'{"caption": 3}',
-        "damaged JSON",
-        r"\.json cannot be read: 'caption' contains a int; expected text or a list of texts",
+        b'{"caption": 3}', "damaged JSON", CUT + "'caption' contains a int; expected text or a list of texts"
     ),
     "JSON without caption": facts(
         b'{"title": "x"}', "no caption", r"\.json: no caption under 'caption'; its keys: 'title'; json_keys .*"
@@ -88,9 +85,7 @@ CASES = {
     ),
     "empty image": image(b"", "image format", "not a JPEG, .* PPM or AVIF image: is empty"),
     "EPS": image(foreign("EPS"), "image format", NOT_AN_IMAGE.format("%!PS")),
-    "truncated JPEG": image(
-        JPEG[:300], "damaged image", "(image ends inside its header|jpeg image cannot be decoded: .*)"
-    ),
+    "truncated JPEG": image(JPEG[:300], "damaged image", "(image ends inside its header|jpeg image cannot be dec.*)"),
     "truncated PNG": image(PNG[: len(PNG) // 2], "damaged image", "png image cannot be decoded: .*", "png"),
     "flipped bit in a PNG": image(
         flipped(PNG, 600), "damaged image", "png image cannot be decoded: wrong checksum of its chunk b'IDAT'", "png"
@@ -98,7 +93,7 @@ CASES = {
     "PNG of 20000²": image(hostile.huge_png(20_000), "image size", TOO_LARGE.format("png", 20000), "png"),
     "JPEG of 5,000 scans": image(hostile.scans_jpeg(5000), "too many scans", "jpeg image of more than 100 scans or .*"),
     "WebP that lies about its size": image(
-        hostile.lying_webp(2000), "damaged image", "webp image cannot be decoded: .*", "webp"
+        hostile.lying_webp(2000), "damaged image", "webp image cannot be .*", "webp"
     ),
     "text bomb": image(hostile.text_bomb_png(), "damaged image", BOMB, "png"),
     "profile bomb": image(hostile.profile_bomb_png(), "damaged image", BOMB, "png"),
@@ -277,14 +272,9 @@ def test_pickles_in_a_shard_are_bytes(tmp_path: Path) -> None:
     shard = write_tar(tmp_path / "00000.tar", members)
     data = opened(shard, batch_size=12)
     list(data.batches(0, 1))
-    assert {bad.sample_id: bad.kind for bad in data.last_replaced} == {
-        9: "image format",
-        10: "not UTF-8",
-        11: "missing member",
-    }
+    kinds = {bad.sample_id: bad.kind for bad in data.last_replaced}
+    assert kinds == {9: "image format", 10: "not UTF-8", 11: "missing member"}
     reasons = {bad.sample_id: bad.reason for bad in data.last_replaced}
-    assert reasons[9].startswith(
-        f"{shard}: sample bad: not a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF image: begins with b'\\x80\\x04\\x95"
-    )
+    assert re.match(rf"{shard}: sample bad: " + NOT_AN_IMAGE.format(r"\\x80\\x04\\x95"), reasons[9])
     assert reasons[10].startswith(f"{shard}: sample worse: .txt is not UTF-8: invalid start byte at byte 0")
     assert not marker.exists()

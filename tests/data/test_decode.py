@@ -216,20 +216,10 @@ def test_parts_are_counted(kind: str) -> None:
         decode_image(data[:start] + part * 4100 + data[start:])
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"BM" + bytes(50),
-        b"<svg>",
-        b"\x80\x04\x95pickle",
-        b"RIFF\0\0\0\0WAVE" + bytes(9),
-        b"\0\0\0\x18ftypheic" + bytes(9),
-    ],
-)
-def test_other_formats_are_refused(data: bytes) -> None:
-    with pytest.raises(DataError, match=r"not a JPEG, .* or AVIF image: " + ("begins with b'" if data else "is empty")):
-        decode_image(data)
+@pytest.mark.parametrize("start", [b"BM", b"<svg>", b"\x80\x04\x95pickle", b"RIFF\0\0\0\0WAVE", b"\0\0\0\x18ftypheic"])
+def test_other_formats_are_refused(start: bytes) -> None:
+    with pytest.raises(DataError, match=r"not a JPEG, .* or AVIF image: begins with b'"):
+        decode_image(start + bytes(50))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF"])
@@ -292,10 +282,8 @@ def test_tiffs_that_would_take_long_are_refused(tag: int, values: list[int], mes
 def made_jpegs(shapes: list[tuple[int, int]], qualities: list[int]) -> list[bytes]:
     files = []
     for (height, width), quality, progressive in itertools.product(shapes, qualities, (False, True)):
-        image, options = (
-            Image.fromarray(pixels(height, height, width)),
-            {"quality": quality, "progressive": progressive},
-        )
+        image = Image.fromarray(pixels(height, height, width))
+        options = {"quality": quality, "progressive": progressive}
         files += [encode(image, subsampling=subsampling, **options) for subsampling in (0, 1, 2)]
         files += [encode(image.convert("L"), **options), encode(image, keep_rgb=True, **options)]
     return files

@@ -34,9 +34,8 @@ class Source:
 def test_bad_samples_are_noted_in_their_batch() -> None:
     read = [read_in_order(Source(DataError).read, ids) for ids in slices_of(range(5), 2)]
     assert [([*each.ids], [*each.found]) for each in read] == [([0, 1], [0, 1]), ([2, 3], [2]), ([4], [4])]
-    assert [(bad.sample_id, bad.kind, bad.reason) for each in read for bad in each.bad] == [
-        (3, "missing", "sample 3: gone")
-    ]
+    (bad,) = [bad for each in read for bad in each.bad]
+    assert (bad.sample_id, bad.kind, bad.reason) == (3, "missing", "sample 3: gone")
     problems = [sample.problem for sample in scan(Source(DataError), CheckOptions())]  # type: ignore[arg-type]
     assert problems[3] == ("missing", "gone")
     assert len(problems) == 5

@@ -71,9 +71,8 @@ def test_batches_are_what_they_say(folder: Path) -> None:
 
 
 def test_every_sample_once_an_epoch_and_draws_change_with_it(folder: Path) -> None:
-    data = open_data(
-        folder, sources=(CaptionShardsConfig(path=str(folder / "b"), captions="json", json_keys=("many",)),)
-    )
+    source = CaptionShardsConfig(path=str(folder / "b"), captions="json", json_keys=("many",))
+    data = open_data(folder, sources=(source,))
     shown = {}
     for batch in data.batches(0, 12):  # ten epochs of 12
         for row, sample_id in enumerate(batch.sample_ids.tolist()):

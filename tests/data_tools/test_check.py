@@ -77,9 +77,7 @@ def plant(folder: Path) -> dict[str, set[str]]:
             elif kind == "same image file":
                 members[image] = members[f"{100 * shard:09d}.jpg"]
             else:
-                members[f"{key}.txt"] = (
-                    f"caption {seed} of many more words than the text tower reads in one go".encode()
-                )
+                members[f"{key}.txt"] = b"caption %d of many more words than the text tower reads in one go" % seed
             planted[kind].add(f"{folder}/{shard:05d}.tar: sample {key}")
         write_tar(folder / f"{shard:05d}.tar", members)
     return planted
@@ -116,11 +114,7 @@ def test_duplicates(tmp_path: Path) -> None:
         members[key] = members["000000000.txt"]
     report = check(write_tar(tmp_path / "0.tar", members))
     names = {kind: [each.sample[-9:] for each in found] for kind, found in report.warnings.items()}
-    assert names == {
-        "same image file": ["000000003"],
-        "same pixels": ["000000004"],
-        "repeated caption": ["000000000"],
-    }
+    assert names == {"same image file": ["000000003"], "same pixels": ["000000004"], "repeated caption": ["000000000"]}
     assert report.warnings["repeated caption"][0].detail == "3 images have 'caption 0'"
     assert "captions of several images: 1, on 3 images (37.50 %)" in format_report(report)
 

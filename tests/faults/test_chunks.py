@@ -23,11 +23,8 @@ EVERY = 5
 
 def tree_in(folder: Path, source: dict[str, Any], **changes: Any) -> dict[str, Any]:
     tree = run_tree(folder, Path(), train__steps=STEPS, train__checkpoint_every=EVERY, train__precision="fp32")
-    tree["data"] |= {
-        "sources": [{"kind": "shards", **source}],
-        "order": {"kind": "windowed", "chunk": 3, "window": 4},
-        "workers": 2,
-    }
+    tree["data"] |= {"sources": [{"kind": "shards", **source}], "workers": 2}
+    tree["data"]["order"] = {"kind": "windowed", "chunk": 3, "window": 4}
     tree["run"]["timeout_s"] = 120.0
     return tree | changes
 
@@ -50,11 +47,8 @@ def test_a_killed_run_on_a_server_is_the_local_run(tmp_path: Path, monkeypatch: 
     with serving() as server:
         url = server.add(shards)
         size = sum(map(len, server.files.values()))
-        source = {
-            "path": f"{url}/{{00000..00002}}.tar",
-            "remote": {"cache_gib": 1.2 * size / 2**30, "tries": 8, "total_s": 60.0},
-        }
-        tree = tree_in(remote, source)
+        options = {"cache_gib": 1.2 * size / 2**30, "tries": 8, "total_s": 60.0}
+        tree = tree_in(remote, {"path": f"{url}/{{00000..00002}}.tar", "remote": options})
         for goal in (3, 11, 19, 30):
             disturb(server, draw)
             with job(remote / "job", tree, {"each_step_s": 0.1}) as running:

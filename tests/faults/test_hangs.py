@@ -109,9 +109,8 @@ def test_a_save_that_never_ends_ends_the_job_in_time(tmp_path, shards, in_backgr
 
 
 def test_a_rank_that_hangs_in_an_evaluation_ends_the_job_in_time(tmp_path, shards):
-    tree = tree_in(
-        tmp_path, shards, train__evaluate_every=3, train__steps=9, evaluation=retrieval(shards, batch_size=2)
-    )
+    pairs = retrieval(shards, batch_size=2)
+    tree = tree_in(tmp_path, shards, train__evaluate_every=3, train__steps=9, evaluation=pairs)
     tree["run"] |= {"timeout_s": PATIENCE_S, "step_timeout_s": LIMIT_S}
     with job(tmp_path / "job", tree, {"do": "stand_still", "in": "evaluation", "rank": 1}) as running:
         running.wait_for_mark("evaluation-1")

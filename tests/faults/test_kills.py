@@ -38,9 +38,8 @@ START_S = 300.0
 END_S = 20.0
 """In which all processes must have ended after a kill."""
 STOPS = ("SIGTERM", "SIGHUP", "SIGINT")
-KINDS = tuple(
-    f"SIGKILL to {whom}" for whom in ("torchrun", "a rank", "a restarted rank", "all ranks", "a worker", "all")
-)
+KILLED = ("torchrun", "a rank", "a restarted rank", "all ranks", "a worker", "all")
+KINDS = tuple(f"SIGKILL to {whom}" for whom in KILLED)
 KINDS += tuple(f"{name} to {whom}" for name in STOPS for whom in ("torchrun", "a rank"))
 MOMENTS = ("any",) * 6 + ("index", "train", "save", "evaluate", "export", "summary")
 ORDER = ("index", "any", "train", "save", "evaluate", "export", "summary")

@@ -88,10 +88,7 @@ class Machines:
         draw = random.Random(f"kill {number}")
         what = ("upload", "step", "upload", "start")[number % 4]
         what = "step" if what == "upload" and not self.place else what
-        moment, count = (
-            draw.uniform(0.2, 1.0) * start_s,
-            draw.randrange(1, 30) if what == "upload" else draw.randrange(1, 6),
-        )
+        moment, count = draw.uniform(0.2, 1.0) * start_s, draw.randrange(1, 30 if what == "upload" else 6)
         with self.start() as ranks:
             begun = time.monotonic()
             while all(each.poll() is None for each in ranks):

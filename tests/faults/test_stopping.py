@@ -50,31 +50,21 @@ def to_rank_1(running: Job, number: signal.Signals) -> None:
 FORWARDING = ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
 
 
-@pytest.mark.parametrize(
-    ("number", "send", "options", "shell", "status"),
-    [
-        (signal.SIGTERM, to_torchrun, (), "", 1),
-        (signal.SIGINT, to_torchrun, (), "", 1),
-        (signal.SIGHUP, to_torchrun, (), "", 1),
-        (signal.SIGHUP, to_all, (), "", 1),
-        (signal.SIGUSR1, to_torchrun, FORWARDING, "", 1),
-        (signal.SIGUSR1, to_all, (), "trap '' USR1", 0),
-        (signal.SIGTERM, to_rank_1, ("--max-restarts", "1"), "", 0),
-    ],
-    ids=[
-        "SIGTERM",
-        "SIGINT",
-        "SIGHUP",
-        "SIGHUP to all",
-        "SIGUSR1 forwarded",
-        "SIGUSR1 to all, ignored by torchrun",
-        "SIGTERM to one rank",
-    ],
-)
-def test_a_stopped_job_saves_one_common_step_and_goes_on(
-    tmp_path, shards, ranks, whole, number, send, options, shell, status
-):
-    """torchrun's own status is 1 where it was signalled; the marker tells."""
+SENT = {
+    "SIGTERM": (signal.SIGTERM, to_torchrun, (), "", 1),
+    "SIGINT": (signal.SIGINT, to_torchrun, (), "", 1),
+    "SIGHUP": (signal.SIGHUP, to_torchrun, (), "", 1),
+    "SIGHUP to all": (signal.SIGHUP, to_all, (), "", 1),
+    "SIGUSR1 forwarded": (signal.SIGUSR1, to_torchrun, FORWARDING, "", 1),
+    "SIGUSR1 to all, ignored by torchrun": (signal.SIGUSR1, to_all, (), "trap '' USR1", 0),
+    "SIGTERM to one rank": (signal.SIGTERM, to_rank_1, ("--max-restarts", "1"), "", 0),
+}
+"""Signal, who gets it, options of torchrun, and its status: 1 where it was signalled itself; the marker tells."""
+
+
+@pytest.mark.parametrize("sent", SENT)
+def test_a_stopped_job_saves_one_common_step_and_goes_on(tmp_path, shards, ranks, whole, sent):
+    number, send, options, shell, status = SENT[sent]
     tree = tree_in(tmp_path, shards)
     with job(tmp_path / "job", tree, {"each_step_s": 0.3}, *options, shell=shell) as running:
         running.wait_for_mark("step-4-1")

@@ -159,10 +159,8 @@ def test_another_version_is_told_before_the_hash_is_compared(tmp_path, key, valu
     """A later version may hash otherwise."""
     path = tmp_path / "thing.json"
     path.write_bytes(add_checksum({**VERSIONS, key: value, "number": 3}).replace(b"3", b"3 "))
-    with pytest.raises(
-        CheckpointError, match=rf"{key} is {value!r}, this vqclip reads {VERSIONS[key]!r}; make it anew"
-    ):
-        read_versioned(path, VERSIONS, "make it anew")
+    with pytest.raises(CheckpointError, match=rf"{key} is {value!r}, this vqclip reads {VERSIONS[key]!r}; make anew"):
+        read_versioned(path, VERSIONS, "make anew")
 
 
 @pytest.mark.parametrize(

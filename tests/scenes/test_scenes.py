@@ -98,9 +98,8 @@ def test_val_captions_are_true_of_their_own_picture_alone() -> None:
     samples = list(val_samples(0, 100, 32))
     for i, sample in enumerate(samples):
         claims = parse(sample.caption or "")
-        fits = [
-            j for j, other in enumerate(samples) if not untrue_or_wrong_shape(claims, dataclasses.asdict(other.scene))
-        ]
+        scenes = [dataclasses.asdict(other.scene) for other in samples]
+        fits = [j for j, scene in enumerate(scenes) if not untrue_or_wrong_shape(claims, scene)]
         assert fits == [i], sample.caption
     assert len({s.caption for s in samples}) == len(samples)
 

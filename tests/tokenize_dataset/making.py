@@ -39,9 +39,8 @@ def shards(folder: Path, counts: tuple[int, ...] = COUNTS, damaged: tuple[int, .
 
 def run(tokenizer: str, data: Path | Any, out: Path, **changes: Any) -> WorkResult:
     source = CaptionShardsConfig(path=str(data)) if isinstance(data, Path) else data
-    return tokenize(
-        Options(tokenizer=str(tokenizer), data=source, out=out, **{"batch_size": BATCH, "device": "cpu", **changes})
-    )
+    settings = {"batch_size": BATCH, "device": "cpu", **changes}
+    return tokenize(Options(tokenizer=str(tokenizer), data=source, out=out, **settings))
 
 
 def hashes(folder: Path) -> dict[str, str]:

@@ -14,16 +14,7 @@ import torch
 
 from tests.data.loading import SIZE, G, global_batch, same, tokenize
 from tests.data.making import caption_shards, write_tar
-from vqclip.data import (
-    Batch,
-    CaptionShardsConfig,
-    DataConfig,
-    RawSample,
-    SourceConfigBase,
-    TorchvisionConfig,
-    TrainData,
-    parse_source,
-)
+from vqclip.data import Batch, CaptionShardsConfig, DataConfig, RawSample, SourceConfigBase, TrainData, parse_source
 from vqclip.errors import StorageError
 
 
@@ -125,14 +116,11 @@ def as_hf(samples: list[RawSample], folder: Path) -> SourceConfigBase:
 
 def as_torchvision(samples: list[RawSample], folder: Path) -> SourceConfigBase:
     names = export_images(samples, folder)
-    lines = [
-        f"{name}#{n}\t{text}\n"
-        for name, each in zip(names, samples, strict=True)
-        for n, text in enumerate(each.captions)
-    ]
-    (folder / "captions.token").write_text("".join(lines))
+    with (folder / "captions.token").open("w") as file:
+        for name, sample in zip(names, samples, strict=True):
+            file.writelines(f"{name}#{number}\t{text}\n" for number, text in enumerate(sample.captions))
     arguments = {"ann_file": str(folder / "captions.token")}
-    return TorchvisionConfig(name="Flickr30k", root=folder, arguments=arguments)
+    return parse_source("kind=torchvision", name="Flickr30k", root=folder, arguments=arguments)
 
 
 Export = Callable[[list[RawSample], Path], SourceConfigBase]
@@ -206,9 +194,7 @@ def test_same_samples_and_batches_as_shards(export: Export, samples, shards, tmp
     with pytest.raises(IndexError):
         source.read(COUNT)
     expected, data = training(shards), training(config)
-    assert same(
-        [global_batch([batch]) for batch in expected.batches(0, 4)], [global_batch([b]) for b in data.batches(0, 4)]
-    )
+    assert same(*([global_batch([batch]) for batch in each.batches(0, 4)] for each in (expected, data)))
     assert [batch.captions for batch in expected.batches(2, 4)] == [batch.captions for batch in data.batches(2, 4)]
 
 

@@ -73,38 +73,22 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
     [
         ("", [], "t.csv: is empty"),
         ("filepath,title\n", [], "no rows; expected one for each image"),
-        (
-            "foo,title\na.jpg,x\n",
-            [],
-            "no column has a usual name of the images; name it, image=COLUMN, or, if the first",
-        ),
+        ("foo,title\na.jpg,x\n", [], "column has a usual name of the images; name it, image=COLUMN, or, if the first"),
         ("image,foo\na.jpg,x\n", [], "captions: no column has a usual name of captions or classes; name it"),
         ("image,cls\na.jpg,1\nb.jpg,3\n", ["classnames=[c,d,e]"], "a class has the number 3; expected 0 to 2, or"),
         ("image,cls\na.jpg,1\nb.jpg,2\n", ["classnames=[c,d]"], "a class has the number 2; expected 0 to 1, or"),
         ("file,title\na.jpg,x\n", ["image=files"], "no column 'files'; its columns: 'file', 'title'; did you"),
         ("filepath,title\na.jpg,x,y\n", [], "none of the first 1 rows can be used; row 2: 3 columns"),
-        (
-            "a.jpg,x,y\nb.jpg,x,y\n",
-            [],
-            "seems to have no header, since its first row is 'a.jpg', 'x', 'y'; name its 3 columns",
-        ),
+        ("a.jpg,x,y\nb.jpg,x,y\n", [], "no header, since its first row is 'a.jpg', 'x', 'y'; name its 3 columns"),
         ("image,caption\ne.jpg,x\n", [], "images of the table are in "),
         ("filepath,title\nnone.jpg,x\n", [], "none of the 1 images can be read; the first: "),
         ("filepath,title\na.jpg,x\n", ["where={split: train}"], "where: no column 'split'"),
-        (
-            "filepath,title,split\na.jpg,x,y\n",
-            ["where={split: train}"],
-            "these values; in the first rows split has 'y'",
-        ),
+        ("filepath,title,split\na.jpg,x,y\n", ["where={split: train}"], "values; in the first rows split has 'y'"),
         ("filepath,cls\na.jpg,3\n", ["label=cls"], "the classes are numbers without names (3), which prompts would"),
         ("filepath,cls\na.jpg,2\n", ["label=cls", "classnames=[a]"], "row 2: a.jpg: cls: class '2'; expected"),
         ("filepath,cls\na.jpg,a\na.jpg,b\n", ["label=cls", "classnames=[a,b,a]"], "class 'a': classnames has it more"),
         ("a.jpg\nb.jpg\n", [], "since its first row is 'a.jpg'; it has one column, or separator names"),
-        (
-            "filepath,label\n" + "".join(f"a.jpg,x{n}\n" for n in range(1001)),
-            [],
-            "label: 1001 classes in 1001 rows; if",
-        ),
+        ("image,label\n" + "".join(f"a.jpg,x{n}\n" for n in range(1001)), [], "label: 1001 classes in 1001 rows; if"),
         ("filepath,label\na.jpg,0.25\nb.jpg,-1\n", [], "the classes are numbers without names (-1, 0.25), which"),
         ("filepath,label\na.jpg,True\nb.jpg,False\n", [], "the classes are truth values without names (False, True)"),
         ("filepath,caption_file\na.jpg,a.txt\n", [], "captions: no column has a usual name of captions or classes"),
@@ -134,6 +118,7 @@ XY_SUB = {"a.jpg": ("x",), "sub/b.jpg": ("y",)}
 XZ = {"a.jpg": ("x", "z"), "b.jpg": ("y",)}
 ROWS = "image,caption\na.jpg,x\nb.jpg,y\n"
 OBJECTS = [{"image": "a.jpg", "caption": "x"}, {"image": "b.jpg", "caption": "y"}]
+ONE = {"images": [{"id": 1, "file_name": "a.jpg"}]}
 COCO = {"images": [{"id": 5, "file_name": "a.jpg"}, {"id": "9", "file_name": "b.jpg"}]}
 CAPTIONS = [{"image_id": image, "caption": text} for image, text in ((9, "y"), ("5", "x"), (7, "z"))]
 CLASSES = {"annotations": [{"image_id": 9, "category_id": 2}], "categories": [{"id": 2, "name": "cat"}]}
@@ -144,6 +129,8 @@ EMPTY = "the caption is empty"
 SLASH = "\\"
 THREE = "row 2: b.jpg: cls: class '4'; expected one of classnames, or its number, 0 to 2"
 FLAGS = {"a.jpg": 1, "b.jpg": 0}
+ELEVEN = "".join(f"a.jpg,x{n}\n" for n in range(11))
+PLACES = "sub/b.jpg sub/d.jpg 000000000139.jpg deep/0/in/e.jpg deep/1/f.jpg big.JPEG 000017.jpg"
 PEOPLE = [
     ("t.csv", "Image , Caption\n./a.jpg,x\na.jpg,z\nb.jpg,y\n", "", XZ, "rows of the same image file are one"),
     ("t.csv", "image_name| comment_number| comment\na.jpg| 0| x\nb.jpg| 0| y\n", "", XY, "image 'image_name'"),
@@ -205,20 +192,8 @@ PEOPLE = [
     ("t.csv", ROWS.replace(".jpg", ""), "", XY, ""),
     ("t.json", [{"image_id": 139, "caption": "x"}], "", {"000000000139.jpg": ("x",)}, ""),
     ("t.csv", "image_id,caption\n17,x\n", "", {"000017.jpg": ("x",)}, ""),
-    (
-        "t.csv",
-        "image,label\na.jpg,cat\nb.jpg,nan\n",
-        "",
-        {"a.jpg": 0, "bad": f"row 3: b.jpg: label: {NO_CLASS}"},
-        "one",
-    ),
-    (
-        "t.csv",
-        "image,label\n" + "".join(f"a.jpg,x{n}\n" for n in range(11)),
-        "label=label",
-        None,
-        "label: 11 classes in 11",
-    ),
+    ("t.csv", "image,label\na.jpg,cat\nb.jpg,nan\n", "", {"a.jpg": 0, "bad": f"row 3: b.jpg: label: {NO_CLASS}"}, ""),
+    ("t.csv", "image,label\n" + ELEVEN, "label=label", None, "label: 11 classes in 11"),
     ("t.jsonlines", '{"image_id": "big", "caption": "x"}\n', "", {"big.JPEG": ("x",)}, ""),
     ("t.csv", "image,caption\nd.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
     ("above/t.csv", "image,caption\nd.jpg,x\n", "", {"sub/d.jpg": ("x",)}, "images found in"),
@@ -269,16 +244,7 @@ PEOPLE = [
 )
 def test_tables_as_people_have_them(folder, name, content, overrides, expected, note):
     text = content if isinstance(content, (str, bytes)) else json.dumps(content)
-    for path in (
-        "sub/b.jpg",
-        "sub/d.jpg",
-        "000000000139.jpg",
-        "deep/0/in/e.jpg",
-        "deep/1/f.jpg",
-        "big.JPEG",
-        "000017.jpg",
-        name,
-    ):
+    for path in (*PLACES.split(), name):
         (folder / path).parent.mkdir(exist_ok=True, parents=True)
         (folder / path).write_bytes((folder / "b.jpg").read_bytes())
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -350,7 +316,7 @@ def test_a_file_that_comes_later_is_found_at_the_next_start(folder: Path) -> Non
         ('{"a": 3, "b": [1]}', "its keys: 'a', 'b'; expected a list of objects"),
         ('{"images": [{"id": 1}], "annotations": [{"image_id": 1, "bbox": []}]}', "annotations have no caption and"),
         (
-            '{"images": [{"id": 1, "file_name": "a.jpg"}], "annotations": [{"image_id": 1, "caption": 5}]}',
+            json.dumps({**ONE, "annotations": [{"image_id": 1, "caption": 5}]}),
             "row 1: a.jpg: 'caption' contains a int",
         ),
     ],
@@ -442,9 +408,7 @@ def test_captions_beside_the_images(folder: Path) -> None:
 
 def test_tables_beside_a_folder_are_named(folder: Path) -> None:
     (folder.parent / "beside.csv").touch()
-    with pytest.raises(
-        DataError, match=f"3 images without captions; .* named as the path: {folder.parent}/beside.csv$"
-    ):
+    with pytest.raises(DataError, match=f"3 images without captions; .* as the path: {folder.parent}/beside.csv$"):
         parse_source(folder).build()
     (folder.parent / "beside.csv").unlink()  # the folder of all tests of this process
     tables = folder.parent / "annotations"

@@ -41,9 +41,7 @@ def test_names_of_any_bytes(tmp_path):
         (folder / "classes" / os.fsdecode(name) / f"{NOT_UTF8}.png").write_bytes(png((number, 2, 3)))
     source = images_of(folder / "classes")
     assert source.classnames == ("a é", "b\\udc82", "naïve")
-    assert [source.read(index).captions for index in range(3)] == [
-        (f"a photo of a {each}",) for each in source.classnames
-    ]
+    assert [source.read(n).captions for n in range(3)] == [(f"a photo of a {each}",) for each in source.classnames]
     assert parse_source(str(folder / "classes")).path == str(folder / "classes")
     for each in (source.classnames, source.fingerprint, source.shards, source.notes, source.name(0)):
         json.dumps(each, ensure_ascii=False).encode()
@@ -152,19 +150,11 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
         ("cat/0.jpg dog/0.jpg text/0.txt", [], "text has a .txt with the name of each image"),
         ("0.jpg captions/0.txt", ["captions=txt_lines"], ["captions/0.txt"]),
         ("0.jpg 0.txt=a,\\nb 1.jpg 1.txt=c,\\nd", [], ["a,\nb", "c,\nd", "the first 2 .txt have several lines"]),
-        (
-            "images/0.jpg masks/0.png",
-            [],
-            "its subfolders are images, masks, of which images has the name of all images",
-        ),
+        ("images/0.jpg masks/0.png", [], "subfolders are images, masks, of which images has the name of all images"),
         ("image/0.jpg text/0.png", [], ["image", "text"]),
         ("images/0.jpg labels/0.txt", [], "labels has a .txt with the name of each image; if these are captions, call"),
         ("train/0.jpg car/0.jpg", [], ["car", "train"]),
-        (
-            "my_images_1/0.jpg my_images_2/1.jpg t.csv",
-            [],
-            "my_images_1, .* differ by a number.* the path: .*/t.csv; or",
-        ),
+        ("my_images_1/0.jpg my_images_2/1.jpg t.csv", [], "images_1, .* differ by a number.* the path: .*/t.csv; or"),
         ("my_images_1/0.jpg my_images_2/1.jpg", [], ["my images 1", "my images 2"]),
         ("my_images_1/0.jpg my_images_2/1.jpg t.csv", ["captions=classes"], ["my images 1", "my images 2"]),
         ("0/0.jpg 10/0.jpg 2/0.jpg", [], ["0", "2", "10", "the classes are numbers"]),

@@ -5,14 +5,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tests.data.making import caption_shards, class_folder, encode, pixels
 from vqclip.config import Config, load_config, to_yaml
-from vqclip.data import (
-    CaptionShardsConfig,
-    ClassShardsConfig,
-    DataConfig,
-    FolderConfig,
-    SourceConfig,
-    parse_source,
-)
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, FolderConfig, SourceConfig, parse_source
 from vqclip.errors import ConfigError, DataError
 from vqclip.evaluation import CaptionedData, LabelledData
 
@@ -33,10 +26,9 @@ def test_the_kind_of_a_path(tmp_path: Path) -> None:
     ):
         assert isinstance(parse_source(path), expected), path
         assert isinstance(TypeAdapter(SourceConfig).validate_python({"path": str(path)}), expected), path
-    both = parse_source([str(shards / "00000.tar"), str(shards / "00001.tar")], ["captions=json"], json_keys=["many"])
-    assert both == CaptionShardsConfig(
-        path=(str(shards / "00000.tar"), str(shards / "00001.tar")), captions="json", json_keys=("many",)
-    )
+    tars = (str(shards / "00000.tar"), str(shards / "00001.tar"))
+    both = parse_source([*tars], ["captions=json"], json_keys=["many"])
+    assert both == CaptionShardsConfig(path=tars, captions="json", json_keys=("many",))
 
 
 def test_a_kind_that_is_not_plain(tmp_path: Path) -> None:

@@ -76,9 +76,8 @@ def test_a_kind_of_another_package(site: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one of shards, .*; from installed packages: broken, numbers; did you mean"):
         load_config(Tree, None, [f"data.sources=[{{kind: number, path: {tmp_path}}}]"])
     assert "numbers_source" not in sys.modules  # only what is named is imported
-    tree = load_config(
-        Tree, None, [f"data.sources=[{{kind: numbers, path: {tmp_path}, weight: 2.0}}]", "data.workers=1"]
-    )
+    numbers = f"data.sources=[{{kind: numbers, path: {tmp_path}, weight: 2.0}}]"
+    tree = load_config(Tree, None, [numbers, "data.workers=1"])
     (batch,) = tree.data.build(size=SIZE, tokenize=tokenize, batch_size=G, seed=0).batches(0, 1)
     assert all(caption.startswith("number ") for caption in batch.captions)
     (tmp_path / "tree.yaml").write_text(to_yaml(tree))

@@ -19,18 +19,12 @@ def refusal(action, *args) -> str:
 
 def test_captions_from_json_and_lines(tmp_path: Path) -> None:
     folder = caption_shards(tmp_path / "a", (1,))
-    keys = ("caption", "none", "many")
-    assert CaptionShardsConfig(path=str(folder), captions="json", json_keys=keys).build().read(0).captions == (
-        "json 0",
-        "a0",
-        "b0",
-    )
+    config = CaptionShardsConfig(path=str(folder), captions="json", json_keys=("caption", "none", "many"))
+    assert config.build().read(0).captions == ("json 0", "a0", "b0")
     path = write_tar(tmp_path / "b.tar", {"1.jpg": b"", "1.txt": "one\n\n two \r\nthrée".encode()})
     assert CaptionShardsConfig(path=str(path), captions="txt_lines").build().read(0).captions == ("one", "two", "thrée")
-    texts = {
-        f"{number}{ending}": data for number in range(2) for ending, data in ((".jpg", b""), (".txt", b"x\n\ny\n"))
-    }
-    path = write_tar(tmp_path / "c.tar", texts)
+    lines = {"0.jpg": b"", "0.txt": b"x\n\ny\n", "1.jpg": b"", "1.txt": b"x\n\ny\n"}
+    path = write_tar(tmp_path / "c.tar", lines)
     note = "the first 2 .txt have several lines, read as one caption; captions: txt_lines divides them"
     assert CaptionShardsConfig(path=str(path)).build().notes == (note,)
     assert CaptionShardsConfig(path=str(path), captions="txt_lines").build().notes == ()
@@ -39,10 +33,8 @@ def test_captions_from_json_and_lines(tmp_path: Path) -> None:
 def test_splits_beside_each_other_are_noted(tmp_path: Path) -> None:
     for number, name in enumerate(("cc3m-train-0000", "cc3m-train-0001", "cc3m-validation-0000", "more")):
         write_tar(tmp_path / f"{name}.tar", caption_members(number, 1))
-    splits = "files of splits train (2), validation (1) are read together"
-    assert CaptionShardsConfig(path=str(tmp_path)).build().notes == (
-        f"{splits}; the path {tmp_path}/*train*.tar reads one",
-    )
+    note = f"files of splits train (2), validation (1) are read together; the path {tmp_path}/*train*.tar reads one"
+    assert CaptionShardsConfig(path=str(tmp_path)).build().notes == (note,)
     assert CaptionShardsConfig(path=f"{tmp_path}/*train*.tar").build().notes == ()
     (tmp_path / "._cc3m-train-0000.tar").write_bytes(b"of macOS")
     assert len(CaptionShardsConfig(path=str(tmp_path)).build()) == 4
@@ -87,16 +79,13 @@ def test_a_shard_that_is_written_to_while_it_is_open_is_noticed(tmp_path: Path) 
 def test_class_names_and_prompts_are_bounded(tmp_path: Path) -> None:
     folder = class_folder(tmp_path)
     (folder / "classnames.txt").write_text("cat\n" + "d" * 1001 + "\n")
-    assert refusal(ClassShardsConfig(path=folder).build).endswith(
-        "classnames.txt:2: 1001 characters; expected one class name a line"
-    )
+    build = ClassShardsConfig(path=folder).build
+    assert refusal(build).endswith("classnames.txt:2: 1001 characters; expected one class name a line")
     (folder / "classnames.txt").write_bytes(b"cat\n\xff\n")
-    assert refusal(ClassShardsConfig(path=folder).build).endswith(
-        "classnames.txt: not UTF-8: invalid start byte at byte 4"
-    )
+    assert refusal(build).endswith("classnames.txt: not UTF-8: invalid start byte at byte 4")
     (folder / "classnames.txt").unlink()
     os.mkfifo(folder / "classnames.txt")
-    assert "classnames.txt: cannot be read (not a regular file)" in refusal(ClassShardsConfig(path=folder).build)
+    assert "classnames.txt: cannot be read (not a regular file)" in refusal(build)
 
 
 def test_fingerprint_tells_content_not_place(tmp_path: Path) -> None:
@@ -120,13 +109,11 @@ def test_tars_beside_the_class_names(tmp_path: Path) -> None:
 
 
 def test_wrong_class_folders(tmp_path: Path) -> None:
-    assert "no such folder; expected one with classnames.txt and SPLIT/*.tar" in refusal(
-        ClassShardsConfig(path=tmp_path / "none").build
-    )
+    message = refusal(ClassShardsConfig(path=tmp_path / "none").build)
+    assert "no such folder; expected one with classnames.txt and SPLIT/*.tar" in message
     folder = class_folder(tmp_path / "a")
-    assert "has no split 'test'; splits with tars: 'train'" in refusal(
-        ClassShardsConfig(path=folder, split="test").build
-    )
+    message = refusal(ClassShardsConfig(path=folder, split="test").build)
+    assert "has no split 'test'; splits with tars: 'train'" in message
     (folder / "zeroshot_classification_templates.txt").write_text("a photo\n")
     assert "templates.txt:1: no {c} for the class name in 'a photo'" in refusal(ClassShardsConfig(path=folder).build)
     (folder / "zeroshot_classification_templates.txt").write_bytes(b"\xef\xbb\xbfa {c}\n\n")

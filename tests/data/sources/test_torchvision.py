@@ -17,11 +17,8 @@ from vqclip.data.sources import torchvision as module
 from vqclip.data.sources.torchvision import TorchvisionConfig
 from vqclip.errors import DataError, VqclipError
 
-FAKE = {
-    "name": "FakeData",
-    "arguments": {"size": 12, "image_size": (3, 16, 20), "num_classes": 2},
-    "classnames": ("cat", "dog"),
-}
+TWELVE = {"size": 12, "image_size": (3, 16, 20), "num_classes": 2}
+FAKE = {"name": "FakeData", "arguments": TWELVE, "classnames": ("cat", "dog")}
 
 
 def refusal(**options) -> str:
@@ -40,7 +37,7 @@ def test_fake_data() -> None:
         assert np.array_equal(decode_image(sample.image).permute(1, 2, 0).numpy(), np.asarray(image))
         assert (sample.label, sample.captions) == (label, (f"a photo of a {('cat', 'dog')[label]}",))
     assert source.name(3) == "torchvision FakeData: row 3"
-    other = {**FAKE, "arguments": {**FAKE["arguments"], "random_offset": 5}}
+    other = {**FAKE, "arguments": {**TWELVE, "random_offset": 5}}
     assert source.fingerprint != TorchvisionConfig(**other).build().fingerprint
 
 

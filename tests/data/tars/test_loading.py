@@ -46,12 +46,10 @@ def _wait_for_fetches() -> Iterator[None]:
 
 
 def sources(where: Path | str) -> tuple[SourceConfigBase, ...]:
-    options = RemoteConfig(tries=3, total_s=60.0)
+    options, half = RemoteConfig(tries=3, total_s=60.0), {"weight": 0.5, "captions": "json", "json_keys": ("many",)}
     return (
         CaptionShardsConfig(path=f"{where}/a/{{00000..{len(COUNTS) - 1:05d}}}.tar", remote=options),
-        CaptionShardsConfig(
-            path=f"{where}/b/{{00000..00001}}.tar", weight=0.5, captions="json", json_keys=("many",), remote=options
-        ),
+        CaptionShardsConfig(path=f"{where}/b/{{00000..00001}}.tar", remote=options, **half),
         ClassShardsConfig(path=f"{where}/c", split="train", remote=options),
     )
 
@@ -111,17 +109,14 @@ def test_batches_of_shards_on_a_server(folder, expected, server, cache):
 
 
 def one_source(url: str, gib: float = 1.0) -> CaptionShardsConfig:
-    return CaptionShardsConfig(
-        path=f"{url}/{{00000..00003}}.tar", remote=RemoteConfig(cache_gib=gib, tries=2, total_s=20.0)
-    )
+    remote = RemoteConfig(cache_gib=gib, tries=2, total_s=20.0)
+    return CaptionShardsConfig(path=f"{url}/{{00000..00003}}.tar", remote=remote)
 
 
 def test_indexes_that_do_not_fit(folder, server, tmp_path, caplog, monkeypatch):
     url = server.add(folder / "a", "/a")
     size = sum(len(data) for data in server.files.values()) / 2**30
-    with pytest.raises(
-        DataError, match=r"data\.sources\[0\]: http.*00000\.tar and 3 more: no index.*vqclip data index"
-    ):
+    with pytest.raises(DataError, match=r"data\.sources\[0\]: http.*00000\.tar and 3 more: no index.*data index"):
         open_data(folder, sources=(one_source(url, 0.9 * size),), order=WINDOWED)
     shards = one_source(url, 0.9 * size).tars()
     index = make_index(sorted((folder / "a").iterdir()), tmp_path / "index", 4)

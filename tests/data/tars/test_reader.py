@@ -115,9 +115,7 @@ def test_what_was_changed_is_named(shards: list[Path], tmp_path: Path) -> None:
     assert error.value.kind == "changed shard"
     os.utime(shards[1], ns=(times.st_atime_ns, times.st_mtime_ns))
     for sample in (4, 5):  # the chunk of samples 4 to 7
-        with pytest.raises(
-            StorageError, match=r"bytes \d+ to \d+ of .*1\.tar.*another digest.*chunk 1 of .*index"
-        ) as error:
+        with pytest.raises(StorageError, match=r"bytes \d+ to \d+ of .*1\.tar.*another digest.*chunk 1 of") as error:
             reader.read(sample, "image")
         assert error.value.kind == "changed shard"
     assert reader.read(3, "txt") == b"caption 3"

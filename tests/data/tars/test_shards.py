@@ -86,9 +86,8 @@ def test_missing_empty_garbage_and_compressed(tmp_path: Path) -> None:
     assert r"but b'\x1f\x8b\x08" in refusal(tmp_path / "a.tar.gz.tar")
     for table in (b"url,caption\nx,y\n" * 100, b"url\tcaption\n", b"PAR1\0", b"<html><body>404</body></html>"):
         (tmp_path / "table.csv").write_bytes(table)
-        assert f"table.csv: no valid tar header at offset 0, but {table[:16]!r}; expected a shard" in refusal(
-            tmp_path / "table.csv"
-        )
+        message = refusal(tmp_path / "table.csv")
+        assert f"table.csv: no valid tar header at offset 0, but {table[:16]!r}; expected a shard" in message
     (tmp_path / "folder.tar").mkdir()
     assert "cannot be opened: Is a directory" in refusal(tmp_path / "folder.tar")
 
@@ -150,22 +149,13 @@ def test_a_pipe_is_no_shard(tmp_path: Path) -> None:
 
 def test_names_lead_nowhere(tmp_path: Path, cache: Path) -> None:
     """Members are never written: their names are names of samples and nothing else."""
-    names = [
-        "../../../1.jpg",
-        "/etc/2.jpg",
-        "..",
-        "a/../../3.txt",
-        "~/4.jpg",
-        "C:\\5.jpg",
-        "pipe:touch x; 6.jpg",
-        "$(id).jpg",
-    ]
+    names = ["../../../1.jpg", "/etc/2.jpg", "..", "a/../../3.txt", "~/4.jpg", "C:\\5.jpg", "pipe:touch x; 6.jpg"]
+    names += ["$(id).jpg"]
     before = sorted(tmp_path.rglob("*"))
     path = write_tar(tmp_path / "a.tar", {name: b"x" for name in names}, tarfile.PAX_FORMAT)
     index = open_tars(path)
-    assert [index.key(row) for row in range(len(index))] == [
-        name.rpartition(".")[0] for name in names if name.endswith((".jpg", ".txt"))
-    ]
+    keys = [name.rpartition(".")[0] for name in names if name.endswith((".jpg", ".txt"))]
+    assert [index.key(row) for row in range(len(index))] == keys
     assert sorted(tmp_path.rglob("*")) == [*before, path]
     assert all(cache / "index" in file.parents for file in cache.rglob("*") if file.is_file())
 

@@ -150,9 +150,7 @@ def test_a_copy_that_another_process_makes_is_waited_for_with_heartbeats(tmp_pat
     assert beats[:2] == [False, False]
 
 
-def test_a_copy_counts_once_it_is_checked(
-    tmp_path: Path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_counts_once_it_is_checked(tmp_path, server, monkeypatch):
     """A process that ends between both leaves nothing behind that is used after the shard is mended."""
     url, server.ranges = server.add(caption_shards(tmp_path, (3,))), False
     whole = server.files["/00000.tar"]

@@ -93,13 +93,7 @@ def same(one: TokenRecord, other: TokenRecord) -> bool:
 
 @pytest.mark.parametrize(
     ("sizes", "expected"),
-    [
-        ((256, 3), np.uint8),
-        ((257,), np.uint16),
-        ((65537,), np.uint32),
-        ((2**32 + 1,), np.int64),
-        ((2**63,), np.int64),
-    ],
+    [((256, 3), np.uint8), ((257,), np.uint16), ((65537,), np.uint32), ((2**32 + 1,), np.int64), ((2**63,), np.int64)],
 )
 def test_smallest_type_holds_every_id(sizes: tuple[int, ...], expected: type) -> None:
     kind = id_type(sizes)
@@ -262,11 +256,7 @@ def test_samples_that_do_not_fit_are_named(tmp_path: Path, column: str, value: A
 
 
 def test_columns_of_other_types_are_errors(tmp_path: Path) -> None:
-    for name, value, kind in (
-        ("image_ids", "abc", "string"),
-        ("captions", 3, "int64"),
-        ("sample_id", "0", "string"),
-    ):
+    for name, value, kind in (("image_ids", "abc", "string"), ("captions", 3, "int64"), ("sample_id", "0", "string")):
         with pytest.raises(DataError, match=rf"0.parquet: {name} .*; expected "):
             read(with_columns(tmp_path / "0.parquet", **{name: ([value], kind)}))
     path = write(tmp_path / "0.parquet", records(0, 1))
