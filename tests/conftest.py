@@ -23,7 +23,7 @@
 import faulthandler
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +53,17 @@ def ranks() -> Iterator[RankPool]:
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two shards with 30 captioned images."""
     return caption_shards(tmp_path_factory.mktemp("shards"), counts=(17, 13))
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[[int], str]:
+    """Return the message of a command that has ended with this status, which is that of a mistake."""
+
+    def message(status: int) -> str:
+        assert status == 2
+        return capsys.readouterr().err
+
+    return message
 
 
 _LONGEST = (

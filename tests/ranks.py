@@ -2,8 +2,8 @@
 
 The processes are forked from a server that has imported torch and vqclip once, and serve every test of the session.
 Each call forms a fresh process group over the first `world_size` of them, with the environment variables that torchrun
-sets, and takes it down afterwards. No wait is without a limit, and a pool in which a rank died or hangs is killed: the
-next call starts a new one.
+sets and the cache folder of the test, and takes it down afterwards. No wait is without a limit, and a pool in which a
+rank died or hangs is killed: the next call starts a new one.
 """
 
 import contextlib
@@ -160,7 +160,7 @@ def _torchrun_env(rank: int, world_size: int, ports: Sequence[int]) -> dict[str,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(ports[0]),
         _PORTS: " ".join(map(str, ports)),
-    }
+    } | {name: os.environ[name] for name in ("VQCLIP_CACHE",) if name in os.environ}
 
 
 def _free_port() -> int:

@@ -78,9 +78,9 @@ def before_steps(action: Callable[[TrainStep, Any, int], object]) -> Iterator[No
         yield
 
 
-def run(tree: dict[str, Any], cache: str) -> dict[str, Any]:
-    """Train in this process (a rank, or alone) and tell what happened."""
-    os.environ["VQCLIP_CACHE"] = cache
+def run(tree: dict[str, Any], cache: str = "") -> dict[str, Any]:
+    """Train in this process (a rank, or alone) and tell what happened; without a cache folder, in that of the test."""
+    os.environ["VQCLIP_CACHE"] = cache or os.environ["VQCLIP_CACHE"]
     config = load_task_config(tree)
     seen: list[list[int]] = []
     with before_steps(lambda step, batch, number: seen.append(batch.sample_ids.tolist())):
@@ -88,7 +88,7 @@ def run(tree: dict[str, Any], cache: str) -> dict[str, Any]:
     return {"sample_ids": seen, "finished": result.finished}
 
 
-def run_until(stop: int, tree: dict[str, Any], cache: str) -> None:
+def run_until(stop: int, tree: dict[str, Any], cache: str = "") -> None:
     """Die in step number ``stop``, without a last save."""
 
     def die(step: TrainStep, batch: Any, number: int) -> None:
@@ -100,12 +100,12 @@ def run_until(stop: int, tree: dict[str, Any], cache: str) -> None:
         raise AssertionError("it has not died")
 
 
-def run_compiled(tree: dict[str, Any], cache: str, backend: str) -> tuple[int, int]:
+def run_compiled(tree: dict[str, Any], backend: str) -> tuple[int, int]:
     """Train as `run` does with a backend of `torch.compile`; return the numbers of graphs and of their breaks."""
     counters = torch._dynamo.utils.counters
     counters.clear()
     with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
-        run(tree, cache)
+        run(tree)
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 

@@ -32,75 +32,74 @@ def shown(tmp_path, capsys):
     given = ["--tokenizer", str(tmp_path / "tokenizer")]
     images, index, target = pictures(tmp_path / "pictures"), str(tmp_path / "index"), tmp_path / "page.html"
     assert main(["build", *given, "--data", str(images), "--out", index]) == 0
-    assert (
-        main(["query", "--index", index, "a <red> apple", "-k", "5", "--data", str(images), "--out", str(target)]) == 0
-    )
+    shown = ["-k", "5", "--data", str(images), "--out", str(target)]
+    assert main(["query", "--index", index, "a <red> apple", *shown]) == 0
     return target, capsys.readouterr().out
+
+
+@pytest.fixture
+def query(tmp_path):
+    """A function that searches the index, for a page of the pictures in a folder, and returns the status."""
+
+    def run(*options, data="pictures"):
+        page = ["--data", str(tmp_path / data), "--out", str(tmp_path / "other.html")]
+        return main(["query", "--index", str(tmp_path / "index"), "x", *page, *options])
+
+    return run
 
 
 def test_the_commands_make_a_page(shown):
     target, printed = shown
     text = target.read_text(encoding="utf-8")
-    assert (
-        "12 items of 48 bits, 12 of them distinct; 72 bytes, 6.0 bytes an item; float32 embeddings: 64 an item"
-        in printed
-    )
+    told = "12 items of 48 bits, 12 of them distinct; 72 bytes, 6.0 bytes an item; float32 embeddings: 64 an item"
+    assert told in printed
     assert text.count("data:image/png;base64,") == 5
     assert "<h1>a &lt;red&gt; apple</h1>" in text
     assert "<i>" not in text
     assert "<script" not in text
 
 
-def test_pictures_that_changed_are_not_shown(tmp_path, shown, capsys):
+def test_pictures_that_changed_are_not_shown(tmp_path, shown, query, capsys, refused):
     Image.new("RGB", (9, 9)).save(tmp_path / "pictures" / "new.png")
-    given, here = ["--index", str(tmp_path / "index")], ["--data", str(tmp_path / "pictures")]
-    assert main(["query", *given, "x", *here, "--out", str(tmp_path / "other.html")]) == 2
-    assert "the index was built from other data, with other keys, or by an older version" in capsys.readouterr().err
+    assert "the index was built from other data, with other keys, or by an older version" in refused(query())
+    given = ["--index", str(tmp_path / "index")]
     picture = str(tmp_path / "pictures" / "00.png")
     assert main(["query", *given, "--image", picture, "-k", "1"]) == 0
     assert capsys.readouterr().out.split()[2] == "00.png"  # a picture finds itself
     (tmp_path / "pictures" / "new.png").unlink()
-    moved = (tmp_path / "pictures").rename(tmp_path / "moved")
-    assert main(["query", *given, "x", "--data", str(moved), "--out", str(tmp_path / "other.html")]) == 0
-    assert main(["query", *given]) == 2
-    assert "expected one of them" in capsys.readouterr().err
+    (tmp_path / "pictures").rename(tmp_path / "moved")
+    assert query(data="moved") == 0
+    assert "expected one of them" in refused(main(["query", *given]))
 
 
-def test_no_picture_is_read_because_an_index_says_so(tmp_path, shown, capsys):
-    assert main(["query", "--index", str(tmp_path / "index"), "x", "--out", str(tmp_path / "other.html")]) == 2
+def test_no_picture_is_read_because_an_index_says_so(tmp_path, shown, refused):
     message = f"--data: missing, expected the images for --out; the index was built from {tmp_path / 'pictures'}"
-    assert message in capsys.readouterr().err
+    given = ["--index", str(tmp_path / "index"), "x", "--out", str(tmp_path / "other.html")]
+    assert message in refused(main(["query", *given]))
     assert not (tmp_path / "other.html").exists()
 
 
-def test_a_tokenizer_that_has_moved_is_asked_for(tmp_path, shown, capsys):
+def test_a_tokenizer_that_has_moved_is_asked_for(tmp_path, shown, query, refused):
     index = CodeIndex.load(tmp_path / "index")
     replace(index, origin=index.origin.model_copy(update={"tokenizer": "/gone"})).save(tmp_path / "index")
-    assert main(["query", "--index", str(tmp_path / "index"), "x"]) == 2
-    assert "--tokenizer: missing, and the index names /gone, which is not there" in capsys.readouterr().err
+    assert "--tokenizer: missing, and the index names /gone, which is not there" in refused(query())
 
 
-def test_places_beyond_the_pictures_are_refused(tmp_path, shown, capsys):
+def test_places_beyond_the_pictures_are_refused(tmp_path, shown, query, refused):
     index = CodeIndex.load(tmp_path / "index")
     replace(index, places=torch.arange(12) + 10**9).save(tmp_path / "index")
-    given = ["--data", str(tmp_path / "pictures"), "--out", str(tmp_path / "other.html")]
-    assert main(["query", "--index", str(tmp_path / "index"), "x", *given]) == 2
-    assert "expected less than 12, the images of" in capsys.readouterr().err
+    assert "expected less than 12, the images of" in refused(query())
 
 
-def test_one_unreadable_picture_does_not_hide_the_others(tmp_path, shown, capsys):
+def test_one_unreadable_picture_does_not_hide_the_others(tmp_path, shown, query, capsys):
     path = tmp_path / "pictures" / "04.png"
     path.write_bytes(bytes(9))
     index, source = CodeIndex.load(tmp_path / "index"), open_images(str(tmp_path / "pictures"))
     origin = index.origin.model_copy(update={"fingerprint": source.fingerprint})
     replace(index, origin=origin).save(tmp_path / "index")
-    given = ["--data", str(tmp_path / "pictures"), "--out", str(tmp_path / "other.html"), "-k", "12"]
-    assert main(["query", "--index", str(tmp_path / "index"), "x", *given]) == 0
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1
-    assert told[0].startswith(
-        f"vqclip search: left out of the page: {path}: not a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF image"
-    )
+    assert query("-k", "12") == 0
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"vqclip search: left out of the page: {path}: not a JPEG, PNG, ")
     text = (tmp_path / "other.html").read_text()
     assert text.count("data:image/png;base64,") == 11
     assert text.count('title="04.png">no image</span>') == 1

@@ -94,7 +94,7 @@ def test_after_the_ramp_a_run_is_one_without_it(tmp_path, shards):
         section = steps and {"open_steps": steps[0], "close_steps": steps[1]}
         changes = {"train__steps": 6, "train__precision": "fp32", "train__bottleneck": section}
         every = {"train__checkpoint_every": 1, "train__keep_checkpoints": 6}
-        run(run_tree(tmp_path / name, shards, BUSY_VQ, **changes, **every), str(tmp_path / "cache"))
+        run(run_tree(tmp_path / name, shards, BUSY_VQ, **changes, **every))
     none, empty, some = (weights(tmp_path / name, 6) for name in settings)
     assert all_equal(none, empty)
     assert not all_equal(none, some)
@@ -109,7 +109,7 @@ def test_micro_batches_see_the_same_mix(tmp_path, shards):
     lines = []
     for parts in (1, 3):
         changes = {"train__steps": 6, "train__bottleneck": SCHEDULE.model_dump(), "train__micro_batches": parts}
-        run(run_tree(tmp_path / str(parts), shards, LFQ, **changes), str(tmp_path / "cache"))
+        run(run_tree(tmp_path / str(parts), shards, LFQ, **changes))
         lines.append([line["loss/total"] for line in metrics(tmp_path / str(parts))])
     assert lines[1] == pytest.approx(lines[0], rel=1e-9)
 

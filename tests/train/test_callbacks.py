@@ -1,7 +1,6 @@
 """Callbacks: their order, those of users, and errors in them (`vqclip.train.callbacks`)."""
 
 import logging
-import os
 import time
 
 import pytest
@@ -79,8 +78,7 @@ class FailsOnRankOne(Callback):
             raise ZeroDivisionError("mine")
 
 
-def train_with_a_failing_callback(tree, cache):
-    os.environ["VQCLIP_CACHE"] = cache
+def train_with_a_failing_callback(tree):
     begun, recorder = time.monotonic(), Recorder()
     try:
         train(TrainConfig.model_validate(tree), callbacks=[FailsOnRankOne(), recorder])
@@ -91,7 +89,7 @@ def train_with_a_failing_callback(tree, cache):
 
 def test_an_error_in_a_callback_of_one_rank_ends_the_run_on_all(tmp_path, shards, ranks):
     tree = run_tree(tmp_path, shards, train__steps=8, run__timeout_s=30.0)
-    waiting, failing = ranks(2, train_with_a_failing_callback, tree, str(tmp_path / "cache"), init=False)
+    waiting, failing = ranks(2, train_with_a_failing_callback, tree, init=False)
     assert failing[:3] == ("ZeroDivisionError", "mine", ("error", "mine"))
     assert waiting[0] == "DistributedError"
     assert "the first error in the output of the other ranks is the cause" in waiting[1]

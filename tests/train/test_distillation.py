@@ -203,7 +203,7 @@ def test_one_two_and_three_processes_train_the_same_model(ranks, tmp_path, shard
     for world_size in (1, 2, 3):
         folder = tmp_path / str(world_size)
         tree = tree_of(folder, shards, folders, train__steps=16)
-        ranks(world_size, run, tree, str(tmp_path / "cache"), init=False)
+        ranks(world_size, run, tree, init=False)
         outcomes[world_size] = metrics(folder), weights(folder, 16)
     lines, model = outcomes[1]
     for name in ("embeddings", "image_features", "text_features"):
@@ -217,16 +217,15 @@ def test_one_two_and_three_processes_train_the_same_model(ranks, tmp_path, shard
 
 
 def test_a_run_resumes_bit_for_bit_and_only_with_its_teachers(tmp_path, shards, folders):
-    cache = str(tmp_path / "cache")
     changes = {"train__checkpoint_every": 4, "train__precision": "fp32"}
-    run(tree_of(tmp_path / "whole", shards, folders, **changes), cache)
+    run(tree_of(tmp_path / "whole", shards, folders, **changes))
     tree = tree_of(tmp_path / "parts", shards, folders, **changes)
-    run(tree, cache)
+    run(tree)
     shutil.rmtree(tmp_path / "parts" / "tiny" / "checkpoints" / "step-00000008")
     other = tree | {"distillation": [term("embeddings", folders["same"], weight=0.5), *tree["distillation"][1:]]}
     with pytest.raises(OtherRunError, match="distillation"):
-        run(other, cache)
-    assert len(run(tree, cache)["sample_ids"]) == 4
+        run(other)
+    assert len(run(tree)["sample_ids"]) == 4
     assert all_equal(weights(tmp_path / "whole", 8), weights(tmp_path / "parts", 8))
 
 

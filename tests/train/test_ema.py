@@ -1,7 +1,6 @@
 """Moving averages of the weights: their formula, what uses them, what a checkpoint keeps of them."""
 
 import math
-import os
 import shutil
 from unittest import mock
 
@@ -83,7 +82,7 @@ def test_an_average_begins_when_its_weight_is_trained():
 def test_evaluation_and_export_use_the_averages(tmp_path, shards):
     """And the checkpoint continues from the weights themselves."""
     tree = tree_with_ema(tmp_path, shards, evaluation=retrieval(shards), ema={"evaluate": "both"})
-    run(tree, os.environ["VQCLIP_CACHE"])
+    run(tree)
     current, averaged = weights(tmp_path, STEPS), averages(tmp_path, STEPS)
     trained = {name for name, _ in TrainConfig.model_validate(tree).model.build().named_parameters()}
     assert averaged.keys() == trained
@@ -93,7 +92,7 @@ def test_evaluation_and_export_use_the_averages(tmp_path, shards):
 
     plain = tree | {"run": tree["run"] | {"folder": str(tmp_path / "plain")}}
     plain["train"] = {name: value for name, value in tree["train"].items() if name != "ema"}
-    run(plain, os.environ["VQCLIP_CACHE"])
+    run(plain)
     assert all_equal(weights(tmp_path / "plain", STEPS), current)
     figures, alone = metrics(tmp_path)[-1], metrics(tmp_path / "plain")[-1]
     for name in (name for name in alone if name.startswith("eval/")):
@@ -103,7 +102,7 @@ def test_evaluation_and_export_use_the_averages(tmp_path, shards):
 
 def test_commands_take_the_averages_or_the_current_weights(tmp_path, shards, capsys, monkeypatch):
     tree = tree_with_ema(tmp_path, shards, train__precision="fp32", evaluation=retrieval(shards))
-    run(tree, os.environ["VQCLIP_CACHE"])
+    run(tree)
     folder = tmp_path / "tiny"
     current, averaged = weights(tmp_path, STEPS), weights(tmp_path, STEPS) | averages(tmp_path, STEPS)
     for options, expected in (((), averaged), (("--weights", "current"), current)):
@@ -144,7 +143,7 @@ def test_the_best_step_is_exported_with_its_own_averages(tmp_path, shards):
         return outcome
 
     with mock.patch("vqclip.train.callbacks.builtin.try_all", scored), mock.patch("vqclip.train.main.try_all", scored):
-        run(tree, os.environ["VQCLIP_CACHE"])
+        run(tree)
     assert read_best(tmp_path / "tiny") == 2
     best = weights(tmp_path, 2) | averages(tmp_path, 2)
     assert all_equal(load_file(tmp_path / "tiny" / "tokenizer" / "model.safetensors"), best)
@@ -155,7 +154,7 @@ def test_the_best_step_is_exported_with_its_own_averages(tmp_path, shards):
 
 def test_learned_codebooks_are_averaged_and_others_used_as_they_are(tmp_path, shards):
     for name, quantizer in (("learned", LEARNED_VQ), ("moving", BUSY_VQ)):
-        run(tree_with_ema(tmp_path / name, shards, quantizer), os.environ["VQCLIP_CACHE"])
+        run(tree_with_ema(tmp_path / name, shards, quantizer))
         current, averaged = weights(tmp_path / name, STEPS), averages(tmp_path / name, STEPS)
         exported = load_file(tmp_path / name / "tiny" / "tokenizer" / "model.safetensors")
         key = "image.quantizer.codebook"
@@ -165,7 +164,7 @@ def test_learned_codebooks_are_averaged_and_others_used_as_they_are(tmp_path, sh
 
 def test_what_is_no_average_is_refused(tmp_path, shards):
     tree = tree_with_ema(tmp_path, shards, train__precision="fp32")
-    run(tree, os.environ["VQCLIP_CACHE"])
+    run(tree)
     model = CLIP.from_pretrained(tmp_path / "tiny" / "checkpoints" / f"step-{STEPS:08d}" / "model")
     ema = Ema(EmaConfig(), dict(model.named_parameters()))
     good = averages(tmp_path, STEPS)
@@ -198,15 +197,15 @@ def test_averages_that_are_not_finite_are_not_saved(tmp_path, shards, monkeypatc
 
 def test_a_run_may_gain_or_lose_its_average_if_it_says_so(tmp_path, shards):
     tree = run_tree(tmp_path, shards, train__steps=STEPS)
-    run(tree, os.environ["VQCLIP_CACHE"])
+    run(tree)
     tree["train"] |= {"ema": {"decay": 0.5}, "steps": STEPS + 2}
     with pytest.raises(CheckpointError, match=r"train\.ema"):
-        run(tree, os.environ["VQCLIP_CACHE"])
+        run(tree)
     tree["run"]["resume_allow"] = ["train"]
-    run(tree, os.environ["VQCLIP_CACHE"])
+    run(tree)
     assert averages(tmp_path, STEPS + 2)
     tree["train"] |= {"ema": None, "steps": STEPS + 4}
-    run(tree, os.environ["VQCLIP_CACHE"])
+    run(tree)
     assert not averages(tmp_path, STEPS + 4)
 
 
@@ -217,7 +216,7 @@ def test_adapters_are_averaged_and_merged(tmp_path, shards, capsys):
     tree["model"]["image"]["tower"]["train"] = {"lora": {"rank": 2}}
     tree["model"]["text"]["tower"]["train"] = "none"
     tree["optim"]["layer_decay"] = 0.5
-    run(tree, os.environ["VQCLIP_CACHE"])
+    run(tree)
     averaged, current = averages(tmp_path, STEPS), weights(tmp_path, STEPS)
     adapted = {name for name in averaged if "lora_" in name}
     assert adapted

@@ -76,7 +76,7 @@ def cache_of(folder, **changes):
 
 def train_plain(folder, shards, **changes):
     """Train without the cache on this rank; return the samples of each step."""
-    return run(tree_of(folder / "plain", shards, None, **changes), str(folder / "cache"))["sample_ids"]
+    return run(tree_of(folder / "plain", shards, None, **changes))["sample_ids"]
 
 
 def train_stored(folder, shards, **changes):
@@ -102,7 +102,7 @@ def train_stored(folder, shards, **changes):
             return step(self, batch, number)
 
     with mock.patch.object(TrainStep, "__call__", stepping):
-        stored = run(tree_of(folder / "stored", shards, cache_of(folder), **changes), str(folder / "cache"))
+        stored = run(tree_of(folder / "stored", shards, cache_of(folder), **changes))
     return stored["sample_ids"], counted
 
 
@@ -143,7 +143,6 @@ def shards_of(folder):
 def test_each_view_is_seen_and_an_uncached_run_sees_the_same(tmp_path, shards):
     """Five epochs show two views of each image, evenly."""
     config = TrainConfig.model_validate(tree_of(tmp_path, shards, None))
-    os.environ["VQCLIP_CACHE"] = str(tmp_path / "cache")
     samples = config.data.build(
         16, lambda captions: (torch.zeros(len(captions), 3, dtype=torch.int64), [3]), 8, 0
     ).samples
@@ -190,8 +189,8 @@ DAMAGE = {
 
 def test_damaged_shards_are_computed_again(tmp_path, shards):
     """At once if a size, a time or a record shows it; otherwise after the run that read the damage has stopped."""
-    tree, cache = tree_of(tmp_path, shards, cache_of(tmp_path), train__steps=20), str(tmp_path / "cache")
-    run(tree, cache)
+    tree = tree_of(tmp_path, shards, cache_of(tmp_path), train__steps=20)
+    run(tree)
     paths = shards_of(tmp_path)
     records = [path.with_name("records") / f"{path.stem}.json" for path in paths]
     before = {path: path.read_bytes() for path in (*paths, *records)}
@@ -203,8 +202,8 @@ def test_damaged_shards_are_computed_again(tmp_path, shards):
         if how == "a bit flipped on the disk":
             os.utime(paths[1], ns=(times[paths[1]], times[paths[1]]))
             with pytest.raises(DataError, match=r"safetensors: the features of sample \d+ .*start the run again"):
-                run(tree, cache)
-        run(tree, cache)
+                run(tree)
+        run(tree)
         assert {path: path.read_bytes() for path in before} == before
         written = [path for path in paths if path.stat().st_mtime_ns != times[path]]
         assert written == (paths[:2] if how.startswith("two") else paths[1:2]), how
@@ -213,22 +212,21 @@ def test_damaged_shards_are_computed_again(tmp_path, shards):
 @pytest.mark.slow
 def test_a_killed_job_keeps_its_shards_and_resumes_exactly(tmp_path, shards):
     """Killed while features are computed, and again in training."""
-    os.environ["VQCLIP_CACHE"] = cache = str(tmp_path / "cache")
     tree = tree_of(tmp_path, shards, cache_of(tmp_path), train__checkpoint_every=5, data__workers=1)
-    process = start(tree, cache)
+    process = start(tree)
     wait_for(lambda: len(list((tmp_path / "features").glob("*/records/*.json"))) >= 2, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.join(30)
     kept = {path: path.stat().st_mtime_ns for path in shards_of(tmp_path)}
-    process = start(tree, cache)
+    process = start(tree)
     wait_for((tmp_path / "tiny" / "checkpoints" / "step-00000010").exists, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.join(30)
-    run(tree, cache)
+    run(tree)
     finished = [path for path in kept if path.with_name("records").joinpath(f"{path.stem}.json").exists()]
     assert finished
     assert sum(path.stat().st_mtime_ns == kept[path] for path in finished) >= 2
-    run(tree_of(tmp_path / "whole", shards, cache_of(tmp_path), train__checkpoint_every=5), cache)
+    run(tree_of(tmp_path / "whole", shards, cache_of(tmp_path), train__checkpoint_every=5))
     assert all_equal(weights(tmp_path, 50), weights(tmp_path / "whole", 50))
 
 
@@ -264,14 +262,14 @@ CHANGES = {
 
 def test_other_settings_have_another_folder(tmp_path, shards, features, monkeypatch):
     """Only the features that they change."""
-    cache, version = str(tmp_path / "cache"), importlib.metadata.version
+    version = importlib.metadata.version
     found = {"none": {path.name for path in features.iterdir()}}
     for name, changes in CHANGES.items():
         if name == "kind of CPU":
             monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX1024")
         if name == "version of ftfy":
             monkeypatch.setattr("importlib.metadata.version", lambda each: "0" if each == "ftfy" else version(each))
-        run(tree_of(tmp_path / name, shards, cache_of(tmp_path), **SHORT, **changes), cache)
+        run(tree_of(tmp_path / name, shards, cache_of(tmp_path), **SHORT, **changes))
         found[name] = {path.name for path in features.iterdir()}
     for name, (before, after) in zip(CHANGES, itertools.pairwise(found.values()), strict=True):
         changed = ["image"] if name in ("transform", "views", "pixels") else ["image", "text"]
@@ -279,20 +277,20 @@ def test_other_settings_have_another_folder(tmp_path, shards, features, monkeypa
 
 
 def test_data_and_vocabulary_are_part_of_the_settings(tmp_path, shards, features):
-    cache, other = str(tmp_path / "cache"), tmp_path / "other"
+    other = tmp_path / "other"
     shutil.copytree(shards, other)
-    run(tree_of(tmp_path / "b", other, cache_of(tmp_path), **SHORT), cache)
+    run(tree_of(tmp_path / "b", other, cache_of(tmp_path), **SHORT))
     assert len(list(features.iterdir())) == 2  # the same bytes under other names
     write_tar(other / "00001.tar", caption_members(100, COUNTS[1]))
     source = {"kind": "shards", "path": str(other), "captions": "txt"}
-    run(tree_of(tmp_path / "c", other, cache_of(tmp_path), **SHORT, data__sources=[source]), cache)
+    run(tree_of(tmp_path / "c", other, cache_of(tmp_path), **SHORT, data__sources=[source]))
     assert len(list(features.iterdir())) == 4
 
 
 def test_half_precision_rounds_features_once(tmp_path, shards):
-    dtype, cache = "bf16", str(tmp_path / "cache")
-    run(tree_of(tmp_path / "plain", shards, None, **SHORT), cache)
-    run(tree_of(tmp_path / "half", shards, cache_of(tmp_path, dtype=dtype), **SHORT), cache)
+    dtype = "bf16"
+    run(tree_of(tmp_path / "plain", shards, None, **SHORT))
+    run(tree_of(tmp_path / "half", shards, cache_of(tmp_path, dtype=dtype), **SHORT))
     exact, half = (timeless(tmp_path / name)[0]["loss/total"] for name in ("plain", "half"))
     assert exact != half
     assert half == pytest.approx(exact, rel=0.05)
@@ -315,18 +313,17 @@ def poisoned(tokenizer, value):
 
 
 def test_features_that_cannot_be_stored_name_the_sample(tmp_path, shards):
-    cache = str(tmp_path / "cache")
     with (
         poisoned(ImageTokenizer, float("nan")),
         pytest.raises(NonFiniteError, match=r"00000\.tar: sample 000000001: the image"),
     ):
-        run(tree_of(tmp_path / "a", shards, cache_of(tmp_path), **SHORT), cache)
+        run(tree_of(tmp_path / "a", shards, cache_of(tmp_path), **SHORT))
     tree = tree_of(tmp_path / "b", shards, cache_of(tmp_path, dtype="fp16", modalities=["text"]), **SHORT)
     with (
         poisoned(TextTokenizer, 1e5),
         pytest.raises(ConfigError, match=r"data\.feature_cache\.dtype: got fp16.*bf16 or fp32"),
     ):
-        run(tree, cache)
+        run(tree)
 
 
 def test_settings_that_do_not_fit_are_refused(tmp_path, shards):
@@ -353,7 +350,7 @@ def test_a_full_disk_is_reported_before_any_work(tmp_path, shards, caplog):
         caplog.at_level("INFO"),
         pytest.raises(DataError, match=r"has room for 1 kB, and about 34.3 kB are needed; set .*feature_cache.folder"),
     ):
-        run(tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT), str(tmp_path / "cache"))
+        run(tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT))
     assert "67 samples x 2 views x 4 tokens x 16 features, fp32: 34.3 kB" in caplog.text
     assert not shards_of(tmp_path)
 
@@ -367,7 +364,7 @@ def test_a_finished_folder_is_only_read(tmp_path, shards, features):
         return {path: path.stat().st_mtime_ns for path in features.rglob("*")}
 
     before = state()
-    run(tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT), str(tmp_path / "cache"))
+    run(tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT))
     assert state() == before
 
 
@@ -384,7 +381,7 @@ def run_on_own_folder(tree, folder):
         mock.patch.object(feature_cache, "_find_missing", lambda folder, shards: list(shards)),
         mock.patch.object(feature_cache, "VISIBLE_S", 0.0),
     ):
-        run(tree, str(folder / "cache"))
+        run(tree)
 
 
 def test_files_that_are_hidden_for_a_while_are_waited_for(tmp_path, shards, monkeypatch):
@@ -393,7 +390,7 @@ def test_files_that_are_hidden_for_a_while_are_waited_for(tmp_path, shards, monk
     monkeypatch.setattr(feature_cache, "_POLL_S", 0.01)
     monkeypatch.setattr(feature_cache, "_find_missing", lambda folder, shards: list(shards))
     monkeypatch.setattr(WorkFolder, "record", lambda *args: None if hidden and hidden.pop() else record(*args))
-    run(tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT), str(tmp_path / "cache"))
+    run(tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT))
     assert not hidden
 
 
@@ -408,7 +405,7 @@ def test_two_jobs_compute_one_after_the_other(tmp_path, shards, features, caplog
         return held.pop() if held and "features" in str(self._path) else acquire(self)
 
     with mock.patch.object(ProcessLock, "try_acquire", acquire_at_second_try), caplog.at_level("INFO"):
-        run(tree, str(tmp_path / "cache"))
+        run(tree)
     assert "waiting for another job (process 7 on elsewhere)" in caplog.text
 
 
@@ -418,7 +415,7 @@ def test_storage_that_fails_is_not_stored_as_bad_samples(tmp_path, shards):
 
     tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
     with mock.patch("vqclip.data.samples.read_decoded", failing), pytest.raises(DataError, match="no answer"):
-        run(tree, str(tmp_path / "cache"))
+        run(tree)
     assert not shards_of(tmp_path)
 
 
@@ -434,7 +431,7 @@ def test_shards_that_vanish_in_use_stop_the_run(tmp_path, shards, features):
         mock.patch("vqclip.data.loader.TrainData.use_features", deleting),
         pytest.raises(DataError, match="was changed or deleted; start the run again"),
     ):
-        run(tree, str(tmp_path / "cache"))
+        run(tree)
 
 
 def find_and_count():

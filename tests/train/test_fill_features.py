@@ -18,9 +18,8 @@ ray = pytest.fixture(scope="module")(small_ray)
 
 
 @pytest.fixture
-def given(tmp_path, shards, monkeypatch):
+def given(tmp_path, shards):
     """Arguments of the command, for a run that trains with the cache too."""
-    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
     tree = tree_of(tmp_path, shards, cache_of(tmp_path), data__workers=0, run__device="cpu", train__steps=6)
     (tmp_path / "config.yaml").write_text(json.dumps(tree))
     return ["features", "--config", str(tmp_path / "config.yaml")], tree
@@ -33,7 +32,7 @@ def bytes_of(folder):
 
 def train_without_computing(tmp_path, tree):
     with mock.patch.object(FeatureJob, "run", side_effect=AssertionError("features are missing")):
-        run(tree, str(tmp_path / "cache"))
+        run(tree)
 
 
 def test_a_run_finds_the_features(tmp_path, given):

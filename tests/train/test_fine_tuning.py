@@ -28,7 +28,7 @@ def fine_tuning(folder, shards, quantizer=BUSY_VQ, **changes):
 def test_one_and_three_processes_train_the_same_model(ranks, tmp_path, shards):
     for world_size in (1, 3):
         tree = fine_tuning(tmp_path / str(world_size), shards, VQ | {"learning": "gradient"})
-        ranks(world_size, run, tree, str(tmp_path / "cache"), init=False)
+        ranks(world_size, run, tree, init=False)
     lines, model, averaged = metrics(tmp_path / "1"), weights(tmp_path / "1", STEPS), averages(tmp_path / "1", STEPS)
     assert any(name.startswith("text.tower") for name in averaged)
     assert any(".lora_B" in name for name in averaged)
@@ -48,12 +48,11 @@ def forget(folder, after):
 
 def test_a_run_killed_in_the_ramp_goes_on_bit_for_bit(ranks, tmp_path, shards):
     tree = fine_tuning(tmp_path / "killed", shards, train__precision="fp32")
-    cache = str(tmp_path / "cache")
-    ranks(2, run, tree, cache, init=False)
+    ranks(2, run, tree, init=False)
     shutil.copytree(tmp_path / "killed", tmp_path / "whole")
     for after in (5, 10):
         forget(tmp_path / "killed", after)
-        parts = ranks(2, run, tree, cache, init=False)
+        parts = ranks(2, run, tree, init=False)
         assert len(parts[0]["sample_ids"]) == STEPS - after
         assert_same_run(tmp_path / "whole", tmp_path / "killed", STEPS)
         assert all_equal(*(averages(tmp_path / name, STEPS) for name in ("whole", "killed")))

@@ -119,10 +119,10 @@ def test_merged_weights_embed_as_the_adapters_do(frozen, shards):
 def test_a_run_that_stops_anywhere_continues_bit_for_bit(tmp_path, shards, image, text):
     """Before, at and after the step in which a tower unfreezes, 3."""
     once, often = tmp_path / "once", tmp_path / "often"
-    run(tree(once, shards, image, text), str(tmp_path / "cache"))
+    run(tree(once, shards, image, text))
     for stop in (2, 3, 4):
-        run_until(stop, tree(often, shards, image, text), str(tmp_path / "cache"))
-    run(tree(often, shards, image, text), str(tmp_path / "cache"))
+        run_until(stop, tree(often, shards, image, text))
+    run(tree(often, shards, image, text))
     assert_same(once, often)
 
 
@@ -139,7 +139,7 @@ def test_a_tower_trains_from_its_step_on(tmp_path, shards):
     step = build(config)
     assert [step.move_to_step(number) for number in range(STEPS)] == [False] * 3 + [True] + [False] * 2
     first = step.model.image.tower.state_dict()
-    run(config, str(tmp_path / "cache"))
+    run(config)
     for done, changed in ((2, False), (3, False), (4, True), (STEPS, True)):
         held = weights(tmp_path, done)
         same = [torch.equal(held[f"image.tower.{name}"], value) for name, value in first.items()]
@@ -180,7 +180,7 @@ def test_the_whole_run_of_a_network_with_batch_norm(tmp_path, shards):
     changes = {"train__steps": 2, "optim__warmup_steps": 0, "model__image__tower": tower}
     config = tree(tmp_path, shards, **changes)
     config["model"]["image"]["tower"] = tower
-    run(config, str(tmp_path / "cache"))
+    run(config)
     stored = load_file(tmp_path / "tiny" / "frozen" / "model.safetensors")
     assert any("layer4.0.bn1.running_mean" in name for name in stored)
     assert any("layer4.0.conv1.weight" in name for name in weights(tmp_path, 2))
@@ -194,10 +194,10 @@ def test_the_whole_run_of_a_network_with_batch_norm(tmp_path, shards):
 
 def test_other_weights_are_refused_on_resume(copy, shards):
     """As when the file that a tower starts from was replaced; here, another seed of the weights."""
-    folder, config = copy
+    _, config = copy
     config["train"]["steps"] += 1
     with mock.patch("vqclip.train.main.derive_seed", return_value=1), pytest.raises(OtherRunError) as error:
-        run(config | {"run": config["run"] | {"resume_allow": ["train.steps"]}}, str(folder / "cache"))
+        run(config | {"run": config["run"] | {"resume_allow": ["train.steps"]}})
     message = str(error.value)
     assert "frozen/model.safetensors: the run began with other weights" in message
     assert "model.image.tower, model.text.tower gives now" in message
@@ -250,7 +250,7 @@ def test_other_frozen_parts_are_refused_on_resume(copy, shards):
     shutil.rmtree(checkpoint(folder))
     config = tree(folder, shards, {"last": 1}, LORA, train__steps=STEPS, run__resume_allow=["model"])
     with pytest.raises(OtherRunError, match=r"other frozen parts.*model\.\*\.tower\.train cannot change"):
-        run(config, str(folder / "cache"))
+        run(config)
 
 
 @pytest.mark.parametrize("part", ["lora_A", "lora_B"])
@@ -300,7 +300,7 @@ def test_a_damaged_file_is_refused(copy, damage, message):
     with pytest.raises(CheckpointError, match=message):
         CLIP.from_pretrained(checkpoint(folder) / "model")
     with pytest.raises(CheckpointError, match=message):
-        run(config, str(folder / "cache"))
+        run(config)
     assert load(checkpoint(folder)).step == STEPS  # nothing was set aside or removed
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from unittest import mock
 
@@ -91,9 +90,8 @@ def disturb(step, kind):
         step.optimizer.state[weight]["step"] += 1
 
 
-def train_disturbed(tree, cache, kind, after):
+def train_disturbed(tree, kind, after):
     """Train with a disturbance of the last rank's state after a step; the error."""
-    os.environ["VQCLIP_CACHE"] = cache
     call = TrainStep.__call__
 
     def disturbed(self, batch, number):
@@ -123,7 +121,7 @@ def test_a_disturbed_state_is_never_saved(tmp_path, shards, ranks, kind, world_s
     changes = {"train__steps": 6, "train__checkpoint_every": 2, "train__keep_checkpoints": 1}
     tree = run_tree(tmp_path, shards, BUSY_RESIDUAL, **changes)
     tree["guards"] = {"on_nonfinite": on_nonfinite}
-    errors = ranks(world_size, train_disturbed, tree, str(tmp_path / "cache"), kind, after, init=False)
+    errors = ranks(world_size, train_disturbed, tree, kind, after, init=False)
     assert all(re.search(message, error, re.DOTALL) for error in errors), errors
     before = (after - 1) // 2 * 2
     assert [path.name for path in (tmp_path / "tiny").glob("checkpoints/step-*")] == [f"step-{before:08d}"][
@@ -176,9 +174,8 @@ def poison(tokenizer, kind):
     return module.register_forward_hook(harm if dist.rank() == dist.world_size() - 1 else lambda *_: None)
 
 
-def train_twice(settings, cache, kind, bad=BAD, factor=1.0):
+def train_twice(settings, kind, bad=BAD, factor=1.0):
     """Train up to a resume and to the end, with bad steps, of ``factor`` times the loss; kind None: without them."""
-    os.environ["VQCLIP_CACHE"] = cache
     call, results = TrainStep.__call__, [EMPTY]
 
     def harmed(self, batch, number):
@@ -241,7 +238,7 @@ FEW = {1: ("muon",), 2: ("residual, 3 microbatches", "fsdp")}
 )
 def test_bad_steps_leave_the_bits_of_a_run_without_them(ranks, tmp_path, shards, world_size, names):
     jobs = [
-        (tree(tmp_path / f"{name} {kind}", shards, CASES[name][0], **CASES[name][1]), str(tmp_path / "cache"), kind)
+        (tree(tmp_path / f"{name} {kind}", shards, CASES[name][0], **CASES[name][1]), kind)
         for name in names
         for kind in ("loss", "gradient", None)
     ]
@@ -266,7 +263,7 @@ def test_bad_steps_of_a_pixel_decoder_leave_its_bits(ranks, tmp_path, shards, wo
     for name in ("bad", None):
         own = pixel_tree(tmp_path / str(name), shards, tmp_path / "tokenizer", detail=DETAIL, guards=settings["guards"])
         own["train"] = settings["train"]
-        jobs.append((own, str(tmp_path / "cache"), name, BAD, math.nan))
+        jobs.append((own, name, BAD, math.nan))
     ranks(world_size, for_each, train_twice, jobs, init=False, timeout=400.0)
     require_same_bits(tmp_path / "bad", tmp_path / "None")
 
@@ -275,15 +272,14 @@ def test_a_spike_leaves_the_bits_of_a_run_without_it(tmp_path, shards):
     settings = {"train__steps": 16, "guards": {"spikes": {"window": 10, "skip": True}}}
     for name in ("spike", None):
         config = tree(tmp_path / str(name), shards, FSQ, **settings)
-        train_twice(config, str(tmp_path / "cache"), name, bad={12}, factor=100.0)
+        train_twice(config, name, bad={12}, factor=100.0)
     require_same_bits(tmp_path / "spike", tmp_path / "None")
     (event,) = read_metrics(tmp_path / "spike" / "tiny" / "events.jsonl")
     assert (event["step"], event["event"], event["applied"]) == (13, "spike", False)
 
 
-def train_to_a_bad_step(settings, cache, bad, kind):
+def train_to_a_bad_step(settings, bad, kind):
     """Train until a bad step of the last rank ends the run; return the error, the steps begun, and the bad samples."""
-    os.environ["VQCLIP_CACHE"] = cache
     call, states, samples = TrainStep.__call__, [], []
 
     def harmed(self, batch, number):
@@ -307,7 +303,7 @@ def train_to_a_bad_step(settings, cache, bad, kind):
 def test_a_run_that_must_end_has_the_weights_from_before_the_bad_step(ranks, tmp_path, shards, bad, kind, number):
     """Also after the next step, in which the host reads the verdict; on all ranks, with the samples on record."""
     settings = tree(tmp_path, shards, BUSY_VQ, guards={}, train__checkpoint_every=1000)
-    found = ranks(2, train_to_a_bad_step, settings, str(tmp_path / "cache"), bad, kind, init=False)
+    found = ranks(2, train_to_a_bad_step, settings, bad, kind, init=False)
     for error, begun, _ in found:
         assert re.match(rf"step {bad}: {number} = (nan|inf).*the step was not applied.*There is no checkpoint", error)
         assert begun == min(bad + 2, STEPS)

@@ -1,6 +1,5 @@
 """Checks of the machines of a job: two ranks that act as two machines with run folders of their own."""
 
-import os
 import shutil
 import socket
 from pathlib import Path
@@ -86,7 +85,7 @@ def tree_with_recipe(folder, shards, **train):
     return tree
 
 
-def test_changes_of_a_configuration_leave_the_rest_to_the_recipe(tmp_path, shards, cache):
+def test_changes_of_a_configuration_leave_the_rest_to_the_recipe(tmp_path, shards):
     """A configuration as an object holds all defaults; what follows from the data is still what was not set."""
     config = load_task_config(tree_with_recipe(tmp_path, shards, steps=5))
     result = train(config, overrides=["optim.weight_decay=0.2"])
@@ -94,7 +93,7 @@ def test_changes_of_a_configuration_leave_the_rest_to_the_recipe(tmp_path, shard
     assert result.config.optim.weight_decay == 0.2
 
 
-def test_what_is_not_set_follows_from_the_samples(tmp_path, shards, cache):
+def test_what_is_not_set_follows_from_the_samples(tmp_path, shards):
     tree = tree_with_recipe(tmp_path, shards, steps=5)
     for _ in range(2):  # the second run finds the first one's checkpoint and accepts it
         config = train(tree).config
@@ -107,12 +106,7 @@ def test_what_is_not_set_follows_from_the_samples(tmp_path, shards, cache):
     assert config.recipe is None, "the file has all settings; other data do not change them"
 
 
-def _config_of_a_rank(tree, cache):
-    os.environ["VQCLIP_CACHE"] = cache
-    return train(tree).config.train.model_dump()
-
-
-def test_all_ranks_have_the_same_settings(tmp_path, shards, cache, ranks):
-    one, other = ranks(2, _config_of_a_rank, tree_with_recipe(tmp_path, shards, steps=5), cache, init=False)
-    assert one == other
-    assert one["batch_size"] == head_settings(30)["train.batch_size"]
+def test_all_ranks_have_the_same_settings(tmp_path, shards, ranks):
+    one, other = ranks(2, train, tree_with_recipe(tmp_path, shards, steps=5), init=False)
+    assert one.config.train == other.config.train
+    assert one.config.train.batch_size == head_settings(30)["train.batch_size"]

@@ -202,16 +202,11 @@ def test_a_bad_sample_is_named_replaced_and_counted(tmp_path, caplog):
     assert metrics(tmp_path)[-1][f"data/replaced/{kind.replace(' ', '_')}"] == 2
 
 
-def summary_on_this_rank(tree):
-    os.environ["VQCLIP_CACHE"] = tree.pop("cache")
-    return train(tree).summary
-
-
 def test_replaced_samples_are_counted_over_all_ranks(tmp_path, ranks):
     folder = caption_shards(tmp_path / "data", counts=(29,))
     write_tar(folder / "00001.tar", NO_PICTURE)
-    tree = run_tree(tmp_path, folder, train__steps=5) | {"cache": str(tmp_path / "cache")}
-    assert [each.replaced for each in ranks(2, summary_on_this_rank, tree, init=False)] == [2, 2]
+    tree = run_tree(tmp_path, folder, train__steps=5)
+    assert [each.summary.replaced for each in ranks(2, train, tree, init=False)] == [2, 2]
     assert metrics(tmp_path)[-1]["data/replaced"] == 2
     assert [bad["sample_id"] for bad in read_metrics(tmp_path / "tiny" / "bad_samples.jsonl")] == [29, 29]
 
@@ -232,8 +227,8 @@ def test_captions_that_are_cut_are_told_once_and_counted_exactly(tmp_path, ranks
     assert "pairs: 66.7 % of captions (20 of 30) are longer than the text tower's context_length 4" in render(summary)
     assert json.loads((tmp_path / "one" / "tiny" / "summary.json").read_text())["captions"]["cut"] == 80
 
-    two = run_tree(tmp_path / "two", shards, **changes) | {"cache": str(tmp_path / "cache")}
-    assert [each.captions for each in ranks(2, summary_on_this_rank, two, init=False)] == [summary.captions] * 2
+    two = run_tree(tmp_path / "two", shards, **changes)
+    assert [each.summary.captions for each in ranks(2, train, two, init=False)] == [summary.captions] * 2
     parts = run_tree(tmp_path / "parts", shards, **(changes | {"train__steps": 7}))
     train(parts)
     parts["train"]["steps"], parts["run"]["resume_allow"] = 10, ["train.steps"]
@@ -257,7 +252,6 @@ def test_bad_samples_are_judged_over_a_resume(tmp_path, monkeypatch, shards):
 
 
 def too_many_bad_ones(tree):
-    os.environ["VQCLIP_CACHE"] = tree.pop("cache")
     with mock.patch.object(loader, "_MIN_SEEN", 60), pytest.raises(DataError) as error:
         train(tree)
     return str(error.value)
@@ -265,7 +259,6 @@ def too_many_bad_ones(tree):
 
 def too_many_bad_ones_on_this_rank(tree):
     """Rank 1 alone meets bad samples, and reports are far away: what it raised, and how many steps it began."""
-    os.environ["VQCLIP_CACHE"] = tree.pop("cache")
     make, steps = SampleMaker._make, []
 
     def bad_here(self, source, index, epoch):
@@ -285,7 +278,7 @@ def too_many_bad_ones_on_this_rank(tree):
 
 def test_too_many_bad_samples_of_one_rank_stop_all_alike_and_are_written_down(tmp_path, shards, ranks):
     changes = {"train__report_every": 1000, "data__max_bad_fraction": 0.1}
-    tree = run_tree(tmp_path, shards, **changes) | {"cache": str(tmp_path / "cache")}
+    tree = run_tree(tmp_path, shards, **changes)
     one, other = ranks(2, too_many_bad_ones_on_this_rank, tree, init=False)
     assert one == other
     message, steps = one
@@ -302,14 +295,13 @@ def test_bad_samples_are_judged_over_all_ranks(tmp_path, ranks):
     """About 4 of 30 on each rank, of which 6 would be allowed."""
     folder = caption_shards(tmp_path / "data", counts=(28,))
     write_tar(folder / "00001.tar", {f"00000010{n}.{kind}": b"x" for n in range(4) for kind in ("jpg", "txt")})
-    tree = run_tree(tmp_path, folder, train__steps=5, data__max_bad_fraction=0.1) | {"cache": str(tmp_path / "cache")}
+    tree = run_tree(tmp_path, folder, train__steps=5, data__max_bad_fraction=0.1)
     for error in ranks(2, too_many_bad_ones, tree, init=False):
         assert re.match(r"\d+ bad samples among (48|60): more than data.max_bad_fraction=0.1 allows", error)
 
 
 def work_alone_on_rank_0(tree):
     """Rank 0 evaluates and runs training-mode forwards between two steps while rank 1 goes on."""
-    os.environ["VQCLIP_CACHE"] = tree.pop("cache")
 
     def work(step, batch, number):
         if dist.rank() == 0 and number in (0, 1, 3):
@@ -327,7 +319,7 @@ def work_alone_on_rank_0(tree):
 
 
 def test_rank_0_works_alone_in_a_job_of_two(tmp_path, shards, ranks):
-    tree = run_tree(tmp_path, shards, train__steps=6, evaluation=retrieval(shards)) | {"cache": str(tmp_path / "cache")}
+    tree = run_tree(tmp_path, shards, train__steps=6, evaluation=retrieval(shards))
     assert ranks(2, work_alone_on_rank_0, tree, init=False, timeout=90.0) == [True, True]
 
 
@@ -438,14 +430,14 @@ GRAPHS = {True: 1, "regional": 4}
         *((FSQ, 1, True, "inductor"), (FSQ, 2, True, "inductor"), (FSQ, 1, "regional", "inductor")),
     ],
 )
-def test_compiled_equals_eager(tmp_path, shards, cache, ranks, quantizer, world_size, mode, backend):
+def test_compiled_equals_eager(tmp_path, shards, ranks, quantizer, world_size, mode, backend):
     """aot_eager traces all there is but generates no code, which is what takes its time."""
     trees = [
         run_tree(tmp_path / name, shards, quantizer, train__steps=4, train__compile=compile, run__timeout_s=600.0)
         for name, compile in (("eager", False), ("compiled", mode))
     ]
-    ranks(world_size, run, trees[0], cache, init=False)
-    for graphs, breaks in ranks(world_size, run_compiled, trees[1], cache, backend, init=False, timeout=800.0):
+    ranks(world_size, run, trees[0], init=False)
+    for graphs, breaks in ranks(world_size, run_compiled, trees[1], backend, init=False, timeout=800.0):
         assert (graphs, breaks) == (GRAPHS[mode], 0)
     losses = [[line["loss/total"] for line in metrics(tmp_path / name)] for name in ("eager", "compiled")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
@@ -457,9 +449,9 @@ def test_compiled_regions_are_recomputed_and_never_evaluated(tmp_path, shards):
     """The bits of eager training with a backend that generates no code; as many graphs as without evaluation."""
     settings = {"train__steps": 4, "train__micro_batches": 2, "train__activation_checkpointing": 2}
     settings |= {"evaluation": retrieval(shards), "train__evaluate_every": 2}
-    run(run_tree(tmp_path / "eager", shards, **settings), str(tmp_path / "cache"))
+    run(run_tree(tmp_path / "eager", shards, **settings))
     tree = run_tree(tmp_path / "compiled", shards, **settings, train__compile="regional")
-    graphs, breaks = run_compiled(tree, str(tmp_path / "cache"), "aot_eager")
+    graphs, breaks = run_compiled(tree, "aot_eager")
     assert (graphs, breaks) == (8, 0)  # with and without gradients
     assert largest_difference(weights(tmp_path / "eager", 4), weights(tmp_path / "compiled", 4)) < 1e-9
 
@@ -692,8 +684,7 @@ def test_a_signal_during_an_evaluation_costs_nothing(tmp_path, shards, monkeypat
     assert timeless(tmp_path / "whole") == timeless(tmp_path / "stopped")
 
 
-def train_on_own_data(trees, cache):
-    os.environ["VQCLIP_CACHE"] = cache
+def train_on_own_data(trees):
     try:
         train(trees[int(os.environ["RANK"])])
     except DataError as error:
@@ -703,7 +694,7 @@ def train_on_own_data(trees, cache):
 def test_machines_with_other_data_are_refused(tmp_path, shards, ranks):
     other = caption_shards(tmp_path / "other", counts=(17, 12))
     trees = [run_tree(tmp_path, shards), run_tree(tmp_path, other)]
-    told = ranks(2, train_on_own_data, trees, str(tmp_path / "cache"), init=False)
+    told = ranks(2, train_on_own_data, trees, init=False)
     where = [f"data.sources[0]: {tree['data']['sources'][0]['path']}: " for tree in trees]
     found = "rank 1 found other samples than rank 0"
     assert all(f"{each}{found}" in message for each, message in zip(where, told, strict=True))

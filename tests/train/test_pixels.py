@@ -102,8 +102,8 @@ def test_checkpoints_hold_the_decoder_alone(whole):
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, whole, shards, tokenizer):
     folder, tree = whole
     tree = tree | {"run": tree["run"] | {"folder": str(tmp_path)}}
-    run_until(3, tree, str(folder / "cache"))
-    assert len(run(tree, str(folder / "cache"))["sample_ids"]) == STEPS - 2
+    run_until(3, tree)
+    assert len(run(tree)["sample_ids"]) == STEPS - 2
     assert all_equal(saved(tmp_path), saved(folder))
 
 
@@ -116,13 +116,10 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, whole, shards, tokenizer):
     ],
 )
 def test_processes_give_the_same_trajectory(tmp_path, shards, tokenizer, ranks, quantizer, processes, micro_batches):
-    cache, changes = str(tmp_path / "cache"), {"detail": DETAIL | {"quantizer": quantizer}}
-    run(pixel_tree(tmp_path / "one", shards, tokenizer, **changes), cache)
+    changes = {"detail": DETAIL | {"quantizer": quantizer}}
+    run(pixel_tree(tmp_path / "one", shards, tokenizer, **changes))
     ranks(
-        processes,
-        run,
-        pixel_tree(tmp_path / "more", shards, tokenizer, train__micro_batches=micro_batches, **changes),
-        cache,
+        processes, run, pixel_tree(tmp_path / "more", shards, tokenizer, train__micro_batches=micro_batches, **changes)
     )
     one, more = saved(tmp_path / "one"), saved(tmp_path / "more")
     assert largest_difference(one, more) < 1e-9
@@ -153,7 +150,7 @@ def test_stored_ids_train_the_same_bits(tmp_path, shards, tokenizer):
             "vqclip.tokenizer.ImageTokenizer.encode",
             lambda self, images, seen=calls: (seen.append(len(images)), encode(self, images))[1],
         ):
-            run(tree, str(tmp_path / "cache"))
+            run(tree)
         # Chunks of one shape, so that ids do not depend on the batch: 12 samples a step and to count the FLOPs, or 30
         # samples x 2 views.
         assert calls == [16] * (STEPS + 1 if stored is None else 4)
@@ -165,7 +162,7 @@ def test_a_changed_tokenizer_is_another_run(tmp_path, shards, tokenizer):
     model = CLIP.from_pretrained(tokenizer)
     model.save_pretrained(changed)
     tree = pixel_tree(tmp_path, shards, changed, train__steps=4)
-    run(tree, str(tmp_path / "cache"))
+    run(tree)
     next(model.image.project_in.parameters()).data += 1
     model.save_pretrained(changed)
     with pytest.raises(OtherRunError, match="tokenizer: '.*' in the checkpoint"):
@@ -242,8 +239,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_mistakes_are_named(name, tmp_path, shards, tokenizer, monkeypatch):
-    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+def test_mistakes_are_named(name, tmp_path, shards, tokenizer):
     change, message = dict(REFUSED[name][0]), REFUSED[name][1]
     place, kind = tmp_path / "made", change.pop("tokenizer", str(tokenizer))
     if kind == "IDENTITY":
@@ -269,8 +265,7 @@ def test_a_checkpoint_is_exported(whole, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_configuration_that_we_ship_trains(tmp_path, monkeypatch):
-    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+def test_the_configuration_that_we_ship_trains(tmp_path):
     base = load_task_config(CONFIGS / "base.yaml")
     base.model.build().save_pretrained(tmp_path / "tokenizer")
     data = {"kind": "scenes", "drawing": {"train": 40, "val": 8, "test": 16, "heldout": 8}}

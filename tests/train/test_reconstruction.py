@@ -183,15 +183,14 @@ def tree_of(folder, shards, **changes):
 
 
 def test_a_run_resumes_bit_for_bit_and_exports_the_decoder(tmp_path, shards):
-    cache = str(tmp_path / "cache")
     changes = {"train__checkpoint_every": 2, "train__precision": "fp32", "train__ema": {"decay": 0.9}}
-    run(tree_of(tmp_path / "whole", shards, **changes), cache)
+    run(tree_of(tmp_path / "whole", shards, **changes))
     tree = tree_of(tmp_path / "parts", shards, **changes)
-    run(tree, cache)
+    run(tree)
     shutil.rmtree(tmp_path / "parts" / "tiny" / "checkpoints" / "step-00000004")
     with pytest.raises(OtherRunError, match=r"pixels.*weight"):
-        run(tree | {"model": model_tree(losses=LOSSES, weight=2.0)}, cache)
-    assert len(run(tree, cache)["sample_ids"]) == 2
+        run(tree | {"model": model_tree(losses=LOSSES, weight=2.0)})
+    assert len(run(tree)["sample_ids"]) == 2
     checkpoints = [
         load_checkpoint(tmp_path / name / "tiny" / "checkpoints" / "step-00000004") for name in ("whole", "parts")
     ]
@@ -224,7 +223,7 @@ def refused(**changes):
 def test_settings_that_do_not_fit_are_refused(tmp_path, shards):
     tree = tree_of(tmp_path, shards, model=model_tree(losses=[{"kind": "l1", "start_step": 1}]))
     with pytest.raises(ConfigError, match=r"model\.image\.pixels\.losses: got no term"):
-        run(tree, str(tmp_path / "cache"))
+        run(tree)
     assert "pixels" not in tiny_model().build().section()["image"]
     assert "start_step: got 20; expected at most 19" in refused(model=model_tree(start_step=20))
     assert "one_in: got 13; expected at most 12" in refused(model=model_tree(one_in=13))

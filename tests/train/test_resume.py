@@ -60,9 +60,9 @@ def whole(tmp_path_factory, shards):
     return folder, tree, run(tree, str(folder / "cache"))["sample_ids"]
 
 
-def start(tree, cache):
+def start(tree):
     """The training command as a process of its own group, as a person or a scheduler would start it."""
-    return start_process(run_in_a_group, tree, cache)
+    return start_process(run_in_a_group, tree, os.environ["VQCLIP_CACHE"])
 
 
 def run_in_a_group(tree, cache):
@@ -93,14 +93,13 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, shards, whole):
     """Also with another number of data workers."""
     folder, _, sample_ids = whole
     assert len(sample_ids) == STEPS
-    cache = str(tmp_path / "cache")
-    process = start(busy_tree(tmp_path, shards, data__workers=1), cache)
+    process = start(busy_tree(tmp_path, shards, data__workers=1))
     wait_for((tmp_path / "tiny" / "checkpoints" / "step-00000010").exists, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.join(30)
     assert not (tmp_path / "tiny" / "summary.json").exists()
 
-    rest = run(busy_tree(tmp_path, shards), cache)
+    rest = run(busy_tree(tmp_path, shards))
     done = STEPS - len(rest["sample_ids"])
     assert 10 <= done < STEPS
     assert rest["sample_ids"] == sample_ids[done:]
@@ -118,10 +117,10 @@ def test_another_optimizer_and_schedule_go_on_bit_for_bit(tmp_path, shards):
     settings = {"train__steps": 12, "train__ema": {"decay": 0.9}, "optim__layer_decay": 0.8, "data__workers": 0}
     settings |= {"optim__kind": "muon", "optim__schedule": "wsd", "optim__decay_share": 0.5}
     trees = [busy_tree(tmp_path / name, shards, **settings) for name in ("whole", "parts")]
-    run(trees[0], str(tmp_path / "cache"))
+    run(trees[0])
     with pytest.raises(SystemExit, match="killed"):
         train(TrainConfig.model_validate(trees[1]), [Killed()])
-    rest = run(trees[1], str(tmp_path / "cache"))
+    rest = run(trees[1])
     assert len(rest["sample_ids"]) == 12 - 5
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 12)
     rates = [line["lr"] for line in metrics(tmp_path / "parts")]
@@ -143,7 +142,7 @@ OUTSIDE = {
 """Parts of the loop that hold nothing which a step depends on."""
 
 
-def differences_after_a_resume(tree, cache):
+def differences_after_a_resume(tree):
     """Attributes of the training loop, on this rank, that a resumed run has other than the run that saved."""
     loops, compared = [], []
 
@@ -158,7 +157,7 @@ def differences_after_a_resume(tree, cache):
 
     with mock.patch("vqclip.train.main.train", recording):
         for _ in range(2):
-            run(tree, cache)
+            run(tree)
     assert len(loops) == 2
     assert loops[1].step.guards._losses.isfinite().any()
     return compared
@@ -171,23 +170,23 @@ def test_a_resumed_run_equals_the_one_that_saved_in_every_attribute(tmp_path, sh
     tree = busy_tree(tmp_path, shards, train__steps=9, **changes)
     shipped = load_config(TrainConfig, CONFIGS / "captions.yaml").model.image.tower
     tree["model"]["image"]["tower"] = shipped.model_dump(mode="json")
-    assert ranks(2, differences_after_a_resume, tree, str(tmp_path / "cache"), init=False) == [[], []]
+    assert ranks(2, differences_after_a_resume, tree, init=False) == [[], []]
 
 
-def test_a_stopped_run_saves_and_goes_on(tmp_path, shards, whole, cache):
+def test_a_stopped_run_saves_and_goes_on(tmp_path, shards, whole):
     """`tests/faults` has signals to whole jobs."""
     tree = busy_tree(tmp_path, shards, train__checkpoint_every=100)
-    assert not run_with_one_signal(tree, cache)["finished"]
+    assert not run_with_one_signal(tree)["finished"]
     (saved,) = (tmp_path / "tiny" / "checkpoints").iterdir()
     marker = tmp_path / "tiny" / "stopped.json"
     facts = json.loads(marker.read_text())
     assert (facts["signal"], facts["checkpoint"]) == ("SIGTERM", f"checkpoints/{saved.name}")
-    run(tree, cache)
+    run(tree)
     assert not marker.exists()
     assert_same_run(whole[0], tmp_path)
 
 
-def run_with_one_signal(tree, cache):
+def run_with_one_signal(tree):
     """Train; the last rank alone gets a signal."""
 
     def signal_myself(step, batch, number):
@@ -195,24 +194,23 @@ def run_with_one_signal(tree, cache):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with before_steps(signal_myself):
-        return run(tree, cache)
+        return run(tree)
 
 
 @pytest.mark.faults
 def test_four_ranks_go_on_bit_for_bit(tmp_path, shards, ranks):
     """On three ranks or more the order of summing gradients matters, and DDP must not change it on the way."""
-    cache = str(tmp_path / "cache")
     whole, stopped = (busy_tree(tmp_path / name, shards) for name in ("whole", "stopped"))
-    ranks(4, run, whole, cache, init=False)
-    parts = ranks(4, run_with_one_signal, stopped, cache, init=False)
+    ranks(4, run, whole, init=False)
+    parts = ranks(4, run_with_one_signal, stopped, init=False)
     done = len(parts[0]["sample_ids"])
     assert 4 < done < STEPS
-    parts = ranks(4, run, stopped, cache, init=False)
+    parts = ranks(4, run, stopped, init=False)
     assert len(parts[0]["sample_ids"]) == STEPS - done
     assert_same_run(tmp_path / "whole", tmp_path / "stopped")
 
 
-def train_in_own_folder(tree, folder, cache):
+def train_in_own_folder(tree, folder):
     """Train in a folder of one name and another place on every rank, as on disks of their own; the final weights."""
     own = folder / os.environ["RANK"]
     own.mkdir(exist_ok=True)
@@ -220,7 +218,7 @@ def train_in_own_folder(tree, folder, cache):
     os.chdir(own)
     try:
         with watched_steps() as steps:
-            run(tree, cache)
+            run(tree)
     finally:
         os.chdir(before)
     return {name: tensor.clone() for name, tensor in steps[-1].model.state_dict().items()}
@@ -240,14 +238,13 @@ def watched_steps():
 
 def test_one_rank_reads_a_checkpoint_for_all(tmp_path, shards, ranks):
     """The copy on the disk of the other one is damaged."""
-    cache = str(tmp_path / "cache")
     tree = run_tree(Path("runs"), shards, BUSY_RESIDUAL, train__steps=4)
-    ranks(2, train_in_own_folder, tree, tmp_path, cache, init=False)
+    ranks(2, train_in_own_folder, tree, tmp_path, init=False)
     shutil.copytree(tmp_path / "0", tmp_path / "1", dirs_exist_ok=True)
     damaged = tmp_path / "1/runs/tiny/checkpoints/step-00000004/model/model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     tree["train"]["steps"], tree["run"]["resume_allow"] = 6, ["train.steps"]
-    one, other = ranks(2, train_in_own_folder, tree, tmp_path, cache, init=False)
+    one, other = ranks(2, train_in_own_folder, tree, tmp_path, init=False)
     assert all_equal(one, other)
 
 
@@ -257,8 +254,7 @@ def with_drop_path(folder, shards):
     return tree
 
 
-def train_on_ranks(tree, cache):
-    os.environ["VQCLIP_CACHE"] = cache
+def train_on_ranks(tree):
     try:
         return train(tree).finished
     except CheckpointError as error:
@@ -267,14 +263,13 @@ def train_on_ranks(tree, cache):
 
 def test_other_processes_are_refused_where_towers_draw_by_rank(tmp_path, shards, ranks):
     """Stochastic depth is another for every rank: on two ranks it would be another trajectory."""
-    cache = str(tmp_path / "cache")
     random, fixed = with_drop_path(tmp_path / "random", shards), run_tree(tmp_path / "fixed", shards, train__steps=4)
     for tree in (random, fixed):
-        assert ranks(1, train_on_ranks, tree, cache, init=False) == [True]
-        assert ranks(1, train_on_ranks, tree, cache, init=False) == [True]
+        assert ranks(1, train_on_ranks, tree, init=False) == [True]
+        assert ranks(1, train_on_ranks, tree, init=False) == [True]
     message = "processes (dropout is drawn by rank): 1 in the checkpoint, 2 now"
-    assert all(message in error for error in ranks(2, train_on_ranks, random, cache, init=False))
-    assert ranks(2, train_on_ranks, fixed, cache, init=False) == [True, True]
+    assert all(message in error for error in ranks(2, train_on_ranks, random, init=False))
+    assert ranks(2, train_on_ranks, fixed, init=False) == [True, True]
 
 
 def test_what_may_differ_is_named_one_by_one(tmp_path, shards, caplog, monkeypatch):
@@ -416,19 +411,19 @@ def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, c
         assert "best.json: cannot be read (step: got" in capsys.readouterr().err
 
 
-def test_patience_ends_a_run_after_the_same_step_after_a_resume(tmp_path, shards, cache):
+def test_patience_ends_a_run_after_the_same_step_after_a_resume(tmp_path, shards):
     """With a tiny learning rate every evaluation is as good as the first one."""
     changes = {"train__patience": 3, "train__steps": 9, "optim__lr": 1e-12, "train__precision": "fp32"}
     whole, parted = (best_tree(tmp_path / name, shards, **changes) for name in ("whole", "parted"))
-    assert run(whole, cache)["finished"]
+    assert run(whole)["finished"]
     assert not train(parted, [StopAfter(2)]).finished
-    assert run(parted, cache)["finished"]
+    assert run(parted)["finished"]
     for folder in (tmp_path / "whole", tmp_path / "parted"):
         assert json.loads((folder / "tiny" / "summary.json").read_text())["ended_after"] == 4
         assert [line["step"] for line in metrics(folder) if FIGURE in line] == [1, 2, 3, 4]
         assert read_run(folder / "tiny").is_finished
     assert all_equal(weights(tmp_path / "whole", 4), weights(tmp_path / "parted", 4))
-    assert run(parted, cache) == {"sample_ids": [], "finished": True}
+    assert run(parted) == {"sample_ids": [], "finished": True}
 
 
 def test_an_evaluation_that_fails_leaves_the_last_step_exported(tmp_path, shards, monkeypatch):

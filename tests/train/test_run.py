@@ -83,22 +83,15 @@ def test_a_stop_after_the_last_step_leaves_out_the_evaluation(tmp_path, shards):
     assert train(tree).results
 
 
-def stop_from_one_rank(tree, cache, checkpoint):
-    os.environ["VQCLIP_CACHE"] = cache
-    result = train(tree, [Stop(3, checkpoint)])
-    return result.step, result.stopped, result.metrics["loss/total"]
-
-
 def test_one_rank_stops_all(tmp_path, shards, ranks):
     """After the step that follows, in the group that `ranks` has made, which stays."""
     for checkpoint in (False, True):
         tree = run_tree(tmp_path, shards, train__steps=5)
-        one, other = ranks(2, stop_from_one_rank, tree, str(tmp_path / "cache"), checkpoint)
-        assert one == other
-        assert one[:2] == (4, "not worth it")
-        assert [path.name for path in (tmp_path / "tiny" / "checkpoints").glob("step-*")] == (
-            ["step-00000004"] if checkpoint else []
-        )
+        one, other = ranks(2, train, tree, [Stop(3, checkpoint)])
+        assert (one.step, one.stopped) == (other.step, other.stopped) == (4, "not worth it")
+        assert one.metrics["loss/total"] == other.metrics["loss/total"]
+        saved = [path.name for path in (tmp_path / "tiny" / "checkpoints").glob("step-*")]
+        assert saved == ["step-00000004"] * checkpoint
 
 
 def state():

@@ -55,13 +55,13 @@ def require_same(folder, other, steps, tolerance=1e-9):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_shards_train_the_same_model(ranks, tmp_path, shards, quantizer, world_size, precision):
     """To 1e-9 in fp64, and to 1e-3 in fp32, where 30 steps amplify rounding."""
-    cache, tolerance = str(tmp_path / "cache"), 1e-9 if precision == "fp64" else 1e-3
+    tolerance = 1e-9 if precision == "fp64" else 1e-3
     for micro_batches in (1, 3):
         settings = {"train__steps": 30, "train__micro_batches": micro_batches, "train__precision": precision}
         ways = {name: tmp_path / f"{name}{micro_batches}" for name in ("ddp", "fsdp", "one")}
-        both = [(tree(ways[name], shards, quantizer, name, **settings), cache) for name in ("ddp", "fsdp")]
+        both = [(tree(ways[name], shards, quantizer, name, **settings),) for name in ("ddp", "fsdp")]
         ranks(world_size, for_each, run, both, init=False, timeout=300.0)
-        ranks(1, run, tree(ways["one"], shards, quantizer, **settings), cache, init=False)
+        ranks(1, run, tree(ways["one"], shards, quantizer, **settings), init=False)
         for name in ("ddp", "one"):
             require_same(ways["fsdp"], ways[name], 30, tolerance)
 
@@ -74,18 +74,16 @@ def test_checkpoints_of_shards_resume_anywhere(ranks, tmp_path, shards, optimize
     """
     model = tiny_model(BUSY_RESIDUAL, BUSY_RESIDUAL).model_dump(mode="json")
     model["image"]["tower"] = CONVOLUTIONAL | {"image_size": 32}  # four tokens
-    cache = str(tmp_path / "cache")
     settings = {"model": model, "train__micro_batches": 2, "optim__kind": optimizer}
-    ranks(1, run, tree(tmp_path / "whole", shards, **settings), cache, init=False)
+    ranks(1, run, tree(tmp_path / "whole", shards, **settings), init=False)
     for world_size, parallel, stop in ((2, "ddp", 2), (4, "fsdp", 4), (1, "fsdp", 5), (2, "fsdp", STEPS)):
         part = tree(tmp_path / "parts", shards, parallel=parallel, **settings)
-        ranks(world_size, run_until, part, cache, stop, init=False)
+        ranks(world_size, run_until, part, stop, init=False)
     require_same(tmp_path / "parts", tmp_path / "whole", STEPS)
 
 
-def run_until(settings, cache, stop):
+def run_until(settings, stop):
     """Train until ``stop`` steps are done."""
-    os.environ["VQCLIP_CACHE"] = cache
     train(load_task_config(settings), [StopAfter(stop)])
 
 
@@ -116,23 +114,23 @@ VARIANTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_train_the_same_model(ranks, tmp_path, shards, variant):
-    cache, settings = str(tmp_path / "cache"), {"train__steps": 4, "optim__warmup_steps": 1} | VARIANTS[variant]
-    both = [(tree(tmp_path / kind, shards, parallel=kind, **settings), cache) for kind in ("ddp", "fsdp")]
+    settings = {"train__steps": 4, "optim__warmup_steps": 1} | VARIANTS[variant]
+    both = [(tree(tmp_path / kind, shards, parallel=kind, **settings),) for kind in ("ddp", "fsdp")]
     ranks(2, for_each, run, both, init=False)
     require_same(tmp_path / "fsdp", tmp_path / "ddp", 4, 1e-2 if variant == "bf16" else 1e-9)
 
 
 @pytest.mark.slow
 def test_shards_on_each_of_two_machines_train_the_same_model(ranks, tmp_path, shards):
-    cache, settings = str(tmp_path / "cache"), {"train__steps": 4, "optim__warmup_steps": 1}
-    ranks(4, run_on_two_machines, tree(tmp_path / "hsdp", shards, parallel="hsdp", **settings), cache, init=False)
-    ranks(1, run, tree(tmp_path / "one", shards, parallel="ddp", **settings), cache, init=False)
+    settings = {"train__steps": 4, "optim__warmup_steps": 1}
+    ranks(4, run_on_two_machines, tree(tmp_path / "hsdp", shards, parallel="hsdp", **settings), init=False)
+    ranks(1, run, tree(tmp_path / "one", shards, parallel="ddp", **settings), init=False)
     require_same(tmp_path / "hsdp", tmp_path / "one", 4)
 
 
-def run_on_two_machines(settings, cache):
+def run_on_two_machines(settings):
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    run(settings, cache)
+    run(settings)
 
 
 @pytest.mark.slow
@@ -143,7 +141,7 @@ def test_the_best_step_is_read_back_and_exported(ranks, tmp_path, shards):
     settings |= {"train__steps": 6, "train__checkpoint_every": 2, "train__export": "best"}
     settings |= {"optim__lr": 1e-6}  # so that the first evaluation stays the best
     for name, world_size in (("two", 2), ("one", 1)):
-        ranks(world_size, run, tree(tmp_path / name, shards, **settings), str(tmp_path / "cache"), init=False)
+        ranks(world_size, run, tree(tmp_path / name, shards, **settings), init=False)
     two, one = (tmp_path / name / "tiny" for name in ("two", "one"))
     assert json.loads((two / "summary.json").read_text())["step"] == 2
     exported = [load_file(folder / "tokenizer" / "model.safetensors") for folder in (two, one)]
@@ -226,29 +224,29 @@ def files(place):
     return {str(path.relative_to(place)): path.read_bytes() for path in places if path.is_file()}
 
 
-def run_counting(settings, cache, stop, shared):
+def run_counting(settings, stop, shared):
     """Run until a step, as if rank 0 alone saw the run's folder unless it is shared; return how many files it wrote."""
     with contextlib.ExitStack() as stack:
         if not shared:
             stack.enter_context(mock.patch.object(checkpointer, "is_shared", return_value=False))
         written = stack.enter_context(mock.patch.object(parts, "write", wraps=parts.write))
-        run_until(settings, cache, stop)
+        run_until(settings, stop)
     return written.call_count
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_ranks_write_the_files_of_one(ranks, tmp_path, shards, world_size):
     """Byte for byte, where some ranks have no rows of small tensors, before and after a resume."""
-    cache, trees = str(tmp_path / "cache"), {name: tree(tmp_path / name, shards, **SETTINGS) for name in ("all", "one")}
+    trees = {name: tree(tmp_path / name, shards, **SETTINGS) for name in ("all", "one")}
     for stop in (2, 4):
-        cases = [(trees[name], cache, stop, name == "all") for name in trees]
+        cases = [(trees[name], stop, name == "all") for name in trees]
         assert ranks(world_size, for_each, run_counting, cases, init=False) == [[3, 3], *[[3, 0]] * (world_size - 1)]
         one, other = files(tmp_path / "all"), files(tmp_path / "one")
         assert len(one) == 6 * stop // 2
         assert one == other
 
 
-def fail_to_write(settings, cache, damage):
+def fail_to_write(settings, damage):
     """Train until rank 1's disk is full, or another process overwrites its rows; return the error."""
     original, calls = parts.write, []
 
@@ -263,19 +261,19 @@ def fail_to_write(settings, cache, damage):
         original(path, own)
 
     with mock.patch.object(parts, "write", write), pytest.raises(CheckpointError) as error:
-        run(settings, cache)
+        run(settings)
     return str(error.value)
 
 
 @pytest.mark.parametrize("damage", [False, True], ids=["full disk", "overwritten"])
 def test_a_rank_that_cannot_write_ends_the_run_on_all(ranks, tmp_path, shards, damage):
     settings = tree(tmp_path, shards, **SETTINGS | {"train__save_in_background": False})
-    first, second = ranks(2, fail_to_write, settings, str(tmp_path / "cache"), damage, init=False)
+    first, second = ranks(2, fail_to_write, settings, damage, init=False)
     assert ("are not those that were written" if damage else "No space left") in second
     assert "failed on rank 1, whose message says why" in first or "are not those" in first
     found = files(tmp_path)
     assert {name.split("/")[2] for name in found} == {"step-00000002"}
-    ranks(2, run, settings, str(tmp_path / "cache"), init=False)
+    ranks(2, run, settings, init=False)
     assert "tiny/checkpoints/step-00000004/manifest.json" in files(tmp_path)
 
 
@@ -288,18 +286,16 @@ def test_a_folder_of_each_machine_is_not_shared(ranks, tmp_path):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def run_at_url(settings, cache, machines):
+def run_at_url(settings, machines):
     """Run at a URL in two starts, each on new disks; return how many files this rank wrote, and what is there."""
     store = Store(skip_instance_cache=True)
     store.failing = {}
     store.store.clear()  # memory of the process, which an earlier case has filled
-    own = f"{cache}-{os.environ['RANK']}" if machines else cache
-    with (
-        mock.patch.object(remote_files, "object_store", return_value=store),
-        mock.patch.object(parts, "write", wraps=parts.write) as written,
-    ):
-        run_until(settings, own, 2)
-        run_until(settings, f"{own}-new", 4)
+    own = os.environ["VQCLIP_CACHE"] + (os.environ["RANK"] if machines else "")
+    stored = mock.patch.object(remote_files, "object_store", return_value=store)
+    with stored, mock.patch.object(parts, "write", wraps=parts.write) as written:
+        for stop, os.environ["VQCLIP_CACHE"] in ((2, own), (4, f"{own}-new")):
+            run_until(settings, stop)
     begin = "/bucket/runs/tiny/checkpoints/step-00000004/"
     found = {name.removeprefix(begin): file.getvalue() for name, file in store.store.items() if name.startswith(begin)}
     return written.call_count, found
@@ -309,10 +305,10 @@ def run_at_url(settings, cache, machines):
 @pytest.mark.parametrize("machines", [False, True], ids=["one machine", "two machines"])
 def test_runs_at_urls_have_the_same_files(ranks, tmp_path, shards, machines):
     """Ranks of one machine write into its copy of the run; those of several send their rows to rank 0."""
-    settings, cache = SETTINGS | {"run__folder": "s3://bucket/runs"}, str(tmp_path / "cache")
+    settings = SETTINGS | {"run__folder": "s3://bucket/runs"}
     here = tree(tmp_path, shards, **SETTINGS)
-    ranks(2, run_until, here, cache, 4, init=False)
-    found = ranks(2, run_at_url, tree(tmp_path, shards, **settings), cache, machines, init=False)
+    ranks(2, run_until, here, 4, init=False)
+    found = ranks(2, run_at_url, tree(tmp_path, shards, **settings), machines, init=False)
     assert [number for number, _ in found] == [6, 0 if machines else 6]
     begin = "tiny/checkpoints/step-00000004/"
     expected = {name.removeprefix(begin): each for name, each in files(tmp_path).items() if name.startswith(begin)}

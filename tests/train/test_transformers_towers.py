@@ -57,17 +57,17 @@ CHANGES = {
 
 
 def test_a_run_whose_towers_have_other_settings_in_their_folders_does_not_resume(tmp_path, shards, towers):
-    own, cache = shutil.copytree(towers, tmp_path / "towers"), str(tmp_path / "cache")
+    own = shutil.copytree(towers, tmp_path / "towers")
     tree = tree_of(tmp_path / "run", shards, own, train__checkpoint_every=HALF)
-    run(tree, cache)
+    run(tree)
     shutil.rmtree(tmp_path / "run" / "tiny" / "checkpoints" / f"step-{ALL:08d}")
     for name, (change, message) in CHANGES.items():
         before = (own / name).read_text()
         edit(own / name, change)
         with pytest.raises(OtherRunError, match=message):
-            run(tree, cache)
+            run(tree)
         (own / name).write_text(before)
-    run(tree, cache)
+    run(tree)
 
 
 @pytest.mark.parametrize("train", ["all", {"lora": {"rank": 2}}], ids=["all", "lora"])
@@ -77,7 +77,7 @@ def test_checkpoints_and_exports_need_no_folder_of_the_towers(tmp_path, shards, 
     tree = tree_of(tmp_path / "run", shards, own)
     for part in ("image", "text"):
         tree["model"][part]["tower"]["train"] = train
-    run(tree, str(tmp_path / "cache"))
+    run(tree)
     shutil.rmtree(own)
     folder = tmp_path / "run" / "tiny"
     text = load_tokenizer(folder / "tokenizer", "text")

@@ -1,6 +1,5 @@
 """What makes the host wait in a step: reads of the device, and collectives."""
 
-import os
 import re
 import time
 from collections import Counter
@@ -42,9 +41,8 @@ HOST_ONLY = {
 number of tokens to draw."""
 
 
-def count_waits(tree, cache):
+def count_waits(tree):
     """Train; return the reads and the collectives of the step ``LATER`` and of the next one, from batch to batch."""
-    os.environ["VQCLIP_CACHE"] = cache
     found, make_clock = {}, Clock.time_waits
 
     def counted(clock, batches):
@@ -91,7 +89,7 @@ def stated_exchanges(parallel):
 def test_a_step_waits_for_nothing_and_a_report_reads_the_device_once(tmp_path, shards, ranks, world_size):
     common = {"train__steps": LATER + 4, "train__precision": "fp32", "train__report_every": LATER + 2}
     trees = [
-        (run_tree(tmp_path / name, shards, quantizer, **common | changes), str(tmp_path / "cache"))
+        (run_tree(tmp_path / name, shards, quantizer, **common | changes),)
         for name, (quantizer, changes) in CASES.items()
     ]
     for found in ranks(world_size, for_each, count_waits, trees, init=False):
@@ -126,7 +124,7 @@ def test_a_run_reports_the_flops_of_its_model(tmp_path, shards, monkeypatch):
 
     monkeypatch.setattr(ContrastiveTask, "run", counting)
     tree = run_tree(tmp_path, shards, FSQ, train__steps=5, run__peak_tflops=0.5)
-    run(tree, str(tmp_path / "cache"))
+    run(tree)
     first, *lines = metrics(tmp_path)
     assert not set(TIMES) & first.keys()  # the first step is not timed
     for line in lines:
@@ -141,7 +139,7 @@ def test_a_run_reports_the_flops_of_its_model(tmp_path, shards, monkeypatch):
 LATE_S = 0.1
 
 
-def train_beside_a_late_rank(tree, cache):
+def train_beside_a_late_rank(tree):
     """Train; rank 1 begins each backward late, so that rank 0 waits for it."""
     backward = TrainStep._backward
 
@@ -151,7 +149,7 @@ def train_beside_a_late_rank(tree, cache):
         backward(self, *args)
 
     with mock.patch.object(TrainStep, "_backward", late):
-        run(tree, cache)
+        run(tree)
 
 
 def test_a_run_reports_the_time_in_which_it_waits_for_others(tmp_path, shards, ranks):
@@ -159,8 +157,7 @@ def test_a_run_reports_the_time_in_which_it_waits_for_others(tmp_path, shards, r
     cases = {"ddp": {}, "microbatches": {"train__micro_batches": 2}}
     cases |= {"fsdp": {"train__parallel": "fsdp"}} if TIMES_SHARDS else {}
     trees = {name: run_tree(tmp_path / name, shards, FSQ, **common | changes) for name, changes in cases.items()}
-    cache = str(tmp_path / "cache")
-    ranks(2, for_each, train_beside_a_late_rank, [(tree, cache) for tree in trees.values()], init=False)
+    ranks(2, for_each, train_beside_a_late_rank, [(tree,) for tree in trees.values()], init=False)
     for name, tree in trees.items():
         for line in metrics(tmp_path / name)[1:]:
             step_s = tree["train"]["batch_size"] / line["images_per_second"]
