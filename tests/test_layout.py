@@ -41,7 +41,6 @@ FILES = sorted(SOURCE.rglob("*.py"))
 DOORS = {"vqclip.train.__main__"}
 """Lead from ``python -m`` to the command line, and hold nothing else."""
 
-
 parse = functools.cache(ast.parse)
 
 

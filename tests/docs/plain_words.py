@@ -67,7 +67,6 @@ DEFENDED: dict[tuple[str, str], str] = {
 }
 """(file, text of the finding) → the reason why it stays."""
 
-
 CODE = re.compile(r"``[^`]*``|`[^`]*`|https?://\S+|\([^)\s]*\.(?:md|html)[^)\s]*\)|\S*/\S*|\S+_\S+|\{[^}]*\}|</?\w+>")
 
 

@@ -114,12 +114,7 @@ def test_everything_is_left_as_it_was(tmp_path):
 
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
-    [
-        ((2,), torch.int8),
-        ((129,), torch.int16),
-        ((2**15 + 1,), torch.int32),
-        ((2**31 + 1,), torch.int64),
-    ],
+    [((2,), torch.int8), ((129,), torch.int16), ((2**15 + 1,), torch.int32), ((2**31 + 1,), torch.int64)],
 )
 def test_ids_come_back_from_the_smallest_type_that_holds_them(tmp_path, sizes, dtype):
     last = torch.tensor([size - 1 for size in sizes])

@@ -38,7 +38,6 @@ RESIDUAL = {
     "layer": {"kind": "residual", "depth": 2, "layer": {"kind": "lfq", "bits": 3}},
 }
 
-
 DETAIL = {"quantizer": {"kind": "fsq", "levels": [4, 4]}, "stages": 2, "channels": 4, "channels_per_group": 2}
 
 

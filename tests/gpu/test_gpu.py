@@ -32,11 +32,7 @@ TOLERANCES = {"fsq": 1e-9, "lfq": 1e-9, "vq": 1e-6, "residual": 1e-6}
 """Codebooks are float32 numbers, which the two devices round differently now and then. At LFQ's default temperature of
 0.01, a difference of 1e-15 grows to 1e-7 in these steps, also between two runs on a CPU."""
 MLP = {"kind": "mlp", "dropout": 0.3, "input_dropout": 0.1}
-DROPOUT = {
-    "model__image__project_in": MLP,
-    "model__text__project_in": MLP,
-    "model__image__tower__patch_dropout": 0.5,
-}
+DROPOUT = {"model__image__project_in": MLP, "model__text__project_in": MLP, "model__image__tower__patch_dropout": 0.5}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,7 +8,6 @@ from vqclip.lm_vocabulary import DelayedCodes, FlatCodes, Vocabulary
 
 SIZES = st.lists(st.one_of(st.integers(1, 9), st.just(2**18), st.just(2**40)), min_size=1, max_size=5)
 
-
 FLAT, DELAYED = FlatCodes((4, 5), offset=10), DelayedCodes((4, 5))
 
 

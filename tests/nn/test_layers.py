@@ -53,7 +53,6 @@ def test_pooling_is_attention_of_one_query(masked: bool) -> None:
 KINDS = {"linear": {"kind": "linear"}, "mlp": {"kind": "mlp"}, "attention": {"kind": "attention", "heads": 2}}
 CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
 
-
 REDUCTIONS = [None, MeanReductionConfig(), QueryReductionConfig(count=3, heads=2)]
 
 

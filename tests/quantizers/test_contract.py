@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -17,8 +16,6 @@ from tests.training import differences
 from vqclip.config.messages import kinds_of
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.quantizers import (
-    FSQ,
-    LFQ,
     VQ,
     BinaryLossWeights,
     BSQConfig,
@@ -422,9 +419,7 @@ class TestPrecision:
         quantizer(x).vectors.sum().backward()
         assert x.grad.dtype == torch.bfloat16
 
-
-class TestNaN:
-    def test_shows_in_vectors_and_losses_but_not_in_ids(self, quantizer: Quantizer) -> None:
+    def test_nan_shows_in_vectors_and_losses_but_not_in_ids(self, quantizer: Quantizer) -> None:
         x = vectors_for(quantizer, 6, 5)
         x[1, 2, 0] = math.nan
         for training in (True, False):
@@ -457,15 +452,9 @@ class TestGraphs:
                 for out in (a, b)
             ]
             torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
-
-    def test_decode_compiles(self, config: QuantizerConfig) -> None:
-        quantizer = config.build()
-        torch._dynamo.reset()
-        ids = quantizer(vectors_for(quantizer, 4, 6)).ids
-        if not quantizer.codebook_sizes:
-            return
-        decode = torch.compile(quantizer.decode, fullgraph=True, backend="aot_eager")
-        assert torch.equal(decode(ids), quantizer.decode(ids))
+            if quantizer.codebook_sizes:
+                decode = torch.compile(quantizer.decode, fullgraph=True, backend="aot_eager")
+                assert torch.equal(decode(b.ids), quantizer.decode(b.ids))
 
     def test_exports_in_eval(self, config: QuantizerConfig) -> None:
         quantizer = config.build()
@@ -559,12 +548,3 @@ def test_state_dict_holds_all_state(config: QuantizerConfig) -> None:
         for quantizer, out in zip((saved, loaded), outputs, strict=True):
             quantizer.update(out.stats)
         assert differences(saved, loaded) == []
-
-
-def test_codebooks_beyond_int64_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"2\^63"):
-        FSQ(levels=(1000,) * 7)
-    with pytest.raises(ValidationError, match=r"2\^63"):
-        FSQConfig(levels=(1000,) * 7)
-    with pytest.raises(ConfigError, match="1 to 63"):
-        LFQ(bits=64)

@@ -20,14 +20,7 @@ from tests.quantizers.test_training import busy
 from tests.ranks import RankPool
 from vqclip import dist
 from vqclip.errors import ConfigError
-from vqclip.quantizers import (
-    VQ,
-    FSQConfig,
-    Quantizer,
-    QuantizerConfig,
-    SimVQ,
-    sync,
-)
+from vqclip.quantizers import VQ, FSQConfig, Quantizer, QuantizerConfig, SimVQ, sync
 from vqclip.quantizers.base import _warn_missing_update
 
 FAMILIES: dict[str, QuantizerConfig] = {

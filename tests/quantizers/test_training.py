@@ -12,13 +12,7 @@ from tests.quantizers.test_distributed import collectives
 from tests.ranks import RankPool, for_each
 from vqclip import dist
 from vqclip.nn.dropout import set_dropout_keys
-from vqclip.quantizers import (
-    Order,
-    Quantizer,
-    QuantizerConfig,
-    ResidualConfig,
-    VQConfig,
-)
+from vqclip.quantizers import Order, Quantizer, QuantizerConfig, ResidualConfig, VQConfig
 from vqclip.quantizers.new_codes import replacements
 
 

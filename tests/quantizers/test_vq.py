@@ -147,15 +147,11 @@ def test_the_digest_is_of_what_determines_the_outputs() -> None:
     assert module_digest(Normalize(8, (0.5,) * 3, (0.5,) * 3)) != module_digest(Normalize(8, (0.5,) * 3, (0.4,) * 3))
 
 
-def test_statistics_of_evaluation_are_refused() -> None:
-    quantizer = VQ(2, 4, kmeans=False, dead_below=0)
-    stats = quantizer.eval()(torch.randn(9, 2)).stats
-    with pytest.raises(ConfigError, match="forward in evaluation mode, expected training mode"):
-        quantizer.train().update(stats)
-
-
-def test_statistics_from_before_another_state_are_refused() -> None:
+def test_statistics_of_evaluation_or_from_before_another_state_are_refused() -> None:
     quantizer = VQ(3, 8, dead_below=0.0)
+    of_evaluation = quantizer.eval()(torch.randn(9, 3)).stats
+    with pytest.raises(ConfigError, match="forward in evaluation mode, expected training mode"):
+        quantizer.train().update(of_evaluation)
     before = quantizer(torch.randn(50, 3)).stats
     fresh = quantizer.state_dict()
     fresh = {name: value.clone() for name, value in fresh.items()}

@@ -17,7 +17,6 @@ from vqclip.tokenizer.stored import fingerprint
 
 CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
 
-
 QUANTIZERS = [FSQ, LFQ, PRODUCT, VQ, RESIDUAL]
 
 

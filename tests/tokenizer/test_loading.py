@@ -47,9 +47,7 @@ save_file(found, store)
 print(json.dumps([vqclip.__file__, *(sorted(after - before) for before, after in zip(seen, seen[1:]))]))
 """
 
-
 TRAINING = {"webdataset", "tensorboard", "tqdm", "fsspec", "aiohttp", "matplotlib", "open_clip_train", "transformers"}
-
 
 OUR_TRAINING = ("data.loader", "data.workers", "data.sources", "data.index", "losses", "evaluation", "report", "step")
 
