@@ -1,7 +1,7 @@
 """Small made data and models for the tests of evaluation."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +21,7 @@ PRODUCT = {"kind": "product", "layer": {"kind": "fsq", "levels": [3, 3]}, "codeb
 QUANTIZERS = {"fsq": FSQ, "lfq": LFQ, "product": PRODUCT, "identity": IDENTITY}
 
 SIZE = 16
+CAPTIONS = [[f"number {i} of them", f"picture {i}"][: 1 + i % 2] for i in range(9)]
 COLOURS = ("red", "green", "blue", "white")
 
 
@@ -99,24 +100,53 @@ def colour_of(label: int) -> tuple[int, int, int]:
     return ((220, 30, 30), (30, 220, 30), (30, 30, 220), (250, 250, 250))[label]
 
 
-def class_shards(folder: Path, count: int = 22) -> Path:
-    """clip_benchmark layout, in two tars: noisy pictures of four colours in turn."""
-    samples = [(f"s{i:07d}", png(colour_of(i % 4), seed=i), str(i % 4).encode()) for i in range(count)]
-    for number, part in enumerate((samples[: count // 2], samples[count // 2 :])):
-        members = {f"{key}.{end}": data for key, image, label in part for end, data in (("png", image), ("cls", label))}
-        write_tar(folder / "test" / f"{number}.tar", members)
-    (folder / "classnames.txt").write_text("".join(f"{name}\n" for name in COLOURS))
-    (folder / "zeroshot_classification_templates.txt").write_text("a {c} picture\n{c}\n")
+def class_tar(path: Path, images: Iterable[bytes], labels: Iterable[int], first: int = 0) -> Path:
+    """Labelled images in a tar."""
+    members = {}
+    for i, (image, label) in enumerate(zip(images, labels, strict=True), first):
+        members |= {f"s{i:07d}.png": image, f"s{i:07d}.cls": str(label).encode()}
+    return write_tar(path, members)
+
+
+def caption_tar(path: Path, images: Iterable[bytes], captions: Iterable[Sequence[str]]) -> Path:
+    """Images in a tar with one caption a line."""
+    members = {}
+    for i, (image, lines) in enumerate(zip(images, captions, strict=True)):
+        members |= {f"{i:09d}.png": image, f"{i:09d}.txt": "\n".join(lines).encode()}
+    return write_tar(path, members)
+
+
+def name_classes(folder: Path, names: Iterable[object], templates: Sequence[str]) -> Path:
+    """Write the files of classes and templates, as clip_benchmark has them."""
+    (folder / "classnames.txt").write_text("".join(f"{name}\n" for name in names))
+    (folder / "zeroshot_classification_templates.txt").write_text("\n".join(templates))
     return folder
 
 
-def caption_shards(folder: Path, captions: list[list[str]]) -> Path:
-    """img2dataset layout with one caption a line, and noisy pictures."""
-    members = {}
-    for i, lines in enumerate(captions):
-        members[f"{i:09d}.png"] = png(colour_of(i % 4), seed=i)
-        members[f"{i:09d}.txt"] = "\n".join(lines).encode()
-    write_tar(folder / "00000.tar", members)
+def noisy(count: int, damaged: Collection[int] = ()) -> list[bytes]:
+    """Noisy images of four colours in turn, and no images in place of some."""
+    return [b"no image" if i in damaged else png(colour_of(i % 4), seed=i) for i in range(count)]
+
+
+def class_shards(folder: Path, count: int = 22, damaged: Collection[int] = ()) -> Path:
+    """clip_benchmark layout, in two tars: noisy images of four colours in turn, some damaged."""
+    images, labels, half = noisy(count, damaged), [i % 4 for i in range(count)], count // 2
+    class_tar(folder / "test" / "0.tar", images[:half], labels[:half])
+    class_tar(folder / "test" / "1.tar", images[half:], labels[half:], first=half)
+    return name_classes(folder, COLOURS, ("a {c} picture", "{c}"))
+
+
+def number_shards(
+    folder: Path, labels: Sequence[int], classes: int, templates: Sequence[str] = ("number {c}",)
+) -> Path:
+    """Images of colour (n, n, n) labelled n, classes "0", "1", ..."""
+    class_tar(folder / "test" / "0.tar", map(png, labels), labels)
+    return name_classes(folder, range(classes), templates)
+
+
+def caption_shards(folder: Path, captions: Sequence[Sequence[str]], damaged: Collection[int] = ()) -> Path:
+    """img2dataset layout with one caption a line, and noisy images, some damaged."""
+    caption_tar(folder / "00000.tar", noisy(len(captions), damaged), captions)
     return folder
 
 

@@ -9,22 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from pydantic import TypeAdapter
 
 from tests.evaluation.made import (
-    FSQ,
     IDENTITY,
-    LFQ,
     PRODUCT,
     PlainModel,
     caption_shards,
+    caption_tar,
     class_shards,
-    colour_of,
+    class_tar,
+    number_shards,
     png,
     tiny_clip,
-    write_tar,
 )
-from tests.evaluation.test_zero_shot import number_shards
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, decode_image
 from vqclip.errors import DataError, StopRequested
 from vqclip.evaluation import (
@@ -49,7 +46,7 @@ from vqclip.evaluation.intervals import wilson
 from vqclip.evaluation.ranking import Ranks
 from vqclip.model import CLIP
 from vqclip.nn.layers import QueryReduction
-from vqclip.quantizers import QuantizerConfig
+from vqclip.quantizers import FSQ, LFQ, Identity, Product, Residual
 
 SMALL = DetailsConfig(hits=2, misses=3, nearest=2)
 
@@ -66,10 +63,7 @@ def summary(section):
 
 def number_captions(folder, captions):
     """Images of colour (n, n, n) with the captions of number n; a caption is found by the number in it."""
-    members = {}
-    for number, lines in enumerate(captions):
-        members |= {f"{number:05d}.png": png(number), f"{number:05d}.txt": "\n".join(lines).encode()}
-    write_tar(folder / "0.tar", members)
+    caption_tar(folder / "0.tar", map(png, range(len(captions))), captions)
     return RetrievalConfig(data=CaptionShardsConfig(path=str(folder / "*.tar"), captions="txt_lines"))
 
 
@@ -83,7 +77,7 @@ def test_hits_and_misses_of_classes_are_the_known_ones(tmp_path):
     (result,) = evaluate(model, [ZeroShotConfig(data=ClassShardsConfig(path=folder))], details=SMALL)
     misses, hits = result.details.examples
     assert (misses.title, hits.title) == tuple(f"From image to class: {x}" for x in ("worst misses", "clearest hits"))
-    assert summary(hits) == [(0, "0", "the right class is number 1 of 4"), (3, "0", "the right class is number 1 of 4")]
+    assert summary(hits) == [(index, "0", "the right class is number 1 of 4") for index in (0, 3)]
     assert [each[:2] for each in summary(misses)] == [(1, "1"), (4, "1")]
     assert misses.cards[0].note == "the right class is number 2 of 4"
     image, *found = misses.cards[0].items
@@ -124,12 +118,9 @@ def details_on_rank(folder):
 
 
 def test_ranks_together_make_the_same_details_as_one(ranks, tmp_path):
-    members = {f"s{i:07d}.png": png(colour_of(i % 4), seed=i) for i in range(11)} | {"s0000002.png": b"no image"}
-    members |= {f"s{i:07d}.cls": str(i % 4).encode() for i in range(11)}
-    write_tar(class_shards(tmp_path / "classes", 11) / "test" / "0.tar", members)
-    (tmp_path / "classes" / "test" / "1.tar").unlink()
+    class_shards(tmp_path / "classes", 11, damaged=[2])
     caption_shards(tmp_path / "captions", [[f"number {i}", f"a picture {i}"][: 1 + i % 2] for i in range(9)])
-    tiny_clip({"kind": "residual", "layer": LFQ, "depth": 2}).save_pretrained(tmp_path / "model")
+    tiny_clip({"kind": "residual", "layer": {"kind": "lfq", "bits": 6}, "depth": 2}).save_pretrained(tmp_path / "model")
     ((alone),) = ranks(1, details_on_rank, tmp_path)
     assert all(len(each["codes"]) > 1 for each in alone)
     first, second = ranks(2, details_on_rank, tmp_path)
@@ -149,22 +140,11 @@ def test_identity_has_intervals_but_nothing_of_codes(tmp_path):
         assert Details.model_validate_json(details.model_dump_json()) == details
 
 
-def test_amounts_of_0_leave_parts_out(tmp_path):
-    none = DetailsConfig(hits=0, misses=0, code_maps=0, gallery_codes=0)
-    details = details_of(tiny_clip(PRODUCT), class_shards(tmp_path), none)
-    assert (details.codes, details.examples) == ((), ())
-
-
 def test_bad_samples_are_left_out_and_rows_still_belong_to_their_images(tmp_path):
-    members = {}
-    for number in range(8):
-        members |= {f"{number:05d}.png": png(number), f"{number:05d}.cls": str(number).encode()}
-    members["00001.png"] = members["00004.png"] = b"no image"
     folder = number_shards(tmp_path, [], 8)
-    write_tar(folder / "test" / "0.tar", members)
-    config = DetailsConfig(misses=0, hits=8)
+    class_tar(folder / "test" / "0.tar", [b"no image" if n in (1, 4) else png(n) for n in range(8)], range(8))
     task = ZeroShotConfig(data=ClassShardsConfig(path=folder), max_bad_fraction=0.5, batch_size=2)
-    (result,) = evaluate(PlainModel(8), [task], details=config)
+    (result,) = evaluate(PlainModel(8), [task], details=DetailsConfig(misses=0, hits=8))
     found = [each[:2] for each in summary(result.details.examples[0])]
     assert found == [(number, str(number)) for number in (0, 2, 3, 5, 6, 7)]
     assert result.samples == 6
@@ -229,29 +209,28 @@ def test_equal_codes_have_equal_colours_and_absent_ones_none():
     assert [pixel[3] for pixel in drawn] == [255, 255, 255, 0, 255, 0]
 
 
-def test_reduced_tokens_have_no_place(tmp_path):
+def test_reduced_tokens_have_no_place_and_amounts_of_0_leave_parts_out(tmp_path):
     model = tiny_clip()
     model.image.reduce = QueryReduction(16, 4, 2)
     codes = details_of(model, class_shards(tmp_path), DetailsConfig()).codes
     assert [(each.layout, len(each.cards)) for each in codes] == [("maps", 4)]
     assert "have no place in the image" in codes[0].note
+    none = details_of(model, tmp_path, DetailsConfig(hits=0, misses=0, code_maps=0, gallery_codes=0))
+    assert (none.codes, none.examples) == ((), ())
 
 
 @pytest.mark.parametrize(
     ("quantizer", "names"),
     [
-        (FSQ, ["codebook 0"]),
-        (PRODUCT, ["codebook 0", "codebook 1", "codebook 2"]),
-        ({"kind": "residual", "layer": LFQ, "depth": 2}, ["stage 0", "stage 1"]),
-        (
-            {"kind": "residual", "layer": {"kind": "product", "codebooks": 2, "layer": LFQ}, "depth": 2},
-            ["stage 0, codebook 0", "stage 0, codebook 1", "stage 1, codebook 0", "stage 1, codebook 1"],
-        ),
-        (IDENTITY, []),
+        (FSQ((4,)), ["codebook 0"]),
+        (Product(FSQ((4,)), 3), ["codebook 0", "codebook 1", "codebook 2"]),
+        (Residual(LFQ(3), 2), ["stage 0", "stage 1"]),
+        (Residual(Product(LFQ(3), 2), 2), [f"stage {s}, codebook {c}" for s in (0, 1) for c in (0, 1)]),
+        (Identity(4), []),
     ],
 )
 def test_names_of_codebooks(quantizer, names):
-    assert codebook_names(TypeAdapter(QuantizerConfig).validate_python(quantizer).build()) == names
+    assert codebook_names(quantizer) == names
 
 
 def test_the_largest_confusions():
@@ -290,7 +269,7 @@ def test_misses_are_those_with_the_worst_rank_and_of_classes_the_most_confident(
     assert choose_examples(ranks, DetailsConfig(), "image to class") == ([3, 0], [1, 2, 4])
 
 
-# ---- Stored evaluations.
+# Stored evaluations.
 
 
 @pytest.fixture
@@ -299,25 +278,17 @@ def result(tmp_path):
     return evaluate(PlainModel(4), [task], details=SMALL)[0]
 
 
-def test_what_is_written_is_read_again_with_its_step(tmp_path, result):
+def test_the_newest_evaluation_is_read_again_with_its_step_and_others_go(tmp_path, result):
     other = dataclasses.replace(result, name="../../etc/<script>", details=None)
     paths = write_evaluations(tmp_path / "run", 30, [result, other])
     assert paths == stored_files(tmp_path / "run")
     assert {path.parent for path in paths} == {tmp_path / "run" / "report"}
     found = [read_evaluation(path) for path in paths]
     assert [(each.step, each.result) for each in found] == [(30, result), (30, other)]
-
-
-def test_only_the_newest_evaluation_stays(tmp_path, result):
-    write_evaluations(tmp_path, 1, [result, dataclasses.replace(result, name="another")])
-    (tmp_path / "report" / "notes.txt").write_text("of the user")
-    (path,) = write_evaluations(tmp_path, 2, [result])
-    assert stored_files(tmp_path) == [path]
-    assert read_evaluation(path).step == 2
-    assert (tmp_path / "report" / "notes.txt").exists()
-
-
-def test_credentials_are_masked(tmp_path, result):
+    (tmp_path / "run" / "report" / "notes.txt").write_text("of the user")
     note = "https://cdn.example/a.tar?X-Amz-Signature=topsecret is slow"
-    (path,) = write_evaluations(tmp_path, 1, [dataclasses.replace(result, notes=[note])])
+    (path,) = write_evaluations(tmp_path / "run", 31, [dataclasses.replace(result, notes=[note])])
+    assert stored_files(tmp_path / "run") == [path]
+    assert read_evaluation(path).step == 31
+    assert (tmp_path / "run" / "report" / "notes.txt").exists()
     assert "topsecret" not in path.read_text()

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from pydantic import ValidationError
 
-from tests.evaluation.made import IDENTITY, caption_shards, class_shards, colour_of, png, tiny_clip
+from tests.evaluation.made import CAPTIONS, IDENTITY, caption_shards, class_shards, noisy, tiny_clip
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.data.decode import decode_image
 from vqclip.errors import ConfigError, NonFiniteError
@@ -31,13 +31,8 @@ from vqclip.model import CLIP, load_pretrained
 from vqclip.pixels import ConvolutionalPixelsConfig, PixelsConfig, attach
 from vqclip.pixels.metrics import compare_images
 
-CAPTIONS = [[f"number {i} of them", f"picture {i}"][: 1 + i % 2] for i in range(9)]
-RESIDUAL = {
-    "kind": "product",
-    "codebooks": 2,
-    "layer": {"kind": "residual", "depth": 2, "layer": {"kind": "lfq", "bits": 3}},
-}
-
+STAGES = {"kind": "residual", "depth": 2, "layer": {"kind": "lfq", "bits": 3}}
+RESIDUAL = {"kind": "product", "codebooks": 2, "layer": STAGES}
 DETAIL = {"quantizer": {"kind": "fsq", "levels": [4, 4]}, "stages": 2, "channels": 4, "channels_per_group": 2}
 
 
@@ -67,8 +62,8 @@ def captions(folder, **settings):
     return PixelQualityConfig(**{"data": data, "codecs": (), "batch_size": 4, "name": "pairs"} | settings)
 
 
-def originals(count=22):
-    return torch.stack([decode_image(png(colour_of(i % 4), seed=i)) for i in range(count)])
+def originals():
+    return torch.stack([decode_image(image) for image in noisy(22)])
 
 
 def rows_of(result):
@@ -93,21 +88,17 @@ def test_figures_of_the_codes_are_those_of_stored_ids_decoded(folder):
     assert figures["psnr"] == codes.figures["psnr"]
     assert figures["id_agreement"] == pytest.approx(float((model.image.encode(made) == ids).double().mean()))
     assert {**figures, "id_agreement": 0} == {**result.figures["quantized"], "id_agreement": 0}
-    assert (
-        figures["psnr"] != result.figures["continuous"]["psnr"] == rows_of(result)["quantizer bypassed"].figures["psnr"]
-    )
+    bypassed = rows_of(result)["quantizer bypassed"].figures["psnr"]
+    assert figures["psnr"] != result.figures["continuous"]["psnr"] == bypassed
 
 
 def test_prefixes_and_means(folder):
     model, real = with_decoder(), originals()
     [result] = evaluate(model, [classes(folder, name="stages")])
     found = rows_of(result)
-    one = model.image.decode_pixels(model.image.encode(real), stages=1)
+    one = compare_images(model.image.decode_pixels(model.image.encode(real), stages=1), real)
     row = found["codes, 1 of 2 stages, 2 of 2 codebooks"]
-    assert (row.bits_per_image, row.figures["psnr"]) == (
-        24,
-        pytest.approx(float(compare_images(one, real)["psnr"].mean())),
-    )
+    assert (row.bits_per_image, row.figures["psnr"]) == (24, pytest.approx(float(one["psnr"].mean())))
     mean = real.double().mean(dim=0).round().to(torch.uint8).expand_as(real)
     assert found["mean image"].figures["psnr"] == pytest.approx(float(compare_images(mean, real)["psnr"].mean()))
     colour = (real.double().mean(dim=(2, 3), keepdim=True)).round().to(torch.uint8).expand_as(real)
@@ -277,13 +268,12 @@ def test_distances_in_the_features_of_networks(ranks, folder):
     two = distances_of(folder, limit=2).pixels.distances
     for other in ranks(3, distances_of, folder, 2):
         assert other.pixels.distances == {name: pytest.approx(two[name], rel=1e-3)}
+    perceptual = {"kind": "perceptual", "network": {"kind": "tokenizer", "folder": "x"}}
     with pytest.raises(ValidationError, match="each of lpips and perceptual at most once"):
-        classes(folder, distances=[{"kind": "perceptual", "network": {"kind": "tokenizer", "folder": "x"}}] * 2)
+        classes(folder, distances=[perceptual] * 2)
     with pytest.raises(ValidationError, match=r"distances: got weight 2.0 .*kind perceptual, which has no effect"):
-        classes(
-            folder, distances=[{"kind": "perceptual", "network": {"kind": "tokenizer", "folder": "x"}, "weight": 2}]
-        )
-    missing = classes(folder, distances=[{"kind": "frechet", "network": {"kind": "tokenizer", "folder": "x"}}])
+        classes(folder, distances=[perceptual | {"weight": 2}])
+    missing = classes(folder, distances=[perceptual | {"kind": "frechet"}])
     with pytest.raises(ConfigError, match=r"evaluation\[0\].distances\[0\]: network.folder: "):
         prepare([missing], with_decoder())
 

@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from tests.evaluation.made import class_shards
-from tests.models import VQ, tiny_model
+from tests.models import RESIDUAL, VQ, tiny_model
 from vqclip.data import ClassShardsConfig
 from vqclip.errors import ConfigError
 from vqclip.evaluation import MODES, KnnConfig, Prefixes, ZeroShotConfig, evaluate
 from vqclip.quantizers import Prefix
 
-RESIDUAL = {"kind": "residual", "layer": VQ, "depth": 3}
 IMAGE = {"kind": "product", "layer": RESIDUAL, "codebooks": 2}
 
 
@@ -25,10 +24,12 @@ def task(tmp_path):
     return ZeroShotConfig(name="colours", data=ClassShardsConfig(path=tmp_path / "classes"), batch_size=4)
 
 
-def test_every_prefix_costs_and_finds_its_own(task):
-    whole = model()
+def test_every_prefix_costs_and_finds_its_own_with_intervals(task):
+    whole, calls = model(), []
     prefixes = Prefixes.of(whole)
+    whole.image.tower.register_forward_hook(lambda *_: calls.append(1))
     (plain,) = evaluate(whole, [task])
+    calls_without = len(calls)
     (found,) = evaluate(whole, [task], prefixes=prefixes)
     assert {mode: found.figures[mode] for mode in MODES} == plain.figures
     assert found.usage == plain.usage
@@ -40,6 +41,11 @@ def test_every_prefix_costs_and_finds_its_own(task):
     ]  # fmt: skip
     assert {prefixes.bits(found, "text", mode) for mode in image} == {found.usage["text"].bits_per_sample}
     assert found.figures["3 stages, 2 codebooks"] == plain.figures["codes_only"]
+    assert set(found.intervals) == {*MODES, *image}
+    for mode, intervals in found.intervals.items():
+        assert intervals.keys() == found.figures[mode].keys()
+        assert all(low <= found.figures[mode][name] <= high for name, (low, high) in intervals.items())
+    assert len(calls) == 2 * calls_without > 0  # towers run once
 
 
 def test_a_prefix_is_what_its_ids_alone_give(task):
@@ -56,29 +62,9 @@ def test_a_prefix_is_what_its_ids_alone_give(task):
     assert prefixes.bits(found, "text", mode) == found.usage["text"].bits_per_sample / 3
 
 
-def test_every_prefix_has_intervals(task):
-    whole = model()
-    prefixes = Prefixes.of(whole)
-    (found,) = evaluate(whole, [task], prefixes=prefixes)
-    assert set(found.intervals) == {*MODES, *prefixes.modes["image"]}
-    for mode, intervals in found.intervals.items():
-        assert intervals.keys() == found.figures[mode].keys()
-        assert all(low <= found.figures[mode][name] <= high for name, (low, high) in intervals.items())
-
-
-def test_towers_run_once(task):
-    whole, calls = model(), []
-    whole.image.tower.register_forward_hook(lambda *_: calls.append(1))
-    evaluate(whole, [task])
-    plain = len(calls)
-    evaluate(whole, [task], prefixes=Prefixes.of(whole))
-    assert len(calls) == 2 * plain > 0
-
-
 def test_all_tasks_and_models_without_codes(task, tmp_path):
-    knn = KnnConfig(
-        data=task.data, train=ClassShardsConfig(path=class_shards(tmp_path / "train"), split="test"), neighbours=1
-    )
+    train = ClassShardsConfig(path=class_shards(tmp_path / "train"), split="test")
+    knn = KnnConfig(data=task.data, train=train, neighbours=1)
     for image, text, lengths in ((IMAGE, "identity", [0, 4]), ("identity", VQ, [0, 0]), (VQ, VQ, [1, 1])):
         sides = [{"kind": "identity", "dim": 4} if each == "identity" else each for each in (image, text)]
         whole = model(*sides)

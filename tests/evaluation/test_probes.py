@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 
-from tests.evaluation.made import IDENTITY, PlainModel, class_shards, tiny_clip
-from tests.evaluation.test_zero_shot import number_shards
-from vqclip.data import ClassShardsConfig
+from tests.evaluation.made import IDENTITY, PlainModel, class_shards, number_shards, tiny_clip
+from vqclip.data import ClassShardsConfig, decode_image
 from vqclip.errors import DataError
 from vqclip.evaluation import KnnConfig, LinearProbeConfig, ZeroShotConfig, evaluate, prepare, probes, ranking
 from vqclip.evaluation.probes import fit_logistic, logits, vote
@@ -31,18 +30,14 @@ def test_votes_equal_the_definition_without_ties(rows, monkeypatch):
             votes[label] += math.exp(score / 0.07)
         order = votes.argsort(descending=True)
         winners.append(int(order[0]))
-        expected.append([float(own in order[:1]), float(own in order[:5])])
+        expected.append((own in order[:1], own in order[:5]))
     found, predicted = vote(queries, bank, right, labels, 7, 9, 0.07)
     assert predicted.tolist() == winners
-    in_top5 = votes_for(expected, 1)
-    assert found[0].tolist() == votes_for(expected, 0)
+    in_top1, in_top5 = zip(*expected, strict=True)
+    assert found[0].tolist() == list(in_top1)
     assert all(abs(a - b) < 1e-9 or a < 1 for a, b in zip(found[1].tolist(), in_top5, strict=True))
     monkeypatch.setattr(ranking, "BLOCK", 60 * 7)
     assert torch.equal(vote(queries, bank, right, labels, 7, 9, 0.07).hits, found)
-
-
-def votes_for(pairs, depth):
-    return [pair[depth] for pair in pairs]
 
 
 def test_neighbours_that_are_equally_near_share_the_places_and_equal_classes_are_in_random_order():
@@ -108,8 +103,6 @@ def test_features_may_be_the_mean_of_the_decoded_tokens(tmp_path):
     assert found.figures["continuous"]["knn_top1"] == 1.0  # each image is its own neighbour
     assert found.usage == embedding.usage
     source = data.build()
-    from vqclip.data import decode_image
-
     with torch.no_grad():
         pixels = torch.stack([model.image.transform(decode_image(source.read(i).image)) for i in range(len(source))])
         mean = F.normalize(model.eval().image.decode(model.image.encode(pixels)).mean(dim=1), dim=-1)

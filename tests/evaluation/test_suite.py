@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from tests.evaluation.made import PlainModel, caption_shards, class_shards, colour_of, png, tiny_clip, write_tar
+from tests.evaluation.made import CAPTIONS, PlainModel, caption_shards, class_shards, tiny_clip
 from tests.ranks import for_each
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
@@ -26,8 +26,6 @@ from vqclip.evaluation import (
 )
 from vqclip.evaluation.encode import code_usage
 from vqclip.model import CLIP
-
-CAPTIONS = [[f"number {i} of them", f"picture {i}"][: 1 + i % 2] for i in range(9)]
 
 
 @pytest.fixture
@@ -91,15 +89,8 @@ def evaluate_spoilt(folder, fraction):
 @pytest.fixture
 def spoilt(folder):
     """One of 22 labelled images and three of nine captioned ones cannot be decoded."""
-    members = {f"{i:09d}.png": png(colour_of(i % 4), seed=i) for i in range(9)}
-    members |= {f"{i:09d}.txt": "\n".join(lines).encode() for i, lines in enumerate(CAPTIONS)}
-    members |= {f"{i:09d}.png": b"no image" for i in (0, 1, 4)}
-    write_tar(folder / "captions" / "00000.tar", members)
-    members = {f"s{i:07d}.png": png(colour_of(i % 4), seed=i) for i in range(22)}
-    members |= {f"s{i:07d}.cls": str(i % 4).encode() for i in range(22)}
-    members["s0000003.png"] = b"no image"
-    write_tar(folder / "classes" / "test" / "0.tar", members)
-    (folder / "classes" / "test" / "1.tar").unlink()
+    caption_shards(folder / "captions", CAPTIONS, damaged=(0, 1, 4))
+    class_shards(folder / "classes", damaged=[3])
     return folder
 
 
@@ -172,7 +163,7 @@ def test_batch_sizes_and_workers_change_nothing(folder):
         assert a.usage == b.usage
 
 
-# ---- Tables and JSON.
+# Tables and JSON.
 
 
 def results():

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from tests.evaluation.made import caption_shards, class_shards, png, tiny_clip, write_tar
+from tests.evaluation.made import CAPTIONS, caption_shards, class_shards, class_tar, png, tiny_clip
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.evaluation import (
@@ -24,8 +24,6 @@ from vqclip.evaluation import (
 from vqclip.evaluation.pixels import QUALITY
 from vqclip.model import CLIP
 from vqclip.pixels import ConvolutionalPixelsConfig, attach
-
-CAPTIONS = [[f"number {i} of them", f"picture {i}"][: 1 + i % 2] for i in range(9)]
 
 
 def TASKS(folder):
@@ -45,9 +43,7 @@ def folder(tmp_path):
     """Small data for every task; some images of the labelled sets cannot be used, all of them of one of two ranks."""
     for name, count in (("test", 14), ("train", 30)):
         class_shards(tmp_path / name, count)
-        damaged = {f"s{i:07d}.{end}": data for i in (0, 2) for end, data in (("png", b"no image"), ("cls", b"0"))}
-        good = {f"s{i:07d}.{end}": data for i in (1, 3) for end, data in (("png", png(9 * i)), ("cls", b"1"))}
-        write_tar(tmp_path / name / "test" / "00.tar", dict(sorted((damaged | good).items())))
+        class_tar(tmp_path / name / "test" / "00.tar", [b"no image", png(9), b"no image", png(27)], [0, 1, 0, 1])
     caption_shards(tmp_path / "captions", CAPTIONS)
     model = tiny_clip({"kind": "fsq", "levels": [2, 2]})
     decoder = ConvolutionalPixelsConfig(channels=4, max_channels=8, channels_per_group=2)
@@ -85,11 +81,10 @@ def test_figures_have_the_names_that_are_promised_and_chance_beside_them(folder)
         assert codes_only.pop("id_agreement", None) is None or result.kind == "pixels"
         assert codes_only == result.figures["quantized"]
         for mode in MODES:
-            rates = {
-                name: rate for name, rate in result.figures[mode].items() if name not in (*QUALITY, "id_agreement")
-            }
+            figures = result.figures[mode]
+            rates = {name: rate for name, rate in figures.items() if name not in (*QUALITY, "id_agreement")}
             assert rates.keys() == result.chance.keys()
-            assert result.figures[mode].keys() >= set(task.figures)
+            assert figures.keys() >= set(task.figures)
             assert all(0 <= rate <= 1 for rate in (*rates.values(), *result.chance.values()))
     assert len(set(scalar_names(tasks))) == len(scalar_names(tasks))
     assert format_results(results).count("\n") > 10
@@ -107,9 +102,8 @@ def test_two_ranks_find_what_one_finds_and_one_alone_does_not_wait(ranks, folder
                     assert ends == pytest.approx(expected["intervals"][mode][figure], rel=1e-4)
             for row, known in zip(rows_of(result), rows_of(expected), strict=True):
                 assert row.pop("figures") == pytest.approx(known["figures"], rel=1e-4)
-                assert [*row.pop("intervals").values()] == [
-                    pytest.approx(each, rel=1e-4) for each in known["intervals"].values()
-                ]
+                for ends, others in zip(row.pop("intervals").values(), known["intervals"].values(), strict=True):
+                    assert ends == pytest.approx(others, rel=1e-4)
                 assert row == {name: known[name] for name in row}
             apart = dict.fromkeys(("figures", "pixels", "intervals"))
             assert {**result, **apart} == {**expected, **apart}

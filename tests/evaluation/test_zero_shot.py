@@ -6,40 +6,31 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 
 from tests.evaluation.made import (
+    COLOURS,
     IDENTITY,
     PlainModel,
     caption_shards,
+    caption_tar,
     class_shards,
     image_folder,
+    number_shards,
     png,
     tiny_clip,
-    write_tar,
 )
-from vqclip.data import CaptionShardsConfig, ClassShardsConfig, FolderConfig
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, FolderConfig, decode_image
 from vqclip.errors import DataError
 from vqclip.evaluation import RetrievalConfig, ZeroShotConfig, evaluate
 from vqclip.evaluation.retrieval import both_ranks, chance, recalls
 from vqclip.evaluation.zero_shot import class_embeddings
 
 
-def number_shards(folder, labels, classes, templates=("number {c}",)):
-    """Images of colour (n, n, n) labelled n, classes "0", "1", ..."""
-    members = {}
-    for i, label in enumerate(labels):
-        members |= {f"{i:05d}.png": png(label), f"{i:05d}.cls": str(label).encode()}
-    write_tar(folder / "test" / "0.tar", members)
-    (folder / "classnames.txt").write_text("".join(f"{n}\n" for n in range(classes)))
-    (folder / "zeroshot_classification_templates.txt").write_text("\n".join(templates))
-    return folder
-
-
 def test_perfect_codes_score_100_percent_and_the_blind_continuous_path_scores_chance(tmp_path):
     folder = number_shards(tmp_path, [i % 12 for i in range(30)], 12)
     (result,) = evaluate(PlainModel(12), [ZeroShotConfig(name="numbers", data=ClassShardsConfig(path=folder))])
-    assert result.figures["quantized"] == {"top1": 1.0, "top5": 1.0, "mean_per_class": 1.0}
-    assert result.figures["codes_only"] == {"top1": 1.0, "top5": 1.0, "mean_per_class": 1.0}
-    assert result.figures["continuous"] == pytest.approx({"top1": 1 / 12, "top5": 5 / 12, "mean_per_class": 1 / 12})
+    perfect = {"top1": 1.0, "top5": 1.0, "mean_per_class": 1.0}
+    assert result.figures["quantized"] == result.figures["codes_only"] == perfect
     assert result.chance == pytest.approx({"top1": 1 / 12, "top5": 5 / 12, "mean_per_class": 1 / 12})
+    assert result.figures["continuous"] == pytest.approx(result.chance)
     assert (result.samples, result.classes, result.captions, result.notes) == (30, 12, 12, [])
     assert result.usage["image"].codes_used == [12]
     assert result.usage["image"].tokens == 30
@@ -51,17 +42,12 @@ def test_real_model_against_a_plain_loop(tmp_path):
     config = ZeroShotConfig(data=ClassShardsConfig(path=folder), batch_size=5, workers=1)
     (result,) = evaluate(model, [config])
     source = config.data.build()
-    from vqclip.data import decode_image
-
     samples = [source.read(i) for i in range(len(source))]
     pixels = torch.stack([model.image.transform(decode_image(sample.image)) for sample in samples])
     with torch.no_grad():
-        model.eval()
-        images = model.image(pixels).embedding
-        classes = []
-        for name in ("red", "green", "blue", "white"):
-            prompts = model.text(model.text.preprocess([f"a {name} picture", name])).embedding
-            classes.append(F.normalize(prompts.mean(0), dim=0))
+        images = model.eval().image(pixels).embedding
+        prompts = [model.text(model.text.preprocess([f"a {name} picture", name])).embedding for name in COLOURS]
+    classes = [F.normalize(each.mean(0), dim=0) for each in prompts]
     right = (images @ torch.stack(classes).T).argmax(1) == torch.tensor([sample.label for sample in samples])
     assert result.figures["quantized"]["top1"] == pytest.approx(float(right.double().mean()))
     assert result.figures["codes_only"] == result.figures["quantized"]
@@ -76,12 +62,6 @@ def test_templates_are_averaged_and_can_be_replaced(tmp_path):
     assert evaluate(PlainModel(5), [other])[0].captions == 5
     prompts = torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 0]])
     assert torch.allclose(class_embeddings(prompts, [2, 2]), torch.tensor([[0.5**0.5, 0.5**0.5], [1, 0]]))
-
-
-@pytest.mark.parametrize("change", [{"templates": ("a picture",)}, {"templates": ("{c}",), "templates_file": "t"}])
-def test_bad_configs_are_refused(change):
-    with pytest.raises(ValidationError):
-        ZeroShotConfig.model_validate({"data": {"kind": "scenes"}} | change)
 
 
 def test_notes_tell_of_equal_class_names_and_of_files_left_out(tmp_path):
@@ -133,14 +113,18 @@ def test_bad_files_of_prompts_are_refused(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_text(content)
     key = "templates_file" if name == "t.txt" else "classes_file"
+    task = ZeroShotConfig.model_validate({"data": {"kind": "classes", "path": folder}, key: tmp_path / name})
     with pytest.raises(DataError, match=message):
-        evaluate(
-            PlainModel(3),
-            [ZeroShotConfig.model_validate({"data": {"kind": "classes", "path": folder}, key: tmp_path / name})],
-        )
+        evaluate(PlainModel(3), [task])
 
 
-# ---- Retrieval.
+def test_bad_templates_are_refused():
+    for change in ({"templates": ("a picture",)}, {"templates": ("{c}",), "templates_file": "t"}):
+        with pytest.raises(ValidationError):
+            ZeroShotConfig.model_validate({"data": {"kind": "scenes"}} | change)
+
+
+# Retrieval.
 
 
 def test_the_same_embedding_for_everything_scores_chance():
@@ -152,10 +136,7 @@ def test_the_same_embedding_for_everything_scores_chance():
 
 
 def test_perfect_codes_find_all_pairs(tmp_path):
-    members = {}
-    for i in range(20):
-        members |= {f"{i:05d}.png": png(i), f"{i:05d}.txt": f"a {i}\nthe {i}\n{i}".encode()}
-    write_tar(tmp_path / "0.tar", members)
+    caption_tar(tmp_path / "0.tar", map(png, range(20)), [[f"a {i}", f"the {i}", f"{i}"] for i in range(20)])
     data = CaptionShardsConfig(path=str(tmp_path), captions="txt_lines")
     (result,) = evaluate(PlainModel(20), [RetrievalConfig(name="numbers", data=data, batch_size=7)])
     assert set(result.figures["codes_only"].values()) == {1.0}
@@ -164,14 +145,10 @@ def test_perfect_codes_find_all_pairs(tmp_path):
 
 
 def test_equal_captions_of_different_images_share_their_place(tmp_path):
-    members = {}
-    for i in range(4):  # two images each of numbers 0 and 1
-        members |= {f"{i}.png": png(i % 2), f"{i}.txt": str(i % 2).encode()}
-    write_tar(tmp_path / "0.tar", members)
+    caption_tar(tmp_path / "0.tar", map(png, [0, 1, 0, 1]), ["0", "1", "0", "1"])  # two images of each number
     (result,) = evaluate(PlainModel(2), [RetrievalConfig(data=CaptionShardsConfig(path=str(tmp_path)))])
-    assert result.figures["codes_only"] == {"i2t_r1": 0.5, "t2i_r1": 0.5} | dict.fromkeys(
-        ("i2t_r5", "i2t_r10", "t2i_r5", "t2i_r10"), 1.0
-    )
+    all_found = dict.fromkeys(("i2t_r5", "i2t_r10", "t2i_r5", "t2i_r10"), 1.0)
+    assert result.figures["codes_only"] == {"i2t_r1": 0.5, "t2i_r1": 0.5} | all_found
 
 
 def test_identity_says_why_codes_are_missing(tmp_path):

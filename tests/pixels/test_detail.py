@@ -1,5 +1,4 @@
 import itertools
-import shutil
 
 import pytest
 import torch
@@ -107,9 +106,7 @@ def test_sizes_follow_the_tokenizer():
 
 
 def test_wrong_settings_and_ids_are_named():
-    with pytest.raises(
-        ValueError, match="channels 12, max_channels 128 and channels_per_group 8; expected .* multiples"
-    ):
+    with pytest.raises(ValueError, match="channels 12, max_channels 128 and channels_per_group 8; expected .* multip"):
         DetailConfig(quantizer=FSQ, channels=12)
     with pytest.raises(ConfigError, match=r"detail\.quantizer: got kind 'identity'"):
         DetailConfig(quantizer={"kind": "identity", "dim": 4}).build(4, 16)
@@ -163,9 +160,7 @@ def test_images_are_decoded_from_any_number_of_stages():
     assert tokenizer.pixels_of(vectors).clamp(0, 1).equal(made[0])
     assert tokenizer.decode_pixels(ids).equal(made[-1])
     assert all(not one.equal(other) for one, other in itertools.pairwise(made))
-    with pytest.raises(
-        ConfigError, match="detail: got 4 stages for 6 detail ids a token; expected 0 to 3 stages of 2 ids"
-    ):
+    with pytest.raises(ConfigError, match="detail: got 4 stages for 6 detail ids a token; expected 0 to 3 stages of 2"):
         tokenizer.decode_pixels(ids, detail=4)
     with pytest.raises(ConfigError, match="detail: got 2 stages for 2 detail ids"):
         tokenizer.decode_pixels(ids[..., :3], detail=2)
@@ -198,24 +193,24 @@ def test_a_decoder_without_detail_says_so():
         ({"quantizer": NESTED}, r"pixels: detail.quantizer: Product: got \d+ codebooks .*; expected at most 65536"),
         (
             {"channels": 2**15, "max_channels": 2**16},
-            r"branch\.layers\.1\.weight: got shape \(8, 12, 3, 3\), expected \(32768, 12",
+            r"branch\.layers\.1\.weight: got .*\(8, 12, .*expected \(32768, 12",
         ),
     ],
 )
-def test_a_folder_with_other_detail_settings_is_refused_before_memory_is_taken(vq_folder, tmp_path, values, message):
-    shutil.copytree(vq_folder, tmp_path / "folder")
-    reseal(tmp_path / "folder", lambda config: config["pixels"]["detail"].update(values))
+def test_a_folder_with_other_detail_settings_is_refused_before_memory_is_taken(tmp_path, values, message):
+    image = tiny_model(FSQ_3).build().image
+    attach(image, decoder("vq").build(3, 4))
+    image.save_pretrained(tmp_path)
+    reseal(tmp_path, lambda config: config["pixels"]["detail"].update(values))
     with pytest.raises(CheckpointError, match=message):
-        load_tokenizer(tmp_path / "folder", "image", encode=False)
+        load_tokenizer(tmp_path, "image", encode=False)
 
 
 def test_detail_codebooks_read_images_of_the_towers_size(tmp_path):
     image = tiny_model(FSQ_3).build().image
     settings = {"decoder": CONVOLUTIONAL, "image_size": 32}
     wrong = PixelsConfig.model_validate(settings | {"detail": section("fsq")}).build(3, 4)
-    message = (
-        "pixels.image_size: got 32 for a decoder with detail codebooks, .* expected 16, as tokenizer.tower.image_size"
-    )
+    message = "pixels.image_size: got 32 for a decoder with detail codebooks, .* 16, as tokenizer.tower.image_size"
     with pytest.raises(ConfigError, match=message):
         attach(image, wrong)
     assert image.pixels is None
@@ -233,12 +228,3 @@ def test_detail_codebooks_read_images_of_the_towers_size(tmp_path):
         load_tokenizer(tmp_path, "image")
     attach(image, PixelsConfig.model_validate(settings).build(3, 4))
     assert image.decode_pixels(image.encode_pixels(images())).shape[2:] == (32, 32)
-
-
-@pytest.fixture(scope="module")
-def vq_folder(tmp_path_factory):
-    torch.manual_seed(0)
-    image = tiny_model(FSQ_3).build().image
-    attach(image, decoder("vq").build(3, 4))
-    image.save_pretrained(folder := tmp_path_factory.mktemp("tokenizer") / "image")
-    return folder

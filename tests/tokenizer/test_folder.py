@@ -83,10 +83,7 @@ def test_weights_keep_their_type(tmp_path, dtype, quantizer):
         (rewritten(lambda state: state.pop(BIAS)), "missing image.project_out.0.bias"),
         (rewritten(lambda state: state.update({"image.surplus": torch.zeros(1)})), "unexpected image.surplus"),
         (rewritten(lambda state: state.update({BIAS: torch.zeros(3)})), r"bias: got shape \(3,\), expected \(16,\)"),
-        (
-            rewritten(lambda state: state.update({BIAS: torch.zeros(16).half()})),
-            "image.project_out.0.bias: got dtype torch.float16, expected torch.float32",
-        ),
+        (rewritten(lambda s: s.update({BIAS: torch.zeros(16).half()})), f"{BIAS}: got dtype .*float16, expected .*32"),
         (of_file("model.safetensors", flip_in_tower), "SHA-256"),
         (of_file("model.safetensors", lambda data: data[: len(data) // 2]), "damaged or cut short"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no such file"),
@@ -108,7 +105,7 @@ def test_weights_keep_their_type(tmp_path, dtype, quantizer):
 def test_a_folder_is_judged_alike_whatever_is_loaded_from_it(saved, damage, message):
     damage(saved[1])
     loads = [*LOADERS.values()]
-    if not message.startswith(("unexpected image.", "image.project_out.0.bias: got dtype")):
+    if not message.startswith(("unexpected image.", f"{BIAS}: got dtype")):
         loads.append(lambda folder: vqclip.load_tokenizer(folder, "text", encode=False))
     for load in loads:
         with pytest.raises(CheckpointError, match=message):
@@ -196,9 +193,8 @@ def test_tensors_of_the_modality_that_is_not_there_are_strays(saved, tmp_path):
     for load in LOADERS.values():
         with pytest.raises(CheckpointError, match="contains text tokenizer; expected one of modality 'image'"):
             load(tmp_path / "text")
-    rewritten(lambda state: state.update({"image.x": torch.zeros(1), "logit_scale": torch.zeros(())}))(
-        tmp_path / "text"
-    )
+    surplus = {"image.x": torch.zeros(1), "logit_scale": torch.zeros(())}
+    rewritten(lambda state: state.update(surplus))(tmp_path / "text")
     for encode in (True, False):
         with pytest.raises(CheckpointError, match="unexpected image.x; unexpected logit_scale"):
             vqclip.load_tokenizer(tmp_path / "text", "text", encode=encode)
@@ -241,22 +237,10 @@ def of_pixels(change):
         (lambda folder: (folder / "pixels.safetensors").unlink(), r"pixels.safetensors: no such file"),
         (of_file("pixels.safetensors", flip_last), r"pixels.safetensors: SHA-256 .*config.json says"),
         (of_pixels(lambda state: state.pop(POSITION)), f"pixels.safetensors does not fit .*missing {POSITION}"),
-        (
-            of_pixels(lambda state: state[POSITION].fill_(torch.nan)),
-            "pixels.safetensors: these tensors contain NaN or infinity: image.pixels.layers.position",
-        ),
-        (
-            rewritten(lambda state: state.update({POSITION: torch.zeros(4, 16)})),
-            f"model.safetensors does not fit .*unexpected {POSITION}",
-        ),
-        (
-            edited(lambda c: c["pixels"]["decoder"].update(width=2**10)),
-            r"position: got shape \(4, 16\), expected \(4, 1024\)",
-        ),
-        (
-            edited(lambda c: c["pixels"].update(image_size=2**40)),
-            "pixels.image_size: got 1099511627776; Input should be less than or equal to",
-        ),
+        (of_pixels(lambda s: s[POSITION].fill_(torch.nan)), f"pixels.safetensors: .*NaN or infinity: {POSITION}"),
+        (rewritten(lambda s: s.update({POSITION: torch.zeros(4, 16)})), f"model.safetensors .*unexpected {POSITION}"),
+        (edited(lambda c: c["pixels"]["decoder"].update(width=2**10)), r"position: got shape .*expected \(4, 1024\)"),
+        (edited(lambda c: c["pixels"].update(image_size=2**40)), "pixels.image_size: got 1099511627776; .* less than"),
     ],
 )
 def test_a_damaged_decoder_is_refused_before_memory_is_taken(folder, damage, message, monkeypatch):
@@ -273,14 +257,12 @@ def test_a_damaged_decoder_is_refused_before_memory_is_taken(folder, damage, mes
             load(folder)
 
 
-def test_a_decoder_without_an_image_tokenizer_is_refused(folder):
-    edited(lambda config: [config.pop("image"), config.pop("temperature")])(folder)
-    with pytest.raises(CheckpointError, match="pixels: got a section without an image tokenizer"):
-        vqclip.load_tokenizer(folder, "text")
-
-
-def test_a_text_tokenizer_needs_the_decoder_intact(folder):
+def test_a_text_tokenizer_needs_the_decoder_intact_and_its_image_tokenizer(folder):
     vqclip.load_tokenizer(folder, "text")
-    of_file("pixels.safetensors", flip_last)(folder)
-    with pytest.raises(CheckpointError, match="pixels.safetensors: SHA-256"):
-        vqclip.load_tokenizer(folder, "text")
+    for damage, message in (
+        (of_file("pixels.safetensors", flip_last), "pixels.safetensors: SHA-256"),
+        (edited(lambda c: [c.pop("image"), c.pop("temperature")]), "pixels: got a section without an image tokenizer"),
+    ):
+        damage(folder)
+        with pytest.raises(CheckpointError, match=message):
+            vqclip.load_tokenizer(folder, "text")

@@ -15,13 +15,15 @@ from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 
 import vqclip
-from tests.models import tiny_model
+from tests.models import IDENTITY, tiny_model
 from vqclip import load_tokenizer
-from vqclip.errors import CheckpointError
+from vqclip.errors import CheckpointError, ShapeError, VqclipError
 from vqclip.model import CLIP
 from vqclip.pixels import ConvolutionalPixelsConfig, attach
+from vqclip.tokenizer.decoder import TokenizerDecoder
 from vqclip.tokenizer.folder import PACKAGED, find_folder
 from vqclip.tokenizer.saving import push_folder
+from vqclip.tokenizer.stored import fingerprint
 
 ROOT = Path(__file__).parents[2]
 IMPORTS = """
@@ -97,7 +99,34 @@ def test_the_wheel_has_the_same_bits(saved, tmp_path, one_thread):
     assert Path(package).is_relative_to(tmp_path / "site")
 
 
-# ---- The tokenizer that comes with the package.
+def test_a_reader_is_the_half_of_the_tokenizer_that_reads(saved, tmp_path):
+    model, folder = saved
+    captions = ["a red star", "x"]
+    inputs = {"image": torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8), "text": captions}
+    for name, batch in inputs.items():
+        whole, reader = getattr(model, name), load_tokenizer(folder, name, encode=False)
+        ids = whole.encode(batch)
+        assert type(reader) is TokenizerDecoder
+        assert not reader.training
+        assert torch.equal(reader.decode(ids), whole.decode(ids))
+        assert torch.equal(reader.embed(ids), whole.embed(ids))
+        for fact in ("modality", "num_tokens", "fewest_tokens", "codebook_sizes", "bits_per_sample", "embed_dim"):
+            assert getattr(reader, fact) == getattr(whole, fact)
+        theirs, ours = whole.state_dict(), reader.state_dict()
+        assert set(theirs) - set(ours) == {key for key in theirs if key.startswith(("tower.", "project_in."))}
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    with pytest.raises(VqclipError, match=r'loaded with encode=False.*expected load_tokenizer\(.*modality="text"'):
+        reader.encode(captions)
+    with pytest.raises(VqclipError, match=r"has no fingerprint.*to build or search an index"):
+        fingerprint(reader)  # it covers the tower
+    with pytest.raises(ShapeError, match=r"ids: got shape \(1, 13, 1\), expected \(B, 1 to 12, 1\)"):
+        reader.decode(torch.zeros(1, 13, 1, dtype=torch.int64))
+    tiny_model(IDENTITY).build().save_pretrained(tmp_path / "without codes")
+    with pytest.raises(ShapeError, match="Identity has no codebook"):
+        load_tokenizer(tmp_path / "without codes", "image", encode=False).decode(torch.zeros(1, 4, 0).long())
+
+
+# The tokenizer that comes with the package.
 
 
 def test_it_finds_the_words_for_an_image_and_decodes_it():
@@ -130,8 +159,7 @@ def test_a_folder_of_the_name_has_precedence(tmp_path, monkeypatch):
     assert find_folder("emoji").absolute() == tmp_path / "emoji"
 
 
-# ---- What is sent to the hub: by a stand-in for its interface.
-
+# What is sent to the hub: by a stand-in for its interface.
 
 ADDRESS = "https://hub/somebody/model/commit/1"
 
@@ -192,18 +220,15 @@ def test_a_folder_is_pushed_with_its_card_and_nothing_else(hub, tmp_path):
 
 def test_a_hub_is_asked_for_a_revision_and_for_json_and_safetensors_alone(tmp_path, monkeypatch):
     tiny_model().build().save_pretrained(tmp_path)
-    asked = []
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda name, **options: asked.append((name, options)) or str(tmp_path)
-    )
+    download = mock.Mock(return_value=str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     vqclip.load_tokenizer("somebody/model", "text")
     vqclip.load_tokenizer("somebody/model", "text", encode=False, revision="v3")
     CLIP.from_pretrained("somebody/model", revision="v4")
-    assert [(name, options["revision"]) for name, options in asked] == [
-        ("somebody/model", revision) for revision in (None, "v3", "v4")
-    ]
     files = {"config.json", "model.safetensors", "pixels.safetensors", "README.md", "preprocessor_config.json"}
-    assert all(set(options["allow_patterns"]) == files | {"tokenizer.json"} for _, options in asked)
+    for call, revision in zip(download.call_args_list, (None, "v3", "v4"), strict=True):
+        assert (call.args, call.kwargs["revision"]) == (("somebody/model",), revision)
+        assert set(call.kwargs["allow_patterns"]) == files | {"tokenizer.json"}
     with pytest.raises(CheckpointError, match=r"got revision 'v2' of a local folder, expected none"):
         vqclip.load_tokenizer(tmp_path, "text", revision="v2")
 
@@ -212,10 +237,8 @@ def test_a_hub_that_cannot_be_reached_is_named(monkeypatch, tmp_path):
     """huggingface_hub itself, told to stay offline, with an empty cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        CheckpointError,
-        match=r"(?s)^somebody/model \(revision 'v2'\): neither a local folder nor .* in its cache: .*copy",
-    ):
+    told = r"(?s)^somebody/model \(revision 'v2'\): neither a local folder nor .* in its cache: .*copy"
+    with pytest.raises(CheckpointError, match=told):
         vqclip.load_tokenizer("somebody/model", "text", revision="v2")
 
 

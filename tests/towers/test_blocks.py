@@ -10,10 +10,9 @@ import timm
 import torch
 import transformers
 
-from tests.towers.kinds import TOWERS, VIT, inputs, vit
+from tests.towers.kinds import TOWERS, inputs, vit
 from vqclip.errors import ConfigError
 from vqclip.towers.blocks import block_names, layers, recompute_blocks
-from vqclip.towers.image import TimmTowerConfig
 from vqclip.train.step import ComputeConfig
 
 
@@ -67,7 +66,7 @@ def test_memory_for_the_backward_falls_with_the_blocks_that_are_recomputed(name,
 @pytest.mark.slow
 def test_a_compiled_tower_recomputes_its_blocks_in_one_graph():
     torch.manual_seed(0)
-    plain = TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, args=VIT).build()
+    plain = vit().build()
     batch = inputs(plain, 2)
     expected = results(plain, batch)
     tower = copy.deepcopy(plain)

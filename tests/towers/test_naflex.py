@@ -1,6 +1,5 @@
 """Images of any shape: patches within a budget, masks through everything, and ids that keep the shape."""
 
-import io
 import itertools
 import math
 
@@ -11,7 +10,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 import vqclip
-from tests.data.making import write_tar
+from tests.data.making import encode, write_tar
 from tests.models import LFQ, PRODUCT, RESIDUAL, tiny_model
 from tests.training import contrastive_step, largest_difference, metrics, retrieval, run, run_tree, weights
 from vqclip.data import Batch
@@ -119,6 +118,18 @@ def test_features_equal_those_of_timm(args):
 
 
 @pytest.mark.parametrize("mode", ["crop", "squash"])
+def test_nothing_of_a_long_image_is_cropped(mode):
+    image = torch.zeros(3, 8, 300, dtype=torch.uint8)
+    image[:, :, :30], image[:, :, -30:] = 255, 255
+    size = PatchBudget(4, 12)
+    found = size.join(EvalTransformConfig(mode=mode).build(size)(image))
+    assert found.shape == (3, 4, 48)
+    assert (found[..., :3] == 255).all()
+    assert (found[..., -3:] == 255).all()
+    assert (found[..., 8:-8] == 0).all()
+
+
+@pytest.mark.parametrize("mode", ["crop", "squash"])
 def test_square_images_are_those_of_a_square_tower(mode):
     """As large ones, to the bit, so that a budget of square patches changes nothing for square images."""
     image = torch.randint(0, 256, (3, 40, 40), dtype=torch.uint8)
@@ -133,18 +144,6 @@ def test_square_images_are_those_of_a_square_tower(mode):
             square_crops += 1
             assert torch.equal(size.join(ours), theirs)
     assert square_crops
-
-
-@pytest.mark.parametrize("mode", ["crop", "squash"])
-def test_nothing_of_a_long_image_is_cropped(mode):
-    image = torch.zeros(3, 8, 300, dtype=torch.uint8)
-    image[:, :, :30], image[:, :, -30:] = 255, 255
-    size = PatchBudget(4, 12)
-    found = size.join(EvalTransformConfig(mode=mode).build(size)(image))
-    assert found.shape == (3, 4, 48)
-    assert (found[..., :3] == 255).all()
-    assert (found[..., -3:] == 255).all()
-    assert (found[..., 8:-8] == 0).all()
 
 
 def test_augmentation_keeps_the_proportions_of_the_image():
@@ -188,7 +187,7 @@ def test_padded_equals_cropped(quantizer, image):
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-12)
 
 
-def test_ids_keep_the_shape_and_do_not_depend_on_the_batch():
+def test_ids_keep_the_shape_and_do_not_depend_on_the_batch_nor_on_compiling():
     image = built(PRODUCT).image.eval().double()
     ids = image.encode(pictures())
     assert ids.shape == (6, 13, 2)
@@ -201,6 +200,8 @@ def test_ids_keep_the_shape_and_do_not_depend_on_the_batch():
     vectors = image.decode(ids)
     assert (vectors[ids[..., 0] < 0] == 0).all()
     torch.testing.assert_close(image.embed(ids[2:3]), out.embedding[2:3], rtol=0, atol=1e-12)
+    compiled = torch.compile(image, backend="eager", fullgraph=True)(image.batch(pictures()))
+    assert torch.equal(compiled.ids, out.ids)
     ids[0, 4] = -1
     for wrong in (ids, torch.zeros(1, 13, 2, dtype=torch.int64)):
         with pytest.raises(ShapeError, match=r"ids\[0\]: got absent tokens"):
@@ -228,9 +229,8 @@ def mixed(tmp_path_factory):
     draw, members = np.random.default_rng(1), {}
     for number in range(24):
         size = (draw.integers(8, 60), draw.integers(8, 60))
-        content = io.BytesIO()
-        Image.fromarray(draw.integers(0, 256, (*size, 3), dtype=np.uint8)).save(content, "PNG")
-        members |= {f"{number:04d}.png": content.getvalue(), f"{number:04d}.txt": f"caption {number}".encode()}
+        image = encode(draw.integers(0, 256, (*size, 3), dtype=np.uint8), "PNG")
+        members |= {f"{number:04d}.png": image, f"{number:04d}.txt": f"caption {number}".encode()}
     return write_tar(tmp_path_factory.mktemp("mixed") / "0.tar", members)
 
 
@@ -239,7 +239,7 @@ def tree_of(folder, shards, **changes):
 
 
 def test_one_and_three_processes_train_the_same_model(ranks, tmp_path, mixed):
-    """With stored views and microbatches, and the evaluation of what it exports."""
+    """With stored views and microbatches, and the evaluation of what it exports; such a run can be planned."""
     changes = {"data__transform": {"scale": [0.4, 1.0], "flip": 0.5}, "train__batch_size": 11, "data__views": 2}
     changes |= {"train__micro_batches": 2, "evaluation": retrieval(mixed)}
     outcomes = {}
@@ -247,24 +247,13 @@ def test_one_and_three_processes_train_the_same_model(ranks, tmp_path, mixed):
         folder = tmp_path / str(world_size)
         ranks(world_size, run, tree_of(folder, mixed, **changes), str(tmp_path / "cache"), init=False)
         outcomes[world_size] = metrics(folder), weights(folder, 8)
+    assert plan_step(TrainConfig.model_validate(tree_of(tmp_path, mixed)), processes=1).peak > 0
     (lines, model), (others, other_model) = outcomes.values()
     assert any("eval/pairs/codes_only/i2t_r1" in line for line in lines)
     for line, other in zip(lines, others, strict=True):
         for name in (name for name in line if name.startswith(("loss/", "grad_norm", "temperature/", "image/"))):
             assert other[name] == pytest.approx(line[name], rel=1e-6), (line["step"], name)
     assert largest_difference(model, other_model) < 1e-6
-
-
-def test_it_compiles_to_one_graph():
-    image = built(PRODUCT).image
-    images = image.batch(pictures())
-    compiled = torch.compile(image, backend="eager", fullgraph=True)(images)
-    assert torch.equal(compiled.ids, image(images).ids)
-
-
-def test_a_run_is_planned(tmp_path, mixed):
-    tree = tree_of(tmp_path, mixed)
-    assert plan_step(TrainConfig.model_validate(tree), processes=1).peak > 0
 
 
 TEACHER = {"kind": "embeddings", "teacher": {"kind": "open_clip", "model": "ViT-B-32", "pretrained": "openai"}}

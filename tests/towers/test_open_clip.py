@@ -11,11 +11,13 @@ from torch import nn
 
 from tests.data.hostile import Marker
 from tests.open_clip_models import TRUNK, both_towers, save_open_clip
+from tests.towers.kinds import RESNET
 from vqclip.errors import ConfigError
 from vqclip.model import CLIP, ModelConfig
 from vqclip.nn.temperature import TemperatureConfig
 from vqclip.towers.open_clip import OpenCLIPImageTowerConfig, OpenCLIPTextTowerConfig, describe_inherited
 
+NAME = "vqclip-test"
 EVIL = object()
 """In place of a state dict: an object whose pickle runs code."""
 
@@ -34,15 +36,14 @@ def test_open_clip_models_that_give_no_patch_features_are_refused(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def tiny_open_clip(tmp_path_factory):
-    """A small model configuration and a local file of its weights, as open_clip reads them."""
-    model, weights = save_open_clip(tmp_path_factory.mktemp("open_clip"), "vqclip-test")
-    return model, "vqclip-test", weights
+def saved(tmp_path_factory):
+    """A small model and a local file of its weights, as open_clip reads them."""
+    return save_open_clip(tmp_path_factory.mktemp("open_clip"), NAME)
 
 
-def test_an_open_clip_tower_has_the_weights_of_the_file(tiny_open_clip):
-    model, name, weights = tiny_open_clip
-    tower = OpenCLIPImageTowerConfig(model=name, pretrained=weights).build().eval()
+def test_an_open_clip_tower_has_the_weights_of_the_file(saved):
+    model, weights = saved
+    tower = OpenCLIPImageTowerConfig(model=NAME, pretrained=weights).build().eval()
     images = torch.rand(2, 3, 32, 32)
     expected = model.visual.forward_intermediates(tower.normalize(images), indices=1, output_fmt="NLC")
     features = model.visual.ln_post(expected["image_intermediates"][-1])
@@ -65,8 +66,7 @@ def test_an_open_clip_tower_with_a_timm_trunk(tmp_path):
 @pytest.fixture
 def resnet(tmp_path):
     """The name of a small relative of RN50."""
-    vision = {"image_size": 64, "layers": [1, 2, 1, 1], "width": 8, "head_width": 64}
-    save_open_clip(tmp_path, "vqclip-resnet", vision_cfg=vision)
+    save_open_clip(tmp_path, "vqclip-resnet", vision_cfg=RESNET)
     return "vqclip-resnet"
 
 
@@ -98,9 +98,9 @@ def test_the_last_blocks_of_a_resnet_train_without_their_batch_norm(resnet):
         OpenCLIPImageTowerConfig(model=resnet).build()
 
 
-def test_an_open_clip_text_tower_has_the_weights_of_the_file(tiny_open_clip):
-    model, name, weights = tiny_open_clip
-    config = OpenCLIPTextTowerConfig(model=name, pretrained=weights)
+def test_an_open_clip_text_tower_has_the_weights_of_the_file(saved):
+    model, weights = saved
+    config = OpenCLIPTextTowerConfig(model=NAME, pretrained=weights)
     tower = config.build().eval()
     tokens = config.vocabulary()(["a cat", "a much longer caption about a dog"])
     embedded = model.token_embedding(tokens) + model.positional_embedding
@@ -129,35 +129,30 @@ def with_nan(state):
         (lambda state: EVIL, r"weights.pt cannot be read: it is damaged, .*code in it is never run"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_and_pickles_are_not_run(tiny_open_clip, tmp_path, content, message):
-    model, name, _ = tiny_open_clip
-    path, made = tmp_path / "weights.pt", content(model.state_dict())
+def test_weights_that_do_not_fit_are_refused_and_pickles_are_not_run(saved, tmp_path, content, message):
+    path, made = tmp_path / "weights.pt", content(saved[0].state_dict())
     torch.save(Marker(tmp_path / "was here") if made is EVIL else made, path)
     with pytest.raises(ConfigError, match=rf"^tower.pretrained: .*{message}"):
-        OpenCLIPImageTowerConfig(model=name, pretrained=str(path)).build()
+        OpenCLIPImageTowerConfig(model=NAME, pretrained=str(path)).build()
     assert not (tmp_path / "was here").exists()
 
 
 def test_an_unknown_open_clip_model_or_tag_is_refused():
-    with pytest.raises(ConfigError, match="no model 'ViT-B-61'; did you mean one of: ViT-B-16"):
-        OpenCLIPImageTowerConfig(model="ViT-B-61").build()
-    for name in ("local-dir:/nowhere", "hf-hub:nobody/nothing"):
-        with pytest.raises(ConfigError, match=f"open_clip has no model '{name}'"):
-            OpenCLIPImageTowerConfig(model=name).build()
-    with pytest.raises(ConfigError, match="got 'laion', which is neither a file nor one of the tags.*laion400m_e31"):
-        OpenCLIPImageTowerConfig(model="ViT-B-32", pretrained="laion").build()
-    with pytest.raises(ConfigError, match="trained with QuickGELU.*expected ViT-B-32-quickgelu"):
-        OpenCLIPImageTowerConfig(model="ViT-B-32", pretrained="openai").build()
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return save_open_clip(tmp_path_factory.mktemp("open_clip"), "vqclip-inherited")
+    for name, pretrained, message in (
+        ("ViT-B-61", None, "no model 'ViT-B-61'; did you mean one of: ViT-B-16"),
+        ("zzzz", None, r"no model 'zzzz'; open_clip.list_models\(\) gives the names$"),
+        ("local-dir:/nowhere", None, "open_clip has no model 'local-dir:/nowhere'"),
+        ("hf-hub:nobody/nothing", None, "open_clip has no model 'hf-hub:nobody/nothing'"),
+        ("ViT-B-32", "laion", "got 'laion', which is neither a file nor one of the tags.*laion400m_e31"),
+        ("ViT-B-32", "openai", "trained with QuickGELU.*expected ViT-B-32-quickgelu"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            OpenCLIPImageTowerConfig(model=name, pretrained=pretrained).build()
 
 
 def build(weights, **changes):
     torch.manual_seed(1)
-    return ModelConfig.model_validate(both_towers("vqclip-inherited", weights, **changes)).build()
+    return ModelConfig.model_validate(both_towers(NAME, weights, **changes)).build()
 
 
 def test_one_line_initialises_both_towers_and_the_temperature_and_lists_what_was_not_taken(saved, tmp_path):
@@ -170,7 +165,7 @@ def test_one_line_initialises_both_towers_and_the_temperature_and_lists_what_was
     assert model.logit_scale.item() == 3.0
     assert model.config.temperature.init == pytest.approx(math.exp(3))
     assert model.inherited.splitlines() == [
-        f"model.towers: took {len(theirs.state_dict()) - 2} tensors of vqclip-inherited ({weights})",
+        f"model.towers: took {len(theirs.state_dict()) - 2} tensors of {NAME} ({weights})",
         "model.towers: did not take 2 tensors: visual.proj, text.text_projection",
         "model.temperature.init: 20.0855, from the pretrained weights",
     ]
@@ -191,11 +186,11 @@ def test_the_temperature_is_the_weights_or_the_configurations(tmp_path, saved):
     assert (random.inherited, random.config.temperature.init) == ("", 1 / 0.07)
     with pytest.raises(ConfigError, match=r"model\.temperature\.bias: got 'pretrained', but the weights"):
         build(None, temperature={"bias": "pretrained"})
-    _, weights = save_open_clip(tmp_path, "vqclip-inherited", math.log(117.3))
+    _, weights = save_open_clip(tmp_path, NAME, math.log(117.3))
     with pytest.raises(ConfigError, match=r"model\.temperature\.max: got 100, below the scale 117\.3 .* at least 118"):
         build(weights)
     assert build(weights, temperature={"max": 120.0}).logit_scale.exp().item() == pytest.approx(117.3)
-    _, weights = save_open_clip(tmp_path, "vqclip-inherited", 4.6052)  # OpenAI's
+    _, weights = save_open_clip(tmp_path, NAME, 4.6052)  # OpenAI's
     assert build(weights).config.temperature.init == 100
 
 
@@ -225,7 +220,7 @@ def test_the_start_of_a_run_lists_it(saved, caplog):
     from vqclip.train.main import build_task
 
     tree = {"data": {"sources": [{"kind": "shards", "path": "x"}]}, "loss": {"kind": "contrastive"}}
-    config = TrainConfig.model_validate(tree | {"model": both_towers("vqclip-inherited", saved[1])})
+    config = TrainConfig.model_validate(tree | {"model": both_towers(NAME, saved[1])})
     with caplog.at_level(logging.INFO):
         build_task(config, torch.device("cpu"))
     assert "did not take 2 tensors" in caplog.text

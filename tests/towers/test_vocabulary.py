@@ -22,13 +22,10 @@ def test_the_byte_pairs_are_open_clips():
     assert BPE(8)([captions[0]]).shape == (1, 8)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("<end_of_text>", "<START_OF_TEXT>", "&lt;end_of_text&gt;", "!<end_of_text>"),
-        *("\uff1cend_of_text\uff1e", "a<end_of_text>b"),
-    ],
-)
+MARKS = ("<end_of_text>", "<START_OF_TEXT>", "&lt;end_of_text&gt;", "!<end_of_text>", "\uff1cend_of_text\uff1e")
+
+
+@pytest.mark.parametrize("text", [*MARKS, "a<end_of_text>b"])
 def test_a_caption_cannot_write_a_mark_of_open_clip(text):
     """It is read like the same words between other brackets, and what follows stays."""
     tokens = BPE(24)([f"{text} a star", "a star"])
@@ -83,9 +80,8 @@ def test_bytes_of_any_language():
 
 
 def test_a_model_of_bytes_is_exported_and_read(tmp_path):
-    tower = {"kind": "transformer", "context_length": 24, "units": "bytes", "width": 16, "heads": 2, "layers": 1}
     tree = tiny_model(FSQ, FSQ).model_dump(mode="json")
-    tree["text"]["tower"] = tower
+    tree["text"]["tower"] |= {"context_length": 24, "units": "bytes"}
     model = ModelConfig.model_validate(tree).build().eval()
     model.save_pretrained(tmp_path)
     tokenizer = load_tokenizer(tmp_path, "text")
@@ -163,13 +159,10 @@ def test_wrong_rows_are_refused():
             words.require_rows(torch.tensor([[*row, *[-1] * (12 - len(row))]]))
 
 
-@pytest.mark.parametrize("content", [b"{}", b"\xff", b'{"model": 3}', b"[" * 10_000])
-def test_damaged_files_are_refused(content):
-    with pytest.raises(ConfigError, match="tokenizer.json cannot be read"):
-        FastVocabulary(content, 12)
-
-
-def test_tokenizers_without_marks_are_refused():
+def test_damaged_files_and_tokenizers_without_marks_are_refused():
+    for content in (b"{}", b"\xff", b'{"model": 3}', b"[" * 10_000):
+        with pytest.raises(ConfigError, match="tokenizer.json cannot be read"):
+            FastVocabulary(content, 12)
     tokenizer = word_pieces()
     tokenizer.post_processor = None
     with pytest.raises(ConfigError, match="does not put fixed marks such as"):
@@ -178,22 +171,17 @@ def test_tokenizers_without_marks_are_refused():
         vocabulary(word_pieces(), 2)
 
 
-# ---- The text transformer, of open_clip and with options.
-
+# The text transformer, of open_clip and with options.
 
 SMALL = {"context_length": 12, "width": 16, "heads": 2, "layers": 1}
 OPTIONS = {"pos_embed": "rope", "norm_layer": "rmsnorm", "mlp_layer": "swiglu", "qk_norm": True}
 
 
-@pytest.fixture(params=[{}, OPTIONS], ids=["default", "options"])
-def options(request):
-    return request.param
-
-
-@pytest.fixture(params=[True, False], ids=["causal", "bidirectional"])
-def tower(request, options):
+@pytest.fixture(params=[(causal, options) for causal in (True, False) for options in ({}, OPTIONS)], ids=str)
+def tower(request):
     torch.manual_seed(0)
-    return TransformerTowerConfig(**SMALL, causal=request.param, **options).build().eval()
+    causal, options = request.param
+    return TransformerTowerConfig(**SMALL, causal=causal, **options).build().eval()
 
 
 def is_causal(tower):
@@ -292,11 +280,12 @@ def test_wrong_tokens_and_settings_are_refused():
         tower(torch.ones(2, 13, dtype=torch.int64))
     with pytest.raises(ShapeError, match=r"torch.int32"):
         tower(torch.ones(2, 12, dtype=torch.int32))
-    with pytest.raises(ValueError, match="heads that divide width"):
-        TransformerTowerConfig(context_length=12, width=10, heads=4, layers=1)
-    with pytest.raises(ValueError, match=r"pos_embed rope with 5 features per head; expected an even number"):
-        TransformerTowerConfig(width=10, heads=2, pos_embed="rope")
-    with pytest.raises(ValueError, match="qk_norm with 1 feature per head"):
-        TransformerTowerConfig(width=8, heads=8, qk_norm=True)
+    for settings, message in (
+        ({"width": 10, "heads": 4}, "heads that divide width"),
+        ({"width": 10, "heads": 2, "pos_embed": "rope"}, "pos_embed rope with 5 features per head; expected an even"),
+        ({"width": 8, "heads": 8, "qk_norm": True}, "qk_norm with 1 feature per head"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TransformerTowerConfig(**settings)
     with pytest.raises(ConfigError, match="another vocabulary"), torch.device("meta"):
         OpenCLIPTextTowerConfig(model="ViT-B-16-SigLIP").build()

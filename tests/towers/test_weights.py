@@ -36,10 +36,14 @@ def vit():
         ("nested.pt", "module."),
         ("classifier.pt", "_orig_mod."),
         ("weights.safetensors", "module._orig_mod."),
+        ("half.pt", ""),
     ],
 )
-def test_local_weights_are_loaded(vit, tmp_path, kind, prefix, caplog):
+def test_local_weights_are_loaded_and_widened(vit, tmp_path, kind, prefix, caplog):
     state = {f"{prefix}{name}": tensor for name, tensor in vit.backbone.model.state_dict().items()}
+    if kind == "half.pt":
+        state = {name: tensor.half() for name, tensor in state.items()}
+        vit.backbone.model.half().float()
     if kind == "weights.safetensors":
         save_file(state, tmp_path / kind)
     elif kind == "nested.pt":
@@ -53,20 +57,6 @@ def test_local_weights_are_loaded(vit, tmp_path, kind, prefix, caplog):
         assert torch.equal(vit(images), from_file(tmp_path / kind).eval()(images))
     assert (f"all names begin with {prefix or ' '}, which is removed" in caplog.text) == bool(prefix)
     assert ("loading state_dict, not state_dict_ema" in caplog.text) == (kind == "nested.pt")
-
-
-def test_names_of_the_model_itself_are_no_prefix(vit, tmp_path):
-    state = {name: each for name, each in vit.backbone.model.state_dict().items() if name.startswith("blocks.")}
-    torch.save(state, tmp_path / "part.pt")
-    with pytest.raises(ConfigError, match=r"missing cls_token.* names in the file: blocks\.0\."):
-        from_file(tmp_path / "part.pt")
-
-
-def test_local_weights_in_half_precision_are_widened(vit, tmp_path):
-    torch.save({name: tensor.half() for name, tensor in vit.backbone.model.state_dict().items()}, tmp_path / "half.pt")
-    images = torch.rand(1, 3, 16, 16)
-    vit.backbone.model.half().float()
-    assert torch.equal(vit(images), from_file(tmp_path / "half.pt").eval()(images))
 
 
 @pytest.mark.parametrize("weights", [lambda mark: mark, lambda mark: {"a": mark}, lambda mark: Namespace(a=mark)])
@@ -86,28 +76,25 @@ def test_a_file_of_weights_that_does_not_fit_is_refused(vit, tmp_path):
     file = tmp_path / "weights.pt"
     with pytest.raises(ConfigError, match=r"tower.checkpoint: .*weights.pt: no such file"):
         from_file(file)
-    torch.save([1, 2], file)
-    with pytest.raises(ConfigError, match="got a list, expected a state dict"):
-        from_file(file)
-    torch.save({"student": state, "teacher": state}, file)
-    with pytest.raises(ConfigError, match="got a dict with student, teacher, expected a state dict"):
-        from_file(file)
-    torch.save({"text.bias": torch.zeros(1)} | {f"visual.{name}": tensor for name, tensor in state.items()}, file)
-    with pytest.raises(ConfigError, match=r"names in the file: text.bias, visual.cls_token.*only a prefix that all"):
-        from_file(file)
+    halves = {"text.bias": torch.zeros(1)} | {f"visual.{name}": tensor for name, tensor in state.items()}
+    blocks = {name: each for name, each in state.items() if name.startswith("blocks.")}  # no prefix: names of the model
+    other = {name: each for name, each in state.items() if name != "norm.weight"} | {"more": state["norm.bias"]}
+    for content, message in (
+        ([1, 2], "got a list, expected a state dict"),
+        ({"student": state, "teacher": state}, "got a dict with student, teacher, expected a state dict"),
+        (halves, r"names in the file: text.bias, visual.cls_token.*only a prefix that all"),
+        (blocks, r"missing cls_token.* names in the file: blocks\.0\."),
+        (other, r"weights.pt does not fit the model: missing norm.weight; unexpected more"),
+        ({name: each.double() for name, each in state.items()}, "cls_token: got dtype torch.float64, expected .*32"),
+    ):
+        torch.save(content, file)
+        with pytest.raises(ConfigError, match=message):
+            from_file(file)
     for damaged in (b"", b"nothing of the sort", b"PK\x03\x04" + bytes(50)):
         for name in ("weights.pt", "weights.safetensors"):
             (tmp_path / name).write_bytes(damaged)
             with pytest.raises(ConfigError, match=f"{name} cannot be read"):
                 from_file(tmp_path / name)
-    torch.save(
-        {name: tensor for name, tensor in state.items() if name != "norm.weight"} | {"more": state["norm.bias"]}, file
-    )
-    with pytest.raises(ConfigError, match=r"weights.pt does not fit the model: missing norm.weight; unexpected more"):
-        from_file(file)
-    torch.save({name: tensor.double() for name, tensor in state.items()}, file)
-    with pytest.raises(ConfigError, match="cls_token: got dtype torch.float64, expected torch.float32"):
-        from_file(file)
     torch.save(state, file)
     with pytest.raises(ConfigError, match=r"blocks.0.mlp.fc1.bias: got shape \(64,\), expected \(32,\)"):
         from_file(file, mlp_ratio=2)
@@ -157,12 +144,7 @@ def test_efficientnet_gives_timms_features():
 
 @needs(MINILM)
 def test_minilm_gives_its_sentence_embeddings(minilm):
-    captions = [
-        "a red star to the left of a blue circle",
-        "",
-        "Orange, citrus sinensis",
-        "pizza [SEP] with [PAD] cheese",
-    ]
+    captions = ["a red star to the left of a blue circle", "", "Orange, citrus sinensis", "pizza [SEP] with [PAD]"]
     tower = minilm.build().eval()
     folder = packages.unpack_minilm()
     theirs = transformers.AutoModel.from_pretrained(folder).eval()

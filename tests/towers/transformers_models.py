@@ -52,7 +52,11 @@ def make_network(folder: Path, made: Made) -> Any:
     """Write a random network into a folder, and return it in evaluation mode."""
     kind, config, settings = made
     torch.manual_seed(0)
-    network = getattr(transformers, kind)(getattr(transformers, config)(**settings)).eval()
+    return save(getattr(transformers, kind)(getattr(transformers, config)(**settings)).eval(), folder)
+
+
+def save(network: Any, folder: Path) -> Any:
+    """Write a network into a folder without a progress bar, and return it."""
     with contextlib.redirect_stderr(io.StringIO()):
         network.save_pretrained(folder)
     return network

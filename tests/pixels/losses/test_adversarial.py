@@ -11,14 +11,10 @@ from vqclip.errors import ConfigError
 from vqclip.quantizers import Stats, sync
 
 
-def judge_of(losses):
-    return losses.adversaries["adversarial"].judge
-
-
 def test_values_and_gradients_by_hand():
     """Of two passes with weights and images detached in turn."""
     losses, (made, real) = build([L1, PATCH]), images(4)
-    judge = judge_of(losses)
+    judge = losses.adversaries["adversarial"].judge
     terms, weights = losses.terms(losses(made, real, 0), 0)
     logits = [judge([each]) for each in (made.detach(), real.double() / 255)]
     hinge = (F.relu(1 + logits[0]) + F.relu(1 - logits[1])).mean() / 2
@@ -42,9 +38,8 @@ def test_neither_network_gets_the_gradient_of_the_other():
     losses, (made, real) = build([L1, PATCH]), images(4)
     sums = losses(made, real, 0)
     trained = list(losses.parameters())
-    assert torch.autograd.grad(sums["adversarial"], trained, retain_graph=True, allow_unused=True) == (None,) * len(
-        trained
-    )
+    of_generator = torch.autograd.grad(sums["adversarial"], trained, retain_graph=True, allow_unused=True)
+    assert of_generator == (None,) * len(trained)
     assert torch.autograd.grad(sums["adversarial/discriminator"], made, allow_unused=True) == (None,)
     assert not sums["squares"].requires_grad
 

@@ -35,13 +35,15 @@ def test_features_are_those_of_the_towers_blocks():
         torch.testing.assert_close(one, torch.cat([prefix, patches], dim=1))
 
 
-@pytest.mark.parametrize("name", ["resnet18", "swin_tiny_patch4_window7_224"])
-def test_channels_are_last_in_any_layout(name):
-    size = {"resnet18": 32, "swin_tiny_patch4_window7_224": 224}[name]
-    args = {"resnet18": {}, "swin_tiny_patch4_window7_224": {"embed_dim": 8, "depths": [1, 1, 1, 1]}}[name]
-    tower = TimmTowerConfig(name=name, image_size=size, args=args, train="none")
-    network = FeatureNetwork(tower.build())
-    wanted = [64, 64, 128, 128, 256, 256, 512, 512] if name == "resnet18" else [8, 16, 32, 64]
+@pytest.mark.parametrize(
+    ("name", "size", "args", "wanted"),
+    [
+        ("resnet18", 32, {}, [64, 64, 128, 128, 256, 256, 512, 512]),
+        ("swin_tiny_patch4_window7_224", 224, {"embed_dim": 8, "depths": [1, 1, 1, 1]}, [8, 16, 32, 64]),
+    ],
+)
+def test_channels_are_last_in_any_layout(name, size, args, wanted):
+    network = FeatureNetwork(TimmTowerConfig(name=name, image_size=size, args=args, train="none").build())
     assert network.widths == wanted
     assert [each.shape[2] for each in network(torch.rand(1, 3, 16, 16))] == wanted
 
@@ -73,16 +75,15 @@ def test_networks_are_constants():
 def test_identity_names_weights_not_their_place():
     terms = [L1, {"kind": "perceptual", "network": TOKENIZER}, HEADS]
     shutil.copytree("tokenizer", "elsewhere", dirs_exist_ok=True)
-    moved = [L1, *(each | {"network": TOKENIZER | {"folder": "elsewhere"}} for each in terms[1:2]), HEADS]
+    moved = [L1, terms[1] | {"network": TOKENIZER | {"folder": "elsewhere"}}, HEADS]
     one, other = build(terms).identity, build(moved).identity
     assert one == other
     assert one[0] == {"kind": "l1", "weight": 1.0, "start_step": 0}
     assert len(one[1]["digest"]) == len(one[2]["digest"]) == 64
     assert "network" not in one[1]
     assert "network" not in one[2]["discriminator"]
-    assert (
-        build([{"kind": "perceptual", "network": TOKENIZER, "layers": [0]}]).identity[0]["digest"] != one[1]["digest"]
-    )
+    first_layer = build([terms[1] | {"layers": [0]}]).identity[0]
+    assert first_layer["digest"] != one[1]["digest"]
 
 
 @pytest.mark.parametrize(
