@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models import WIDE_LFQ, tiny_model
 from vqclip.cli.main import main
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, open_source
 from vqclip.errors import ConfigError, NonFiniteError
@@ -28,15 +27,6 @@ EUROSAT = ClassShardsConfig(path=DATA / "cls_eurosat", split="test")
 EMOJI = CaptionShardsConfig(path=str(DATA / "captions_noto_emoji" / "val"))
 MODES = ("continuous", "codes_only")
 BATCH, TEMPLATE = 50, "a satellite image of {c}"
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run with an untrained model of so many bits that no two inputs share their codes."""
-    torch.manual_seed(1)
-    folder = tmp_path_factory.mktemp("runs") / "tiny"
-    tiny_model(WIDE_LFQ, WIDE_LFQ).build().save_pretrained(folder / "tokenizer")
-    return folder
 
 
 def metadata(kind, category, main_score, modalities=("image", "text")):

@@ -119,11 +119,8 @@ def test_a_pixel_decoder_is_kept(model, images, tmp_path, name):
 
 
 def test_a_surrounding_autocast_changes_no_bit(folder, images):
-    tokenizer, processor = (
-        ours.VqclipImageTokenizer.from_pretrained(folder),
-        ours.VqclipImageProcessor.from_pretrained(folder),
-    )
-    pixels = processor(images * 20).pixel_values
+    tokenizer = ours.VqclipImageTokenizer.from_pretrained(folder)
+    pixels = ours.VqclipImageProcessor.from_pretrained(folder)(images * 20).pixel_values
     prompts = ours.VqclipVocabulary.from_pretrained(folder)(CAPTIONS, return_tensors="pt").input_ids
     models = [ours.VqclipModel.from_pretrained(folder, embeddings=each) for each in ("codes_only", "continuous")]
 
@@ -177,10 +174,9 @@ def test_the_pipeline_gives_our_scores(folder, model, images, embeddings, caplog
         out = loaded(pixel_values=pixels, input_ids=prompts)
     assert out.logits_per_image.equal(logits)
     assert out.logits_per_text.equal(logits.T)
-    found = {
-        each["label"]: each["score"] for each in pipe(images[0], candidate_labels=labels, hypothesis_template=template)
-    }
-    assert found == dict(zip(labels, logits.softmax(dim=-1)[0].tolist(), strict=True))
+    answers = pipe(images[0], candidate_labels=labels, hypothesis_template=template)
+    scores = dict(zip(labels, logits.softmax(dim=-1)[0].tolist(), strict=True))
+    assert {each["label"]: each["score"] for each in answers} == scores
 
 
 def test_one_processor_takes_captions_and_images(folder, model, images, tmp_path):
@@ -202,10 +198,9 @@ def test_one_processor_takes_captions_and_images(folder, model, images, tmp_path
     assert processor.save_pretrained(tmp_path / "saved") == ()
     with pytest.raises(ShapeError, match="got neither text nor images"):
         processor(return_tensors="pt")
-    with pytest.raises(ConfigError, match=r"got do_rescale=True; expected none of these"):
-        processor(images=images, do_rescale=True)
-    with pytest.raises(ConfigError, match=r"got do_resize=False; expected none of these"):
-        processor(images=images, do_resize=False)
+    for name, value in (("do_rescale", True), ("do_resize", False)):
+        with pytest.raises(ConfigError, match=f"got {name}={value}; expected none of these"):
+            processor(images=images, **{name: value})
 
 
 def test_a_processor_of_its_own_folder(tmp_path, images):

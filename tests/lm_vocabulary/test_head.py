@@ -238,11 +238,7 @@ def test_wrong_settings_are_told():
         head("bits", (12,), levels=(4, 2))
     with pytest.raises(ShapeError, match="rows: got"):
         head("bits", (1000**3,) * 2000, levels=(1000,) * 3)
-    for shape, guidance, expected in (
-        ((1, 16), 2.0, "(2B, 16)"),
-        ((2, 15), 1.0, "(B, 16)"),
-        ((2, 1, 16), 1.0, "(B, 16)"),
-    ):
+    for shape, guidance, expected in (((1, 16), 2, "(2B, 16)"), ((2, 15), 1, "(B, 16)"), ((2, 1, 16), 1, "(B, 16)")):
         with pytest.raises(ShapeError, match=re.escape(f"hidden: got shape {shape}, expected {expected}")):
             head("bits").sample(torch.zeros(shape), seed=0, guidance=guidance)
     with pytest.raises(ConfigError, match="temperature: got -1"):

@@ -159,6 +159,10 @@ def test_wrong_arguments_are_refused(case):
             loss(image, text, scale, *bias, sizes=[3])
     with pytest.raises(ConfigError, match="impl: got 'square', expected one of tiled, ring, gather"):
         type(loss)("square")
+    with pytest.raises(ConfigError, match=r"loss\.positives: got 'caption', but no keys were passed"):
+        ContrastiveLoss(positives="caption")(image, text, scale)
+    with pytest.raises(ConfigError, match=r"got 1\.5, expected a number from 0 to 1"):
+        ContrastiveLoss(label_smoothing=1.5)
 
 
 def unlike_widths(case_name):
@@ -238,13 +242,6 @@ def test_keys_of_samples_and_of_captions():
     assert len(pair_keys("caption", short[:, 0], short).unique()) == len(short)
 
 
-def test_wrong_settings_are_refused():
-    with pytest.raises(ConfigError, match=r"loss\.positives: got 'caption', but no keys were passed"):
-        ContrastiveLoss(positives="caption")(*pairs(3), torch.tensor(1.0))
-    with pytest.raises(ConfigError, match=r"got 1\.5, expected a number from 0 to 1"):
-        ContrastiveLoss(label_smoothing=1.5)
-
-
 def test_weighted_total():
     """A term without weight may be NaN; a weight on a device is not read, which on `meta` is an error."""
     values = {"a": 2.0, "b": 3.0, "c": torch.nan}
@@ -261,8 +258,7 @@ def test_weighted_total():
         weighted_total({"a": torch.tensor(1.0)}, {})
 
 
-# ---- The distillation loss beside open_clip's, on any number of ranks.
-
+# The distillation loss beside open_clip's, on any number of ranks.
 
 TEACHER_SCALE = torch.tensor(20.0, dtype=torch.float64)
 
@@ -310,14 +306,11 @@ def test_without_gradients_and_compiled(impl):
         torch.testing.assert_close(scaled(*pairs(11), torch.tensor(14.0)), expected[0], rtol=1e-12, atol=0)
 
 
-def test_no_gradient_reaches_the_teacher():
+def test_no_gradient_reaches_the_teacher_which_has_as_many_pairs():
     theirs = [features.requires_grad_() for features in teacher()]
     image, text = (features.requires_grad_() for features in pairs(11))
     DistillationLoss()(image, text, torch.tensor(14.0), *theirs, TEACHER_SCALE).backward()
     assert image.grad is not None
     assert all(features.grad is None for features in theirs)
-
-
-def test_another_number_of_pairs_is_refused():
     with pytest.raises(ShapeError, match="got 3 pairs from the student and 11 from the teacher"):
         DistillationLoss()(*pairs(3), torch.tensor(1.0), *teacher(), TEACHER_SCALE)
