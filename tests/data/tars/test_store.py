@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.data import serving
+from tests.data.making import open_tars, write_tar
 from tests.data.serving import FaultyServer, status
 from vqclip.data.remote.cache import BoundedCache
 from vqclip.data.remote.files import RemoteShard
@@ -18,7 +19,7 @@ from vqclip.data.remote.retry import RemoteConfig
 from vqclip.data.tars.index import ByteRange
 from vqclip.data.tars.members import USUAL
 from vqclip.data.tars.reader import TarReader
-from vqclip.data.tars.store import OpenFiles
+from vqclip.data.tars.store import OpenFiles, open_files
 from vqclip.errors import StorageError
 from vqclip.io.files import Stamp
 
@@ -114,14 +115,30 @@ def open_now() -> int:
 def test_files_stay_open_within_a_share_of_the_limit(tmp_path, allowed, most, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (allowed, allowed))
     files, before = OpenFiles(), open_now()
+    for number in range(20):
+        (tmp_path / str(number)).write_bytes(b"%03d" % number)
     for number in [*range(20), 0, 19]:
         path = tmp_path / str(number)
-        path.write_bytes(b"%03d" % number)
-        status = path.stat()
-        assert files.read(path, (3, status.st_mtime_ns), 1, 2) == b"%02d" % number
+        assert files.read(path, (3, path.stat().st_mtime_ns), 1, 2) == b"%02d" % number
     assert open_now() - before == most
-    del files
+    files.close()
     assert open_now() == before
+
+
+def test_all_sources_share_the_limit_and_a_worker_inherits_no_file(tmp_path, monkeypatch):
+    open_files.close()
+    monkeypatch.setattr(open_files._files, "_limit", 5)
+    for source in range(3):
+        tars = [write_tar(tmp_path / f"{source}-{number}.tar", {"1.jpg": b"x", "1.txt": b""}) for number in range(4)]
+        reader = open_tars(*tars)
+        assert [reader.read(row, "image") for row in range(4)] == [b"x"] * 4
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(open_tars_now, (str(tmp_path),)) == 0
+    assert open_tars_now(str(tmp_path)) == 5
+
+
+def open_tars_now(folder: str) -> int:
+    return sum(Path(file).resolve().is_relative_to(folder) for file in Path("/proc/self/fd").iterdir())
 
 
 def test_a_stale_handle_is_closed_and_the_file_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,10 +157,13 @@ def test_a_stale_handle_is_closed_and_the_file_opened_again(tmp_path: Path, monk
             files.read(path, stamp, 0, 5)
     assert open_now() == before - 1
     assert files.read(path, stamp, 0, 5) == b"bytes"
-    assert pickle.loads(pickle.dumps(files)).read(path, stamp, 1, 2) == b"yt"
+    path.with_name("new").write_bytes(b"other")
+    os.utime(path.with_name("new"), ns=(2, 2))
+    os.replace(path.with_name("new"), path)
+    assert files.read(path, (5, 2), 0, 5) == b"other"  # indexed again
     os.utime(path, ns=(1, 1))
     with pytest.raises(StorageError, match="shard: the shard has changed since it was indexed"):
-        files.read(path, stamp, 0, 5)
+        files.read(path, (5, 2), 0, 5)
     path.unlink()
     with pytest.raises(StorageError, match="shard: cannot be read: No such file or directory"):
         OpenFiles().read(path, stamp, 0, 5)

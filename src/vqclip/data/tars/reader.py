@@ -34,7 +34,7 @@ from vqclip.data.remote.retry import Deadline
 from vqclip.data.sources.base import MAX_BYTES
 from vqclip.data.tars.index import ByteRange, TarIndex, scan_chunk
 from vqclip.data.tars.members import AMBIGUOUS, KINDS, NONE, USUAL, MemberRules, SampleTable
-from vqclip.data.tars.store import OpenFiles
+from vqclip.data.tars.store import open_files
 from vqclip.errors import DataError, StorageError, encodable, printable
 
 logger = logging.getLogger("vqclip.data")
@@ -89,7 +89,6 @@ class TarReader:
         self._shards, self._named, self._total_s = shards, named or shards, total_s
         self.cache = cache
         self.index, self.rules = index, rules
-        self._files = OpenFiles()
         self.is_remote = not all(isinstance(each, Path) for each in shards)
         """True if any shard is at a URL, and is read in chunks."""
         self._in_place = index.keys is not None and not self.is_remote  # the index has the places of members
@@ -115,7 +114,7 @@ class TarReader:
         shard = self.index.shard_of(index)
         path = self._shards[shard]
         assert isinstance(path, Path)
-        return self._files.read(path, self.index.stamp(shard), offset, size)
+        return open_files.read(path, self.index.stamp(shard), offset, size)
 
     def key(self, index: int) -> str:
         """Return the sample's name in its shard: the path of its members without their endings."""
@@ -258,7 +257,7 @@ class TarReader:
         for number, first, end in ranges:
             shard = self._shards[number]
             if isinstance(shard, Path):
-                parts.append(self._files.read(shard, self.index.stamp(number), first, end - first))
+                parts.append(open_files.read(shard, self.index.stamp(number), first, end - first))
             else:
                 parts.append(shard.read(first, end, int(self.index.lengths[number]), deadline))
         return b"".join(parts)

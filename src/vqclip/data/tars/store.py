@@ -19,7 +19,6 @@ import logging
 import os
 import resource
 import threading
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -157,15 +156,24 @@ def read_shard(shard: Shard, facts: ShardFacts, scan: Callable[[Iterable[bytes]]
 class OpenFiles:
     """Reads shards by `pread`, and keeps the recently used ones open.
 
-    At most a quarter of the files that this process may open, and 1,024. Works in several threads, after a fork and in
-    spawned workers: reading does not move a file position, and files are opened on demand.
+    At most a quarter of the files that this process may open, and 1,024, whatever the number of sources: all share
+    `open_files`. Works in several threads, after a fork and in spawned workers: reading does not move a file position,
+    and files are opened on demand.
     """
 
     def __init__(self) -> None:
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = 1024 if allowed == resource.RLIM_INFINITY else max(1, min(1024, allowed // 4))
-        self._files, self._lock = Recent[Path, int](most, close=os.close), threading.Lock()
-        weakref.finalize(self, self._files.clear)  # `__del__` fails when the interpreter ends
+        self._files, self._lock = Recent[tuple[Path, tuple[int, int]], int](most, close=os.close), threading.Lock()
+
+    def close(self) -> None:
+        """Close all files; the next read opens its file again."""
+        self._files.clear()
+
+    def after_fork(self) -> None:
+        """Close this process's copies of what its parent had open, in the child, with a lock that no thread holds."""
+        self._lock = threading.Lock()
+        self.close()
 
     def read(self, path: Path, stamp: tuple[int, int], first: int, size: int) -> bytes:
         """Read bytes of a shard.
@@ -181,9 +189,10 @@ class OpenFiles:
         """
         try:
             with self._lock:
-                # Non-blocking: a pipe in place of the shard must not make the run wait.
+                # Non-blocking: a pipe in place of the shard must not make the run wait. A shard that was replaced and
+                # indexed again has another stamp, and is opened again.
                 flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-                file = os.dup(self._files.get(path, lambda path: os.open(path, flags)))
+                file = os.dup(self._files.get((path, stamp), lambda key: os.open(key[0], flags)))
             try:
                 if Stamp.of(file) != stamp:  # before every read, as the file may change while it is open
                     raise StorageError(
@@ -196,14 +205,16 @@ class OpenFiles:
                 os.close(file)
         except OSError as error:
             with self._lock:
-                self._files.clear()  # such as a stale handle of a network disk: the next read opens the file again
+                self.close()  # such as a stale handle of a network disk
             raise StorageError(f"{path}: cannot be read: {error.strerror}", "unreadable shard") from None
         if len(data) != size:
             raise StorageError(f"{path}: the shard became shorter while it was in use", "changed shard")
         return data
 
-    def __reduce__(self) -> tuple[type[OpenFiles], tuple[()]]:
-        return OpenFiles, ()  # descriptors are not valid in a spawned worker
+
+open_files = OpenFiles()
+"""Shards that this process has open."""
+os.register_at_fork(after_in_child=open_files.after_fork)
 
 
 # ---- copies of shards that cannot be read at random places
