@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from vqclip.data.remote.files import Shard
@@ -27,6 +28,21 @@ def pixels(number: int, height: int = 20, width: int = 24, channels: int = 3) ->
     mode = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}[channels]
     image = Image.fromarray(small.squeeze() if channels == 1 else small, mode=mode)
     return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+
+
+def make_files(folder: Path, names: str, content: bytes = b"") -> Path:
+    """A folder with files of these names, which are divided by blanks."""
+    for name in names.split():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def write_parquet(path: Path, columns: Mapping[str, Any], group: int = 4, **options: Any) -> Path:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=group, **options)
+    return path
 
 
 def encode(image: np.ndarray | Image.Image, kind: str = "JPEG", **options) -> bytes:

@@ -54,7 +54,7 @@ def test_storage_that_fails_is_an_error() -> None:
 TRANSFORM = EvalTransformConfig().build(16)
 
 
-def test_every_sample_in_order(tmp_path: Path) -> None:
+def test_every_sample_in_order_or_a_few_spread_over_all(tmp_path: Path) -> None:
     source = CaptionShardsConfig(path=str(caption_shards(tmp_path, (5, 4)))).build()
     batches = list(EvalSet(source, TRANSFORM, batch_size=4))
     assert [len(batch) for batch in batches] == [4, 4, 1]
@@ -62,6 +62,9 @@ def test_every_sample_in_order(tmp_path: Path) -> None:
     assert [captions for batch in batches for captions in batch.captions] == [(f"caption {n}",) for n in range(9)]
     images = torch.cat([batch.images for batch in batches])
     assert torch.equal(images[6], TRANSFORM(decode_image(encode(pixels(6)))))
+    (spread,) = EvalSet(source, TRANSFORM, limit=3)
+    assert spread.sample_ids.tolist() == [0, 3, 6]
+    assert len(EvalSet(source, TRANSFORM, limit=100)) == 9
 
 
 @pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (2, 2), (12, 0)])
@@ -71,10 +74,3 @@ def test_ranks_share_it_without_remainder(tmp_path: Path, world_size: int, worke
     assert sum(len(part) for part in parts) == 9
     ids = [int(i) for part in parts for batch in part for i in batch.sample_ids]
     assert sorted(ids) == list(range(9))
-
-
-def test_limit_is_spread_over_the_set(tmp_path: Path) -> None:
-    source = CaptionShardsConfig(path=str(caption_shards(tmp_path, (9,)))).build()
-    ids = [batch.sample_ids.tolist() for batch in EvalSet(source, TRANSFORM, limit=3)]
-    assert ids == [[0, 3, 6]]
-    assert len(EvalSet(source, TRANSFORM, limit=100)) == 9

@@ -8,7 +8,7 @@ import torch
 from pydantic import TypeAdapter
 
 from tests.data.loading import SIZE, G, global_batches, open_data, same, text, tokenize
-from tests.data.making import caption_members, caption_shards, encode, pixels, write_tar
+from tests.data.making import caption_members, caption_shards, encode, pixels, write_parquet, write_tar
 from vqclip.config import load_config
 from vqclip.data import CaptionShardsConfig, DataConfig, SourceConfig, batch_maker
 from vqclip.data.decode import decode_image
@@ -106,10 +106,7 @@ def test_captions_are_drawn_by_the_weights_of_their_keys(tmp_path: Path, kind: s
         lines = [f'{name},{row["short"]},"{row["long"]}"' for name, row in zip(names, rows, strict=True)]
         (tmp_path / kind).write_text("\n".join(["filepath,short,long", *lines]))
     else:
-        pa = pytest.importorskip("pyarrow", reason="needs pyarrow: pip install 'vqclip[parquet]'")
-        pq = pytest.importorskip("pyarrow.parquet")
-        rows = [{"image": image, **row} for image, row in zip(images, rows, strict=True)]
-        pq.write_table(pa.Table.from_pylist(rows), tmp_path / kind)
+        write_parquet(tmp_path / kind, {"image": images, **{key: [row[key] for row in rows] for key in weights}})
     data = open_data(tmp_path, sources=(TypeAdapter(SourceConfig).validate_python(given),))
     epochs = 200 if kind == "shards" else 5
     drawn = [text(row) for batch in data.batches(0, epochs * 12 // G) for row in batch.texts]
@@ -131,15 +128,6 @@ def test_the_global_generators_are_left_alone(folder: Path) -> None:
     next(iter(open_data(folder).batches(0, 1)))
     next(iter(open_data(folder, workers=1).batches(0, 1)))
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_more_ranks_than_samples(folder: Path) -> None:
-    data = open_data(folder, batch_size=2)
-    (batch,) = data.batches(3, 4, rank=5, nodes=(0,) * 8)
-    assert batch.images.shape == (0, 3, SIZE, SIZE)
-    assert batch.texts.shape == (0, 40)
-    assert batch.sample_ids.dtype == torch.int64
-    assert batch.places.shape == (0,)
 
 
 def test_ranks_of_a_node_read_what_it_owns(folder: Path) -> None:

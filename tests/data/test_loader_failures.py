@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.data.loading import SIZE, global_batches, open_data, same
+from tests.data.loading import SIZE, open_data
 from tests.data.making import caption_members, caption_shards, write_tar
 from vqclip.data import CaptionShardsConfig, DataConfig, TrainData, workers
 from vqclip.data.batch import allowed_bad
@@ -23,25 +23,9 @@ from vqclip.errors import ConfigError, DataError, DistributedError
 FORK_AND_SLOW_ONES = ["fork", *(pytest.param(each, marks=pytest.mark.slow) for each in ("forkserver", "spawn"))]
 
 
-@pytest.fixture
-def spoilt(tmp_path: Path) -> Path:
-    """20 samples, of which 3, 4 and 5 are bad."""
-    members = caption_members(0, 20)
-    members["000000003.jpg"] = members["000000003.jpg"][:200]
-    del members["000000004.txt"]
-    members["000000005.jpg"] = b"\x80\x04not an image"
-    write_tar(tmp_path / "00000.tar", members)
-    return tmp_path
-
-
 def spoilt_data(folder: Path, **options) -> TrainData:
     options = {"max_bad_fraction": 0.1, **options}
     return open_data(folder, sources=(CaptionShardsConfig(path=str(folder)),), **options)
-
-
-def test_substitutes_do_not_depend_on_workers(spoilt: Path) -> None:
-    expected = global_batches(spoilt_data(spoilt), 0, 6, 1)
-    assert same(global_batches(spoilt_data(spoilt, workers=2), 3, 6, 2), expected[3:])
 
 
 def test_a_few_bad_samples_of_small_data_stop_nothing(tmp_path: Path) -> None:

@@ -114,16 +114,6 @@ def test_an_epoch_has_its_part_of_the_running_total(kind: Order, size: int, weig
     assert (np.abs(far.epoch - 10**15 // size) <= 1).all()  # cheap at any epoch
 
 
-@ORDERS
-def test_seed_and_epoch_change_the_order(kind: Order) -> None:
-    def epoch(seed: int, number: int) -> list[int]:
-        return kind.build([100], [1.0], seed)[np.arange(100 * number, 100 * (number + 1))].sample.tolist()
-
-    assert epoch(0, 0) == epoch(0, 0)
-    assert epoch(0, 0) != epoch(1, 0)
-    assert epoch(0, 0) != epoch(0, 1)
-
-
 @pytest.mark.parametrize(
     ("kind", "sources", "samples"),
     [

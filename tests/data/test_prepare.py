@@ -3,7 +3,7 @@ import contextlib
 import pytest
 
 from tests.data.loading import open_data
-from tests.data.making import caption_members, caption_shards, write_tar
+from tests.data.making import caption_members, caption_shards, make_files, write_tar
 from vqclip import dist
 from vqclip.data import CaptionShardsConfig, FolderConfig, ScenesSourceConfig, prepare
 from vqclip.data.tars import make as tars
@@ -130,9 +130,7 @@ def test_a_full_cache_may_be_read_only(ranks, tmp_path):
 
 
 def test_notes_are_logged_once(tmp_path, caplog):
-    for name in ("cat/0.png", "dog/0.png", "dog/1.psd"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"an image")
+    make_files(tmp_path, "cat/0.png dog/0.png dog/1.psd", b"an image")
     caplog.set_level("INFO", "vqclip.data")
     for _ in range(2):
         source = prepare.open_source(FolderConfig(path=str(tmp_path)))

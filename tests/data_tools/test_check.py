@@ -6,14 +6,12 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
 
 from tests.commands import command
-from tests.data.making import caption_members, caption_shards, class_folder, encode, pixels, write_tar
+from tests.data.making import caption_members, caption_shards, class_folder, encode, pixels, write_parquet, write_tar
 from tests.training import run_tree
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.data_tools.check import CheckOptions, check_source, format_report
@@ -181,26 +179,20 @@ def test_overlap_with_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"sample 000000002: same pixels as {tmp_path}/there/0.tar: sample 000000013" in shown
 
 
-def test_a_damaged_shard_does_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for shard in range(3):
-        path = write_tar(tmp_path / "in" / f"{shard}.tar", caption_members(10 * shard, 4))
-    path.write_bytes(path.read_bytes()[:1000])
-    assert main(["check", str(tmp_path / "in"), "--min-side", "8"]) == 1
-    shown = capsys.readouterr().out
-    assert f"{path}: truncated: member" in shown
-    assert "8 samples" in shown
-    assert "1 damaged shards" in shown
-
-
-def test_damaged_parquet_files_do_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("kind", "message"), [("tar", "truncated: member"), ("parquet", "cannot be read as Parquet")])
+def test_damaged_shards_do_not_hide_the_others(tmp_path: Path, capsys, kind: str, message: str) -> None:
     rows = {"image": [encode(pixels(number)) for number in range(4)], "caption": list("abcd")}
     for name in "xyz":
-        pq.write_table(pyarrow.table(rows), tmp_path / f"{name}.parquet")
+        path = tmp_path / f"{name}.{kind}"
+        if kind == "tar":
+            write_tar(path, caption_members(0, 4))
+        else:
+            write_parquet(path, rows)
     for name in "xy":
-        (tmp_path / f"{name}.parquet").write_bytes((tmp_path / "z.parquet").read_bytes()[:-9])
+        path.with_stem(name).write_bytes(path.read_bytes()[:1000])
     assert main(["check", str(tmp_path), "--min-side", "8"]) == 1
     shown = capsys.readouterr().out
-    assert f"{tmp_path}/x.parquet: cannot be read as Parquet" in shown
+    assert f"{tmp_path}/x.{kind}: {message}" in shown
     assert "4 samples" in shown
     assert "2 damaged shards" in shown
 

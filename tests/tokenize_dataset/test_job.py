@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.commands import command
-from tests.data.making import NOT_UTF8, encode, pixels, write_tar
+from tests.data.making import NOT_UTF8, encode, make_files, pixels, write_tar
 from tests.models import IDENTITY, WIDE_LFQ, put_on_the_border
 from tests.tokenize_dataset.making import BATCH, COUNTS, hashes, run, shards, tokenizer_folder
 from vqclip import load_tokenizer
@@ -66,14 +66,10 @@ def test_names_of_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     images = {f"{name}.jpg": encode(pixels(number)) for number, name in enumerate(names[:2])} | {f"{names[2]}.jpg": b""}
     members = sorted((images | {f"{name}.txt": b"a dog" for name in names}).items())
     tar = write_tar(home / f"{NOT_UTF8}.tar", dict(members), tarfile.PAX_FORMAT)
-    labelled = home / "classes" / NOT_UTF8 / f"{NOT_UTF8}.jpg"
-    labelled.parent.mkdir(parents=True)
-    labelled.write_bytes(encode(pixels(1)))
-    (home / "classes" / "dog").mkdir()
-    (home / "classes" / "dog" / "0.jpg").write_bytes(encode(pixels(2)))
+    labelled = make_files(home / "classes", f"{NOT_UTF8}/{NOT_UTF8}.jpg dog/0.jpg", encode(pixels(1)))
     for path, expected in (
         (tar, [("im\\xe8", "a dog", -1), ("im\\xe9", "a dog", -1)]),
-        (labelled.parents[1], [("000000000", "a photo of a café", 0), ("000000001", "a photo of a dog", 1)]),
+        (labelled, [("000000000", "a photo of a café", 0), ("000000001", "a photo of a dog", 1)]),
     ):
         source, out = parse_source(str(path)), home / f"out {path.stem}"
         for made in (1, 0):  # the second time it is all there
@@ -137,9 +133,7 @@ def test_one_modality(tmp_path: Path, tokenizer: str, modality: str) -> None:
 
 
 def test_images_of_a_folder_need_no_captions(tmp_path: Path, tokenizer: str) -> None:
-    (tmp_path / "in").mkdir()
-    for name in ("a b.png", "c.PNG"):
-        (tmp_path / "in" / name).write_bytes(encode(pixels(1), "PNG"))
+    make_files(tmp_path / "in", "a_b.png c.PNG", encode(pixels(1), "PNG"))
     given = ["--tokenizer", tokenizer, "--data", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
     assert main(given) == 1  # the text has none
     assert main([*given, "--modality", "image"]) == 0
@@ -255,14 +249,9 @@ def test_shards_without_usable_samples_become_empty_ones(tmp_path: Path, tokeniz
     assert [shard.samples for shard in done.manifest.shards] == [20, 0, 5, 0]
     assert [item.sample_id for item in TokenDataset(tmp_path / "out")] == [*range(20), *range(22, 27)]
     assert run(tokenizer, tmp_path / "in", tmp_path / "out", tolerance=0.1).found == 4
-
-
-def test_a_data_set_without_a_sample_is_an_error(tmp_path: Path, tokenizer: str) -> None:
-    for number in range(2):
-        write_tar(tmp_path / "in" / f"{number}.tar", {})
     with pytest.raises(DataError, match="every tar is empty; expected samples"):
-        run(tokenizer, tmp_path / "in", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        run(tokenizer, write_tar(tmp_path / "3.tar", {}), tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_bad_samples_of_all_processes_count_together(tmp_path: Path, tokenizer: str) -> None:
@@ -326,6 +315,3 @@ def test_the_folder_of_a_run_is_that_of_its_tokenizer(tmp_path, tokenizer, capsy
     (tmp_path / "run" / "config.yaml").touch()
     assert main(["--tokenizer", str(tmp_path / "run"), *given]) == 1
     assert "run: a run that has exported no tokenizer yet; expected a finished one" in capsys.readouterr().err
-
-
-# ---- Real shards; needs VQCLIP_DATA.

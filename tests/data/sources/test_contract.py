@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.data.loading import SIZE, G, global_batch, same, tokenize
-from tests.data.making import caption_shards, write_tar
+from tests.data.making import caption_shards, write_parquet, write_tar
 from vqclip.data import Batch, CaptionShardsConfig, DataConfig, RawSample, SourceConfigBase, TrainData, parse_source
 from vqclip.errors import StorageError
 
@@ -95,12 +95,9 @@ def as_parquet_of_paths(samples: list[RawSample], folder: Path) -> SourceConfigB
 
 
 def _parquet(columns: dict[str, list[Any]], folder: Path) -> SourceConfigBase:
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    folder.mkdir(parents=True, exist_ok=True)
-    table = arrow.table(columns)
     for number in range(2):
-        parquet.write_table(table.slice(number * 7, 7), folder / f"{number}.parquet", row_group_size=3)
+        part = {name: values[7 * number : 7 * number + 7] for name, values in columns.items()}
+        write_parquet(folder / f"{number}.parquet", part, group=3)
     return parse_source(folder)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.making import encode, pixels
+from tests.data.making import encode, make_files, pixels
 from vqclip.data import FileSource, parse_source
 from vqclip.data.sources import files
 from vqclip.errors import ConfigError, DataError, StorageError, VqclipError
@@ -103,9 +103,7 @@ def test_bad_rows_are_named_and_the_others_read(folder: Path) -> None:
     ],
 )
 def test_wrong_tables(folder: Path, text: str, overrides: list[str], message: str) -> None:
-    for name in ("one", "two"):
-        (folder / name).mkdir()
-        (folder / name / "e.jpg").touch()
+    make_files(folder, "one/e.jpg two/e.jpg")
     (folder / "t.csv").write_text(text)
     with pytest.raises(VqclipError) as error:
         parse_source(folder / "t.csv", overrides).build()
@@ -244,10 +242,8 @@ PEOPLE = [
 )
 def test_tables_as_people_have_them(folder, name, content, overrides, expected, note):
     text = content if isinstance(content, (str, bytes)) else json.dumps(content)
-    for path in (*PLACES.split(), name):
-        (folder / path).parent.mkdir(exist_ok=True, parents=True)
-        (folder / path).write_bytes((folder / "b.jpg").read_bytes())
-    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    make_files(folder, PLACES, (folder / "b.jpg").read_bytes())
+    make_files(folder, name, text if isinstance(text, bytes) else text.encode())
     source = parse_source(folder / name, overrides.split()).build()
     found: dict[str, object] = {}
     for index in range(len(source)):
@@ -286,9 +282,7 @@ def test_images_that_come_later_are_found_in_their_folder(folder: Path) -> None:
 
 
 def test_images_of_another_data_set_beside_are_not_read(folder: Path) -> None:
-    for name in ("mine/pics/a1.jpg", "other/1.jpg"):
-        (folder / name).parent.mkdir(parents=True)
-        (folder / name).write_bytes((folder / "a.jpg").read_bytes())
+    make_files(folder, "mine/pics/a1.jpg other/1.jpg", (folder / "a.jpg").read_bytes())
     with pytest.raises(DataError, match=r"row 2: 1: cannot be read: No such file .* images names another folder"):
         table(folder, "id,caption\n1,x\n", "mine/t.csv")
     (folder / "mine" / "pics" / "a1.jpg").unlink()
@@ -412,9 +406,7 @@ def test_tables_beside_a_folder_are_named(folder: Path) -> None:
         parse_source(folder).build()
     (folder.parent / "beside.csv").unlink()  # the folder of all tests of this process
     tables = folder.parent / "annotations"
-    tables.mkdir()
-    for name in (f"captions_{folder.name}.json", "captions_train.json", "instances.json"):
-        (tables / name).touch()
+    make_files(tables, f"captions_{folder.name}.json captions_train.json instances.json")
     with pytest.raises(DataError, match=f"captions: names, .* named as the path: {tables}/captions_{folder.name}.json"):
         parse_source(folder).build()
     with pytest.raises(DataError, match=f"annotations: tables; one of them is the path: {tables}/captions_train.json"):
@@ -436,12 +428,9 @@ def test_new_files_in_a_folder_are_found(folder: Path) -> None:
     for name in "abc":
         (folder / f"{name}.txt").write_text(name)
     assert len(parse_source(folder).build()) == 3
-    (folder / "more").mkdir()
-    (folder / "more" / "d.jpg").write_bytes(encode(pixels(4)))
+    make_files(folder, "more/d.jpg .hidden/e.jpg", encode(pixels(4)))
     (folder / "more" / "d.txt").write_text("d")
     (folder / "more" / "above").symlink_to(folder)  # not followed for ever
-    (folder / ".hidden").mkdir()
-    (folder / ".hidden" / "e.jpg").touch()
     source = parse_source(folder).build()
     assert [source.read(index).captions[0] for index in range(len(source))] == ["a", "b", "c", "d"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.making import NOT_UTF8
+from tests.data.making import NOT_UTF8, make_files
 from tests.evaluation.made import image_folder, png
 from vqclip.data import FileSource, FolderConfig, parse_source
 from vqclip.errors import DataError
@@ -62,8 +62,7 @@ def test_errors_name_the_folder(tmp_path):
         images_of(tmp_path / "none")
     with pytest.raises(DataError, match="no subfolder; .*got: nothing"):
         images_of(tmp_path)
-    (tmp_path / "cat").mkdir()
-    (tmp_path / "cat" / "a.psd").touch()
+    make_files(tmp_path, "cat/a.psd")
     with pytest.raises(DataError, match=r"cat: no image .* got: a\.psd; .* if it contains the classes, name it"):
         images_of(tmp_path)
 
@@ -88,15 +87,10 @@ def test_links_that_multiply(tmp_path):
 
 def test_what_is_left_out_is_counted(tmp_path):
     assert images_of(image_folder(tmp_path)).notes == ()
-    (tmp_path / "green" / "a.psd").touch()
-    (tmp_path / "dark_red" / "b.SVG").touch()
-    (tmp_path / "green" / ".DS_Store").touch()
-    (tmp_path / "green" / "0.jpg").touch()
-    (tmp_path / "green" / "more" / "still").mkdir(parents=True)
-    (tmp_path / "green" / "more" / "still" / "c.jpg").touch()
     (tmp_path / "__MACOSX").mkdir()
-    (tmp_path / "d.png").touch()
-    (tmp_path / "README.md").touch()
+    make_files(
+        tmp_path, "green/a.psd dark_red/b.SVG green/.DS_Store green/0.jpg green/more/still/c.jpg d.png README.md"
+    )
     source = images_of(tmp_path)
     assert len(source) == 5
     assert source.notes == (
@@ -197,11 +191,10 @@ PARTS = "are parts of a data set, not classes; name one of them as the path: "
 def test_folders_as_people_have_them(tmp_path, files, overrides, expected):
     """Expected are the captions, and then parts of the notes; the captions of classes are their names."""
     for name in files.split():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         name, _, text = name.partition("=")
         text = text.replace("\\n", "\n") if "," in text else text.replace("_", " ") or name
         text = f"file_name,text\n0.jpg,{name}\n" if "metadata" in name else text
-        (tmp_path / name).write_text("[1]" if name == "metadata.json" else text)
+        make_files(tmp_path, name, b"[1]" if name == "metadata.json" else text.encode())
     if isinstance(expected, str):
         with pytest.raises(DataError, match=expected):
             parse_source(tmp_path, overrides).build()
@@ -214,9 +207,7 @@ def test_folders_as_people_have_them(tmp_path, files, overrides, expected):
 
 
 def test_captions_beside_the_folder_that_is_named_are_pointed_at(tmp_path):
-    for name in ("images/0.jpg", "captions/0.txt"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).touch()
+    make_files(tmp_path, "images/0.jpg captions/0.txt")
     with pytest.raises(DataError, match=f"Name the folder of both: {tmp_path}$"):
         parse_source(tmp_path / "images").build()
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from tests.data.making import caption_shards, class_folder, encode, pixels
+from tests.data.making import caption_shards, class_folder, encode, make_files, pixels
 from vqclip.config import Config, load_config, to_yaml
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, DataConfig, FolderConfig, SourceConfig, parse_source
 from vqclip.errors import ConfigError, DataError
@@ -13,8 +13,7 @@ from vqclip.evaluation import CaptionedData, LabelledData
 def test_the_kind_of_a_path(tmp_path: Path) -> None:
     shards = caption_shards(tmp_path / "shards", (1, 1))
     classes = class_folder(tmp_path / "classes")
-    (tmp_path / "images" / "cat").mkdir(parents=True)
-    (tmp_path / "images" / "cat" / "1.jpg").write_bytes(encode(pixels(1)))
+    make_files(tmp_path, "images/cat/1.jpg", encode(pixels(1)))
     for path, expected in (
         (shards, CaptionShardsConfig),
         (shards / "00000.tar", CaptionShardsConfig),
@@ -32,16 +31,8 @@ def test_the_kind_of_a_path(tmp_path: Path) -> None:
 
 
 def test_a_kind_that_is_not_plain(tmp_path: Path) -> None:
-    (tmp_path / "notes.doc").touch()
     (tmp_path / "empty").mkdir()
-    (tmp_path / "zip").mkdir()
-    (tmp_path / "zip" / "images.zip").touch()
-    (tmp_path / "sheets").mkdir()
-    for name in ("a.xlsx", "b.csv"):
-        (tmp_path / "sheets" / name).touch()
-    for name in ("0.tar", "a.png", "a.txt"):
-        (tmp_path / "both" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "both" / name).touch()
+    make_files(tmp_path, "notes.doc zip/images.zip sheets/a.xlsx sheets/b.csv both/0.tar both/a.png both/a.txt")
     for path, message in (
         (tmp_path / "empty", "the folder is empty"),
         (tmp_path / "both", "could be of several kinds: shards, folder; name one"),

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from tests.data import serving
-from tests.data.making import caption_shards, encode, pixels
+from tests.data.making import caption_shards, encode, pixels, write_parquet
 from tests.data.serving import FaultyServer
 from vqclip.data import RawSample, parse_source
 from vqclip.data.sources import parquet
@@ -30,10 +30,7 @@ TALKS = [[{"from": "human", "value": "?"}, {"from": "gpt", "value": each}] for e
 
 
 def write(path: Path, columns: dict | None = None, group: int = 4, **options) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table = pyarrow.table(columns or {"image": IMAGES, "caption": CAPTIONS})
-    pq.write_table(table, path, row_group_size=group, **options)
-    return path
+    return write_parquet(path, columns or {"image": IMAGES, "caption": CAPTIONS}, group, **options)
 
 
 def read_all(path: Path | str, **options) -> list[RawSample]:

@@ -50,6 +50,9 @@ def test_wrong_layout_is_told_at_once(tmp_path: Path) -> None:
     assert "is it a source of kind: classes?" in message
     path = write_tar(tmp_path / "b.tar", {"1.txt": b""})
     assert "the members end in .txt (1)" in refusal(CaptionShardsConfig(path=str(path)).build)
+    path = write_tar(tmp_path / "h.tar", {"0.heic": b"x", "0.txt": b"c"})
+    message = refusal(CaptionShardsConfig(path=str(path)).build)
+    assert "1 member named like images (.heic 1): convert them to JPEG, PNG" in message
     path = write_tar(tmp_path / "e.tar", {"d/0.tar": b"x"})
     assert "end in .tar (1). It contains tars: unpack it" in refusal(CaptionShardsConfig(path=str(path)).build)
     path = write_tar(tmp_path / "d.tar", {"txt/0.txt": b"x", "imgs/0.jpg": b""})
@@ -128,12 +131,6 @@ def test_wrong_class_folders(tmp_path: Path) -> None:
 # ---- what paths stand for
 
 
-def test_shards_whose_names_break_lines(tmp_path: Path) -> None:
-    write_tar(tmp_path / "a\nstep 1: forged.tar", caption_members(0, 1))
-    message = refusal(CaptionShardsConfig(path=str(tmp_path)).build)
-    assert message == f"'{tmp_path}/a\\nstep 1: forged.tar': a line break in the name of a shard; rename it"
-
-
 def test_what_paths_stand_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = caption_shards(tmp_path / "data", (1, 1, 1))
     shards = [folder / f"{number:05d}.tar" for number in range(3)]
@@ -163,3 +160,6 @@ def test_paths_that_stand_for_nothing(tmp_path: Path) -> None:
         assert message in message_got
         assert str(path) in message_got
     assert "listed twice" in refusal(find_shards, [folder, folder / "00000.tar"])
+    write_tar(folder / "a\nstep 1: forged.tar", {})
+    shown = f"'{folder}/a\\nstep 1: forged.tar'"
+    assert refusal(find_shards, [folder]) == f"{shown}: a line break in the name of a shard; rename it"

@@ -148,7 +148,7 @@ def index_place(shards: Sequence[Shard]) -> Path | None:
     return None if index is None else index.path
 
 
-def test_folder_of_the_data() -> None:
+def test_folder_of_the_data_and_name_below_it() -> None:
     assert data_folder([Path("/a/b/0.tar"), Path("/a/b/1.tar")]) == Path("/a/b")
     assert data_folder([Path("/a/b/0.tar"), Path("/a/c/1.tar")]) == Path("/a")
     assert data_folder([Path("/a/0.tar"), Path("/b/1.tar")]) is None
@@ -159,9 +159,6 @@ def test_folder_of_the_data() -> None:
     assert data_folder(remote("s3://x/0.tar", "s3://y/0.tar")) is None
     assert data_folder(remote("https://u:p@x/a/0.tar?k=1", "https://u:p@x/a/1.tar?k=1")) == "https://u:p@x/a?k=1"
     assert data_folder(remote("https://x/a/0.tar?k=1", "https://x/a/1.tar?k=2")) is None
-
-
-def test_name_depends_on_the_names_below_the_folder() -> None:
     one = index_name(remote("https://me:pw@x/a/0.tar?k=1", "https://me:pw@x/a/1.tar?k=2"))
     assert one == index_name([Path("/d/0.tar"), Path("/d/1.tar")])
     assert one != index_name([Path("/d/0.tar"), Path("/d/2.tar")])

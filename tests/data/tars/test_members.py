@@ -78,12 +78,6 @@ def test_other_usual_endings_of_captions(tmp_path: Path, ending: str) -> None:
     assert [source.read(index).captions for index in range(2)] == [("c",), ("d",)]
 
 
-def test_images_that_are_not_read(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "a.tar", {"0.heic": b"x", "0.txt": b"c"})
-    with pytest.raises(DataError, match=r"1 member named like images \(\.heic 1\): convert them to JPEG, PNG"):
-        CaptionShardsConfig(path=str(path)).build()
-
-
 def test_two_images_in_a_sample(tmp_path: Path) -> None:
     members = caption_members(0, 2) | {"000000001.png": b"mask", "000000001.txt": b"c"}
     path = str(write_tar(tmp_path / "a.tar", members))
