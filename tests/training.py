@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tests.models import FSQ, tiny_model
 from vqclip import dist
+from vqclip.errors import VqclipError
 from vqclip.losses import ContrastiveConfig
 from vqclip.model import CLIP
 from vqclip.runlog.metrics import read_metrics
@@ -63,6 +64,15 @@ def identity_of(tree: dict[str, Any]) -> dict[str, Any]:
     """The settings that define the trajectory of a run, of no particular samples."""
     config = load_task_config(tree)
     return config.run_identity(config.build_task(torch.device("cpu")), {})
+
+
+def error_of(tree: dict[str, Any]) -> str | None:
+    """Train; return the message of an error of ours that ends the run."""
+    try:
+        train(tree)
+    except VqclipError as error:
+        return str(error)
+    return None
 
 
 @contextlib.contextmanager

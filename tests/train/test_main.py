@@ -23,6 +23,7 @@ from tests.models import FSQ, LFQ
 from tests.training import (
     all_equal,
     before_steps,
+    error_of,
     largest_difference,
     metrics,
     retrieval,
@@ -72,24 +73,16 @@ def test_a_run_leaves_everything_a_user_needs(tmp_path, shards, capsys):
     assert main(["--config", str(write_config(tmp_path / "run.yaml", tree))]) == 0
     printed = capsys.readouterr()
     folder = tmp_path / "runs" / "tiny"
-    for text in (
-        "72 samples shown in 2.40 epochs: 30 of 30",
-        "codes only",
-        "chance",
-        "bits",
-        str(folder / "tokenizer"),
-    ):
+    for text in ("72 samples shown in 2.40 epochs: 30 of 30", "codes only", "chance", "bits", f"{folder}/tokenizer"):
         assert text in printed.out
     assert "30 of 30 at least once" in (folder / "train.log").read_text()
-    assert {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "tokenizer", "summary.json"} <= {
-        path.name for path in folder.iterdir()
-    }
+    for name in ("config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "tokenizer", "summary.json"):
+        assert (folder / name).exists()
     assert load_config(TrainConfig, folder / "config.yaml").train.steps == 6
     lines = metrics(tmp_path / "runs")
     assert [line["step"] for line in lines if "loss/total" in line] == [1, 2, 3, 4, 5, 6]
-    assert {"loss/contrastive", "grad_norm", "lr", "temperature/scale", "image/usage", "text/perplexity"} <= set(
-        lines[0]
-    )
+    names = {"loss/contrastive", "grad_norm", "lr", "temperature/scale", "image/usage", "text/perplexity"}
+    assert names <= lines[0].keys()
     assert any("eval/pairs/codes_only/i2t_r1" in line for line in lines)
 
     summary = json.loads((folder / "summary.json").read_text())
@@ -175,12 +168,9 @@ def test_loss_and_temperature_must_fit(tmp_path, shards):
         TrainConfig.model_validate(run_tree(tmp_path, shards, model__temperature={"bias": -10.0}))
 
 
-NO_PICTURE = {"000000099.jpg": b"\xff\xd8\xff no picture", "000000099.txt": b"x"}
-
-
-def test_a_bad_sample_is_named_replaced_and_counted(tmp_path, caplog):
+def test_a_bad_sample_is_named_replaced_and_counted_over_all_ranks(tmp_path, caplog, ranks):
     folder = caption_shards(tmp_path / "data", counts=(29,))
-    write_tar(folder / "00001.tar", NO_PICTURE)
+    write_tar(folder / "00001.tar", {"000000099.jpg": b"\xff\xd8\xff no image", "000000099.txt": b"x"})
     with caplog.at_level("WARNING"):
         summary = train(run_tree(tmp_path, folder, train__steps=5)).summary  # two epochs
     found = re.findall(r"step (\d): sample 29 replaced by (\d+): .*00001\.tar.*000000099", caplog.text)
@@ -201,14 +191,11 @@ def test_a_bad_sample_is_named_replaced_and_counted(tmp_path, caplog):
     (kind,) = {bad["kind"] for bad in written}
     assert metrics(tmp_path)[-1][f"data/replaced/{kind.replace(' ', '_')}"] == 2
 
-
-def test_replaced_samples_are_counted_over_all_ranks(tmp_path, ranks):
-    folder = caption_shards(tmp_path / "data", counts=(29,))
-    write_tar(folder / "00001.tar", NO_PICTURE)
-    tree = run_tree(tmp_path, folder, train__steps=5)
-    assert [each.summary.replaced for each in ranks(2, train, tree, init=False)] == [2, 2]
-    assert metrics(tmp_path)[-1]["data/replaced"] == 2
-    assert [bad["sample_id"] for bad in read_metrics(tmp_path / "tiny" / "bad_samples.jsonl")] == [29, 29]
+    two = run_tree(tmp_path / "two", folder, train__steps=5)
+    assert [each.summary.replaced for each in ranks(2, train, two, init=False)] == [2, 2]
+    assert metrics(tmp_path / "two")[-1]["data/replaced"] == 2
+    found = read_metrics(tmp_path / "two" / "tiny" / "bad_samples.jsonl")
+    assert [bad["sample_id"] for bad in found] == [29, 29]
 
 
 def test_captions_that_are_cut_are_told_once_and_counted_exactly(tmp_path, ranks, shards, monkeypatch, caplog, capsys):
@@ -252,12 +239,6 @@ def test_bad_samples_are_judged_over_a_resume(tmp_path, monkeypatch, shards):
 
 
 def too_many_bad_ones(tree):
-    with mock.patch.object(loader, "_MIN_SEEN", 60), pytest.raises(DataError) as error:
-        train(tree)
-    return str(error.value)
-
-
-def too_many_bad_ones_on_this_rank(tree):
     """Rank 1 alone meets bad samples, and reports are far away: what it raised, and how many steps it began."""
     make, steps = SampleMaker._make, []
 
@@ -277,27 +258,17 @@ def too_many_bad_ones_on_this_rank(tree):
 
 
 def test_too_many_bad_samples_of_one_rank_stop_all_alike_and_are_written_down(tmp_path, shards, ranks):
-    changes = {"train__report_every": 1000, "data__max_bad_fraction": 0.1}
-    tree = run_tree(tmp_path, shards, **changes)
-    one, other = ranks(2, too_many_bad_ones_on_this_rank, tree, init=False)
+    tree = run_tree(tmp_path, shards, train__report_every=1000, data__max_bad_fraction=0.1)
+    one, other = ranks(2, too_many_bad_ones, tree, init=False)
     assert one == other
     message, steps = one
-    assert re.match(r"\d+ bad samples among \d+: more than data.max_bad_fraction=0.1 allows", message)
+    assert re.match(rf"\d+ bad samples among {12 * steps}: more than data.max_bad_fraction=0.1 allows", message)
     assert "is bad here" in message
     lines = list(read_metrics(tmp_path / "tiny" / "bad_samples.jsonl"))
     assert len(lines) == int(message.split()[0])
     assert {line["step"] for line in lines} <= set(range(1, steps + 1))
     assert lines[-1]["reason"] in message
     assert not (tmp_path / "tiny" / "checkpoints").exists()
-
-
-def test_bad_samples_are_judged_over_all_ranks(tmp_path, ranks):
-    """About 4 of 30 on each rank, of which 6 would be allowed."""
-    folder = caption_shards(tmp_path / "data", counts=(28,))
-    write_tar(folder / "00001.tar", {f"00000010{n}.{kind}": b"x" for n in range(4) for kind in ("jpg", "txt")})
-    tree = run_tree(tmp_path, folder, train__steps=5, data__max_bad_fraction=0.1)
-    for error in ranks(2, too_many_bad_ones, tree, init=False):
-        assert re.match(r"\d+ bad samples among (48|60): more than data.max_bad_fraction=0.1 allows", error)
 
 
 def work_alone_on_rank_0(tree):
@@ -326,20 +297,16 @@ def test_rank_0_works_alone_in_a_job_of_two(tmp_path, shards, ranks):
 def test_bf16_is_for_the_towers_alone(tmp_path, shards, monkeypatch):
     seen = {}
 
-    def watch(name, module):
-        module.register_forward_hook(lambda module, inputs, output: seen.update({name: output.dtype}))
+    def watch(name, module, dtype=lambda inputs, output: output.dtype):
+        module.register_forward_hook(lambda module, inputs, output: seen.update({name: dtype(inputs, output)}))
 
     def watch_step(step, batch, number):
         for modality in ("image", "text"):
-            tower = getattr(step.model, modality).tower
-            watch(f"{modality} tower", [module for module in tower.modules() if isinstance(module, nn.Linear)][-1])
-            quantize = getattr(step.model, modality).quantizer
-            quantize.register_forward_hook(
-                lambda m, i, out, at=modality: seen.update({f"{at} codes": out.vectors.dtype})
-            )
-        step.task.loss.register_forward_pre_hook(
-            lambda module, inputs: seen.update({"features": {feature.dtype for feature in inputs[:2]}})
-        )
+            tokenizer = getattr(step.model, modality)
+            layers = [module for module in tokenizer.tower.modules() if isinstance(module, nn.Linear)]
+            watch(f"{modality} tower", layers[-1])
+            watch(f"{modality} codes", tokenizer.quantizer, lambda inputs, output: output.vectors.dtype)
+        watch("features", step.task.loss, lambda inputs, output: {each.dtype for each in inputs[:2]})
 
     def loss_of(kind, impl, image, text, *others, **keys):
         seen["logits"] = (image[:0] @ text[:0].T).dtype
@@ -401,9 +368,7 @@ def test_fp16_skips_and_counts_a_step_that_overflows(tmp_path, shards, monkeypat
 def test_fp16_stops_when_no_scale_helps(tmp_path, shards, monkeypatch):
     monkeypatch.setattr(TrainStep, "__call__", overflowing(range(2, 99)))
     tree = run_tree(tmp_path, shards, train__steps=60, train__precision="fp16")
-    with pytest.raises(
-        NonFiniteError, match="the gradient is not finite even with the loss scaled by 1, after 17 skipped"
-    ):
+    with pytest.raises(NonFiniteError, match="not finite even with the loss scaled by 1, after 17 skipped"):
         train(tree)
 
 
@@ -610,13 +575,6 @@ def test_an_interrupt_pressed_twice_is_one_line(tmp_path, shards, capsys, monkey
     assert not (tmp_path / "tiny" / "stopped.json").exists()
 
 
-def signals(number):
-    def signal_myself(*args, **options):
-        os.kill(os.getpid(), number)
-
-    return signal_myself
-
-
 def while_indexing(monkeypatch, number):
     """In the first of two shards; the second is not read any more."""
     index, read = prepare.prepare_shard, []
@@ -624,28 +582,24 @@ def while_indexing(monkeypatch, number):
     def signalled(path):
         read.append(path)
         assert len(read) == 1
-        signals(number)()
+        os.kill(os.getpid(), number)
         return index(path)
 
     monkeypatch.setattr(prepare, "prepare_shard", signalled)
 
 
 def while_building(monkeypatch, number):
-    monkeypatch.setattr("vqclip.train.tasks.contrastive.towers_draw", signals(number))
+    monkeypatch.setattr("vqclip.train.tasks.contrastive.towers_draw", lambda _: os.kill(os.getpid(), number))
 
 
-@pytest.mark.parametrize(
-    ("when", "number", "status"), [(while_indexing, signal.SIGUSR1, 0), (while_building, signal.SIGINT, 130)]
-)
-def test_a_signal_during_the_start_leaves_a_marker(
-    tmp_path, shards, monkeypatch, interruptible, when, number, status, capsys
-):
-    tree = run_tree(tmp_path, shards, train__steps=4)
-    config = write_config(tmp_path / "run.yaml", tree)
+@pytest.mark.parametrize(("when", "number"), [(while_indexing, signal.SIGUSR1), (while_building, signal.SIGINT)])
+@pytest.mark.usefixtures("interruptible")
+def test_a_signal_during_the_start_leaves_a_marker(tmp_path, shards, monkeypatch, when, number, capsys):
+    config = write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards, train__steps=4))
     marker = tmp_path / "tiny" / "stopped.json"
     with monkeypatch.context() as patch:
         when(patch, number)
-        assert main(["--config", str(config)]) == status
+        assert main(["--config", str(config)]) == (130 if number == signal.SIGINT else 0)
     facts = json.loads(marker.read_text())
     assert (facts["step"], facts["steps"], facts["signal"], facts["checkpoint"]) == (0, 4, number.name, None)
     assert "stopped after step 0 of 4" in (out := capsys.readouterr().out)
@@ -685,10 +639,7 @@ def test_a_signal_during_an_evaluation_costs_nothing(tmp_path, shards, monkeypat
 
 
 def train_on_own_data(trees):
-    try:
-        train(trees[int(os.environ["RANK"])])
-    except DataError as error:
-        return str(error)
+    return error_of(trees[int(os.environ["RANK"])])
 
 
 def test_machines_with_other_data_are_refused(tmp_path, shards, ranks):

@@ -24,6 +24,7 @@ from vqclip.train.tasks.kinds import load_task_config
 CONFIGS = Path(__file__).parents[2] / "configs"
 STEPS = 6
 ADVERSARIAL = {"kind": "adversarial", "start_step": 2, "discriminator": {"kind": "patch", "channels": 16, "layers": 1}}
+DECODER = {"kind": "transformer", "width": 8, "heads": 2, "depth": 1, "channels": 3}
 LOSSES = [{"kind": "l1"}, {"kind": "l2", "weight": 0.5}, ADVERSARIAL]
 DETAIL = {"quantizer": {"kind": "vq", "dim": 4, "codebook_size": 8}, "stages": 2, "channels": 8, "max_channels": 8}
 
@@ -41,7 +42,7 @@ def pixel_tree(folder, shards, tokenizer, **changes):
     for key in ("model", "loss"):
         del tree[key]
     tree |= {"task": "pixels", "tokenizer": str(tokenizer), "losses": LOSSES}
-    tree["decoder"] = {"kind": "transformer", "width": 8, "heads": 2, "depth": 1, "channels": 3}
+    tree["decoder"] = dict(DECODER)
     tree["train"] |= {"steps": STEPS, "checkpoint_every": 2, "keep_checkpoints": 9, "ema": {"decay": 0.5}}
     for path, value in changes.items():
         section, _, key = path.partition("__")

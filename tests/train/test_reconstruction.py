@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tests.models import BUSY_RESIDUAL, FSQ, tiny_model
+from tests.train import test_pixels
 from tests.train.test_grad_cache import G, assert_alike, batch_number
+from tests.train.test_pixels import DECODER
 from tests.training import all_equal, run, run_tree, weights
 from vqclip import load_tokenizer
 from vqclip.checkpoint import load as load_checkpoint
@@ -21,13 +23,7 @@ from vqclip.train.optim import OptimConfig, Schedule
 from vqclip.train.step import ComputeConfig, TrainStep
 from vqclip.train.tasks.contrastive import ContrastiveTask
 
-DECODER = {"kind": "transformer", "width": 8, "heads": 2, "depth": 1, "channels": 3}
-ADVERSARIAL = {
-    "kind": "adversarial",
-    "start_step": 1,
-    "discriminator": {"kind": "patch", "channels": 16, "layers": 1},
-    "lr_ratio": 2.0,
-}
+ADVERSARIAL = test_pixels.ADVERSARIAL | {"start_step": 1, "lr_ratio": 2.0}
 LOSSES = [{"kind": "l1"}, {"kind": "l2", "weight": 0.5}, ADVERSARIAL]
 
 

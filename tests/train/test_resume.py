@@ -1,6 +1,5 @@
 """Stop anywhere, start again: the same samples, the same bits."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -22,10 +21,12 @@ from tests.training import (
     all_equal,
     before_steps,
     differences,
+    error_of,
     metrics,
     retrieval,
     run,
     run_tree,
+    run_until,
     timeless,
     weights,
 )
@@ -36,10 +37,9 @@ from vqclip.config import load_config
 from vqclip.errors import CheckpointError, ConfigError, DataError
 from vqclip.evaluation import try_all
 from vqclip.report.run_files import read_run
-from vqclip.train import Callback, TrainConfig
+from vqclip.train import TrainConfig
 from vqclip.train import run as train
 from vqclip.train.loop import train as train_loop
-from vqclip.train.step import TrainStep
 from vqclip.train.summary import render
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -82,10 +82,8 @@ def wait_for(condition, process, limit_s=90.0):
 def assert_same_run(one, other, steps=STEPS):
     """Bit for bit the same weights, optimizer and metrics."""
     assert all_equal(weights(one, steps), weights(other, steps))
-    first, second = (
-        load_file(each / "tiny" / "checkpoints" / f"step-{steps:08d}" / OPTIMIZER_FILE) for each in (one, other)
-    )
-    assert all_equal(first, second)
+    saved = [each / "tiny" / "checkpoints" / f"step-{steps:08d}" for each in (one, other)]
+    assert all_equal(*(load_file(each / OPTIMIZER_FILE) for each in saved))
     assert timeless(one) == timeless(other)
 
 
@@ -106,20 +104,13 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, shards, whole):
     assert_same_run(folder, tmp_path)
 
 
-class Killed(Callback):
-    def on_step_end(self, training):
-        if training.done == 8:
-            raise SystemExit("killed")
-
-
 def test_another_optimizer_and_schedule_go_on_bit_for_bit(tmp_path, shards):
     """Of muon; `test_optim.py` has the state of every kind."""
     settings = {"train__steps": 12, "train__ema": {"decay": 0.9}, "optim__layer_decay": 0.8, "data__workers": 0}
     settings |= {"optim__kind": "muon", "optim__schedule": "wsd", "optim__decay_share": 0.5}
     trees = [busy_tree(tmp_path / name, shards, **settings) for name in ("whole", "parts")]
     run(trees[0])
-    with pytest.raises(SystemExit, match="killed"):
-        train(TrainConfig.model_validate(trees[1]), [Killed()])
+    run_until(8, trees[1])
     rest = run(trees[1])
     assert len(rest["sample_ids"]) == 12 - 5
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 12)
@@ -150,9 +141,8 @@ def differences_after_a_resume(tree):
         loops.append(training)
         if training.done:
             sharded = training.step.weights.shapes  # FSDP's buffers have no memory between steps
-            compared.extend(
-                differences(*([each.step.optimizer.state for each in loops] if sharded else loops), OUTSIDE)
-            )
+            pair = [each.step.optimizer.state for each in loops] if sharded else loops
+            compared.extend(differences(*pair, OUTSIDE))
         train_loop(training, callbacks)
 
     with mock.patch("vqclip.train.main.train", recording):
@@ -212,28 +202,12 @@ def test_four_ranks_go_on_bit_for_bit(tmp_path, shards, ranks):
 
 def train_in_own_folder(tree, folder):
     """Train in a folder of one name and another place on every rank, as on disks of their own; the final weights."""
-    own = folder / os.environ["RANK"]
+    own, steps = folder / os.environ["RANK"], []
     own.mkdir(exist_ok=True)
-    before = Path.cwd()
-    os.chdir(own)
-    try:
-        with watched_steps() as steps:
-            run(tree)
-    finally:
-        os.chdir(before)
+    with pytest.MonkeyPatch.context() as patch, before_steps(lambda step, *_: steps.append(step)):
+        patch.chdir(own)
+        run(tree)
     return {name: tensor.clone() for name, tensor in steps[-1].model.state_dict().items()}
-
-
-@contextlib.contextmanager
-def watched_steps():
-    steps, init = [], TrainStep.__init__
-
-    def noting(self, *args, **kwargs):
-        steps.append(self)
-        init(self, *args, **kwargs)
-
-    with mock.patch.object(TrainStep, "__init__", noting):
-        yield steps
 
 
 def test_one_rank_reads_a_checkpoint_for_all(tmp_path, shards, ranks):
@@ -254,22 +228,14 @@ def with_drop_path(folder, shards):
     return tree
 
 
-def train_on_ranks(tree):
-    try:
-        return train(tree).finished
-    except CheckpointError as error:
-        return str(error)
-
-
 def test_other_processes_are_refused_where_towers_draw_by_rank(tmp_path, shards, ranks):
     """Stochastic depth is another for every rank: on two ranks it would be another trajectory."""
     random, fixed = with_drop_path(tmp_path / "random", shards), run_tree(tmp_path / "fixed", shards, train__steps=4)
-    for tree in (random, fixed):
-        assert ranks(1, train_on_ranks, tree, init=False) == [True]
-        assert ranks(1, train_on_ranks, tree, init=False) == [True]
+    for tree in (random, fixed, random, fixed):
+        assert ranks(1, error_of, tree, init=False) == [None]
     message = "processes (dropout is drawn by rank): 1 in the checkpoint, 2 now"
-    assert all(message in error for error in ranks(2, train_on_ranks, random, init=False))
-    assert ranks(2, train_on_ranks, fixed, init=False) == [True, True]
+    assert all(message in error for error in ranks(2, error_of, random, init=False))
+    assert ranks(2, error_of, fixed, init=False) == [None, None]
 
 
 def test_what_may_differ_is_named_one_by_one(tmp_path, shards, caplog, monkeypatch):
@@ -295,6 +261,20 @@ def test_what_may_differ_is_named_one_by_one(tmp_path, shards, caplog, monkeypat
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
+def rate_evaluations(monkeypatch, rate, fails=0):
+    """Let evaluation n = 1, 2, ... of a run have this rate, and one of them fail; return what they measured."""
+    measured = []
+
+    def rated(*args, **kwargs):
+        (result,) = (outcome := try_all(*args, **kwargs)).results
+        measured.append(dict(result.figures["codes_only"]))
+        result.figures["codes_only"]["i2t_r1"] = rate(len(measured))
+        return dataclasses.replace(outcome, failure=DataError("gone")) if len(measured) == fails else outcome
+
+    monkeypatch.setattr("vqclip.train.callbacks.builtin.try_all", rated)
+    return measured
+
+
 def kept(tmp_path):
     return [int(path.name.removeprefix("step-")) for path in sorted((tmp_path / "tiny" / "checkpoints").iterdir())]
 
@@ -307,19 +287,11 @@ def test_some_checkpoints_are_kept_for_good(tmp_path, shards, monkeypatch):
 
 def test_the_best_checkpoint_is_kept_also_over_a_resume(tmp_path, shards, monkeypatch):
     """Rates by step: best after 2, then after 6."""
-    rates = {1: 0.1, 2: 0.6, 3: 0.5, 4: 0.6, 5: 0.2, 6: 0.7, 7: 0.3, 8: 0.3}
-    done = []
-
-    def rated(*args, **kwargs):
-        (result,) = (outcome := try_all(*args, **kwargs)).results
-        result.figures["codes_only"]["i2t_r1"] = rates[done[-1]]
-        return outcome
-
-    call = TrainStep.__call__
-    monkeypatch.setattr(TrainStep, "__call__", lambda *args: (done.append(args[2] + 1), call(*args))[1])
-    monkeypatch.setattr("vqclip.train.callbacks.builtin.try_all", rated)
+    rates, begun = [0.1, 0.6, 0.5, 0.6, 0.2, 0.7, 0.3, 0.3], []
+    rate_evaluations(monkeypatch, lambda _: rates[begun[-1]])
     tree = best_tree(tmp_path, shards, train__steps=5, train__keep_checkpoints=1)
-    summary = train(tree).summary
+    with before_steps(lambda step, batch, number: begun.append(number)):
+        summary = train(tree).summary
     assert kept(tmp_path) == [2, 5]
     assert summary.best == {"step": 2, "figure": FIGURE, "value": 0.6}
     folder = tmp_path / "tiny"
@@ -332,7 +304,8 @@ def test_the_best_checkpoint_is_kept_also_over_a_resume(tmp_path, shards, monkey
     assert train(tree).summary.best["step"] == 5  # whose checkpoint exists
     shutil.move(tmp_path / "step-00000002", folder / "checkpoints")
     tree["train"]["steps"], tree["run"]["resume_allow"] = 8, ["train.steps"]
-    train(tree)
+    with before_steps(lambda step, batch, number: begun.append(number)):
+        train(tree)
     assert kept(tmp_path) == [6, 8]
     assert json.loads(known.read_text())["step"] == 6
 
@@ -347,23 +320,16 @@ def best_tree(folder, shards, **changes):
     return run_tree(folder, shards, **({"evaluation": tasks} | every | changes))
 
 
-def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, caplog, capsys):
+def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, caplog, refused):
     """The learning rate spoils the later steps, so that the best one is not the last."""
     changes = {"train__export": "best", "train__steps": 4, "train__precision": "fp32"}
-    tree, evaluated = best_tree(tmp_path, shards, **changes), []
-
-    def falling(*args, **kwargs):
-        (result,) = (outcome := try_all(*args, **kwargs)).results
-        evaluated.append(dict(result.figures["codes_only"]))
-        result.figures["codes_only"]["i2t_r1"] = 1 / (1 + abs(len(evaluated) - 2))
-        return outcome
-
-    monkeypatch.setattr("vqclip.train.callbacks.builtin.try_all", falling)
+    tree = best_tree(tmp_path, shards, **changes)
+    evaluated = rate_evaluations(monkeypatch, lambda number: 1 / (1 + abs(number - 2)))
     with caplog.at_level("INFO"):
         summary = train(tree).summary
-    lines = [each for each in caplog.messages if each.startswith("step 2: pairs (codes only): image to text R@1 100.0")]
-    assert len(lines) == 1
-    assert "(chance 3." in lines[0]
+    start = "step 2: pairs (codes only): image to text R@1 100.0"
+    (line,) = [each for each in caplog.messages if each.startswith(start)]
+    assert "(chance 3." in line
     folder = tmp_path / "tiny"
     stored = json.loads((folder / "summary.json").read_text())
     assert (summary.step, stored["step"], stored["best"]["step"]) == (2, 2, 2)
@@ -375,9 +341,7 @@ def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, c
 
     assert main(["export-tokenizer", str(folder), "--best"]) == 0
     assert main(["export-tokenizer", str(folder), "--out", str(tmp_path / "newest")]) == 0
-    assert all_equal(
-        load_file(folder / "tokenizer-step-2" / "model.safetensors"), load_file(exported / "model.safetensors")
-    )
+    assert all_equal(*(load_file(each / "model.safetensors") for each in (folder / "tokenizer-step-2", exported)))
     assert all_equal(load_file(tmp_path / "newest" / "model.safetensors"), weights(tmp_path, 4))
     assert f"- {FIGURE}: 100.0%" in (folder / "tokenizer-step-2" / "README.md").read_text()
     for out, reason in (
@@ -385,30 +349,28 @@ def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, c
         (folder / "checkpoints" / "step-00000002", "contains manifest.json"),
         (folder / "checkpoints" / "step-00000099", "is among the checkpoints"),
     ):
-        assert main(["export-tokenizer", str(folder), "--out", str(out)]) == 2
-        assert reason in capsys.readouterr().err
+        assert reason in refused(main(["export-tokenizer", str(folder), "--out", str(out)]))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "README.md").write_text("precious")
-    assert main(["export-tokenizer", str(folder), "--out", str(tmp_path / "mine")]) == 2
+    told = refused(main(["export-tokenizer", str(folder), "--out", str(tmp_path / "mine")]))
+    assert "contains README.md; expected a new folder" in told
     assert (tmp_path / "mine" / "README.md").read_text() == "precious"
-    assert "contains README.md; expected a new folder" in capsys.readouterr().err
-    assert main(["export-tokenizer", str(folder), "--step", "1"]) == 2
-    assert "no checkpoint of step 1; expected one of 2, 3, 4" in capsys.readouterr().err
-    assert main(["export-tokenizer", str(tmp_path / "newest")]) == 2
-    assert "newest/checkpoints: no checkpoints; expected the folder of a run" in capsys.readouterr().err
+    told = refused(main(["export-tokenizer", str(folder), "--step", "1"]))
+    assert "no checkpoint of step 1; expected one of 2, 3, 4" in told
+    told = refused(main(["export-tokenizer", str(tmp_path / "newest")]))
+    assert "newest/checkpoints: no checkpoints; expected the folder of a run" in told
     damaged = best / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     before = (exported / "model.safetensors").read_bytes()
-    assert main(["export-tokenizer", str(folder), "--step", "2", "--out", str(exported)]) == 2
-    assert str(damaged) in capsys.readouterr().err
+    assert str(damaged) in refused(main(["export-tokenizer", str(folder), "--step", "2", "--out", str(exported)]))
     assert (exported / "model.safetensors").read_bytes() == before
     caplog.clear()
     assert train(tree).step == 4  # of the finished run, whose best step is damaged
     assert "the best checkpoint cannot be used, so step 4 stays" in caplog.text
     for step in ("1e400", "1.7", '"2"'):
         (folder / "best.json").write_text(f'{{"step": {step}}}')
-        assert main(["export-tokenizer", str(folder), "--best"]) == 2
-        assert "best.json: cannot be read (step: got" in capsys.readouterr().err
+        told = refused(main(["export-tokenizer", str(folder), "--best"]))
+        assert "best.json: cannot be read (step: got" in told
 
 
 def test_patience_ends_a_run_after_the_same_step_after_a_resume(tmp_path, shards):
@@ -427,15 +389,8 @@ def test_patience_ends_a_run_after_the_same_step_after_a_resume(tmp_path, shards
 
 
 def test_an_evaluation_that_fails_leaves_the_last_step_exported(tmp_path, shards, monkeypatch):
-    tree, calls = best_tree(tmp_path, shards, train__export="best", train__steps=4, train__precision="fp32"), []
-
-    def failing_at_last(*args, **kwargs):
-        (result,) = (outcome := try_all(*args, **kwargs)).results
-        calls.append(result)
-        result.figures["codes_only"]["i2t_r1"] = 1 / len(calls)
-        return dataclasses.replace(outcome, failure=DataError("gone")) if len(calls) == 4 else outcome
-
-    monkeypatch.setattr("vqclip.train.callbacks.builtin.try_all", failing_at_last)
+    tree = best_tree(tmp_path, shards, train__export="best", train__steps=4, train__precision="fp32")
+    rate_evaluations(monkeypatch, lambda number: 1 / number, fails=4)
     with pytest.raises(DataError, match="gone"):
         train(tree)
     stored = json.loads((tmp_path / "tiny" / "summary.json").read_text())
@@ -447,16 +402,10 @@ def test_an_evaluation_that_fails_leaves_the_last_step_exported(tmp_path, shards
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"train__keep_best": "eval/pairs/codes_only/top1"},
-            "train.keep_best: got .*; expected one of eval/pairs/contin",
-        ),
+        ({"train__keep_best": "eval/pairs/codes_only/top1"}, "train.keep_best: got .*; expected one of eval/pairs/con"),
         ({"train__keep_best": None, "train__export": "best"}, "got export 'best' and keep_best null"),
         ({"train__keep_best": None, "train__patience": 2}, "got patience 2 and keep_best null"),
-        (
-            {"evaluation": []},
-            "train.keep_best: got 'eval/pairs/codes_only/i2t_r1'; expected null, as evaluation is empty",
-        ),
+        ({"evaluation": []}, f"train.keep_best: got '{FIGURE}'; expected null, as evaluation is empty"),
         ({"model__text__quantizer": {"kind": "identity", "dim": 8}}, "expected one of .*quantized/t2i_r10$"),
     ],
 )
@@ -481,11 +430,7 @@ def test_a_folder_with_anything_to_resume_from_is_refused_on_request(tmp_path, s
     [
         ("optim__lr", 2e-3, "optim.lr: 0.001 in the checkpoint, 0.002 now"),
         ("optim__betas", [0.9, 0.95], r"optim.betas\[1\]: absent in the checkpoint, 0.95 now"),
-        (
-            "train__steps",
-            5,
-            r"of a run of 4 steps, and this one asks for 5. .*\n  'run.resume_allow=\[train.steps\]'\n",
-        ),
+        ("train__steps", 5, r"of a run of 4 steps, and this one asks for 5. .*\n  'run.resume_allow=\[train.steps\]'"),
         ("data__transform", {"flip": 0.5}, r"transform\.flip: .* in the checkpoint, .* now"),
         ("model__embed_dim", 8, "model.embed_dim: 16 in the checkpoint, 8 now"),
     ],
