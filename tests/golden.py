@@ -160,19 +160,14 @@ def write_data(folder: Path) -> None:
     }
     (folder / "captions.json").write_text(json.dumps(listing))
 
-    columns = {
-        "image": [{"bytes": each, "path": None} for each in images],
-        "caption": [list(each) for each in captions],
-    }
+    columns = {"image": [{"bytes": each, "path": None} for each in images], "caption": list(map(list, captions))}
     (folder / "rows").mkdir()
     for number, first in enumerate((0, 25)):
         table = pa.table(columns).slice(first, 25)
         pq.write_table(table, folder / "rows" / f"{number}.parquet", row_group_size=6)
 
-    members = {
-        f"{n:05d}.{end}": data for n in range(20) for end, data in (("png", images[n]), ("cls", b"%d" % (n % 3)))
-    }
-    write_tar(folder / "classes" / "train" / "0.tar", members)
+    labelled = [(n, pair) for n in range(20) for pair in (("png", images[n]), ("cls", b"%d" % (n % 3)))]
+    write_tar(folder / "classes" / "train" / "0.tar", {f"{n:05d}.{end}": data for n, (end, data) in labelled})
     (folder / "classes" / "train" / "nshards.txt").write_text("1\n")
     (folder / "classes" / "classnames.txt").write_text("star\ncircle\nsquare\n")
     (folder / "classes" / "zeroshot_classification_templates.txt").write_text("a {c}\n")

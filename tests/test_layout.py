@@ -124,10 +124,7 @@ def test_only_dist_talks_to_torch_distributed():
 
 STEPS = [
     ("import vqclip", ["torch", "webdataset", "open_clip", "timm", "pydantic", "yaml"]),
-    (
-        "import vqclip.cli.main; vqclip.cli.main.main(['--help'])",
-        ["torch", "webdataset", "open_clip", "timm", "pydantic"],
-    ),
+    ("import vqclip.cli.main as it; it.main(['--help'])", ["torch", "webdataset", "open_clip", "timm", "pydantic"]),
     ("import vqclip.config", ["torch", "webdataset", "open_clip", "timm"]),
     ("import vqclip.data", ["webdataset", "open_clip", "timm"]),
     (

@@ -1,4 +1,5 @@
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -124,9 +125,8 @@ def test_one_entry_names_both_towers():
     other = {"kind": "open_clip", "model": "ViT-B-32"}
     with pytest.raises(ValueError, match=r"got both towers and text.tower, which differ"):
         ModelConfig.model_validate({"towers": towers, "image": parts, "text": parts | {"tower": other}})
-    frozen = ModelConfig.model_validate(
-        {"towers": towers, "image": parts | {"tower": {"train": "none"}}, "text": parts}
-    )
+    frozen_image = parts | {"tower": {"train": "none"}}
+    frozen = ModelConfig.model_validate({"towers": towers, "image": frozen_image, "text": parts})
     assert (frozen.image.tower.train, frozen.text.tower.train) == ("none", "all")
     assert ModelConfig.model_validate(frozen.model_dump(mode="json")) == frozen
 
@@ -158,18 +158,15 @@ def test_saving_drops_nothing_without_a_word(saved, tmp_path, monkeypatch):
         model.save_pretrained(".")
 
 
-def test_a_tokenizer_is_replaced_whole_or_not_at_all(saved, tmp_path, monkeypatch):
+def test_a_tokenizer_is_replaced_whole_or_not_at_all(saved, tmp_path):
     model, _ = saved
     folder = tmp_path / "image"
     model.image.save_pretrained(folder)
     (folder / "README.md").write_text("the card of the former one")
     before = contents(folder)
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "vqclip.tokenizer.saving.write_config", lambda *_: (_ for _ in ()).throw(OSError("No space left"))
-        )
-        with pytest.raises(OSError, match="No space left"):
-            model.image.save_pretrained(folder)
+    full = mock.patch("vqclip.tokenizer.saving.write_config", side_effect=OSError("No space left"))
+    with full, pytest.raises(OSError, match="No space left"):
+        model.image.save_pretrained(folder)
     assert contents(folder) == before
     link = tmp_path / "link"
     link.symlink_to(folder)

@@ -92,9 +92,8 @@ def codes_at_evaluation(tree, cache):
 
 def test_without_synchronisation_ranks_agree_for_checkpoints_and_evaluations(ranks, tmp_path, shards):
     """They would else share an evaluation out among different models, and go on from rank 0's after a stop only."""
-    tree = run_tree(
-        tmp_path, shards, BUSY_VQ | {"sync_codebook": False}, train__evaluate_every=8, train__checkpoint_every=7
-    )
+    quantizer = BUSY_VQ | {"sync_codebook": False}
+    tree = run_tree(tmp_path, shards, quantizer, train__evaluate_every=8, train__checkpoint_every=7)
     (shown, apart), (also_shown, also_apart) = ranks(2, codes_at_evaluation, tree, str(tmp_path / "cache"), init=False)
     assert len(shown) == 2 + 3 + 1  # evaluations after 8, 16 and 20 steps, checkpoints after 7, 14 and 20
     for mine, theirs in zip(itertools.chain(*shown), itertools.chain(*also_shown), strict=True):

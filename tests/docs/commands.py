@@ -164,12 +164,8 @@ def _as_main(argv: list[str], run: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def _stopped_when_parsed() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
-        parser = argparse.ArgumentParser
-        for owner, name in (
-            (parser, "parse_args"),
-            (parser, "parse_intermixed_args"),
-            (vqclip.cli.options, "read_options"),
-        ):
+        parser, options = argparse.ArgumentParser, vqclip.cli.options
+        for owner, name in ((parser, "parse_args"), (parser, "parse_intermixed_args"), (options, "read_options")):
             original = getattr(owner, name)
 
             def parse(*args: object, original=original, **options: object) -> None:

@@ -69,8 +69,7 @@ def test_blocks_change_nothing_bound_the_scores_and_show_that_the_work_goes_on(m
     assert 0.1 < whole[0] < whole[1] < 1
 
 
-# ---- Our figures beside clip_benchmark's own functions, on random scores (which have no ties).
-
+# Our figures beside clip_benchmark's own functions, on random scores (which have no ties).
 
 CLASSES, TEMPLATES, WIDTH = 12, 3, 8
 
@@ -132,13 +131,12 @@ def test_retrieval_with_several_captions_an_image(draw):
     owner = torch.arange(len(counts)).repeat_interleave(counts)
     texts = [(owner == image).nonzero().flatten().tolist() for image in range(len(counts))]
     batches = [(torch.arange(start, start + 6), texts[start : start + 6]) for start in range(0, len(counts), 6)]
-    expected = zeroshot_retrieval.evaluate(
-        Rows(images, captions), batches, torch.tensor, "cpu", amp=False, recall_k_list=[1, 5, 10]
-    )
+    ks, rows = [1, 5, 10], Rows(images, captions)
+    expected = zeroshot_retrieval.evaluate(rows, batches, torch.tensor, "cpu", amp=False, recall_k_list=ks)
     found = recalls(both_ranks(images, captions, counts))
+    names = {"i2t": "text", "t2i": "image"}
     assert found == pytest.approx(
-        {f"i2t_r{k}": expected[f"text_retrieval_recall@{k}"] for k in (1, 5, 10)}
-        | {f"t2i_r{k}": expected[f"image_retrieval_recall@{k}"] for k in (1, 5, 10)}
+        {f"{a}_r{k}": expected[f"{b}_retrieval_recall@{k}"] for a, b in names.items() for k in ks}
     )
     assert 0.2 < found["i2t_r1"] < found["i2t_r5"] < 1
 

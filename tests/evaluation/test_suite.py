@@ -59,9 +59,8 @@ def test_a_wrapped_model_is_unwrapped(ranks, folder):
 def try_a_bad_sample(folder):
     os.environ["VQCLIP_CACHE"] = str(folder / "cache")
     zero_shot, bad = tasks(folder)
-    outcome = try_all(
-        CLIP.from_pretrained(folder / "model"), [bad, zero_shot, bad.model_copy(update={"name": "again"})]
-    )
+    again = bad.model_copy(update={"name": "again"})
+    outcome = try_all(CLIP.from_pretrained(folder / "model"), [bad, zero_shot, again])
     return [result.name for result in outcome.results], type(outcome.failure).__name__, str(outcome.failure)
 
 

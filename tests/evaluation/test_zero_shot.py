@@ -69,11 +69,8 @@ def test_notes_tell_of_equal_class_names_and_of_files_left_out(tmp_path):
     (folder / "classnames.txt").write_text("red\ngreen\nred\nwhite\n")  # as ImageNet's do
     images = image_folder(tmp_path / "images")
     (images / "green" / "a.psd").touch()
-    tasks = [
-        ZeroShotConfig(data=ClassShardsConfig(path=folder)),
-        ZeroShotConfig(data=FolderConfig(path=images), name="f"),
-    ]
-    classes, plain = evaluate(tiny_clip(), tasks)
+    labelled = ZeroShotConfig(data=ClassShardsConfig(path=folder))
+    classes, plain = evaluate(tiny_clip(), [labelled, ZeroShotConfig(data=FolderConfig(path=images), name="f")])
     assert classes.notes == ["class names that occur more than once, which the model cannot tell apart: red"]
     assert [note.split(" without")[0] for note in plain.notes] == ["left out: 1 file"]
 

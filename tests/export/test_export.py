@@ -106,10 +106,8 @@ def test_onnx_equals_the_tokenizer(onnx):
     tokenizer, folder = onnx
     model = built(LFQ)
     check(tokenizer, folder, batches(model, "text"))
-    parts = {f"{part}.onnx" for part in ("decode", "embed", "encode")}
-    assert {path.name for path in folder.iterdir()} == {"export.json", "README.md"} | parts | {
-        f"{part}.data" for part in parts
-    }
+    files = {f"{part}.onnx{end}" for part in ("decode", "embed", "encode") for end in ("", ".data")}
+    assert {path.name for path in folder.iterdir()} == {"export.json", "README.md"} | files
     assert "The text half of a tokenizer made with vqclip" in (folder / "README.md").read_text()
 
 
@@ -155,9 +153,7 @@ def test_a_tokenizer_without_a_decoder_gives_no_images(onnx):
     tokenizer, folder = onnx
     with pytest.raises(ConfigError, match="got files of a tokenizer without a pixel decoder"):
         OnnxTokenizer(folder).decode_pixels(tokenizer.encode(CAPTIONS).numpy())
-    with pytest.raises(
-        ConfigError, match="part: got 'decode_pixels', expected one of encode, decode, embed, the parts"
-    ):
+    with pytest.raises(ConfigError, match="part: got 'decode_pixels', expected one of encode, decode, embed, the "):
         export_program(tokenizer, "decode_pixels")
 
 
@@ -166,12 +162,8 @@ def test_what_export_json_says_is_so(onnx):
     runtime = OnnxTokenizer(folder)
     tokens = tokenizer.preprocess(CAPTIONS).numpy()
     ids = runtime.encode(tokens)
-    for part, given, got in (
-        ("encode", tokens, ids),
-        ("decode", ids, runtime.decode(ids)),
-        ("embed", ids, runtime.embed(ids)),
-    ):
-        for side, array in (("inputs", given), ("outputs", got)):
+    for part, given in (("encode", tokens), ("decode", ids), ("embed", ids)):
+        for side, array in (("inputs", given), ("outputs", getattr(runtime, part)(given))):
             (stated,) = getattr(runtime.info.parts[part], side).values()
             assert stated.model_dump() == {"dtype": str(array.dtype), "shape": [None, *array.shape[1:]]}
     assert runtime.info.tokenizer_sha256 == fingerprint(tokenizer)
@@ -292,9 +284,7 @@ def test_damage_of_any_file_is_noticed(onnx, tmp_path):
     del body["sha256"]
     parts = {name: {key: value for key, value in part.items() if key != "data"} for name, part in body["parts"].items()}
     (folder / "export.json").write_bytes(add_checksum({**body, "parts": parts}))
-    with pytest.raises(
-        CheckpointError, match=r"export.json: contains no digest of decode\.onnx\.data; export it again"
-    ):
+    with pytest.raises(CheckpointError, match=r"export.json: contains no digest of decode\.onnx\.data; export it ag"):
         OnnxTokenizer(folder)
 
 
@@ -332,8 +322,7 @@ def test_every_family_as_onnx(family, modality, tmp_path, onnx_packages):
     assert found.embeddings < 1e-5
 
 
-# ---- Towers of vqclip models in open_clip models.
-
+# Towers of vqclip models in open_clip models.
 
 THREE = ["a cat", "two red dogs on a very long road", ""]
 

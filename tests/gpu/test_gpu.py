@@ -66,9 +66,8 @@ def test_a_gpu_trains_the_same_decoder_as_a_cpu(tmp_path, shards, detail):
     cache = str(tmp_path / "cache")
     run(tree(tmp_path / "clip", shards), cache)
     for device in ("cpu", DEVICE):
-        settings = pixel_tree(
-            tmp_path / f"on {device}", shards, tmp_path / "clip" / "tiny" / "tokenizer", detail=detail
-        )
+        folder, tokenizer = tmp_path / f"on {device}", tmp_path / "clip" / "tiny" / "tokenizer"
+        settings = pixel_tree(folder, shards, tokenizer, detail=detail)
         settings["run"]["device"], settings["train"]["steps"] = device, STEPS
         run(settings, cache)
     require_same(tmp_path / f"on {DEVICE}", tmp_path / "on cpu", 1e-9)

@@ -191,10 +191,7 @@ def test_a_decoder_without_detail_says_so():
     [
         ({"stages": 2}, r"detail\.quantizer\.layer\.codebook: got shape \(3, 8, 3\), expected \(2, 8, 3\)"),
         ({"quantizer": NESTED}, r"pixels: detail.quantizer: Product: got \d+ codebooks .*; expected at most 65536"),
-        (
-            {"channels": 2**15, "max_channels": 2**16},
-            r"branch\.layers\.1\.weight: got .*\(8, 12, .*expected \(32768, 12",
-        ),
+        ({"channels": 2**15, "max_channels": 2**16}, r"branch\.layers\.1\.weight: got .*\(8, 12, .* \(32768, 12"),
     ],
 )
 def test_a_folder_with_other_detail_settings_is_refused_before_memory_is_taken(tmp_path, values, message):

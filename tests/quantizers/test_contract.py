@@ -37,6 +37,8 @@ from vqclip.quantizers.nearest import TableQuantizer
 
 SOFT = {"entropy_temperature": 2.0}  # a soft assignment, so that every entry has a gradient
 NO_GAP = BinaryLossWeights(codebook_entropy_gap=0.0)
+UNIFORM = FSQConfig(levels=(8, 5, 3), layout="uniform")
+VQ_5, VQ_3 = VQConfig(dim=5, codebook_size=16), VQConfig(dim=3, codebook_size=8)
 
 CONFIGS = {
     "fsq": FSQConfig(levels=(8, 5, 5, 5)),
@@ -60,30 +62,22 @@ CONFIGS = {
     "simvq": SimVQConfig(dim=6, codebook_size=32),
     "simvq, blocks": SimVQConfig(dim=6, codebook_size=37, blocks=1),
     "identity": IdentityConfig(dim=6),
-    "residual of fsq": ResidualConfig(layer=FSQConfig(levels=(8, 5, 3), layout="uniform"), depth=3),
+    "residual of fsq": ResidualConfig(layer=UNIFORM, depth=3),
     "residual of lfq": ResidualConfig(layer=LFQConfig(bits=5, **SOFT), depth=3),
     "residual of bsq": ResidualConfig(layer=BSQConfig(bits=5, **SOFT), depth=3),
-    "residual of vq": ResidualConfig(layer=VQConfig(dim=5, codebook_size=16), depth=3),
-    "residual of vq, ibq": ResidualConfig(
-        layer=VQConfig(dim=5, codebook_size=16, learning="ibq"), depth=3, dropout=True
-    ),
+    "residual of vq": ResidualConfig(layer=VQ_5, depth=3),
+    "residual of vq, ibq": ResidualConfig(layer=VQ_5.model_copy(update={"learning": "ibq"}), depth=3, dropout=True),
     "residual of simvq": ResidualConfig(layer=SimVQConfig(dim=5, codebook_size=16), depth=2),
-    "residual of product of vq": ResidualConfig(
-        layer=ProductConfig(layer=VQConfig(dim=3, codebook_size=8), codebooks=2), depth=2
-    ),
-    "residual of vq with dropout": ResidualConfig(layer=VQConfig(dim=5, codebook_size=16), depth=3, dropout=True),
-    "residual of fsq with dropout": ResidualConfig(
-        layer=FSQConfig(levels=(8, 5, 3), layout="uniform"), depth=3, dropout=True
-    ),
-    "residual of vq, shared": ResidualConfig(layer=VQConfig(dim=5, codebook_size=16), depth=3, shared=True),
-    "residual of vq, beam": ResidualConfig(layer=VQConfig(dim=5, codebook_size=16), depth=3, beam=4),
+    "residual of product of vq": ResidualConfig(layer=ProductConfig(layer=VQ_3, codebooks=2), depth=2),
+    "residual of vq with dropout": ResidualConfig(layer=VQ_5, depth=3, dropout=True),
+    "residual of fsq with dropout": ResidualConfig(layer=UNIFORM, depth=3, dropout=True),
+    "residual of vq, shared": ResidualConfig(layer=VQ_5, depth=3, shared=True),
+    "residual of vq, beam": ResidualConfig(layer=VQ_5, depth=3, beam=4),
     "product of vq": ProductConfig(layer=VQConfig(dim=3, codebook_size=16), codebooks=3),
     "product of bsq": ProductConfig(layer=BSQConfig(bits=4, **SOFT), codebooks=2),
-    "product of residual of vq": ProductConfig(
-        layer=ResidualConfig(layer=VQConfig(dim=3, codebook_size=8), depth=2), codebooks=2
-    ),
+    "product of residual of vq": ProductConfig(layer=ResidualConfig(layer=VQ_3, depth=2), codebooks=2),
     "product of residual of vq, diveq": ProductConfig(
-        layer=ResidualConfig(layer=VQConfig(dim=3, codebook_size=8, learning="diveq"), depth=2), codebooks=2
+        layer=ResidualConfig(layer=VQ_3.model_copy(update={"learning": "diveq"}), depth=2), codebooks=2
     ),
     "product of lfq": ProductConfig(layer=LFQConfig(bits=5, **SOFT), codebooks=2),
     "product of product": ProductConfig(layer=ProductConfig(layer=LFQConfig(bits=3, **SOFT), codebooks=2), codebooks=2),
@@ -141,9 +135,7 @@ def assert_same_stats(a: Stats, b: Stats) -> None:
     a, b = a.local(), b.local()
     for name in a:
         assert a[name].dtype == b[name].dtype
-        torch.testing.assert_close(
-            a[name], b[name], rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(a[name], b[name], rtol=1e-12, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
 
 
 def total_loss(quantizer: Quantizer, stats: Stats) -> Tensor:
@@ -447,11 +439,8 @@ class TestGraphs:
         assert torch.equal(a.vectors, b.vectors)
         assert_same_stats(a.stats, b.stats)
         if training:
-            gradients = [
-                torch.autograd.grad(out.vectors.square().sum() + total_loss(quantizer, out.stats), x)[0]
-                for out in (a, b)
-            ]
-            torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+            losses = [out.vectors.square().sum() + total_loss(quantizer, out.stats) for out in (a, b)]
+            torch.testing.assert_close(*(torch.autograd.grad(loss, x) for loss in losses), rtol=1e-12, atol=1e-12)
             if quantizer.codebook_sizes:
                 decode = torch.compile(quantizer.decode, fullgraph=True, backend="aot_eager")
                 assert torch.equal(decode(b.ids), quantizer.decode(b.ids))

@@ -130,9 +130,8 @@ def test_what_has_no_counterpart_is_refused(module: Any, message: str) -> None:
 
 
 def test_quantize_dropout_leaves_as_many_stages() -> None:
-    module = peer.ResidualVQ(
-        dim=4, codebook_size=8, num_quantizers=4, quantize_dropout=True, quantize_dropout_cutoff_index=2
-    )
+    dropout = {"quantize_dropout": True, "quantize_dropout_cutoff_index": 2}
+    module = peer.ResidualVQ(dim=4, codebook_size=8, num_quantizers=4, **dropout)
     assert from_vector_quantize_pytorch(module).least == 3
 
 

@@ -43,9 +43,8 @@ def test_equals_one_layer_a_codebook(layer: Quantizer) -> None:
     for name, loss in losses.items():
         expected = torch.stack([losses[name] for losses in apart]).mean()
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(
-            *(torch.autograd.grad(y, x, retain_graph=True) for y in (loss, expected)), rtol=1e-10, atol=1e-14
-        )
+        gradients = (torch.autograd.grad(y, x, retain_graph=True) for y in (loss, expected))
+        torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
     metrics = product.metrics(out.stats)
     for codebook, part in enumerate(parts):
         for name in ("usage", "perplexity"):

@@ -14,14 +14,7 @@ from vqclip.towers.transformers import TransformersImageTowerConfig, Transformer
 VIT = {"patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2, "drop_path_rate": 0.4, "proj_drop_rate": 0.3}
 CNN = {"depths": [1, 2, 1, 1], "dims": [8, 8, 16, 24], "drop_path_rate": 0.4}
 SE = {"layers": [1, 2, 1, 1], "channels": [8, 8, 16, 16]}
-NAFLEX = {
-    "patch_size": 4,
-    "embed_dim": 16,
-    "depth": 3,
-    "num_heads": 2,
-    "pos_embed_grid_size": [3, 4],
-    "drop_path_rate": 0.4,
-}
+NAFLEX = {"patch_size": 4, "embed_dim": 16, "depth": 3, "num_heads": 2, "pos_embed_grid_size": [3, 4]}
 RESNET = {"image_size": 64, "layers": [1, 2, 1, 1], "width": 8, "head_width": 64}
 
 
@@ -56,7 +49,9 @@ def transformers_text(folder, name):
 TOWERS = {
     "vit": lambda folder: vit(),
     "vit, adapters": lambda folder: vit(train={"lora": {"rank": 2, "dropout": 0.5}}),
-    "any shape, last two": lambda folder: NaFlexTowerConfig(max_tokens=12, args=NAFLEX, train={"last": 2}),
+    "any shape, last two": lambda folder: NaFlexTowerConfig(
+        max_tokens=12, args=NAFLEX | {"drop_path_rate": 0.4}, train={"last": 2}
+    ),
     "convnext": lambda folder: TimmTowerConfig(name="convnext_atto", image_size=32, args=CNN),
     "convolutions": lambda folder: ConvolutionalTowerConfig(image_size=32, channels=[8, 16, 24]),
     "squeeze and excitation": lambda folder: TimmTowerConfig(name="seresnet18", image_size=32, args=SE, group_norm=4),

@@ -55,9 +55,7 @@ def test_memory_for_the_backward_falls_with_the_blocks_that_are_recomputed(name,
     for which in (False, 2, True):
         tower, sizes = copy.deepcopy(plain), []
         recompute_blocks([tower], which)
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda each, s=sizes: s.append(each.numel()) or each, lambda t: t
-        ):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=sizes: s.append(t.numel()) or t, lambda t: t):
             tower(batch)
         held[which] = sum(sizes)
     assert held[False] > 1.2 * held[2] > 1.4 * held[True]
@@ -93,10 +91,9 @@ def timm_model(name, **args):
 
 def bert():
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 3}
+    config = transformers.BertConfig(vocab_size=50, add_pooling_layer=False, **sizes)
     with torch.device("meta"):
-        return transformers.AutoModel.from_config(
-            transformers.BertConfig(vocab_size=50, add_pooling_layer=False, **sizes)
-        )
+        return transformers.AutoModel.from_config(config)
 
 
 CASES = {

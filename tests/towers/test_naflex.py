@@ -31,6 +31,7 @@ from vqclip.train.tasks.contrastive import TrainConfig
 
 ARGS = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "pos_embed_grid_size": [3, 4], "reg_tokens": 1}
 SIZES = ((30, 30), (20, 60), (90, 20), (8, 300), (16, 17), (3, 2))
+ATTENTION = {"kind": "attention", "heads": 2}
 SHAPES = [(3, 3), (2, 6), (6, 2), (1, 12), (3, 4), (4, 3)]
 
 
@@ -160,9 +161,7 @@ def test_augmentation_keeps_the_proportions_of_the_image():
 
 
 @pytest.mark.parametrize("quantizer", [LFQ, PRODUCT, RESIDUAL], ids=["lfq", "product", "residual"])
-@pytest.mark.parametrize(
-    "image", [{}, {"project_in": {"kind": "attention", "heads": 2}}, {"reduce": {"kind": "queries"}}]
-)
+@pytest.mark.parametrize("image", [{}, {"project_in": ATTENTION}, {"reduce": {"kind": "queries"}}], ids=str)
 def test_padded_equals_cropped(quantizer, image):
     """In every loss and statistic, and in the gradient; a larger budget adds padding alone."""
     model = built(quantizer, tokens=40, **image).double()
