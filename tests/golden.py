@@ -25,7 +25,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -235,24 +235,11 @@ def _digest(*parts: str | torch.Tensor) -> str:
 
 
 @contextmanager
-def rank_pool() -> Iterator[RankPool]:
-    """Make a pool of processes that ends with the block."""
-    pool = RankPool()
-    try:
-        yield pool
-    finally:
-        pool.kill()
-
-
-@contextmanager
 def prepared(folder: Path) -> Iterator[dict[str, Golden]]:
     """Write the data into a folder and serve them; the runs by name."""
     write_data(folder / "data")
-    server = FaultyServer()
-    try:
+    with closing(FaultyServer()) as server:
         yield golden_runs(folder / "data", server.add(folder / "data"))
-    finally:
-        server.close()
 
 
 # ---- comparing
@@ -318,7 +305,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("the record is of another machine: record all runs")
     else:
         record["machine"] = this_machine()
-    with tempfile.TemporaryDirectory() as folder, prepared(Path(folder)) as runs, rank_pool() as pool:
+    with tempfile.TemporaryDirectory() as folder, prepared(Path(folder)) as runs, ExitStack() as stack:
+        pool = RankPool()
+        stack.callback(pool.kill)
         if unknown := set(options.runs) - runs.keys():
             parser.error(f"no runs {sorted(unknown)}; expected some of {', '.join(runs)}")
         for name in options.runs or runs:

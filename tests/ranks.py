@@ -6,7 +6,6 @@ sets and the cache folder of the test, and takes it down afterwards. No wait is 
 rank died or hangs is killed: the next call starts a new one.
 """
 
-import contextlib
 import itertools
 import multiprocessing as mp
 import os
@@ -22,6 +21,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 MAX_RANKS = 4
 _PORTS, _PORTS_OF_A_CALL = "VQCLIP_TEST_PORTS", 4
@@ -51,7 +51,7 @@ def start_process(function: Callable[..., Any], *args: Any) -> mp.process.BasePr
     context = fork_server()
     # Not daemonic: a daemon may have no children, and a rank under test may start data loader workers.
     process = context.Process(target=function, args=args)
-    with _environment({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}):
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}):
         process.start()
     return process
 
@@ -169,17 +169,6 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-@contextlib.contextmanager
-def _environment(values: dict[str, str]):
-    before = os.environ.copy()
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def _serve(connection: Connection) -> None:
     """What a worker does: run what it is sent until the parent goes away."""
     parent = mp.parent_process()
@@ -214,7 +203,7 @@ def _run(env: dict[str, str], rendezvous: str, request: bytes) -> Any:
     import torch.distributed as dist
 
     torch.manual_seed(0)
-    with _environment(env), warnings.catch_warnings():
+    with mock.patch.dict(os.environ, env), warnings.catch_warnings():
         fn, args, init, timeout = pickle.loads(request)
         try:
             if init:

@@ -13,15 +13,9 @@ from vqclip.errors import ConfigError
 from vqclip.train.tasks.kinds import TASKS, load_task_config
 
 
-@pytest.fixture
-def write(tmp_path):
-    """Write a text to a file, and return its path."""
-
-    def written(text: str) -> Path:
-        (tmp_path / "c.yaml").write_text(text)
-        return tmp_path / "c.yaml"
-
-    return written
+def write(folder: Path, text: str) -> Path:
+    (folder / "c.yaml").write_text(text)
+    return folder / "c.yaml"
 
 
 @pytest.mark.parametrize("script", ["keys", "figures"])
@@ -59,9 +53,9 @@ model:
 OVERRIDES = ["max_steps=9", "model.image.quantizer.depht=2", "data.sources[1].any=1", "loss.kind=none", "nonsense"]
 
 
-def test_unknown_keys_are_refused_as_the_classes_refuse_them(write):
+def test_unknown_keys_are_refused_as_the_classes_refuse_them(tmp_path):
     with pytest.raises(ConfigError) as refused:
-        require_known_keys(write(WRONG), OVERRIDES)
+        require_known_keys(write(tmp_path, WRONG), OVERRIDES)
     *lines, of_kind = [line.partition("c.yaml:")[2] or line for line in str(refused.value).splitlines()]
     assert lines == [
         '2: optim.learning_rate: unknown key; did you mean "lr"?',
@@ -71,18 +65,18 @@ def test_unknown_keys_are_refused_as_the_classes_refuse_them(write):
         'override "max_steps=9": max_steps: unknown key; did you mean "train.steps"?',
     ]
     with pytest.raises(ConfigError) as full:
-        load_task_config(write(WRONG), [each for each in OVERRIDES if "=" in each])
+        load_task_config(write(tmp_path, WRONG), [each for each in OVERRIDES if "=" in each])
     assert all(any(line in other for other in str(full.value).splitlines()) for line in [*lines, of_kind])
     assert "quantizer.depht: unknown key; expected one of kind, " in of_kind
 
 
-def test_keys_of_tasks_and_files_that_are_left_to_the_classes(tmp_path, write):
+def test_keys_of_tasks_and_files_that_are_left_to_the_classes(tmp_path):
     require_known_keys(None, ["task=pixels", "decoder.kind=transformer", "optim.lr=1"])
     require_known_keys(None, ["run.trackers[0].mode=offline", "model.image.pixels.losses[0].weight=2"])
     require_known_keys(None, ["train={ema: {decay: 0.5}, ema: {warmup: true}}"])
-    require_known_keys(write("loss: {kind: sigmoid, impl: tiled, any: 1}"), ["loss.kind=contrastive"])
-    require_known_keys(write("{task: [1], any: 2}"), [])
-    require_known_keys(write("task: {a: 1}"), ["task=own", "any=1"])
+    require_known_keys(write(tmp_path, "loss: {kind: sigmoid, impl: tiled, any: 1}"), ["loss.kind=contrastive"])
+    require_known_keys(write(tmp_path, "{task: [1], any: 2}"), [])
+    require_known_keys(write(tmp_path, "task: {a: 1}"), ["task=own", "any=1"])
     with pytest.raises(ConfigError, match="no such configuration file"):
         require_known_keys(tmp_path / "nowhere.yaml", [])
     assert set(TASKS) == {"contrastive", "pixels"}

@@ -1,6 +1,5 @@
 import dataclasses
 import io
-import os
 import re
 from unittest import mock
 
@@ -108,7 +107,6 @@ def test_hits_and_misses_of_captions_are_the_known_ones(tmp_path):
 
 
 def details_on_rank(folder):
-    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
     tasks = [
         ZeroShotConfig(data=ClassShardsConfig(path=folder / "classes"), batch_size=4, max_bad_fraction=0.2),
         RetrievalConfig(data=CaptionShardsConfig(path=str(folder / "captions"), captions="txt_lines"), batch_size=4),

@@ -1,7 +1,6 @@
 import csv
 import dataclasses
 import io
-import os
 import re
 
 import numpy as np
@@ -245,7 +244,6 @@ def test_a_model_without_a_decoder_is_refused(folder):
 
 
 def distances_of(folder, limit=6, batch_size=4):
-    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
     network = {"kind": "tokenizer", "folder": str(folder / "model")}
     distances = [{"kind": "perceptual", "network": network}, {"kind": "frechet", "network": network}]
     task = classes(folder, distances=distances, limit=limit, batch_size=batch_size)

@@ -1,5 +1,4 @@
 import dataclasses
-import os
 import time
 
 import pytest
@@ -45,7 +44,6 @@ def tasks(folder, batch_size=4, limit=None):
 
 
 def evaluate_wrapped(folder):
-    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
     wrapped = dist.wrap_ddp(CLIP.from_pretrained(folder / "model").requires_grad_())
     assert not isinstance(wrapped, CLIP)
     return [result.to_json() for result in evaluate(wrapped, tasks(folder), distributed=dist.rank() < 0)]
@@ -57,7 +55,6 @@ def test_a_wrapped_model_is_unwrapped(ranks, folder):
 
 
 def try_a_bad_sample(folder):
-    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
     zero_shot, bad = tasks(folder)
     again = bad.model_copy(update={"name": "again"})
     outcome = try_all(CLIP.from_pretrained(folder / "model"), [bad, zero_shot, again])
@@ -75,7 +72,6 @@ def test_a_task_that_fails_takes_nothing_from_the_others(ranks, folder):
 
 
 def evaluate_spoilt(folder, fraction):
-    os.environ["VQCLIP_CACHE"] = str(folder / "cache")
     model = CLIP.from_pretrained(folder / "model")
     # In batches of two there is one without a single good image.
     spoilt = [task.model_copy(update={"max_bad_fraction": fraction}) for task in tasks(folder, batch_size=2)]

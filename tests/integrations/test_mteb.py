@@ -159,7 +159,7 @@ def test_embeddings_that_are_not_finite_are_refused(run):
         model.encode([{"text": ["a"]}])
 
 
-def test_the_command(run, tmp_path, monkeypatch, capsys):
+def test_the_command(run, tmp_path, monkeypatch, capsys, refused):
     clip = CLIP.from_pretrained(run / "tokenizer")
     clip.image.save_pretrained(tmp_path / "image")
     tasks = {"Zero": ZeroShot(), "I2T": ImageToText()}
@@ -179,7 +179,6 @@ def test_the_command(run, tmp_path, monkeypatch, capsys):
     assert main(given) == 0
     assert capsys.readouterr().out.splitlines() == shown
     monkeypatch.undo()
-    assert main(["evaluate", "mteb", str(run), "--tasks", "EuroSATZeroShott"]) == 2
-    assert "EuroSATZeroShot" in capsys.readouterr().err
-    assert main(["evaluate", "mteb", str(tmp_path / "image"), "--tasks", "EuroSATZeroShot", *given[-2:]]) == 2
-    assert "vqclip/image" in capsys.readouterr().err
+    assert "EuroSATZeroShot" in refused(main(["evaluate", "mteb", str(run), "--tasks", "EuroSATZeroShott"]))
+    given = ["evaluate", "mteb", str(tmp_path / "image"), "--tasks", "EuroSATZeroShot", *given[-2:]]
+    assert "vqclip/image" in refused(main(given))

@@ -1,8 +1,7 @@
 """What the implementations without a square of logits promise beyond the contract of all losses."""
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -32,14 +31,8 @@ def value_and_gradients(loss_fn, image, text, numbers):
     return [loss.detach(), *torch.autograd.grad(loss, inputs)]
 
 
-@contextmanager
-def tile_bytes(tile, kept) -> Iterator[None]:
-    before = tiled.TILE_BYTES, tiled.KEPT_TILES
-    tiled.TILE_BYTES, tiled.KEPT_TILES = tile, kept
-    try:
-        yield
-    finally:
-        tiled.TILE_BYTES, tiled.KEPT_TILES = before
+def tile_bytes(tile, kept):
+    return mock.patch.multiple(tiled, TILE_BYTES=tile, KEPT_TILES=kept)
 
 
 WITHOUT_SQUARE = list(tiled.EXCHANGES)
