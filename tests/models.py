@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vqclip.io.atomic import digest_file
 from vqclip.io.json_files import add_checksum
-from vqclip.model import ModelConfig
+from vqclip.model import CLIP, ModelConfig
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 
 FSQ = {"kind": "fsq", "levels": [4, 4, 4]}
@@ -61,6 +61,12 @@ def tiny_model(
         },
     }
     return ModelConfig.model_validate(tree | changes)
+
+
+def built(image_quantizer: dict[str, Any] = FSQ, text_quantizer: dict[str, Any] | None = None, **changes: Any) -> CLIP:
+    """A tiny model with the weights of seed 0, in training mode; the quantizer of images is also that of texts."""
+    torch.manual_seed(0)
+    return tiny_model(image_quantizer, text_quantizer or image_quantizer, **changes).build()
 
 
 def on_the_border(tower: str) -> tuple[ImageTokenizer | TextTokenizer, Tensor]:

@@ -15,7 +15,7 @@ from PIL import Image
 from tests.commands import command
 from tests.data.making import class_folder
 from tests.evaluation.made import caption_shards, image_folder
-from tests.models import PRODUCT, tiny_model
+from tests.models import PRODUCT, built, tiny_model
 from tests.training import run_tree
 from vqclip.errors import ConfigError, VqclipError
 from vqclip.pixels import ConvolutionalPixelsConfig, attach
@@ -35,9 +35,8 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """Of 4 tokens of 2 codebooks of 64."""
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("run") / "tokenizer"
-    tiny_model(PRODUCT, PRODUCT).build().eval().save_pretrained(folder)
+    built(PRODUCT).eval().save_pretrained(folder)
     return folder
 
 
@@ -113,7 +112,7 @@ DRAW_QUICKLY = ["--scenes=24", "--judged=6", "--judge-updates=10", "--rounds=3"]
 DRAW_QUICKLY += [f"--{prefix}updates=2" for prefix in ("", "depth-", "bits-")]
 
 
-def test_draw_scenes_judges_real_reconstructed_and_drawn_images(example, tmp_path):
+def test_draw_scenes_judges_real_reconstructed_and_drawn_images(example, tokenizer, tmp_path):
     model = tiny_model(PRODUCT, PRODUCT).build().eval()
     image, size = model.image, model.image.tower.image_size
     attach(image, ConvolutionalPixelsConfig(channels=8).build(image.quantizer.dim, image.num_tokens, size))
@@ -126,11 +125,8 @@ def test_draw_scenes_judges_real_reconstructed_and_drawn_images(example, tmp_pat
     assert Image.open(sheet).size == (6 * size, 5 * size)
     with pytest.raises(ConfigError, match="sheet.png: exists"):
         example("draw_scenes", folder, *DRAW_QUICKLY, "--sheet", sheet)
-
-
-def test_draw_scenes_needs_a_pixel_decoder(tokenizer):
     with pytest.raises(VqclipError, match="pixel decoder"):
-        load("draw_scenes").main([str(tokenizer)])
+        example("draw_scenes", tokenizer)
 
 
 @pytest.mark.parametrize("kind", ["depth", "bits"])

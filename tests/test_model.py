@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import vqclip
-from tests.models import FSQ, LFQ, PRODUCT, tiny_model
+from tests.models import FSQ, LFQ, PRODUCT, built, tiny_model
 from tests.tokenizer.test_folder import edited
 from vqclip.errors import ConfigError
 from vqclip.io.atomic import digest_file
@@ -15,8 +15,7 @@ from vqclip.tokenizer.folder import TokenizerFolder
 
 @pytest.fixture
 def saved(tmp_path):
-    torch.manual_seed(0)
-    model = tiny_model(FSQ, LFQ, temperature={"bias": -10.0}).build().eval()
+    model = built(FSQ, LFQ, temperature={"bias": -10.0}).eval()
     model.save_pretrained(tmp_path / "tokenizer")
     return model, tmp_path / "tokenizer"
 

@@ -51,7 +51,6 @@ SMALL = DetailsConfig(hits=2, misses=3, nearest=2)
 
 
 def details_of(model, folder, amounts=SMALL):
-    """Details of a zero-shot evaluation."""
     return evaluate(model, [ZeroShotConfig(data=ClassShardsConfig(path=folder))], details=amounts)[0].details
 
 
@@ -126,13 +125,16 @@ def test_ranks_together_make_the_same_details_as_one(ranks, tmp_path):
     assert approximately(first) == approximately(alone)
 
 
-def test_identity_has_intervals_but_nothing_of_codes(tmp_path):
+def test_identity_has_intervals_but_nothing_of_codes_and_says_why(tmp_path):
     folder = class_shards(tmp_path / "classes")
     task = number_captions(tmp_path / "captions", [["one"], ["two"]])
     tasks = [ZeroShotConfig(data=ClassShardsConfig(path=folder)), task]
     for result in evaluate(tiny_clip(IDENTITY), tasks, details=SMALL):
         details = result.details
         assert set(result.intervals) == {"continuous", "quantized"}
+        assert result.figures["continuous"] == result.figures["quantized"]
+        assert (result.figures["codes_only"], result.usage) == (None, {"image": None, "text": None})
+        assert result.notes == ["no codes-only figures: the image and the text quantizer has no codebook (Identity)"]
         assert (details.examples, details.codes) == ((), ())
         assert [each.heads for each in details.tables] in ([], [("class", "images", "continuous, %", "quantized, %")])
         assert Details.model_validate_json(details.model_dump_json()) == details
@@ -231,13 +233,10 @@ def test_names_of_codebooks(quantizer, names):
     assert codebook_names(quantizer) == names
 
 
-def test_the_largest_confusions():
+def test_the_largest_confusions_and_the_classes_with_the_lowest_accuracy_are_listed(monkeypatch):
     labels = torch.tensor([0, 0, 0, 1, 1, 2])
     found = largest_confusions(["a", "b", "c"], labels, torch.tensor([0, 1, 1, 1, 2, 2]))
     assert found.rows == (("a", "b", "2"), ("b", "c", "1"))
-
-
-def test_classes_with_the_lowest_accuracy_are_listed(monkeypatch):
     monkeypatch.setattr("vqclip.evaluation.image_details.MAX_CLASSES", 2)
     labels = torch.tensor([0, 0, 1, 1, 3, 3])
     hits = {"codes_only": torch.tensor([1, 1, 1, 0, 0, 0], dtype=torch.float64)}
@@ -246,7 +245,6 @@ def test_classes_with_the_lowest_accuracy_are_listed(monkeypatch):
 
 
 def approximately(value):
-    """Round all numbers."""
     if isinstance(value, float):
         return round(value, 4)
     if isinstance(value, dict):

@@ -69,13 +69,12 @@ def rows_of(result):
     return {row.method: row for row in result.pixels.rows}
 
 
-def test_figures_of_the_codes_are_those_of_stored_ids_decoded(folder):
+def test_figures_of_codes_prefixes_and_means_are_those_of_stored_ids_decoded(folder):
     model, real = with_decoder(), originals()
     [result] = evaluate(model, [classes(folder)])
-    ids = model.image.encode(real)
+    ids, found = model.image.encode(real), rows_of(result)
     made = (model.image.decode_pixels(ids) * 255).round().to(torch.uint8)
-    expected = compare_images(made, real)
-    codes = rows_of(result)["codes"]
+    expected, codes = compare_images(made, real), found["codes"]
     assert codes.bits_per_image == model.image.bits_per_sample == 4 * 12
     for figure in ("psnr", "ssim", "mae"):
         assert codes.figures[figure] == pytest.approx(float(expected[figure].mean()))
@@ -87,15 +86,8 @@ def test_figures_of_the_codes_are_those_of_stored_ids_decoded(folder):
     assert figures["psnr"] == codes.figures["psnr"]
     assert figures["id_agreement"] == pytest.approx(float((model.image.encode(made) == ids).double().mean()))
     assert {**figures, "id_agreement": 0} == {**result.figures["quantized"], "id_agreement": 0}
-    bypassed = rows_of(result)["quantizer bypassed"].figures["psnr"]
-    assert figures["psnr"] != result.figures["continuous"]["psnr"] == bypassed
-
-
-def test_prefixes_and_means(folder):
-    model, real = with_decoder(), originals()
-    [result] = evaluate(model, [classes(folder, name="stages")])
-    found = rows_of(result)
-    one = compare_images(model.image.decode_pixels(model.image.encode(real), stages=1), real)
+    assert figures["psnr"] != result.figures["continuous"]["psnr"] == found["quantizer bypassed"].figures["psnr"]
+    one = compare_images(model.image.decode_pixels(ids, stages=1), real)
     row = found["codes, 1 of 2 stages, 2 of 2 codebooks"]
     assert (row.bits_per_image, row.figures["psnr"]) == (24, pytest.approx(float(one["psnr"].mean())))
     mean = real.double().mean(dim=0).round().to(torch.uint8).expand_as(real)
@@ -167,7 +159,7 @@ def test_pairs_have_r_at_1(folder):
     assert without.pixels == result.pixels
 
 
-def test_a_decoder_of_another_size_than_the_tower(folder):
+def test_a_decoder_of_another_size_than_the_tower_and_small_images_without_ssim(folder):
     model = with_decoder(size=32)
     [result] = evaluate(model, [classes(folder)])
     assert result.pixels.image_size == 32
@@ -176,9 +168,6 @@ def test_a_decoder_of_another_size_than_the_tower(folder):
     expected = float(compare_images(made, real)["psnr"].mean())
     assert rows_of(result)["codes"].figures["psnr"] == pytest.approx(expected)
     assert result.figures["quantized"]["psnr"] == result.figures["codes_only"]["psnr"]
-
-
-def test_small_images_have_no_ssim_and_say_so(folder):
     [result] = evaluate(with_decoder(size=8), [classes(folder)])
     assert "no SSIM: it needs 11 pixels of height and width" in result.notes
     assert "ssim" not in result.figures["codes_only"]

@@ -1,10 +1,9 @@
 """Accuracy at every number of bits, from prefixes of the stored ids."""
 
 import pytest
-import torch
 
 from tests.evaluation.made import class_shards
-from tests.models import RESIDUAL, VQ, tiny_model
+from tests.models import RESIDUAL, VQ, built
 from vqclip.data import ClassShardsConfig
 from vqclip.errors import ConfigError
 from vqclip.evaluation import MODES, KnnConfig, Prefixes, ZeroShotConfig, evaluate
@@ -14,8 +13,7 @@ IMAGE = {"kind": "product", "layer": RESIDUAL, "codebooks": 2}
 
 
 def model(image=IMAGE, text=VQ):
-    torch.manual_seed(0)
-    return tiny_model(image, text).build()
+    return built(image, text)
 
 
 @pytest.fixture

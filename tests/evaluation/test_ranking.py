@@ -141,7 +141,7 @@ def test_retrieval_with_several_captions_an_image(draw):
     assert 0.2 < found["i2t_r1"] < found["i2t_r5"] < 1
 
 
-# ---- Intervals of figures.
+# Intervals of figures.
 
 
 @pytest.mark.parametrize(
@@ -158,11 +158,6 @@ def test_wilson_against_published_values(rate, count, low, high):
     assert wilson(1 - rate, count) == pytest.approx((1 - high, 1 - low), abs=5e-5)
 
 
-def test_without_images_nothing_is_known():
-    assert wilson(float("nan"), 0) == (0, 1)
-    assert class_intervals(("a", "b", "c"), {}, torch.empty(0, dtype=torch.int64)) == {}
-
-
 def test_captions_of_one_image_count_together():
     counts = torch.full((100,), 5)
     image_hits = (torch.arange(100) % 2).double()
@@ -175,7 +170,9 @@ def test_captions_of_one_image_count_together():
     assert ratio_intervals(together, counts) == [wide]  # the draws are keyed
 
 
-def test_images_with_more_captions_weigh_more():
+def test_images_with_more_captions_weigh_more_and_without_images_nothing_is_known():
+    assert wilson(float("nan"), 0) == (0, 1)
+    assert class_intervals(("a", "b", "c"), {}, torch.empty(0, dtype=torch.int64)) == {}
     counts = torch.tensor([1, 3] * 50)
     hits = torch.tensor([[1.0, 0, 0, 0] * 50], dtype=torch.float64)
     ((low, high),) = ratio_intervals(hits, counts)

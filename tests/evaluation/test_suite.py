@@ -124,16 +124,12 @@ def test_a_stuck_worker_does_not_hang(folder):
             evaluate(model, [task.model_copy(update={"workers": 1, "timeout_s": 1.0})])
 
 
-def test_names_must_differ(folder):
-    schema = TypeAdapter(Evaluations)
-    zero_shot, retrieval = tasks(folder)
+def test_prepare_finds_what_evaluate_would_and_names_must_differ(folder):
+    schema, (zero_shot, retrieval) = TypeAdapter(Evaluations), tasks(folder)
     same_name = retrieval.model_copy(update={"name": zero_shot.name})
     assert schema.validate_python((zero_shot, same_name)) == (zero_shot, same_name)
     with pytest.raises(ValidationError, match="two of kind 'zero_shot' named 'zero-shot'"):
         schema.validate_python((zero_shot, zero_shot))
-
-
-def test_prepare_finds_what_evaluate_would(folder):
     prepare(tasks(folder))
     (folder / "classes" / "classnames.txt").unlink()
     with pytest.raises(DataError, match=r"^evaluation\[0\].data: .*classnames\.txt"):
@@ -210,12 +206,6 @@ def test_the_table_is_aligned_with_chance_and_notes():
     assert format_results(results()) == TABLE
 
 
-def test_scalars_leave_out_what_is_missing():
-    zero_shot, retrieval = results()
-    assert zero_shot.scalars()["scenes test/codes_only/top1"] == 0.931
-    assert retrieval.scalars() == {"val/continuous/i2t_r1": 0.054, "val/quantized/i2t_r1": 0.0}
-
-
 def test_class_names_cannot_steer_a_terminal_or_leave_their_line():
     result = dataclasses.replace(results()[0], name="\x1b[2Jx", notes=["names: \u202egod\n```\n<script>, a\x85b"])
     text = format_results([result])
@@ -224,7 +214,10 @@ def test_class_names_cannot_steer_a_terminal_or_leave_their_line():
     assert not any(line.startswith("```") for line in text.splitlines())
 
 
-def test_figures_have_their_units():
+def test_scalars_have_their_units_and_leave_out_what_is_missing():
+    zero_shot, retrieval = results()
+    assert zero_shot.scalars()["scenes test/codes_only/top1"] == 0.931
+    assert retrieval.scalars() == {"val/continuous/i2t_r1": 0.054, "val/quantized/i2t_r1": 0.0}
     assert format_figure("eval/unseen/codes_only/top1", 0.975) == "97.5%"
     assert format_figure("unseen/codes_only/psnr", 21.698) == "21.70 dB"
     assert format_figure("psnr_of_mse", 0.5) == "0.50 dB"

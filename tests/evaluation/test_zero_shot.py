@@ -7,9 +7,7 @@ from pydantic import ValidationError
 
 from tests.evaluation.made import (
     COLOURS,
-    IDENTITY,
     PlainModel,
-    caption_shards,
     caption_tar,
     class_shards,
     image_folder,
@@ -146,12 +144,3 @@ def test_equal_captions_of_different_images_share_their_place(tmp_path):
     (result,) = evaluate(PlainModel(2), [RetrievalConfig(data=CaptionShardsConfig(path=str(tmp_path)))])
     all_found = dict.fromkeys(("i2t_r5", "i2t_r10", "t2i_r5", "t2i_r10"), 1.0)
     assert result.figures["codes_only"] == {"i2t_r1": 0.5, "t2i_r1": 0.5} | all_found
-
-
-def test_identity_says_why_codes_are_missing(tmp_path):
-    caption_shards(tmp_path, [["a"], ["b"], ["c"]])
-    (result,) = evaluate(tiny_clip(IDENTITY), [RetrievalConfig(data=CaptionShardsConfig(path=str(tmp_path)))])
-    assert result.figures["codes_only"] is None
-    assert result.figures["continuous"] == result.figures["quantized"]
-    assert result.usage == {"image": None, "text": None}
-    assert result.notes == ["no codes-only figures: the image and the text quantizer has no codebook (Identity)"]

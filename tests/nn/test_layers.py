@@ -52,7 +52,6 @@ def test_pooling_is_attention_of_one_query(masked: bool) -> None:
 
 KINDS = {"linear": {"kind": "linear"}, "mlp": {"kind": "mlp"}, "attention": {"kind": "attention", "heads": 2}}
 CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
-
 REDUCTIONS = [None, MeanReductionConfig(), QueryReductionConfig(count=3, heads=2)]
 
 
@@ -103,9 +102,8 @@ def test_attention_mixes_tokens_but_not_padding() -> None:
     project = built("attention", "attention").text.project_in
     x, other = torch.randn(2, 1, 5, 16)
     mask = torch.tensor([[True, True, True, False, False]])
-    of_padding, of_a_token = x.clone(), x.clone()
-    of_padding[:, 3:] = other[:, 3:]
-    of_a_token[:, 2] = other[:, 2]
+    of_padding = torch.cat((x[:, :3], other[:, 3:]), dim=1)
+    of_a_token = torch.cat((x[:, :2], other[:, 2:3], x[:, 3:]), dim=1)
     assert torch.equal(project(x, mask)[:, :3], project(of_padding, mask)[:, :3])
     assert not torch.allclose(project(x, mask)[:, :2], project(of_a_token, mask)[:, :2])
 
@@ -123,13 +121,6 @@ def test_normalization() -> None:
     assert normalize_channels(x.bfloat16(), "l2").dtype == torch.float32
 
 
-def test_heads_must_divide_the_width() -> None:
-    with pytest.raises(ConfigError, match=r"widths 12 and 4: got heads 5; expected a divisor of 12"):
-        AttentionProjectionConfig(heads=5).layers(12, 4)
-    with pytest.raises(ConfigError, match=r"reduce\.heads: got 3; expected a divisor of the tower's width 8"):
-        QueryReductionConfig(heads=3).build(8)
-
-
 @pytest.mark.parametrize("config", REDUCTIONS[1:], ids=lambda config: config.kind)
 def test_padding_changes_nothing(config):
     module = config.build(8).double()
@@ -144,23 +135,20 @@ def test_padding_changes_nothing(config):
     assert module(x[:0], None).shape == (0, module.num_tokens, 8)
 
 
-CPU = torch.device("cpu")
-
-
 def test_cast_weights_of_a_caller_are_neither_used_nor_kept():
     x, layer = torch.ones(2, 2), torch.nn.Linear(2, 2)
     with torch.autocast("cpu", torch.float16):
         layer(x)
-        with torch.no_grad(), autocast(CPU, "bf16"):
+        with torch.no_grad(), autocast(torch.device("cpu"), "bf16"):
             assert layer(x).dtype == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
-        with torch.no_grad(), autocast(CPU, "bf16"):
+        with torch.no_grad(), autocast(torch.device("cpu"), "bf16"):
             layer(x)
         layer(x).sum().backward()
     assert layer.weight.grad is not None
 
 
-# ---- Keyed dropout: the masks' statistics, and what they depend on.
+# Keyed dropout: the masks' statistics, and what they depend on.
 
 
 def masks(p=0.3, seed=0, step=0, samples=512, features=256) -> torch.Tensor:
@@ -252,7 +240,11 @@ def test_patches_that_are_left_out_change_nothing_and_have_no_codes():
     assert image.eval()(pixels).ids.min() >= 0
 
 
-def test_patch_dropout_is_refused_where_it_cannot_be():
+def test_settings_that_cannot_be_are_refused():
+    with pytest.raises(ConfigError, match=r"widths 12 and 4: got heads 5; expected a divisor of 12"):
+        AttentionProjectionConfig(heads=5).layers(12, 4)
+    with pytest.raises(ConfigError, match=r"reduce\.heads: got 3; expected a divisor of the tower's width 8"):
+        QueryReductionConfig(heads=3).build(8)
     with pytest.raises(ValueError, match="got patch_dropout 0.5 for a tower that is frozen"):
         patchy(train="none")
     with pytest.raises(ConfigError, match="expected a VisionTransformer of timm"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.models import FSQ as FSQ_3
-from tests.models import NESTED, RESIDUAL_FSQ, reseal, tiny_model
+from tests.models import NESTED, RESIDUAL_FSQ, built, reseal, tiny_model
 from vqclip import load_tokenizer
 from vqclip.errors import CheckpointError, ConfigError, ShapeError, VqclipError
 from vqclip.pixels import PixelsConfig, attach
@@ -128,8 +128,7 @@ def test_wrong_settings_and_ids_are_named():
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 def test_a_tokenizer_folder_has_the_detail_codebooks(quantizer, tmp_path):
-    torch.manual_seed(0)
-    model = tiny_model(RESIDUAL_FSQ).build().eval()
+    model = built(RESIDUAL_FSQ, FSQ_3).eval()
     plain, embedded = model.image.encode(images()), model.image.embed(model.image.encode(images()))
     name = fingerprint(model.image)
     attach(model.image, decoder(quantizer).build(model.image.quantizer.dim, 4).eval())
@@ -148,8 +147,7 @@ def test_a_tokenizer_folder_has_the_detail_codebooks(quantizer, tmp_path):
 
 
 def test_images_are_decoded_from_any_number_of_stages():
-    torch.manual_seed(0)
-    tokenizer = tiny_model(FSQ_3).build().eval().image
+    tokenizer = built().eval().image
     attach(tokenizer, decoder("product").build(3, 4).eval())
     ids, vectors = tokenizer.encode_pixels(images()), tokenizer.quantizer.decode(tokenizer.encode(images()))
     made = [tokenizer.decode_pixels(ids, detail=stages) for stages in range(STAGES + 1)]
@@ -171,8 +169,7 @@ def test_images_are_decoded_from_any_number_of_stages():
 
 
 def test_a_decoder_without_detail_says_so():
-    torch.manual_seed(0)
-    tokenizer = tiny_model(FSQ_3).build().eval().image
+    tokenizer = built().eval().image
     with pytest.raises(VqclipError, match="has no detail codebooks"):
         tokenizer.encode_detail(images())
     assert tokenizer.encode_pixels(images()).equal(tokenizer.encode(images()))

@@ -127,17 +127,6 @@ def test_equals_a_plain_loop(program: str) -> None:
         assert_same(train(model, PROGRAMS[program](model)), name)
 
 
-def test_lightning_updates_after_the_step_from_what_training_step_returned() -> None:
-    """Lightning detaches the outputs of `training_step` and hands them to `on_train_batch_end`."""
-    for name, config in FAMILIES.items():
-        models = [Model(config), Model(config)]
-        for number, model in enumerate(models):
-            for step in range(4):
-                stats = model(batch(step))["out"].stats
-                model.quantizer.update(replaced({"stats": stats}, Tensor.detach)["stats"] if number else stats)
-        torch.testing.assert_close(*(dict(model.state_dict()) for model in models), rtol=0, atol=0, msg=name)
-
-
 def in_shards_on_two_ranks() -> dict[str, State]:
     found = {}
     for name, config in FAMILIES.items():

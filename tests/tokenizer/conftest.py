@@ -1,13 +1,12 @@
 import pytest
 import torch
 
-from tests.models import FSQ, RESIDUAL, tiny_model
+from tests.models import FSQ, RESIDUAL, built
 
 
 @pytest.fixture
 def saved(tmp_path):
-    torch.manual_seed(0)
-    model = tiny_model(RESIDUAL, FSQ).build().eval()
+    model = built(RESIDUAL, FSQ).eval()
     model.save_pretrained(tmp_path / "tokenizer")
     return model, tmp_path / "tokenizer"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.models import FSQ, LFQ, PRODUCT, RESIDUAL, VQ, on_the_border, tiny_model
+from tests.models import FSQ, LFQ, PRODUCT, RESIDUAL, VQ, built, on_the_border, tiny_model
 from vqclip import load_tokenizer
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.lm_vocabulary import DelayedCodes, Vocabulary
@@ -16,11 +16,6 @@ from vqclip.pixels import PixelsConfig, attach
 from vqclip.tokenizer.stored import fingerprint
 
 CAPTIONS = ["a red star", "two small blue circles on a grey background", "x"]
-
-
-def built(quantizer=FSQ):
-    torch.manual_seed(0)
-    return tiny_model(quantizer, quantizer).build()
 
 
 def pictures(count=3):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import vqclip
 from tests.data.hostile import marking_pickle
-from tests.models import FSQ, NESTED, RESIDUAL, VQ, reseal, tiny_model
+from tests.models import FSQ, NESTED, RESIDUAL, VQ, built, reseal, tiny_model
 from tests.pixels.test_decoder import CONFIGS
 from vqclip.errors import CheckpointError
 from vqclip.io import tensors
@@ -214,8 +214,7 @@ POSITION = "image.pixels.layers.position"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    torch.manual_seed(0)
-    model = tiny_model(FSQ, FSQ).build().eval()
+    model = built().eval()
     folder = tmp_path_factory.mktemp("made")
     attach(model.image, CONFIGS["transformer"].build(3, 4, 16))
     model.save_pretrained(folder / "one")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vqclip
-from tests.models import FSQ, RESIDUAL, RESIDUAL_FSQ, VQ, tiny_model
+from tests.models import FSQ, RESIDUAL, RESIDUAL_FSQ, VQ, built
 from tests.pixels.test_decoder import CONFIGS
 from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransformConfig
@@ -22,8 +22,7 @@ BOTH_KINDS = pytest.mark.parametrize("folders", CONFIGS, indirect=True)
 @pytest.fixture
 def folders(request, tmp_path):
     """One model, saved without and with a pixel decoder."""
-    torch.manual_seed(0)
-    model = tiny_model(RESIDUAL_FSQ, FSQ).build().eval()
+    model = built(RESIDUAL_FSQ, FSQ).eval()
     model.save_pretrained(tmp_path / "without")
     decoder = CONFIGS[getattr(request, "param", "transformer")]
     attach(model.image, decoder.build(model.image.quantizer.dim, 4, 16).eval())
@@ -75,8 +74,7 @@ def test_stages_and_codebooks_of_the_ids_can_be_left_out(folders):
 
 
 def test_pixels_come_from_the_first_stages_and_the_embedding_from_all(tmp_path):
-    torch.manual_seed(0)
-    model = tiny_model(RESIDUAL | {"layer": VQ | {"learning": "diveq"}}).build().train()
+    model = built(RESIDUAL | {"layer": VQ | {"learning": "diveq"}}, FSQ)
     tokenizer, decoder = model.image, CONFIGS["transformer"].model_copy(update={"stages": 2})
     attach(tokenizer, decoder.build(6, 4, 16))
     out, codebooks = tokenizer(images()), [stage.codebook for stage in tokenizer.quantizer.stages]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models import FSQ, tiny_model
+from tests.models import built, tiny_model
 from tests.towers.kinds import TOWERS, inputs, text
 from vqclip.errors import ConfigError
 from vqclip.towers.base import chunk_size, frozen_features
@@ -75,7 +75,10 @@ def test_frozen_blocks_hold_no_activations():
     assert 0 < sizes["last"] < 0.5 * sizes["all"]
 
 
-def test_more_blocks_than_there_are():
+def test_more_blocks_than_there_are_and_other_settings_are_refused():
+    for train in ("some", {"last": 0}, {"from_step": -1}, {"last": 1, "from_step": 2}, {"lora": {}}):
+        with pytest.raises(ValueError, match="train"):
+            vit(train)
     assert trained(vit({"last": 3}))[0].startswith("backbone.model.blocks.0.")
     with pytest.raises(ConfigError, match=r"tower.train.last: got 4; this tower has 3 blocks .* expected at most 3"):
         vit({"last": 4})
@@ -129,12 +132,6 @@ def test_a_tower_that_waits_for_its_step():
     assert randomness(tower)
     assert tower.move_to_step(1)
     assert tower.is_frozen
-
-
-@pytest.mark.parametrize("train", ["some", {"last": 0}, {"from_step": -1}, {"last": 1, "from_step": 2}, {"lora": {}}])
-def test_other_settings_are_refused(train):
-    with pytest.raises(ValueError, match="train"):
-        vit(train)
 
 
 def adapting(seed=0, **lora):
@@ -241,8 +238,7 @@ def test_a_samples_features_depend_neither_on_its_batch_nor_on_the_mode_which_is
 
 def test_pixels_get_their_gradient_through_a_frozen_tower():
     """A tokenizer without trainable weights can be part of a loss on images."""
-    torch.manual_seed(0)
-    tokenizer = tiny_model(FSQ, FSQ).build().image.eval().requires_grad_(False)
+    tokenizer = built().image.eval().requires_grad_(False)
     images = torch.rand(3, 3, 16, 16, requires_grad=True)
     tokenizer.continuous(images)[:, 0].sum().backward()
     assert images.grad.abs().sum() > 0
@@ -250,8 +246,7 @@ def test_pixels_get_their_gradient_through_a_frozen_tower():
 
 def test_encoding_with_frozen_weights_costs_what_encoding_costs():
     """Chunks are for training: a caption alone is not padded to 16 of 12 tokens, and its ids stay the same."""
-    torch.manual_seed(0)
-    tokenizer = tiny_model(FSQ, FSQ).build().text.eval()
+    tokenizer = built().text.eval()
     shapes = []
     tokenizer.tower.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
     ids = tokenizer.encode(["a red star"])
