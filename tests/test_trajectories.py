@@ -22,17 +22,12 @@ PROJECTIONS = ({"kind": "linear"}, {"kind": "mlp", "dropout": 0.2}, {"kind": "at
 def quantizer(draw, depth=0):
     simple, nested = ("fsq", "lfq", "vq", "vq", "simvq", "bsq"), ("residual", "residual", "product")
     kind = draw.choice([(*simple, "identity", *nested), simple + nested, simple][depth])  # stages refine codes
-    codebook = {"dim": 6, "codebook_size": 16}
+    codebook, busy = {"dim": 6, "codebook_size": 16}, {"decay": 0.8, "dead_below": 0.5}
     made = {
         "fsq": {"levels": draw.choice([[4, 4, 4], [8, 5, 5], [2, 2, 2, 2]]), "layout": "uniform"},
         "lfq": {"bits": 6, "entropy_temperature": 0.1, "loss_weights": ENTROPY},
         "bsq": {"bits": 4, "entropy_temperature": 0.1, "loss_weights": ENTROPY},
-        "vq": {
-            **codebook,
-            "learning": draw.choice(["ema", "gradient", "ibq", "diveq"]),
-            "decay": 0.8,
-            "dead_below": 0.5,
-        },
+        "vq": {**codebook, **busy, "learning": draw.choice(["ema", "gradient", "ibq", "diveq"])},
         "simvq": {**codebook, "blocks": draw.choice([0, 1])},
         "identity": {"dim": 6},
         "residual": {"depth": 2, "dropout": draw.random() < 0.6},

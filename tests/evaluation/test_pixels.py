@@ -65,6 +65,10 @@ def originals():
     return torch.stack([decode_image(image) for image in noisy(22)])
 
 
+def psnr(made, real):
+    return pytest.approx(float(compare_images(made, real)["psnr"].mean()))
+
+
 def rows_of(result):
     return {row.method: row for row in result.pixels.rows}
 
@@ -87,11 +91,10 @@ def test_figures_of_codes_prefixes_and_means_are_those_of_stored_ids_decoded(fol
     assert figures["id_agreement"] == pytest.approx(float((model.image.encode(made) == ids).double().mean()))
     assert {**figures, "id_agreement": 0} == {**result.figures["quantized"], "id_agreement": 0}
     assert figures["psnr"] != result.figures["continuous"]["psnr"] == found["quantizer bypassed"].figures["psnr"]
-    one = compare_images(model.image.decode_pixels(ids, stages=1), real)
     row = found["codes, 1 of 2 stages, 2 of 2 codebooks"]
-    assert (row.bits_per_image, row.figures["psnr"]) == (24, pytest.approx(float(one["psnr"].mean())))
+    assert (row.bits_per_image, row.figures["psnr"]) == (24, psnr(model.image.decode_pixels(ids, stages=1), real))
     mean = real.double().mean(dim=0).round().to(torch.uint8).expand_as(real)
-    assert found["mean image"].figures["psnr"] == pytest.approx(float(compare_images(mean, real)["psnr"].mean()))
+    assert found["mean image"].figures["psnr"] == psnr(mean, real)
     colour = (real.double().mean(dim=(2, 3), keepdim=True)).round().to(torch.uint8).expand_as(real)
     assert found["mean colour"].figures["mae"] == pytest.approx(float(compare_images(colour, real)["mae"].mean()))
     assert [found[name].bits_per_image for name in ("mean image", "mean colour", "quantizer bypassed")] == [0, 24, None]
@@ -103,9 +106,8 @@ def test_a_decoder_of_first_stages_has_their_bits(folder):
     model, real = with_decoder(stages=1), originals()
     [result] = evaluate(model, [classes(folder)])
     found = rows_of(result)
-    made = model.image.decode_pixels(model.image.encode(real))
     assert found["codes"].bits_per_image == 24
-    assert found["codes"].figures["psnr"] == pytest.approx(float(compare_images(made, real)["psnr"].mean()))
+    assert found["codes"].figures["psnr"] == psnr(model.image.decode_pixels(model.image.encode(real)), real)
     assert result.figures["quantized"].items() <= result.figures["codes_only"].items()
     assert [each for each in found if "stages" in each] == ["codes, 1 of 2 stages, 1 of 2 codebooks"]
 
@@ -120,8 +122,7 @@ def test_detail_stages_are_stored_too(folder):
         ("codes, 1 of 2 detail stages", 48 + 4 * 4, 1),
         ("codes, 2 of 2 stages, 2 of 2 codebooks, no detail", 48, 0),
     ):
-        expected = compare_images(model.image.decode_pixels(ids, detail=stages), real)["psnr"].mean()
-        assert found[method].figures["psnr"] == pytest.approx(float(expected))
+        assert found[method].figures["psnr"] == psnr(model.image.decode_pixels(ids, detail=stages), real)
         assert found[method].bits_per_image == bits
     assert found["codes, 1 of 2 stages, 2 of 2 codebooks, no detail"].bits_per_image == 24
     assert result.figures["codes_only"]["psnr"] == result.figures["quantized"]["psnr"]
@@ -165,8 +166,7 @@ def test_a_decoder_of_another_size_than_the_tower_and_small_images_without_ssim(
     assert result.pixels.image_size == 32
     real = torch.stack([model.image.config.preprocess.build(32)(image) for image in originals()])
     made = model.image.decode_pixels(model.image.encode(originals()))
-    expected = float(compare_images(made, real)["psnr"].mean())
-    assert rows_of(result)["codes"].figures["psnr"] == pytest.approx(expected)
+    assert rows_of(result)["codes"].figures["psnr"] == psnr(made, real)
     assert result.figures["quantized"]["psnr"] == result.figures["codes_only"]["psnr"]
     [result] = evaluate(with_decoder(size=8), [classes(folder)])
     assert "no SSIM: it needs 11 pixels of height and width" in result.notes

@@ -3,13 +3,12 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from clip_benchmark.metrics import zeroshot_classification, zeroshot_retrieval
+from clip_benchmark.metrics import zeroshot_classification
 from torch import nn
 
 from vqclip.evaluation import ranking
 from vqclip.evaluation.intervals import class_intervals, class_mean_intervals, ratio_intervals, wilson
 from vqclip.evaluation.ranking import DEPTHS, class_figures, rank
-from vqclip.evaluation.retrieval import both_ranks, recalls
 from vqclip.evaluation.zero_shot import class_embeddings
 from vqclip.process import progress
 
@@ -69,8 +68,6 @@ def test_blocks_change_nothing_bound_the_scores_and_show_that_the_work_goes_on(m
     assert 0.1 < whole[0] < whole[1] < 1
 
 
-# Our figures beside clip_benchmark's own functions, on random scores (which have no ties).
-
 CLASSES, TEMPLATES, WIDTH = 12, 3, 8
 
 
@@ -79,13 +76,8 @@ class Rows(nn.Module):
 
     def __init__(self, images, texts):
         super().__init__()
-        self.images, self.texts = images, texts
-
-    def encode_image(self, numbers):
-        return 3 * self.images[numbers]
-
-    def encode_text(self, numbers):
-        return 5 * self.texts[numbers]
+        self.encode_image = lambda numbers: 3 * images[numbers]
+        self.encode_text = lambda numbers: 5 * texts[numbers]
 
 
 class Loader(list):
@@ -95,17 +87,13 @@ class Loader(list):
         classes = range(CLASSES)
 
 
-@pytest.fixture
-def draw():
-    generator = torch.Generator().manual_seed(0)
-    return lambda *shape: F.normalize(torch.randn(*shape, generator=generator), dim=-1)
-
-
 @pytest.mark.filterwarnings("ignore:y_pred contains classes not in y_true")
-def test_classification(draw, monkeypatch):
+def test_classification_is_that_of_clip_benchmark(monkeypatch):
+    """On random scores, which have no ties."""
     # It makes a number of an array of one, which numpy 2.4 and later refuse.
     monkeypatch.setattr(zeroshot_classification, "float", lambda array: array[0].item(), raising=False)
-    images, prompts = draw(200, WIDTH), draw(CLASSES * TEMPLATES, WIDTH)
+    generator, sizes = torch.Generator().manual_seed(0), ((200, WIDTH), (CLASSES * TEMPLATES, WIDTH))
+    images, prompts = (F.normalize(torch.randn(*size, generator=generator), dim=-1) for size in sizes)
     labels = (torch.arange(200) ** 2) % 11  # of unequal size, and one of 12 does not occur
     batches = Loader((torch.arange(start, start + 50), labels[start : start + 50]) for start in range(0, 200, 50))
     names = {f"{n}|{t}": n * TEMPLATES + t for n in range(CLASSES) for t in range(TEMPLATES)}
@@ -122,23 +110,6 @@ def test_classification(draw, monkeypatch):
     found = class_figures(rank(images, classes, labels, torch.arange(CLASSES)).hits(DEPTHS), labels)
     assert list(found.values()) == pytest.approx([expected[key] for key in ("acc1", "acc5", "mean_per_class_recall")])
     assert found["top1"] != pytest.approx(found["mean_per_class"])
-
-
-def test_retrieval_with_several_captions_an_image(draw):
-    counts = torch.tensor([1, 5, 2, 3, 1, 4] * 5)
-    images = draw(len(counts), WIDTH)
-    captions = F.normalize(images.repeat_interleave(counts, dim=0) + 1.5 * draw(int(counts.sum()), WIDTH), dim=-1)
-    owner = torch.arange(len(counts)).repeat_interleave(counts)
-    texts = [(owner == image).nonzero().flatten().tolist() for image in range(len(counts))]
-    batches = [(torch.arange(start, start + 6), texts[start : start + 6]) for start in range(0, len(counts), 6)]
-    ks, rows = [1, 5, 10], Rows(images, captions)
-    expected = zeroshot_retrieval.evaluate(rows, batches, torch.tensor, "cpu", amp=False, recall_k_list=ks)
-    found = recalls(both_ranks(images, captions, counts))
-    names = {"i2t": "text", "t2i": "image"}
-    assert found == pytest.approx(
-        {f"{a}_r{k}": expected[f"{b}_retrieval_recall@{k}"] for a, b in names.items() for k in ks}
-    )
-    assert 0.2 < found["i2t_r1"] < found["i2t_r5"] < 1
 
 
 # Intervals of figures.

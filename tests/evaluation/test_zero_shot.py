@@ -2,11 +2,9 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 from pydantic import ValidationError
 
 from tests.evaluation.made import (
-    COLOURS,
     PlainModel,
     caption_tar,
     class_shards,
@@ -15,7 +13,7 @@ from tests.evaluation.made import (
     png,
     tiny_clip,
 )
-from vqclip.data import CaptionShardsConfig, ClassShardsConfig, FolderConfig, decode_image
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, FolderConfig
 from vqclip.errors import DataError
 from vqclip.evaluation import RetrievalConfig, ZeroShotConfig, evaluate
 from vqclip.evaluation.retrieval import both_ranks, chance, recalls
@@ -33,23 +31,6 @@ def test_perfect_codes_score_100_percent_and_the_blind_continuous_path_scores_ch
     assert result.usage["image"].codes_used == [12]
     assert result.usage["image"].tokens == 30
     assert json.loads(json.dumps(result.to_json()))["usage"]["text"]["tokens"] == 12
-
-
-def test_real_model_against_a_plain_loop(tmp_path):
-    folder, model = class_shards(tmp_path), tiny_clip()
-    config = ZeroShotConfig(data=ClassShardsConfig(path=folder), batch_size=5, workers=1)
-    (result,) = evaluate(model, [config])
-    source = config.data.build()
-    samples = [source.read(i) for i in range(len(source))]
-    pixels = torch.stack([model.image.transform(decode_image(sample.image)) for sample in samples])
-    with torch.no_grad():
-        images = model.eval().image(pixels).embedding
-        prompts = [model.text(model.text.preprocess([f"a {name} picture", name])).embedding for name in COLOURS]
-    classes = [F.normalize(each.mean(0), dim=0) for each in prompts]
-    right = (images @ torch.stack(classes).T).argmax(1) == torch.tensor([sample.label for sample in samples])
-    assert result.figures["quantized"]["top1"] == pytest.approx(float(right.double().mean()))
-    assert result.figures["codes_only"] == result.figures["quantized"]
-    assert result.figures["quantized"]["top5"] == result.chance["top5"] == 1.0
 
 
 def test_templates_are_averaged_and_can_be_replaced(tmp_path):
@@ -130,17 +111,9 @@ def test_the_same_embedding_for_everything_scores_chance():
     assert chance(counts)["i2t_r1"] == pytest.approx(2.5 / 30)
 
 
-def test_perfect_codes_find_all_pairs(tmp_path):
-    caption_tar(tmp_path / "0.tar", map(png, range(20)), [[f"a {i}", f"the {i}", f"{i}"] for i in range(20)])
-    data = CaptionShardsConfig(path=str(tmp_path), captions="txt_lines")
-    (result,) = evaluate(PlainModel(20), [RetrievalConfig(name="numbers", data=data, batch_size=7)])
-    assert set(result.figures["codes_only"].values()) == {1.0}
-    assert result.figures["continuous"] == pytest.approx(result.chance)
-    assert (result.samples, result.captions, result.classes) == (20, 60, None)
-
-
 def test_equal_captions_of_different_images_share_their_place(tmp_path):
     caption_tar(tmp_path / "0.tar", map(png, [0, 1, 0, 1]), ["0", "1", "0", "1"])  # two images of each number
     (result,) = evaluate(PlainModel(2), [RetrievalConfig(data=CaptionShardsConfig(path=str(tmp_path)))])
+    assert (result.samples, result.captions, result.classes) == (4, 4, None)
     all_found = dict.fromkeys(("i2t_r5", "i2t_r10", "t2i_r5", "t2i_r10"), 1.0)
     assert result.figures["codes_only"] == {"i2t_r1": 0.5, "t2i_r1": 0.5} | all_found

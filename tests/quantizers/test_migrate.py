@@ -1,6 +1,8 @@
 """Ids of vector-quantize-pytorch's quantizers and of those made from them."""
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,42 +16,33 @@ from vqclip.errors import ConfigError
 from vqclip.quantizers import from_vector_quantize_pytorch
 from vqclip.quantizers.nearest import TableQuantizer
 
-MODULES: dict[str, Any] = {
-    "vq": lambda: peer.VectorQuantize(dim=8, codebook_size=64, kmeans_init=True, threshold_ema_dead_code=2),
-    "vq, cosine": lambda: peer.VectorQuantize(dim=8, codebook_size=64, use_cosine_sim=True),
-    "vq, learned": lambda: peer.VectorQuantize(
-        dim=8, codebook_size=64, learnable_codebook=True, ema_update=False, rotation_trick=False
-    ),
-    "vq, diveq": lambda: peer.VectorQuantize(
-        dim=8, codebook_size=64, directional_reparam=True, threshold_ema_dead_code=2
-    ),
-    "vq, heads": lambda: peer.VectorQuantize(
-        dim=8, codebook_size=32, codebook_dim=4, heads=2, separate_codebook_per_head=True
-    ),
-    "residual vq": lambda: peer.ResidualVQ(dim=8, codebook_size=32, num_quantizers=4, quantize_dropout=True),
-    "residual vq, diveq": lambda: peer.ResidualVQ(
-        dim=8, codebook_size=32, num_quantizers=3, diveq=True, rotation_trick=False
-    ),
-    "residual vq, shared": lambda: peer.ResidualVQ(dim=8, codebook_size=32, num_quantizers=3, shared_codebook=True),
+vq = partial(peer.VectorQuantize, dim=8, codebook_size=64)
+residual_vq = partial(peer.ResidualVQ, dim=8, codebook_size=32, num_quantizers=3)
+lfq = partial(peer.LFQ, codebook_size=256, dim=8)
+MODULES: dict[str, Callable[[], Any]] = {
+    "vq": partial(vq, kmeans_init=True, threshold_ema_dead_code=2),
+    "vq, cosine": partial(vq, use_cosine_sim=True),
+    "vq, learned": partial(vq, learnable_codebook=True, ema_update=False, rotation_trick=False),
+    "vq, diveq": partial(vq, directional_reparam=True, threshold_ema_dead_code=2),
+    "vq, heads": partial(vq, codebook_size=32, codebook_dim=4, heads=2, separate_codebook_per_head=True),
+    "residual vq": partial(residual_vq, num_quantizers=4, quantize_dropout=True),
+    "residual vq, diveq": partial(residual_vq, diveq=True, rotation_trick=False),
+    "residual vq, shared": partial(residual_vq, shared_codebook=True),
+    "residual vq, one cosine stage": partial(residual_vq, num_quantizers=1, use_cosine_sim=True),
     "fsq": lambda: peer.FSQ([8, 5, 5, 5]),
     "fsq, symmetric": lambda: peer.FSQ([8, 5, 4, 2], preserve_symmetry=True),
     "fsq, codebooks": lambda: peer.FSQ([8, 6, 5], num_codebooks=2),
-    "residual vq, one cosine stage": lambda: peer.ResidualVQ(
-        dim=8, codebook_size=32, num_quantizers=1, use_cosine_sim=True
-    ),
     "residual fsq": lambda: peer.ResidualFSQ(levels=[8, 5, 4, 3], num_quantizers=3, dim=4),
-    "lfq": lambda: peer.LFQ(codebook_size=256, dim=8),
-    "lfq, scaled and clamped": lambda: peer.LFQ(
-        codebook_size=256, dim=8, codebook_scale=0.5, soft_clamp_input_value=1.0
-    ),
-    "lfq, codebooks": lambda: peer.LFQ(codebook_size=16, dim=8, num_codebooks=2),
-    "lfq, spherical": lambda: peer.LFQ(codebook_size=256, dim=8, spherical=True),
+    "lfq": lfq,
+    "lfq, scaled and clamped": partial(lfq, codebook_scale=0.5, soft_clamp_input_value=1.0),
+    "lfq, codebooks": partial(lfq, codebook_size=16, num_codebooks=2),
+    "lfq, spherical": partial(lfq, spherical=True),
     "residual lfq": lambda: peer.ResidualLFQ(
         dim=8, codebook_size=256, num_quantizers=3, quantize_dropout=True, soft_clamp_input_value=2.0
     ),
     "simvq": lambda: peer.SimVQ(dim=8, codebook_size=64),
     "grouped vq": lambda: peer.GroupedResidualVQ(dim=8, groups=2, num_quantizers=3, codebook_size=32),
-    "vq, frozen": lambda: peer.VectorQuantize(dim=8, codebook_size=64, freeze_codebook=True),
+    "vq, frozen": partial(vq, freeze_codebook=True),
 }
 
 WIDTHS = {"fsq": 4, "fsq, symmetric": 4, "fsq, codebooks": 6, "residual fsq": 4}
