@@ -1,7 +1,9 @@
 """Tiny model configurations for tests."""
 
 import copy
+import functools
 import json
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,10 +36,19 @@ NESTED: dict[str, Any] = {
 """More codebooks than memory has room for."""
 
 
+def change(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a configuration with other values of some keys, which are written ``section__key``."""
+    tree = copy.deepcopy(tree)
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        functools.reduce(operator.getitem, parents, tree)[last] = value
+    return tree
+
+
 def tiny_model(
     image_quantizer: dict[str, Any] = FSQ, text_quantizer: dict[str, Any] = FSQ, **changes: Any
 ) -> ModelConfig:
-    """A ViT of two blocks at 16 px (4 patches) and a text transformer of one block and 12 positions."""
+    """A ViT of two blocks at 16 px (4 patches) and a text transformer of one block and 12 positions; see `change`."""
     tree = {
         "embed_dim": 16,
         "image": {
@@ -60,7 +71,7 @@ def tiny_model(
             "depth": 1,
         },
     }
-    return ModelConfig.model_validate(tree | changes)
+    return ModelConfig.model_validate(change(tree, changes))
 
 
 def built(image_quantizer: dict[str, Any] = FSQ, text_quantizer: dict[str, Any] | None = None, **changes: Any) -> CLIP:

@@ -1,7 +1,6 @@
 """Small runs of the real training loop for tests: the tiny model on a few drawn shards."""
 
 import contextlib
-import copy
 import functools
 import os
 from collections import deque
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from tests.models import FSQ, tiny_model
+from tests.models import FSQ, change, tiny_model
 from vqclip import dist
 from vqclip.errors import VqclipError
 from vqclip.losses import ContrastiveConfig
@@ -35,7 +34,7 @@ TIMES = ("images_per_second", "tokens_per_second", "data_wait", "exchange_wait",
 
 
 def run_tree(folder: Path, shards: Path, quantizer: dict[str, Any] = FSQ, **changes: Any) -> dict[str, Any]:
-    """The configuration of a run in ``folder`` as a plain tree; ``changes`` are ``section__key=value``."""
+    """The configuration of a run in ``folder`` as a plain tree; ``changes`` as in `change`."""
     tree: dict[str, Any] = {
         "run": {"name": "tiny", "folder": str(folder), "device": "cpu", "timeout_s": 60.0},
         "data": {"sources": [{"kind": "shards", "path": str(shards)}], "workers": 0},
@@ -45,14 +44,7 @@ def run_tree(folder: Path, shards: Path, quantizer: dict[str, Any] = FSQ, **chan
         "train": {"steps": STEPS, "batch_size": 12, "report_every": 1, "checkpoint_every": 1000, "precision": "fp64"},
         "evaluation": [],
     }
-    tree = copy.deepcopy(tree)
-    for path, value in changes.items():
-        *parents, last = path.split("__")
-        node = tree
-        for part in parents:
-            node = node[part]
-        node[last] = value
-    return tree
+    return change(tree, changes)
 
 
 def retrieval(shards: Path, **changes: Any) -> list[dict[str, Any]]:

@@ -24,20 +24,16 @@ CAPTIONS = tuple(f"a {word} thing" for word in ["red", "blue", "small", "large",
 DATA = {"data": {"sources": [{"kind": "shards", "path": "x"}]}, "loss": {"kind": "contrastive"}}
 
 
-def wide_model(width=24, image_size=16):
-    """A model whose towers are wider than the tiny one's, with as many tokens."""
-    tree = tiny_model().model_dump(mode="json")
-    tree["image"]["tower"] |= {"image_size": image_size}
-    tree["image"]["tower"]["args"] |= {"embed_dim": width, "patch_size": image_size // 2}
-    tree["text"]["tower"] |= {"width": width}
-    return type(tiny_model()).model_validate(tree)
+WIDE = {"image__tower__image_size": 32, "image__tower__args__embed_dim": 24, "image__tower__args__patch_size": 16}
+WIDE |= {"text__tower__width": 24}
+"""As many tokens, but of another size and width."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Teachers: of the student's sizes, and of others."""
     found = {}
-    for number, (name, config) in enumerate({"same": tiny_model(), "wide": wide_model(24, 32)}.items()):
+    for number, (name, config) in enumerate({"same": tiny_model(), "wide": tiny_model(**WIDE)}.items()):
         torch.manual_seed(20 + number)
         found[name] = str(tmp_path_factory.mktemp("teachers") / name)
         config.build().save_pretrained(found[name])
@@ -98,24 +94,20 @@ def test_equals_a_plain_reference(folders):
         pixels = F.interpolate(batch.images.double() / 255, (32, 32), mode="bicubic", antialias=True).clamp(0, 1)
         wanted = teacher.image.continuous(pixels), teacher.text.continuous(batch.texts)
         patches, words = teacher.image.tower(pixels), same.text.tower(tokens)
-    embeddings = DistillationLoss("gather")(
-        out.image.embedding, out.text.embedding, out.scale, *wanted, teacher.logit_scale.exp()
-    )
+    embedded = out.image.embedding, out.text.embedding, out.scale
+    embeddings = DistillationLoss("gather")(*embedded, *wanted, teacher.logit_scale.exp())
     matrix = step.task.distillation.terms["image_features"].map
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(16, dtype=torch.float64))
     image = (1 - F.cosine_similarity(reference.image.tower(batch.images), patches @ matrix.T, dim=-1)).mean()
     mask = reference.text.mask(tokens)
     text = (1 - F.cosine_similarity(reference.text.tower(tokens), words, dim=-1))[mask].mean()
-    contrastive = ContrastiveConfig(impl="gather", positives=None).build()(
-        out.image.embedding, out.text.embedding, out.scale
-    )
+    contrastive = ContrastiveConfig(impl="gather", positives=None).build()(*embedded)
     (contrastive + 0.5 * embeddings + 2.0 * image + text).backward()
 
     result = step(batch, 0)
     found = {name.removeprefix("distillation/"): float(value) for name, value in result.terms.items()}
-    assert found["embeddings"] == pytest.approx(embeddings.item(), rel=1e-12)
-    assert found["image_features"] == pytest.approx(image.item(), rel=1e-12)
-    assert found["text_features"] == pytest.approx(text.item(), rel=1e-12)
+    for name, term in (("embeddings", embeddings), ("image_features", image), ("text_features", text)):
+        assert found[name] == pytest.approx(term.item(), rel=1e-12)
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
     assert_alike(({name: p.grad for name, p in student.named_parameters()},), (expected,), 1e-10)
 
@@ -131,9 +123,8 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(folders):
 
 
 def test_a_term_ends_at_its_step(folders):
-    student, step = build_step(
-        [term("image_features", folders["same"], until_step=1), term("embeddings", folders["same"], until_step=1)]
-    )
+    terms = [term(kind, folders["same"], until_step=1) for kind in ("image_features", "embeddings")]
+    student, step = build_step(terms)
     assert {"distillation/image_features", "distillation/embeddings"} <= step(captioned(0, student), 0).terms.keys()
     assert not any(name.startswith("distillation") for name in step(captioned(1, student), 1).terms)
 
@@ -150,9 +141,7 @@ def test_teachers_get_no_gradient_and_are_not_trained(folders):
 
 
 def test_features_of_the_initial_weights_begin_equal(pretrained):
-    tree = tiny_model().model_dump(mode="json")
-    tree["image"]["tower"]["checkpoint"] = pretrained
-    model = type(tiny_model()).model_validate(tree)
+    model = tiny_model(image__tower__checkpoint=pretrained)
     student, step = build_step([{"kind": "image_features", "teacher": {"kind": "initial"}}], model=model)
     first = step(captioned(0, student), 0).terms["distillation/image_features"]
     second = step(captioned(1, student), 1).terms["distillation/image_features"]
@@ -192,9 +181,8 @@ def test_a_teacher_of_open_clip(tmp_path):
 
 
 def tree_of(folder, shards, folders, **changes):
-    return run_tree(folder, shards, FSQ, **{"train__batch_size": 11, "train__steps": 8} | changes) | {
-        "distillation": every_kind(folders)
-    }
+    changes = {"train__batch_size": 11, "train__steps": 8, "distillation": every_kind(folders)} | changes
+    return run_tree(folder, shards, FSQ, **changes)
 
 
 @pytest.mark.slow
@@ -245,21 +233,15 @@ def test_teachers_that_cannot_be_used_are_refused(tmp_path, folders, pretrained)
     initial = {"kind": "image_features", "teacher": {"kind": "initial"}}
     assert "model.image.tower starts from random weights" in refused(initial)
     make_image(tmp_path / "vit")
-    tree = tiny_model().model_dump(mode="json")
-    tree["image"]["tower"] = {"kind": "transformers", "name": str(tmp_path / "vit"), "pretrained": False}
-    assert "starts from random weights" in refused(initial, model=type(tiny_model()).model_validate(tree))
-    tree = tiny_model().model_dump(mode="json")
-    tree["image"]["tower"] |= {"checkpoint": pretrained, "train": "none"}
-    assert "frozen tower (model.image.tower.train: none)" in refused(
-        initial, model=type(tiny_model()).model_validate(tree)
-    )
+    model = tiny_model(image__tower={"kind": "transformers", "name": str(tmp_path / "vit"), "pretrained": False})
+    assert "starts from random weights" in refused(initial, model=model)
+    model = tiny_model(image__tower__checkpoint=pretrained, image__tower__train="none")
+    assert "frozen tower (model.image.tower.train: none)" in refused(initial, model=model)
 
 
 def test_teachers_with_other_tokens_are_refused(tmp_path, folders):
-    tree = tiny_model().model_dump(mode="json")
-    tree["image"]["tower"]["args"]["patch_size"] = 4
-    tree["text"]["tower"]["context_length"] = 8
-    type(tiny_model()).model_validate(tree).build().save_pretrained(tmp_path / "fine")
+    fine = tiny_model(image__tower__args__patch_size=4, text__tower__context_length=8)
+    fine.build().save_pretrained(tmp_path / "fine")
     text = refused(term("image_features", str(tmp_path / "fine")))
     assert text.startswith("distillation[0].teacher: got 16 patches an image; the student has 4")
     text = refused(term("embeddings", folders["same"]), term("text_features", str(tmp_path / "fine")))

@@ -12,11 +12,10 @@ import torch
 
 from tests.fake_cuda import GPU, fake_cuda
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, LFQ, tiny_model
-from tests.train.test_grad_cache import LEARNED_VQ
+from tests.train.test_grad_cache import LEARNED_VQ, batch_number
 from tests.train.test_pixels import DETAIL, pixel_tree
 from tests.train.test_reconstruction import DECODER, LOSSES
 from tests.training import run_tree
-from vqclip.data import Batch
 from vqclip.dist._torch_versions import TORCH_VERSION
 from vqclip.quantizers import VQ
 from vqclip.train import step as train_step
@@ -32,13 +31,12 @@ pytestmark = [
     pytest.mark.skipif(TORCH_VERSION < (2, 11), reason="older versions ask the driver about fake tensors, too"),
 ]
 
-B = 12
 PIXELS = {"decoder": DECODER, "losses": LOSSES}
 """With discriminators from step 1 on."""
 TWO_STAGES = BUSY_RESIDUAL | {"depth": 2}
-CASES = {
-    "VQ and residual, a pixel decoder, bf16": (BUSY_VQ, TWO_STAGES, {"pixels": PIXELS, "train__precision": "bf16"}),
-}
+PIXELS_IN_BF16 = {"model__image__pixels": PIXELS, "train__precision": "bf16"}
+CASES = {"VQ and residual, a pixel decoder, bf16": (BUSY_VQ, TWO_STAGES, PIXELS_IN_BF16)}
+SCALED = {"model__temperature": {"init": 10.0, "bias": -10.0}}
 SLOW = {
     f"{names}, {micro_batches} microbatches, {precision}": (
         *quantizers,
@@ -52,39 +50,22 @@ SLOW = {
     for micro_batches, precision, steps in ((1, "fp32", 3), (1, "fp16", 6), (3, "bf16", 3))  # fp16 skips some
 } | {
     "FSQ and LFQ, microbatches": (FSQ, LFQ, {"train__micro_batches": 3, "steps": 1}),
-    "pixel decoder, microbatches": (FSQ, FSQ, {"pixels": PIXELS, "train__micro_batches": 3}),
+    "pixel decoder, microbatches": (FSQ, FSQ, {"model__image__pixels": PIXELS, "train__micro_batches": 3}),
     "recomputed activations": (FSQ, FSQ, {"train__activation_checkpointing": True}),
-    "sigmoid loss": (FSQ, FSQ, {"loss": {"kind": "sigmoid"}, "temperature": {"init": 10.0, "bias": -10.0}}),
+    "sigmoid loss": (FSQ, FSQ, {"loss": {"kind": "sigmoid"}, **SCALED}),
 }
 
 
-def make_config(image, text, pixels=None, steps=3, temperature=None, **changes):
-    settings = {
-        "train__steps": steps,
-        "train__precision": "fp32",
-        "train__ema": {"decay": 0.9},
-        "optim__warmup_steps": 0,
-    }
-    tree = run_tree("runs", "shards", **settings | changes)
-    model = tiny_model(image, text, **({} if temperature is None else {"temperature": temperature}))
-    tree["model"] = model.model_dump(mode="json")
-    tree["model"]["image"]["pixels"] = pixels
-    tree["model"]["image"]["tower"]["args"]["depth"] = 1
-    return load_task_config(tree)
-
-
-def make_batch(number, model):
-    generator = torch.Generator().manual_seed(number)
-    images = torch.randint(0, 256, (B, 3, 16, 16), dtype=torch.uint8, generator=generator)
-    texts = model.text.preprocess([f"a {word} {number}" for word in ("red", "blue", "small", "large") * 3])
-    places, labels = torch.arange(B), torch.full((B,), -1)
-    return Batch(number, 0, images, texts, places, labels, places, B)
+def make_config(image, text, steps=3, **changes):
+    settings = {"train__steps": steps, "train__precision": "fp32", "train__ema": {"decay": 0.9}}
+    settings |= {"optim__warmup_steps": 0, "model__image__tower__args__depth": 1, "model__text__quantizer": text}
+    return load_task_config(run_tree("runs", "shards", image, **settings | changes))
 
 
 def train(config, device, gpu=None):
     """Train on a device as `vqclip.train.run` does, and return the metrics of every step."""
     step = build_step(config, build_task(config, device))
-    batches = [make_batch(number, step.task.model) for number in range(config.train.steps)]
+    batches = [batch_number(number, step.task.model) for number in range(config.train.steps)]
     SpeedMeter(None).count(step, batches[0])
     found = []
     for batch in batches:
@@ -136,13 +117,13 @@ def test_a_decoder_of_a_frozen_tokenizer_trains_on_a_gpu(tmp_path, monkeypatch):
     with fake_cuda():
         step = build_step(config, build_task(config, GPU))
         for number in range(3):
-            step(make_batch(number, model), number)
+            step(batch_number(number, model), number)
         step.guards.settle()
-        for modality, inputs in (("image", make_batch(0, model).images), ("text", ["red", "a blue star"])):
+        for modality, inputs in (("image", batch_number(0, model).images), ("text", ["red", "a blue star"])):
             tokenizer = getattr(step.task.whole, modality)
             ids = tokenizer.encode(inputs)
             assert {each.device for each in (ids, tokenizer.decode(ids), tokenizer.embed(ids))} == {GPU}
-        assert step.task.image.decode_pixels(step.task.image.encode_pixels(make_batch(0, model).images)).device == GPU
+        assert step.task.image.decode_pixels(step.task.image.encode_pixels(batch_number(0, model).images)).device == GPU
 
 
 def to_host(tensor):
@@ -163,7 +144,7 @@ def test_a_tensor_left_on_the_cpu_is_found():
         step = build_step(config, build_task(config, GPU))
         for number, (owner, name, plant) in enumerate(PLANTED.values()):
             with mock.patch.object(owner, name, plant(getattr(owner, name))), refused:
-                step(make_batch(number, step.task.model), number)
+                step(batch_number(number, step.task.model), number)
 
 
 @pytest.mark.slow

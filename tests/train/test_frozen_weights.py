@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,16 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import vqclip
-from tests.models import BUSY_RESIDUAL, FSQ, tiny_model
-from tests.train.test_grad_cache import G, batch_number
+from tests.models import BUSY_RESIDUAL, FSQ, reseal, tiny_model
+from tests.train.test_grad_cache import batch_number
 from tests.training import all_equal, contrastive_step, run, run_tree, run_until, weights
 from vqclip.checkpoint import OPTIMIZER_FILE, load
 from vqclip.cli.main import main
 from vqclip.data import Batch
 from vqclip.errors import CheckpointError, OtherRunError
 from vqclip.io.atomic import digest_file
-from vqclip.io.json_files import add_checksum, read_json
-from vqclip.model import CLIP, ModelConfig
+from vqclip.io.json_files import read_json
+from vqclip.model import CLIP
 from vqclip.tokenizer.stored import fingerprint
 from vqclip.train import TrainConfig
 from vqclip.train.frozen_weights import FrozenWeights
@@ -87,10 +88,8 @@ def test_exports_hold_everything_and_merge_adapters(frozen, capsys):
     config, _ = read_json(run_folder / "tokenizer" / "config.json")
     assert "train" not in config["image"]["tower"]
     assert not {"frozen", "adapters"} & config.keys()
-    prints = {
-        fingerprint(vqclip.load_tokenizer(folder, "text")) for folder in (frozen / "out", checkpoint(frozen) / "model")
-    }
-    assert len(prints) == 1
+    folders = (frozen / "out", checkpoint(frozen) / "model")
+    assert len({fingerprint(vqclip.load_tokenizer(folder, "text")) for folder in folders}) == 1
     plain = CLIP.from_pretrained(run_folder / "tokenizer")
     assert not any(parameter.requires_grad for parameter in plain.image.tower.parameters())
     vqclip.load_tokenizer(checkpoint(frozen) / "model", "image", encode=False)
@@ -212,10 +211,7 @@ def rewritten(folder, change):
     save_file(state, path)
     digest = digest_file(path).model_dump()
     for each in (folder / "tiny" / "checkpoints").iterdir():
-        model = each / "model" / "config.json"
-        body, _ = read_json(model)
-        body = {key: value for key, value in body.items() if key not in ("checksum", "sha256")}
-        model.write_bytes(add_checksum(body | {"frozen": digest}))
+        reseal(each / "model", lambda config: config.update(frozen=digest))
 
 
 def nan(state):
@@ -228,10 +224,7 @@ def doubled(state):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        (nan, "frozen/model.safetensors: these tensors contain NaN or infinity: .*; restore a copy of it"),
-        (doubled, "stored twice: logit_scale"),
-    ],
+    [(nan, "frozen/model.safetensors: .* contain NaN or infinity: .*; restore a"), (doubled, "twice: logit_scale")],
 )
 def test_a_forged_file_is_refused(copy, change, message):
     folder, config = copy
@@ -268,9 +261,7 @@ def test_a_forged_adapter_is_refused(copy, part, how):
     else:
         state[name] = state[name][:1].clone() if part == "lora_B" else state[name][:, :1].clone()
     save_file(state, path)
-    body, _ = read_json(model / "config.json")
-    body = {key: value for key, value in body.items() if key != "sha256"}
-    (model / "config.json").write_bytes(add_checksum(body | {"weights": digest_file(path).model_dump()}))
+    reseal(model)
     with pytest.raises(CheckpointError, match="adapters do not fit their matrices"):
         CLIP.from_pretrained(model)
 
@@ -284,14 +275,8 @@ def flip(path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (
-            flip,
-            "frozen/model.safetensors: SHA-256 .* the file is damaged. .* restore a copy of it, or train under another",
-        ),
-        (
-            lambda path: path.unlink(),
-            "frozen/model.safetensors: no such file; .* once for all its checkpoints. Restore",
-        ),
+        (flip, "frozen/model.safetensors: SHA-256 .* the file is damaged. .* restore a copy of it, or train under"),
+        (Path.unlink, "frozen/model.safetensors: no such file; .* once for all its checkpoints. Restore"),
     ],
 )
 def test_a_damaged_file_is_refused(copy, damage, message):
@@ -315,37 +300,30 @@ def test_a_step_of_unfreezing_after_the_run_is_refused(tmp_path, shards):
 BOTH = ("image", "text")
 
 
-def frozen_step(
-    modalities=BOTH, quantizer=FSQ, precision="fp32", drop_path=0.0, micro_batches=1, compiled=False, reduce=None
-):
+def frozen_step(modalities=BOTH, quantizer=FSQ, drop_path=0.0, reduce=None, **compute):
     """A model with frozen towers, and its step."""
     torch.manual_seed(0)
-    tree = tiny_model(quantizer, quantizer).model_dump(mode="json")
-    tree["image"]["tower"]["args"] |= {"drop_path_rate": drop_path}
+    changes = {"image__tower__args__drop_path_rate": drop_path}
     for name in modalities:
-        tree[name]["tower"]["train"] = "none"
-        tree[name]["reduce"] = reduce
-    model = ModelConfig.model_validate(tree).build().to(torch.float64 if precision == "fp64" else torch.float32)
-    return model, contrastive_step(model, precision=precision, micro_batches=micro_batches, compile=compiled)
+        changes |= {f"{name}__tower__train": "none", f"{name}__reduce": reduce}
+    model = tiny_model(quantizer, quantizer, **changes).build()
+    return model, contrastive_step(model, precision="fp32", **compute)
 
 
 def with_features(batch: Batch, model, modalities) -> Batch:
     """The batch as it comes from the feature cache."""
-    features = {}
-    if "image" in modalities:
-        features["image"] = model.image.tower_features(batch.images)
-    if "text" in modalities:
-        features["text"] = model.text.tower_features(batch.texts)
+    inputs = {"image": batch.images, "text": batch.texts}
+    features = {name: getattr(model, name).tower_features(inputs[name]) for name in modalities}
     images = batch.images[:, :, :0, :0] if "image" in modalities else batch.images
     return dataclasses.replace(batch, images=images, features=features)
 
 
-def train(modalities, cached, sizes=(G,), count=3, **changes):
-    """State of the model after some steps, and all losses."""
+def train(modalities, cached, **changes):
+    """State of the model after three steps, and all losses."""
     model, step = frozen_step(modalities, **changes)
     losses = []
-    for number in range(count):
-        batch = batch_number(number, model, sizes)
+    for number in range(3):
+        batch = batch_number(number, model)
         batch = with_features(batch, model, cached) if cached else batch
         losses.append(step(batch, number).terms["total"])
     return {name: value.clone() for name, value in model.state_dict().items()}, torch.stack(losses)
@@ -357,11 +335,11 @@ def assert_equal(one, other):
 
 
 @pytest.mark.parametrize(
-    ("modalities", "micro_batches", "reduce"), [(BOTH, 3, None), (("text",), 1, None), (BOTH, 1, {"kind": "queries"})]
+    ("modalities", "changes"), [(BOTH, {"micro_batches": 3}), (("text",), {}), (BOTH, {"reduce": {"kind": "queries"}})]
 )
-def test_given_and_computed_features_train_the_same_bits(modalities, micro_batches, reduce):
+def test_given_and_computed_features_train_the_same_bits(modalities, changes):
     """A reduction with weights works on stored features; `test_feature_cache.py` has one without."""
-    changes = {"micro_batches": micro_batches, "quantizer": BUSY_RESIDUAL, "reduce": reduce}
+    changes = changes | {"quantizer": BUSY_RESIDUAL}
     computed = train(modalities, (), **changes)
     assert_equal(train(modalities, modalities, **changes), computed)
     model, _ = frozen_step(modalities, **changes)
@@ -374,8 +352,8 @@ def test_given_and_computed_features_train_the_same_bits(modalities, micro_batch
 @pytest.mark.slow
 @pytest.mark.parametrize("modalities", [BOTH, ("image",)], ids="+".join)
 def test_compiled_steps_take_features(modalities):
-    computed = train(modalities, (), compiled=True)
-    assert_equal(train(modalities, modalities, compiled=True), computed)
+    computed = train(modalities, (), compile=True)
+    assert_equal(train(modalities, modalities, compile=True), computed)
     assert torch.allclose(computed[1], train(modalities, ())[1], rtol=1e-4)
 
 

@@ -38,10 +38,8 @@ QUANTIZERS = {
     "vq": BUSY_VQ,
     "residual of vq with dropout": BUSY_RESIDUAL,
 }
-LOSSES = {
-    "contrastive": (ContrastiveConfig, {}),
-    "sigmoid": (SigmoidConfig, {"temperature": {"init": 10.0, "bias": -10.0}}),
-}
+BIASED = {"temperature": {"init": 10.0, "bias": -10.0}}
+LOSSES = {"contrastive": (ContrastiveConfig, {}), "sigmoid": (SigmoidConfig, BIASED)}
 
 
 def model_and_step(
@@ -49,11 +47,11 @@ def model_and_step(
 ):
     torch.manual_seed(0)
     config, changes = LOSSES[loss]
-    tree = tiny_model(quantizer, quantizer, **changes).model_dump(mode="json")
-    tree["image"]["tower"]["args"] |= {"drop_path_rate": drop_path}
-    tree["image"]["tower"]["patch_dropout"] = 0.25
-    tree["image"]["project_in"] = tree["text"]["project_in"] = {"kind": "mlp", "hidden": 32, "dropout": 0.2}
-    model = type(tiny_model()).model_validate(tree).build().to(torch.float64 if precision == "fp64" else torch.float32)
+    project_in = {"kind": "mlp", "hidden": 32, "dropout": 0.2}
+    changes = changes | {"image__project_in": project_in, "text__project_in": project_in}
+    changes |= {"image__tower__args__drop_path_rate": drop_path, "image__tower__patch_dropout": 0.25}
+    model = tiny_model(quantizer, quantizer, **changes).build()
+    model = model.to(torch.float64 if precision == "fp64" else torch.float32)
     loss = config(impl=impl).build()
     return model, contrastive_step(model, loss, precision=precision, micro_batches=micro_batches, **others)
 
@@ -61,9 +59,8 @@ def model_and_step(
 def batch_number(number, model, sizes=(G,)):
     generator = torch.Generator().manual_seed(number)
     images = torch.randint(0, 256, (G, 3, 16, 16), dtype=torch.uint8, generator=generator)
-    texts = model.text.preprocess(
-        [f"a {word} {number}" for word in ["red", "blue", "small", "large", "round", "old"] * 2]
-    )
+    words = ["red", "blue", "small", "large", "round", "old"] * 2
+    texts = model.text.preprocess([f"a {word} {number}" for word in words])
     own = torch.arange(G).split(list(sizes))[dist.rank()]
     labels = torch.full((len(own),), -1)
     return Batch(number, 0, images[own], texts[own], own, labels, own, G)
@@ -167,9 +164,7 @@ def test_what_does_not_repeat_itself_is_named(precision, how):
     blocks = model.image.tower.backbone.model.blocks
     blocks[1].mlp = Restless(blocks[1].mlp, how)
     before = {name: value.clone() for name, value in model.named_parameters()}
-    with pytest.raises(
-        ReplayError, match=r"train\.micro_batches.*model\.image\.tower\.backbone\.model\.blocks\.1\.mlp\."
-    ):
+    with pytest.raises(ReplayError, match=r"train\.micro_batches.*model\.image\.tower\..*\.blocks\.1\.mlp\."):
         step(batch_number(0, model), 0)
     assert all(value.equal(before[name]) for name, value in model.named_parameters())
 
@@ -186,9 +181,7 @@ def test_every_rank_stops_when_one_does_not_repeat(ranks):
     with pytest.raises(RankError) as failure:
         ranks(2, restless_on_one_rank, timeout=30.0)
     assert str(failure.value).count("ReplayError: train.micro_batches") == 2
-    named = (
-        r"On rank 1: embeddings moved by .*, the first module with other outputs: model\.image\.tower.*blocks\.1\.mlp"
-    )
+    named = r"On rank 1: embeddings moved by .*, the first module with other outputs: model\.image\..*blocks\.1\.mlp"
     assert len(re.findall(named, str(failure.value))) == 2
 
 
@@ -203,9 +196,7 @@ def test_embeddings_of_both_passes_are_compared():
         return dataclasses.replace(out, rows={**out.rows, "image": turned})
 
     step._forward = others
-    with pytest.raises(
-        ReplayError, match="On rank 0: embeddings moved by .*, the first module with other outputs: none"
-    ):
+    with pytest.raises(ReplayError, match="On rank 0: embeddings moved by .*, the first module with .*: none"):
         step(batch_number(0, model), 0)
 
 

@@ -14,7 +14,6 @@ from tests.training import contrastive_step, largest_difference
 from vqclip import dist
 from vqclip.data import Batch
 from vqclip.losses import ContrastiveConfig
-from vqclip.model import ModelConfig
 from vqclip.tokenizer import TextTokenizer
 from vqclip.towers.text import TransformerTowerConfig
 
@@ -28,9 +27,8 @@ CASES = [(FSQ, True), (FSQ, False), (ENTROPY_LFQ, True), (BUSY_VQ, True), (BUSY_
 
 def built(quantizer=FSQ, causal=True, dtype=torch.float64, length=LENGTH):
     torch.manual_seed(0)
-    tree = tiny_model(quantizer, quantizer).model_dump(mode="json")
-    tree["text"]["tower"] |= {"context_length": length, "causal": causal}
-    return ModelConfig.model_validate(tree).build().to(dtype)
+    changes = {"text__tower__context_length": length, "text__tower__causal": causal}
+    return tiny_model(quantizer, quantizer, **changes).build().to(dtype)
 
 
 def after_steps(sizes, quantizer, causal, all_columns=False, micro_batches=1):

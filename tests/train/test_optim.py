@@ -53,6 +53,7 @@ def test_groups():
     every = [name for group in groups for name, _ in group["params"]]
     assert sorted(every) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
     assert len(groups) == 2
+    assert OptimConfig().build(model).defaults["fused"] is True
 
 
 def vit() -> nn.Module:
@@ -98,19 +99,13 @@ def test_shared_parameters_come_once_and_modules_can_exempt_theirs():
 
 def test_learning_rate_ratios():
     optimizer = OptimConfig(lr=0.5, image_lr_ratio=0.1).build(Model())
-    assert {(g["lr_ratio"], g["weight_decay"], g["lr"]) for g in optimizer.param_groups} == {
-        (0.1, 0.1, 0.05),
-        (0.1, 0.0, 0.05),
-        (1.0, 0.1, 0.5),
-        (1.0, 0.0, 0.5),
-    }
+    found = {(group["lr_ratio"], group["weight_decay"], group["lr"]) for group in optimizer.param_groups}
+    assert found == {(0.1, 0.1, 0.05), (0.1, 0.0, 0.05), (1.0, 0.1, 0.5), (1.0, 0.0, 0.5)}
     set_lr(optimizer, 1.0)
     for group in optimizer.param_groups:
         assert group["lr"] == group["lr_ratio"]
         assert all(name.startswith("image.") == (group["lr_ratio"] == 0.1) for name in group["param_names"])
-    with pytest.raises(
-        ConfigError, match=r"optim\.text_lr_ratio: got 2\.0, but no parameter's name begins with 'text\.'"
-    ):
+    with pytest.raises(ConfigError, match=r"optim\.text_lr_ratio: got 2\.0, but no parameter's name begins .*'text\.'"):
         OptimConfig(text_lr_ratio=2.0).build(nn.Linear(2, 2))
 
 
@@ -166,9 +161,7 @@ def test_layer_decay_needs_a_tower_that_trains():
     model = TwoTowers()
     model.image.tower.requires_grad_(False)
     assert settings_of(OptimConfig(layer_decay=0.5).build(model))["text.tower.stem.weight"][0] == 0.0625
-    with pytest.raises(
-        ConfigError, match=r"optim\.layer_decay\.image: got 0\.5, but no parameter of that tower trains"
-    ):
+    with pytest.raises(ConfigError, match=r"optim\.layer_decay\.image: got 0\.5, but no parameter of that tower"):
         OptimConfig(layer_decay={"image": 0.5}).build(model)
     model.text.tower.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"optim\.layer_decay: got a decay, but no parameter of a tower trains"):
@@ -203,10 +196,7 @@ def test_overrides_by_name():
     ("overrides", "message"),
     [
         ([{"pattern": "image.tower.block.*", "lr_ratio": 2.0}], 'no parameter; .*did you mean "image.tower.blocks'),
-        (
-            [{"pattern": "image.pool.*", "lr_ratio": 2.0}],
-            r"only frozen parameters \(image.pool.weight, image.pool.bias",
-        ),
+        ([{"pattern": "image.pool.*", "lr_ratio": 2.0}], r"only frozen parameters \(image.pool.weight, image.pool.b"),
         (
             [{"pattern": "*.norm.*", "lr_ratio": 2.0}, {"pattern": "text.tower.norm.*", "lr_ratio": 3.0}],
             r"overrides\[1\]\.pattern: .*only parameters of an earlier override \(text\.tower\.norm\.weight, .*reorder",
@@ -221,17 +211,13 @@ def test_overrides_that_change_nothing_are_refused(overrides, message):
         OptimConfig(overrides=overrides).build(model)
 
 
-def test_build():
-    assert OptimConfig().build(Model()).defaults["fused"] is True
-    with pytest.raises(ConfigError, match="nothing to train"):
-        OptimConfig().build(Model().requires_grad_(False))
-
-
 def test_bad_values_are_refused():
     with pytest.raises(ConfigError) as caught:
         load_config(OptimConfig, overrides=["lr=-1e-4", "betas=[0.9, 1.0]", "warmup=3"])
     assert len(str(caught.value).splitlines()) == 3
     assert load_config(OptimConfig, overrides=["lr=1e-4", "clip_grad_norm=null"]).lr == 1e-4
+    with pytest.raises(ConfigError, match="nothing to train"):
+        OptimConfig().build(Model().requires_grad_(False))
     with pytest.raises(ConfigError, match="got neither lr_ratio nor weight_decay"):
         load_config(OptimConfig, overrides=["overrides=[{pattern: '*'}]"])
     for key in ("lr", "image_lr_ratio", "text_lr_ratio", "weight_decay"):  # they would overflow weights
@@ -363,9 +349,8 @@ def test_muon_is_for_matrices_in_blocks():
 def matrices(optimizer_of, dtype):
     """Matrices and a convolution after steps of an optimizer."""
     draw = torch.Generator().manual_seed(1)
-    weights = [
-        nn.Parameter(torch.randn(shape, dtype=dtype, generator=draw)) for shape in ((6, 9), (12, 4), (5, 3, 2, 2))
-    ]
+    shapes = ((6, 9), (12, 4), (5, 3, 2, 2))
+    weights = [nn.Parameter(torch.randn(shape, dtype=dtype, generator=draw)) for shape in shapes]
     optimizer = optimizer_of(weights)
     for _ in range(4):
         for each in weights:
@@ -375,9 +360,8 @@ def matrices(optimizer_of, dtype):
 
 
 def muon(weights):
-    return Muon(
-        [{"params": [(str(n), each) for n, each in enumerate(weights)], "muon": True}], lr=0.1, weight_decay=0.2
-    )
+    named = [(str(number), each) for number, each in enumerate(weights)]
+    return Muon([{"params": named, "muon": True}], lr=0.1, weight_decay=0.2)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 and later")
@@ -399,7 +383,7 @@ def test_muon_orthogonalizes_a_flattened_convolution():
 
 
 @pytest.mark.parametrize("limit", [None, 0.5, 1e9])
-def test_clip_gradients(limit):
+def test_clipping_keeps_the_direction_and_shows_what_is_not_finite(limit):
     model = Model()
     gradients = []
     for name, parameter in model.named_parameters():
@@ -413,11 +397,5 @@ def test_clip_gradients(limit):
     scale = min(1.0, limit / (expected + 1e-6)) if limit else 1.0
     for before, parameter in zip(gradients, (p for p in model.parameters() if p.grad is not None), strict=True):
         torch.testing.assert_close(parameter.grad, before * scale)
-
-
-def test_clipping_shows_what_is_not_finite():
-    model = nn.Linear(2, 2)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    model.bias.grad[0] = math.nan
-    assert clip_gradients([model.parameters()], dist.Replicas(model), 1.0).isnan()
+    model.logit_scale.grad.fill_(math.nan)
+    assert clip_gradients([model.parameters()], dist.Replicas(model), limit).isnan()

@@ -10,7 +10,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from tests.models import BUSY_VQ, FSQ, LFQ, tiny_model
+from tests.models import BUSY_VQ, FSQ, LFQ
 from tests.ranks import for_each
 from tests.training import run_tree
 from vqclip import dist
@@ -32,17 +32,11 @@ def settings(quantizer=FSQ, **changes):
     return run_tree("runs", "none", quantizer, **common | changes)
 
 
-def frozen(modality, **changes):
-    model = tiny_model(LFQ, LFQ).model_dump(mode="json")
-    model[modality]["tower"]["train"] = "none"
-    return {"model": model} | changes
-
-
 CASES = {
     "ddp": settings(STARTED_VQ, train__ema={}),
     "microbatches": settings(train__micro_batches=4),
     "fsdp": settings(train__parallel="fsdp", train__activation_checkpointing=True),
-    "ring": settings(**frozen("text", loss__impl="ring")),
+    "ring": settings(LFQ, model__text__tower__train="none", loss__impl="ring"),
     "gather": settings(LFQ, train__precision="fp64", loss__impl="gather"),
     "sigmoid": settings(loss={"kind": "sigmoid"}, model__temperature={"init": 10.0, "bias": -10.0}),
     "recomputed": settings(train__activation_checkpointing=True, train__micro_batches=2),

@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 import torch
+from torch import nn
 
-from tests.models import BUSY_RESIDUAL, FSQ, tiny_model
+from tests.models import BUSY_RESIDUAL, FSQ, change, tiny_model
 from tests.train import test_pixels
 from tests.train.test_grad_cache import G, assert_alike, batch_number
 from tests.train.test_pixels import DECODER
@@ -28,10 +29,9 @@ LOSSES = [{"kind": "l1"}, {"kind": "l2", "weight": 0.5}, ADVERSARIAL]
 
 
 def model_tree(quantizer=FSQ, **pixels):
-    tree = tiny_model(quantizer, FSQ).model_dump(mode="json")
     decoder = pixels.pop("decoder", DECODER)
-    tree["image"]["pixels"] = {"decoder": decoder, **pixels} if decoder else None
-    return tree
+    section = {"decoder": decoder, **pixels} if decoder else None
+    return change(tiny_model(quantizer, FSQ).model_dump(mode="json"), {"image__pixels": section})
 
 
 def build_step(micro_batches=1, precision="fp64", clip_norm=0.1, quantizer=FSQ, compiled=False, **pixels):
@@ -55,15 +55,9 @@ def train(count=3, sizes=(G,), **settings):
     for number in range(count):
         result = step(batch_number(number, task.model, sizes), number)
     modules = {"model": task.model} | ({"losses": task.discriminators} if task.discriminators else {})
-    gradients = {
-        f"{key}.{name}": weight.grad.clone()
-        for key, module in modules.items()
-        for name, weight in module.named_parameters()
-        if weight.grad is not None
-    }
-    state = {
-        f"{key}.{name}": each.clone() for key, module in modules.items() for name, each in module.state_dict().items()
-    }
+    both = nn.ModuleDict(modules)
+    gradients = {name: weight.grad.clone() for name, weight in both.named_parameters() if weight.grad is not None}
+    state = {name: each.clone() for name, each in both.state_dict().items()}
     return gradients, state, result and result.terms
 
 
@@ -81,9 +75,8 @@ def test_equals_a_plain_reference():
     image, text = model.image(batch.images), model.text(batch.texts)
     apart = model.image.pixels_of(image.vectors) - batch.images.double() / 255
     l1, l2 = apart.abs().mean(), apart.square().mean()
-    contrastive = ContrastiveConfig(impl="gather", positives=None).build()(
-        image.embedding, text.embedding, model.temperature()[0]
-    )
+    loss = ContrastiveConfig(impl="gather", positives=None).build()
+    contrastive = loss(image.embedding, text.embedding, model.temperature()[0])
     assert float(result.terms["pixels/l1"]) == pytest.approx(l1.item(), rel=1e-12)
     assert float(result.terms["total"]) == pytest.approx((contrastive + l1 + 0.5 * l2).item(), rel=1e-12)
     (contrastive + 0.25 * (l1 + 0.5 * l2)).backward()
@@ -187,10 +180,8 @@ def test_a_run_resumes_bit_for_bit_and_exports_the_decoder(tmp_path, shards):
     with pytest.raises(OtherRunError, match=r"pixels.*weight"):
         run(tree | {"model": model_tree(losses=LOSSES, weight=2.0)})
     assert len(run(tree)["sample_ids"]) == 2
-    checkpoints = [
-        load_checkpoint(tmp_path / name / "tiny" / "checkpoints" / "step-00000004") for name in ("whole", "parts")
-    ]
-    tensors = [each.tensors() for each in checkpoints]
+    checkpoints = [tmp_path / name / "tiny" / "checkpoints" / "step-00000004" for name in ("whole", "parts")]
+    tensors = [load_checkpoint(each).tensors() for each in checkpoints]
     assert {name.split("/")[0] for name in tensors[0]} >= {"ema", "discriminators"}
     assert not any("adversar" in name for name in tensors[0] if name.startswith("ema/"))
     assert all_equal(*tensors)
@@ -224,9 +215,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, shards):
     assert "start_step: got 20; expected at most 19" in refused(model=model_tree(start_step=20))
     assert "one_in: got 13; expected at most 12" in refused(model=model_tree(one_in=13))
     assert "image.pixels.weigth" in refused(model=model_tree(weigth=1))
-    tree = model_tree()
-    tree["image"]["reduce"] = {"kind": "queries", "count": 3, "heads": 2}
+    tree = change(model_tree(), {"image__reduce": {"kind": "queries", "count": 3, "heads": 2}})
     assert "square grid of tokens" in refused(model=tree)
-    tree = model_tree()
-    tree["image"]["tower"] |= {"train": "none", "pretrained": True}
+    tree = change(model_tree(), {"image__tower__train": "none", "image__tower__pretrained": True})
     assert "expected modalities: [text] there" in refused(model=tree, data__feature_cache={}, data__views=1)

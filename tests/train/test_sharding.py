@@ -72,9 +72,8 @@ def test_checkpoints_of_shards_resume_anywhere(ranks, tmp_path, shards, optimize
 
     With weights in channels-last order, as in the configurations that ship.
     """
-    model = tiny_model(BUSY_RESIDUAL, BUSY_RESIDUAL).model_dump(mode="json")
-    model["image"]["tower"] = CONVOLUTIONAL | {"image_size": 32}  # four tokens
-    settings = {"model": model, "train__micro_batches": 2, "optim__kind": optimizer}
+    settings = {"model__image__tower": CONVOLUTIONAL | {"image_size": 32}}  # four tokens
+    settings |= {"quantizer": BUSY_RESIDUAL, "train__micro_batches": 2, "optim__kind": optimizer}
     ranks(1, run, tree(tmp_path / "whole", shards, **settings), init=False)
     for world_size, parallel, stop in ((2, "ddp", 2), (4, "fsdp", 4), (1, "fsdp", 5), (2, "fsdp", STEPS)):
         part = tree(tmp_path / "parts", shards, parallel=parallel, **settings)
@@ -87,25 +86,16 @@ def run_until(settings, stop):
     train(load_task_config(settings), [StopAfter(stop)])
 
 
-def with_tower(modality, **changes):
-    model = tiny_model(FSQ, FSQ).model_dump(mode="json")
-    model[modality]["tower"] |= changes
-    return {"model": model}
-
-
 CONVOLUTIONAL = {"kind": "convolutional", "image_size": 16, "channels": [8, 8, 16, 16], "channels_per_group": 4}
 VARIANTS = {
-    "adapters": with_tower("image", train={"lora": {"rank": 2}}),
-    "last block": with_tower("image", train={"last": 1}),
-    "from a step on": with_tower("text", train={"from_step": 2}),
-    "frozen": with_tower("text", train="none"),
+    "adapters": {"model__image__tower__train": {"lora": {"rank": 2}}},
+    "last block": {"model__image__tower__train": {"last": 1}},
+    "from a step on": {"model__text__tower__train": {"from_step": 2}},
+    "frozen": {"model__text__tower__train": "none"},
     "checkpointed activations": {"train__activation_checkpointing": True, "train__micro_batches": 2},
     "every second block": {"train__activation_checkpointing": 2},
     "sigmoid loss": {"model__temperature": {"init": 10.0, "bias": -10.0}, "loss": {"kind": "sigmoid"}},
-    "convolutions": {
-        "model": with_tower("image")["model"]
-        | {"image": with_tower("image")["model"]["image"] | {"tower": CONVOLUTIONAL}}
-    },
+    "convolutions": {"model__image__tower": CONVOLUTIONAL},
     "bf16": {"train__precision": "bf16"},
     "lion": {"optim__kind": "lion"},
 }
@@ -206,8 +196,8 @@ def build_refused(settings):
 
 
 def test_what_cannot_be_in_shards_is_refused(ranks, tmp_path, shards):
-    frozen = with_tower("image", train="none")["model"] | {"text": with_tower("text", train="none")["model"]["text"]}
-    cases = [(tree(tmp_path, shards, model=frozen),), (tree(tmp_path, shards, parallel="hsdp"),)]
+    frozen = {"model__image__tower__train": "none", "model__text__tower__train": "none"}
+    cases = [(tree(tmp_path, shards, **frozen),), (tree(tmp_path, shards, parallel="hsdp"),)]
     for found in ranks(2, for_each, build_refused, cases):
         assert "no weights of a tower train" in found[0]
         assert "expected several machines" in found[1]
