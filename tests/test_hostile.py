@@ -1,25 +1,33 @@
 """Files made to do harm, read by a process whose memory is watched: each is refused by name, and nothing runs."""
 
-import io
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tarfile
-import textwrap
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import vqclip
 from tests.checkpoint.making import save_checkpoint
 from tests.data import hostile
-from tests.data.making import caption_members, class_folder, encode, pixels, write_tar
+from tests.data.making import caption_members, class_folder, encode, pixels, tar_bytes, write_tar
 from tests.models import reseal, tiny_model
+from vqclip import checkpoint
+from vqclip.config import load_config
+from vqclip.data import CaptionShardsConfig, ClassShardsConfig, FolderConfig, decode_image
+from vqclip.data.decode import MAX_PIXELS
+from vqclip.data.samples import read_decoded
+from vqclip.errors import VqclipError
 from vqclip.towers import TimmTowerConfig
+from vqclip.train import TrainConfig
 
 GIB = 1 << 30
 LIMIT_MB = 300
@@ -32,42 +40,17 @@ def hole(path: Path, start: bytes, size: int) -> Path:
     return path
 
 
-def huge_member(path: Path, extension: str) -> Path:
-    """A good tar whose second sample has a member of 1 GiB of zeros, as holes."""
-    stream, members = io.BytesIO(), caption_members(0, 1)
-    if extension == "txt":
-        members["bad.jpg"] = members["000000000.jpg"]
-    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-        start = stream.getvalue()[: tar.offset]
-    info = tarfile.TarInfo(f"bad.{extension}")
+def huge_caption(path: Path) -> Path:
+    """A good tar whose second sample has a caption of 1 GiB of zeros, as holes."""
+    start = tar_bytes(caption_members(0, 1) | {"bad.jpg": encode(pixels(0)), "bad.txt": b""}).partition(b"bad.txt")[0]
+    info = tarfile.TarInfo("bad.txt")
     info.size = GIB
     return hole(path, start + info.tobuf(tarfile.USTAR_FORMAT), GIB + (1 << 20))
 
 
-READER = """
-import json, re, sys
-from pathlib import Path
-
-import vqclip
-from vqclip import checkpoint
-from vqclip.config import load_config
-from vqclip.data import CaptionShardsConfig, ClassShardsConfig, FolderConfig, decode_image
-from vqclip.data.decode import MAX_PIXELS
-from vqclip.data.samples import read_decoded
-from vqclip.errors import VqclipError
-from vqclip.train import TrainConfig
-from vqclip.towers import TimmTowerConfig
-
-def peak():
-    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
-
-def shard(path, captions="txt"):
-    source = CaptionShardsConfig(path=str(path), captions=captions).build()
-    problems = []
+def shard(path: Path) -> None:
+    """Read all samples; the error names what is wrong with each."""
+    source, problems = CaptionShardsConfig(path=str(path)).build(), []
     for index in range(len(source)):
         try:
             read_decoded(source, index, MAX_PIXELS)
@@ -75,13 +58,14 @@ def shard(path, captions="txt"):
             problems.append(str(error))
     raise VqclipError(" | ".join(problems))
 
-def tower(path):
-    args = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
-    TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, args=args, checkpoint=path).build()
 
-READ = {
+def tower(path: Path | None = None) -> Any:
+    args = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    return TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, args=args, checkpoint=path).build()
+
+
+READ: dict[str, Callable[[Path], object]] = {
     "shard": shard,
-    "json": lambda path: shard(path, "json"),
     "classes": lambda path: ClassShardsConfig(path=path).build(),
     "image": lambda path: decode_image(path.read_bytes()),
     "folder": lambda path: FolderConfig(path=path).build().read(0),
@@ -90,23 +74,30 @@ READ = {
     "tokenizer": lambda path: vqclip.load_tokenizer(path, modality="image"),
     "tower": tower,
 }
-root = Path(sys.argv[1])
-READ["tokenizer"](root / "good tokenizer")
-try:
-    READ["shard"](root / "good.tar")
-    READ["tower"](root / "missing.pt")
-except VqclipError:
-    pass
-decode_image((root / "good.jpg").read_bytes()), decode_image((root / "good.png").read_bytes())
-before, found = peak(), []
-for kind, path in json.loads((root / "cases.json").read_text()):
-    try:
-        READ[kind](Path(path))
-        found.append([path, "was read", peak() - before])
-    except VqclipError as error:
-        found.append([path, str(error), peak() - before])
-print(json.dumps(found))
-"""
+
+
+def peak() -> float:
+    """MB; `resource.getrusage` would count the peak of the process that started this one as well."""
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
+
+
+def read_all(root: Path) -> None:
+    """Read the cases in a process of its own; print what each said, and by how much the peak has grown then."""
+    READ["tokenizer"](root / "good tokenizer")
+    for kind, name in (("shard", "good.tar"), ("tower", "missing.pt")):
+        with contextlib.suppress(VqclipError):
+            READ[kind](root / name)
+    for name in ("good.jpg", "good.png"):
+        READ["image"](root / name)
+    before, found = peak(), []
+    for kind, path in json.loads((root / "cases.json").read_text()):
+        try:
+            READ[kind](Path(path))
+            said = "was read"
+        except VqclipError as error:
+            said = str(error)
+        found.append([path, said, peak() - before])
+    print(json.dumps(found))
 
 
 def packed_weights(path: Path) -> Path:
@@ -141,7 +132,7 @@ def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
         ("shard", hostile.sparse_tar(sparse, GIB), "member '000000000.txt' at offset 0 is a sparse file; only"),
         ("shard", hostile.boastful_tar(boast, GIB), short),
         ("shard", hostile.gzip_bomb_tar(gz, GIB), r"no valid tar header at offset 0, but b'\\x1f"),
-        ("shard", huge_member(root / "txt.tar", "txt"), r"sample bad: txt of 1073741824 bytes; at most 1048576"),
+        ("shard", huge_caption(root / "txt.tar"), r"sample bad: txt of 1073741824 bytes; at most 1048576"),
     ]
     assert all(path.stat().st_size <= 10_240 for _, path, _ in tars[1:4])
 
@@ -233,23 +224,15 @@ def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
     return [*tars, *images, *configs, *folders, *towers, *others]
 
 
-def tower() -> Any:
-    args = {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
-    return TimmTowerConfig(name="vit_tiny_patch16_224", image_size=16, args=args).build()
-
-
 @pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_everything_is_refused_by_name_in_little_memory(tmp_path: Path) -> None:
-    """One process reads them all, so that its peak is the largest of theirs.
-
-    VmHWM, for `resource.getrusage` counts the peak of the process that started this one as well.
-    """
+    """One process reads them all, so that its peak is the largest of theirs."""
     marker = tmp_path / "was here"
     cases = crafted(tmp_path, marker)
     (tmp_path / "cases.json").write_text(json.dumps([[kind, str(path)] for kind, path, _ in cases]))
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(READER), str(tmp_path)],
+        [sys.executable, "-m", "tests.test_hostile", str(tmp_path)],
         env={**os.environ, "VQCLIP_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -268,3 +251,7 @@ def test_everything_is_refused_by_name_in_little_memory(tmp_path: Path) -> None:
         print(f"{path.name}: {growth:.1f} MB")
         assert growth < LIMIT_MB, f"{path}: {growth:.0f} MB above the baseline"
     assert not marker.exists()
+
+
+if __name__ == "__main__":
+    read_all(Path(sys.argv[1]))

@@ -52,13 +52,19 @@ def encode(image: np.ndarray | Image.Image, kind: str = "JPEG", **options) -> by
     return stream.getvalue()
 
 
-def write_tar(path: Path, members: Mapping[str, bytes], kind: int = tarfile.USTAR_FORMAT) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w", format=kind) as tar:
+def tar_bytes(members: Mapping[str, bytes], kind: int = tarfile.USTAR_FORMAT) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=kind) as tar:
         for name, data in members.items():
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
+    return stream.getvalue()
+
+
+def write_tar(path: Path, members: Mapping[str, bytes], kind: int = tarfile.USTAR_FORMAT) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(tar_bytes(members, kind))
     return path
 
 

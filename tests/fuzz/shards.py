@@ -1,6 +1,5 @@
 """The shard reader on mutated tars: index, cached index, captions, labels, images."""
 
-import io
 import os
 import random
 import shutil
@@ -13,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from tests.data.hostile import with_checksum
-from tests.data.making import caption_members, encode, member_places, open_tars, pixels
+from tests.data.making import caption_members, encode, member_places, open_tars, pixels, tar_bytes
 from tests.fuzz.mutate import NUMBERS, mutated
 from vqclip.data.decode import decode_image
 from vqclip.data.sources.columns import CaptionFiles, decode_text
@@ -27,16 +26,6 @@ _MAX_PIXELS = 10**6
 
 _FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
 _WORDS = (*NUMBERS, b'"', b"\\ud800", b"[" * 200, b'{"caption":' * 50, b"\x1b[2J", b"\xed\xa0\x80", b"9" * 5000, b"/")
-
-
-def _tar(members: dict[str, bytes], kind: int) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=kind) as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return stream.getvalue()
 
 
 def _members() -> dict[str, bytes]:
@@ -58,8 +47,8 @@ def _members() -> dict[str, bytes]:
 def seeds() -> list[bytes]:
     """Good tars of every notation."""
     long = {f"{'folder/' * 30}{name}": data for name, data in _members().items()}
-    plain = [_tar(_members(), tarfile.USTAR_FORMAT), _tar(caption_members(0, 2), tarfile.USTAR_FORMAT)]
-    return [*plain, _tar(long, tarfile.GNU_FORMAT), _tar(long | {"ünïcode.txt": b"x"}, tarfile.PAX_FORMAT)]
+    plain = [tar_bytes(_members(), tarfile.USTAR_FORMAT), tar_bytes(caption_members(0, 2), tarfile.USTAR_FORMAT)]
+    return [*plain, tar_bytes(long, tarfile.GNU_FORMAT), tar_bytes(long | {"ünïcode.txt": b"x"}, tarfile.PAX_FORMAT)]
 
 
 def case(draw: random.Random, known: list[bytes]) -> bytes:
@@ -87,9 +76,9 @@ def _case_of_members(draw: random.Random) -> bytes:
             data = mutated(draw, data, list(whole.values()), _WORDS)
         members[name[:200]] = data
     try:
-        return _tar(members, draw.choice(_FORMATS))
+        return tar_bytes(members, draw.choice(_FORMATS))
     except ValueError:  # a name that this notation cannot hold
-        return _tar(members, tarfile.PAX_FORMAT)
+        return tar_bytes(members, tarfile.PAX_FORMAT)
 
 
 @mock.patch.dict(os.environ)
