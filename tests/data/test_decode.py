@@ -74,14 +74,6 @@ def test_the_first_of_several_frames_is_read(kind: str) -> None:
     assert np.abs(rgb(data).astype(int) - np.asarray(first.convert("RGB"))).max() <= (6 if options else 0)
 
 
-def test_transparent_gif() -> None:
-    image = Image.fromarray(pixels(3, HEIGHT, WIDTH)).quantize(8)
-    clear = np.asarray(image) == np.asarray(image)[0, 0]
-    data = encode(image, "GIF", transparency=int(np.asarray(image)[0, 0]), disposal=2, comment=b"a" * 1000)
-    assert (rgb(data)[clear] == 255).all()
-    assert np.array_equal(rgb(data)[~clear], np.asarray(image.convert("RGB"))[~clear])
-
-
 @pytest.mark.parametrize("kind", LOSSLESS)
 def test_transparency_is_composited_on_white(kind: str) -> None:
     image = pixels(1, HEIGHT, WIDTH, channels=4).copy()
@@ -102,11 +94,12 @@ def test_grey_with_and_without_transparency() -> None:
     assert np.array_equal(rgb(encode(Image.fromarray(bits), "PNG")), np.stack([bits * 255] * 3, -1))
 
 
-def test_palette_with_and_without_transparency() -> None:
+@pytest.mark.parametrize(("kind", "options"), [("PNG", {}), ("GIF", {"disposal": 2, "comment": b"a" * 1000})])
+def test_palette_with_and_without_transparency(kind: str, options: dict) -> None:
     image = Image.fromarray(pixels(3, HEIGHT, WIDTH)).quantize(8)
-    assert np.array_equal(rgb(encode(image, "PNG")), np.asarray(image.convert("RGB")))
+    assert np.array_equal(rgb(encode(image, kind)), np.asarray(image.convert("RGB")))
     clear = int(np.asarray(image)[0, 0])
-    result = rgb(encode(image, "PNG", transparency=clear))
+    result = rgb(encode(image, kind, transparency=clear, **options))
     assert (result[np.asarray(image) == clear] == 255).all()
     others = np.asarray(image) != clear
     assert np.array_equal(result[others], np.asarray(image.convert("RGB"))[others])

@@ -1,7 +1,5 @@
 import json
 import re
-import struct
-import zlib
 from pathlib import Path
 from unittest import mock
 
@@ -11,6 +9,7 @@ import torch
 from PIL import Image
 
 from tests.commands import command
+from tests.data.hostile import huge_png
 from tests.data.making import caption_members, caption_shards, class_folder, encode, pixels, write_parquet, write_tar
 from tests.training import run_tree
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
@@ -35,14 +34,6 @@ KINDS = {
 """Kind → part of its description."""
 
 
-def huge_png(number: int) -> bytes:
-    """A valid header that claims 900 million pixels."""
-    data = bytearray(encode(pixels(number), "PNG"))
-    data[16:24] = struct.pack(">II", 30_000, 30_000)
-    data[29:33] = struct.pack(">I", zlib.crc32(bytes(data[12:29])))
-    return bytes(data)
-
-
 def damaged_png(number: int) -> bytes:
     data = bytearray(encode(pixels(number), "PNG"))
     data[60] ^= 1
@@ -65,7 +56,7 @@ def plant(folder: Path) -> dict[str, set[str]]:
             elif kind == "damaged image":
                 members[image] = damaged_png(seed)
             elif kind == "image size":
-                members[image] = huge_png(seed)
+                members[image] = huge_png(20_000 + shard)
             elif kind == "missing member":
                 del members[image]
             elif kind == "no caption":

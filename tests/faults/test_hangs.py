@@ -21,6 +21,15 @@ def tree_in(folder, shards, **changes):
     return tree
 
 
+def failed(folder, tree, fault, mark):
+    """A job that ends with status 1: the job, its seconds from a mark on, and the stacks of its ranks."""
+    with job(folder / "job", tree, fault) as running:
+        running.wait_for_mark(mark)
+        status, took = running.end()
+    assert status == 1, running.output
+    return running, took, *((running.run / "stacks" / f"rank-{rank}.txt").read_text() for rank in (0, 1))
+
+
 @pytest.mark.parametrize(
     ("fault", "stack", "stands"),
     [
@@ -32,12 +41,9 @@ def tree_in(folder, shards, **changes):
     ],
 )
 def test_a_hung_rank_ends_the_job_in_time_with_stacks_of_every_rank(tmp_path, shards, fault, stack, stands):
-    with job(tmp_path / "job", tree_in(tmp_path, shards), {"do": fault, "rank": 1, "step": STEP}) as running:
-        running.wait_for_mark(f"step-{STEP}-0")
-        status, took = running.end()
-    assert status == 1, running.output
+    faults = {"do": fault, "rank": 1, "step": STEP}
+    running, took, rank_0, rank_1 = failed(tmp_path, tree_in(tmp_path, shards), faults, f"step-{STEP}-0")
     assert took < LIMIT_S + 30
-    rank_0, rank_1 = ((running.run / "stacks" / f"rank-{rank}.txt").read_text() for rank in (0, 1))
     assert stack in rank_1
     assert "in run_collective" in rank_0  # it waits
     assert re.search(r"rank 0 at collective #(\d+): no progress for 10 s \(run.step_timeout_s\): 8 steps done", rank_0)
@@ -95,12 +101,8 @@ def test_a_save_that_never_ends_ends_the_job_in_time(tmp_path, shards, in_backgr
     """Rank 0's disk is stuck: it waits for its writer in the next save, or at once; rank 1 waits for it in a step."""
     tree = tree_in(tmp_path, shards, train__checkpoint_every=3, train__save_in_background=in_background)
     tree["run"] |= {"timeout_s": PATIENCE_S, "step_timeout_s": LIMIT_S}
-    with job(tmp_path / "job", tree, {"do": "stand_still", "in": "saving"}) as running:
-        running.wait_for_mark("saving-0")
-        status, took = running.end()
-    assert status == 1, running.output
+    running, took, rank_0, rank_1 = failed(tmp_path, tree, {"do": "stand_still", "in": "saving"}, "saving-0")
     assert took < 2 * PATIENCE_S + 30  # the limit of the save counts from the next one where it is in the background
-    rank_0, rank_1 = ((running.run / "stacks" / f"rank-{rank}.txt").read_text() for rank in (0, 1))
     assert "in stand_still" in rank_0
     assert "in in_save" in rank_0
     assert re.search(r"rank 0: no progress for 20 s \(run.timeout_s\): \d+ steps done, saving", running.output)
@@ -112,12 +114,9 @@ def test_a_rank_that_hangs_in_an_evaluation_ends_the_job_in_time(tmp_path, shard
     pairs = retrieval(shards, batch_size=2)
     tree = tree_in(tmp_path, shards, train__evaluate_every=3, train__steps=9, evaluation=pairs)
     tree["run"] |= {"timeout_s": PATIENCE_S, "step_timeout_s": LIMIT_S}
-    with job(tmp_path / "job", tree, {"do": "stand_still", "in": "evaluation", "rank": 1}) as running:
-        running.wait_for_mark("evaluation-1")
-        status, took = running.end()
-    assert status == 1, running.output
+    fault = {"do": "stand_still", "in": "evaluation", "rank": 1}
+    running, took, rank_0, rank_1 = failed(tmp_path, tree, fault, "evaluation-1")
     assert took < PATIENCE_S + 30
-    rank_0, rank_1 = ((running.run / "stacks" / f"rank-{rank}.txt").read_text() for rank in (0, 1))
     assert "in stand_still" in rank_1
     assert "in run_collective" in rank_0
     assert re.search(r"rank 1: no progress for 20 s \(run.timeout_s\): 3 steps done, evaluating", running.output)
@@ -126,27 +125,23 @@ def test_a_rank_that_hangs_in_an_evaluation_ends_the_job_in_time(tmp_path, shard
 # ---- ranks and data workers that die without a restart
 
 
-def test_a_killed_rank_ends_the_job_within_the_timeout_without_restarts(tmp_path, shards):
+LOST = {
+    "kill_myself": ("failed on rank 0:", "Another rank has most likely died"),
+    "kill_a_worker": ("rank 1: a data worker died", "Was it killed for memory? Fewer data.workers"),
+}
+
+
+@pytest.mark.parametrize("fault", LOST)
+def test_a_killed_rank_or_worker_ends_the_job_within_the_timeout_without_restarts(tmp_path, shards, fault):
     """No rank waits for the timeout, which would be an hour: what is lost is noticed."""
     tree = tree_in(tmp_path, shards)
     tree["run"] |= {"timeout_s": 3600.0, "step_timeout_s": 3600.0}
-    with job(tmp_path / "job", tree, {"do": "kill_myself", "rank": 1, "step": STEP}) as running:
+    with job(tmp_path / "job", tree, {"do": fault, "rank": 1, "step": STEP}) as running:
         running.wait_for_mark(f"step-{STEP}-1")
         status, took = running.end()
     assert status == 1
-    assert took < 30
-    assert "failed on rank 0:" in running.output
-    assert "Another rank has most likely died" in running.output
-    assert "another rank is lost" in (running.run / "stacks" / "rank-0.txt").read_text()
-
-
-def test_a_killed_data_worker_is_explained_and_hangs_no_rank(tmp_path, shards):
-    tree = tree_in(tmp_path, shards)
-    tree["run"] |= {"timeout_s": 3600.0, "step_timeout_s": 3600.0}
-    with job(tmp_path / "job", tree, {"do": "kill_a_worker", "rank": 1, "step": STEP}) as running:
-        running.wait_for_mark(f"step-{STEP}-1")
-        status, took = running.end()
-    assert status == 1
-    assert took < 60
-    assert "rank 1: a data worker died" in running.output
-    assert "Was it killed for memory? Fewer data.workers" in running.output
+    assert took < (60 if fault == "kill_a_worker" else 30)
+    for text in LOST[fault]:
+        assert text in running.output
+    if fault == "kill_myself":
+        assert "another rank is lost" in (running.run / "stacks" / "rank-0.txt").read_text()

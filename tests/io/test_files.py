@@ -93,6 +93,11 @@ def disk_full(*_: object, **__: object) -> None:
 
 
 def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", disk_full)
+        with pytest.raises(OSError, match="No space left on device: '.*r.json'"):
+            write_json(tmp_path / "r.json", [])
+    assert list(tmp_path.iterdir()) == []
     with pytest.raises(OSError, match="No space left on device: '.*target'"):
         replace_folder(tmp_path / "target", disk_full)
     with pytest.raises(OSError, match="No space left on device: '.*a.tar'"):
@@ -104,14 +109,6 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("safetensors.torch.save_file", refuse)
     with pytest.raises(OSError, match="a.safetensors: cannot be written: I/O error: No space"):
         save_tensors({}, tmp_path / "a.safetensors")
-
-
-def test_a_full_disk_names_the_file_of_lines_and_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", disk_full)
-        with pytest.raises(OSError, match="No space left on device: '.*r.json'"):
-            write_json(tmp_path / "r.json", [])
-    assert list(tmp_path.iterdir()) == []
     lines = JsonLines(tmp_path / "metrics.jsonl")
     os.symlink("/dev/full", tmp_path / "metrics.jsonl")
     with pytest.raises(OSError, match="No space left on device: '.*metrics.jsonl'"):

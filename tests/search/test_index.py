@@ -1,12 +1,14 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.models import FSQ, RESIDUAL
 from tests.search.making import built, drawn, queries, reference
 from vqclip.errors import CheckpointError, ConfigError, ShapeError
 from vqclip.search import CodeIndex, CodeSearch, FaissSearch, Packing, embeddings
-from vqclip.search.index import _VERSIONS
+from vqclip.search import index as module
+from vqclip.search.index import _VERSIONS, Origin
 
 
 class TestFiles:
@@ -57,8 +59,6 @@ class TestFiles:
     )
     def test_an_honest_hash_of_nonsense_is_refused(self, tmp_path, change, message, monkeypatch):
         """Whoever makes a file can make its hash, too."""
-        from safetensors.torch import save_file
-
         monkeypatch.setattr(
             "vqclip.search.index.save_tensors", lambda tensors, path: save_file({**tensors, **change}, path)
         )
@@ -68,23 +68,19 @@ class TestFiles:
 
     @pytest.mark.parametrize("sizes", [(0, 64), (64, -1), (2**63 + 1,), (2,) * (2**16 + 1)])
     def test_codebooks_that_cannot_be_are_refused(self, tmp_path, sizes, monkeypatch):
-        from vqclip.search import index
-
-        header = index._Header
+        header = module._Header
 
         def forged(codebook_sizes, **facts):
             return header.model_construct(codebook_sizes=sizes, **facts)
 
         with monkeypatch.context() as patch:
-            patch.setattr(index, "_Header", forged)
+            patch.setattr(module, "_Header", forged)
             self.saved(tmp_path / "index")
         with pytest.raises(CheckpointError, match=r"index.json: codebook_sizes"):
             CodeIndex.load(tmp_path / "index")
 
     @pytest.mark.parametrize("path", ["https://example.org/pictures", "owner/name", "/tmp/s3://bucket"])
     def test_nothing_is_fetched_because_an_index_says_so(self, tmp_path, path, monkeypatch):
-        from vqclip.search.index import Origin
-
         with pytest.raises(ValueError, match="expected an absolute path"):
             Origin(images=path)
         tokenizer, _ = self.saved(tmp_path / "index")
