@@ -175,9 +175,7 @@ def test_tensors_of_absurd_size_are_refused_from_the_header(tmp_path: Path, save
 
 @pytest.mark.parametrize("name", ["model/model.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_poisoned_checkpoint_is_set_aside_on_resume(
-    tmp_path: Path, saved: Path, name: str, value: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_poisoned_checkpoint_is_set_aside_on_resume(tmp_path, saved, name, value, caplog):
     shutil.copytree(saved, tmp_path / "all")
     path = tmp_path / "all" / "step-00000002"
     with (path / name).open("r+b") as file:

@@ -68,33 +68,23 @@ CASES = {
     "empty caption": text(b"", "no caption", r"the caption \(\.txt\) is empty"),
     "gigantic caption": text(b"a" * 70_000, "caption too long", "caption of 70000 characters; at most 65536 are read"),
     "caption of megabytes": text(b"a" * (2 << 20), "too many bytes", "txt of 2097152 bytes; at most 1048576 are read"),
-    "caption in Latin-1": text(
-        b"caf\xe9 au lait", "not UTF-8", r"\.txt is not UTF-8: invalid continuation byte at byte 3; save it in UTF-8"
-    ),
+    "caption in Latin-1": text(b"caf\xe9 au lait", "not UTF-8", r"\.txt is not UTF-8: .* at byte 3; save it in UTF-8"),
     "JSON cut short": facts(JSON[:-3], "damaged JSON", CUT + "Unterminated string .*"),
     "deep JSON": facts(b"[" * 100_000, "damaged JSON", CUT + ".*(recursion|Stack overflow).*"),
     "JSON that is no object": facts(b"[1]", "damaged JSON", CUT + "it contains a list; expected an object"),
-    "caption that is a number": facts(
-        b'{"caption": 3}', "damaged JSON", CUT + "'caption' contains a int; expected text or a list of texts"
-    ),
-    "JSON without caption": facts(
-        b'{"title": "x"}', "no caption", r"\.json: no caption under 'caption'; its keys: 'title'; json_keys .*"
-    ),
+    "number as caption": facts(b'{"caption": 3}', "damaged JSON", CUT + "'caption' contains a int; expected text or.*"),
+    "other keys": facts(b'{"x": 0}', "no caption", r"\.json: no caption under 'caption'; its keys: 'x'; json_keys .*"),
     "half a character": facts(
-        rb'{"caption": "a \ud800"}', "not UTF-8", r"caption with a lone surrogate at character 2: 'a \\ud800'"
+        rb'{"caption": "a \ud800"}', "not UTF-8", r".* lone surrogate at character 2: 'a \\ud800'"
     ),
     "empty image": image(b"", "image format", "not a JPEG, .* PPM or AVIF image: is empty"),
     "EPS": image(foreign("EPS"), "image format", NOT_AN_IMAGE.format("%!PS")),
     "truncated JPEG": image(JPEG[:300], "damaged image", "(image ends inside its header|jpeg image cannot be dec.*)"),
     "truncated PNG": image(PNG[: len(PNG) // 2], "damaged image", "png image cannot be decoded: .*", "png"),
-    "flipped bit in a PNG": image(
-        flipped(PNG, 600), "damaged image", "png image cannot be decoded: wrong checksum of its chunk b'IDAT'", "png"
-    ),
+    "flipped bit": image(flipped(PNG, 600), "damaged image", "png image .* wrong checksum of its chunk b'IDAT'", "png"),
     "PNG of 20000²": image(hostile.huge_png(20_000), "image size", TOO_LARGE.format("png", 20000), "png"),
     "JPEG of 5,000 scans": image(hostile.scans_jpeg(5000), "too many scans", "jpeg image of more than 100 scans or .*"),
-    "WebP that lies about its size": image(
-        hostile.lying_webp(2000), "damaged image", "webp image cannot be .*", "webp"
-    ),
+    "WebP of two sizes": image(hostile.lying_webp(2000), "damaged image", "webp image cannot be decoded: .*", "webp"),
     "text bomb": image(hostile.text_bomb_png(), "damaged image", BOMB, "png"),
     "profile bomb": image(hostile.profile_bomb_png(), "damaged image", BOMB, "png"),
     "16 bits with a transparent colour": image(

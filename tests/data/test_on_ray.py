@@ -57,10 +57,8 @@ def test_sizes_of_workers(ray: None) -> None:
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with (
-        pytest.raises(ConfigError, match=r"--engine ray needs the package ray, .* pip install 'vqclip\[ray\]'"),
-        connect_to_ray(RayOptions(), 1, "cpu"),
-    ):
+    refused = pytest.raises(ConfigError, match=r"--engine ray needs the package ray, .* pip install 'vqclip\[ray\]'")
+    with refused, connect_to_ray(RayOptions(), 1, "cpu"):
         pass
 
 
@@ -71,8 +69,6 @@ def test_a_cluster_that_does_not_answer_is_named_at_once(monkeypatch: pytest.Mon
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         for scheme in ("", "ray://"):
-            with (
-                pytest.raises(ConfigError, match=rf"--ray-address: got {scheme}{address}, .* refused"),
-                connect_to_ray(RayOptions(address=scheme + address), 1, "cpu"),
-            ):
+            refused = pytest.raises(ConfigError, match=rf"--ray-address: got {scheme}{address}, .* refused")
+            with refused, connect_to_ray(RayOptions(address=scheme + address), 1, "cpu"):
                 pass

@@ -172,10 +172,8 @@ def test_topics_of_a_batch_vary_as_stated(topics: int) -> None:
     windows = {window: WindowedOrder(chunk=100, window=window) for window in (5000, 1000)}
     for kind, expected in ((FullOrder(), 1), (windows[5000], 1), (windows[1000], batch / 1000)):
         order, of_batch = kind.build([size], [1.0], 1), batch / topics
-        counts = [
-            np.bincount(order[t * batch + np.arange(batch)].sample * topics // size, minlength=topics)
-            for t in range(0, 960, 32)
-        ]
+        drawn = (order[t * batch + np.arange(batch)].sample * topics // size for t in range(0, 960, 32))
+        counts = [np.bincount(each, minlength=topics) for each in drawn]
         found = np.mean([((each - of_batch) ** 2 / of_batch).sum() / (topics - 1) for each in counts])
         assert 0.75 * expected < found < 1.25 * expected
 

@@ -9,17 +9,9 @@ from vqclip.data.decode import pil_to_uint8
 from vqclip.data.transforms import EvalTransformConfig, TrainTransformConfig, _random_box
 from vqclip.errors import ShapeError
 
-EVERYTHING = TrainTransformConfig(
-    scale=(0.3, 1.0),
-    flip=0.5,
-    quarter_turns=True,
-    rotation=20,
-    translation=0.1,
-    brightness=0.3,
-    contrast=0.3,
-    saturation=0.3,
-    hue=0.1,
-)
+COLOURS = {"brightness": 0.3, "contrast": 0.3, "saturation": 0.3, "hue": 0.1}
+MOVES = {"flip": 0.5, "quarter_turns": True, "rotation": 20, "translation": 0.1}
+EVERYTHING = TrainTransformConfig(scale=(0.3, 1.0), **MOVES, **COLOURS)
 
 
 def image(number: int = 0, height: int = 50, width: int = 70) -> torch.Tensor:

@@ -132,10 +132,8 @@ def test_an_interrupted_job_continues_with_the_same_bytes(tmp_path: Path) -> Non
 
 def test_what_does_not_fit_is_refused_before_it_is_written(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path)._replace(free=9_000)
-    with (
-        mock.patch("shutil.disk_usage", return_value=free),
-        pytest.raises(DataError, match=r"has room for 9 kB, and about [\d.]+ kB are needed; OUT: name a folder"),
-    ):
+    message = r"has room for 9 kB, and about [\d.]+ kB are needed; OUT: name a folder"
+    with mock.patch("shutil.disk_usage", return_value=free), pytest.raises(DataError, match=message):
         write(Made(), tmp_path / "out")
     assert not [*(tmp_path / "out").glob("*.tar")]
 

@@ -108,10 +108,7 @@ def test_several_sources_are_added() -> None:
         (["--samples", "10"], "some of --samples, --shards and --bytes; expected all of them"),
         ([], "got no SOURCE; expected one, or a configuration, or all of"),
         (["x.tar", "--samples", "3", "--shards", "1", "--bytes", "9"], "expected all of them, without SOURCE"),
-        *(
-            (["--samples", each], r"samples: got '.*' \(str\); (expected )?a(\w+)? .*number")
-            for each in ("0", "nan", "x")
-        ),
+        *((["--samples", n], r"samples: got '.*' \(str\); (expected )?a(\w+)? .*number") for n in ("0", "nan", "x")),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

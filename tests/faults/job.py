@@ -132,12 +132,8 @@ def inject(fault: dict[str, Any]) -> None:
         if first_life and fault.get("in") == "saving":
             FAULTS[fault["do"]]()
 
-    for owner, name, phase in (
-        (training, "resume", "resume"),
-        (training, "export_tokenizer", "export"),
-        (training, "write_summary", "summary"),
-    ):
-        before(owner, name, lambda *args, phase=phase: mark(phase))
+    for name, phase in {"resume": "resume", "export_tokenizer": "export", "write_summary": "summary"}.items():
+        before(training, name, lambda *args, phase=phase: mark(phase))
     before(TrainStep, "__call__", in_step)
     before(BatchMaker, "fill", in_worker)
     before(Encoder, "__call__", in_evaluation)

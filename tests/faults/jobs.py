@@ -25,16 +25,7 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 class Job:
     """A job on this machine; its output and what its ranks write down go to files in its folder, job after job."""
 
-    def __init__(
-        self,
-        folder: Path,
-        tree: dict[str, Any],
-        fault: dict[str, Any],
-        *options: str,
-        processes: int = 2,
-        shell: str = "",
-        output: str = "",
-    ):
+    def __init__(self, folder: Path, tree: Any, fault: Any, *options: str, processes: int = 2, shell="", output=""):
         self.folder, self.begun = folder, time.time()
         self.records = folder / "records.jsonl"
         self.run = Path(tree["run"]["folder"]) / tree["run"]["name"]

@@ -163,6 +163,9 @@ def strike(running, number, whom, draw):
     return whom if pids else "torchrun"
 
 
+MAY_DIFFER = r"^tiny/(report\.html$|\.?run.lock|train\.[a-z0-9.]*log|stacks/|tensorboard/)|^job/cache/(\.tmp-|index/\.)"
+
+
 def facts(life):
     """All that a life left, by name, without what may differ.
 
@@ -173,10 +176,7 @@ def facts(life):
     found = {"batches": global_batches(life.folder / "job" / "records.jsonl")}
     for path in sorted(path for place in (life.run, life.folder / "job" / "cache") for path in place.rglob("*")):
         name = str(path.relative_to(life.folder))
-        if path.is_dir() or re.search(
-            r"^tiny/(report\.html$|\.?run.lock|train\.[a-z0-9.]*log|stacks/|tensorboard/)|^job/cache/(\.tmp-|index/\.)",
-            name,
-        ):
+        if path.is_dir() or re.search(MAY_DIFFER, name):
             continue
         found[name] = path.read_bytes()
     in_json = r'(, )?"(\w+_per_second|data_wait|exchange_wait|memory_gib)": [-+.e\d]+|"speed": {[^}]*}'

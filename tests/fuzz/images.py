@@ -123,9 +123,7 @@ def _png(parts: list[bytes]) -> bytes:
 
 
 def _webp(parts: list[bytes]) -> bytes:
-    chunks = (
-        part[:4] + struct.pack("<I", max(len(part) - 4, 0)) + part[4:] + b"\0" * (len(part) % 2) for part in parts
-    )
+    chunks = (part[:4] + struct.pack("<I", max(len(part) - 4, 0)) + part[4:] + bytes(len(part) % 2) for part in parts)
     body = b"WEBP" + b"".join(chunks)
     return b"RIFF" + struct.pack("<I", len(body)) + body
 

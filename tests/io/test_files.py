@@ -160,9 +160,7 @@ def test_another_version_is_told_before_the_hash_is_compared(tmp_path, key, valu
         read_versioned(path, VERSIONS, "make anew")
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.half, torch.bfloat16, torch.float64, torch.int64, torch.bool])
 @pytest.mark.parametrize("length", [1, 3, 17])
 def test_every_flipped_bit_changes_the_checksum(dtype, length):
     wide = torch.arange(length + 1).to(dtype)

@@ -17,19 +17,10 @@ from tests.commands import command
 from tests.scenes.parser import parse, untrue
 from vqclip.errors import DataError
 from vqclip.scenes import HELD_OUT, TRAINED, ScenesConfig, make, make_scenes
+from vqclip.scenes import scene as drawn
 from vqclip.scenes.captions import Meaning, Phrase, describe, groups
 from vqclip.scenes.drawing import SHAPES, draw_scene
-from vqclip.scenes.scene import (
-    BACKGROUNDS,
-    COLOURS,
-    SIZES,
-    Draws,
-    Scene,
-    SceneObject,
-    backgrounds_for,
-    difference,
-    sample_scene,
-)
+from vqclip.scenes.scene import BACKGROUNDS, COLOURS, SIZES, Draws, Scene, SceneObject, backgrounds_for, sample_scene
 from vqclip.scenes.splits import val_samples
 
 
@@ -58,9 +49,9 @@ def test_drawing_shows_the_colour_where_the_object_is(size: int) -> None:
         assert pixels.shape == (size, size, 3)
         assert pixels.dtype == np.uint8
         middle = tuple(pixels[int(0.6 * size), int(0.35 * size)].tolist())
-        assert min(COLOURS, key=lambda c: difference(COLOURS[c], middle)) == colour
+        assert min(COLOURS, key=lambda c: drawn.difference(COLOURS[c], middle)) == colour
         corner = tuple(pixels[2, -3].tolist())
-        nearest = min(difference(end, corner) for end in BACKGROUNDS[background])
+        nearest = min(drawn.difference(end, corner) for end in BACKGROUNDS[background])
         assert nearest < 25
 
 

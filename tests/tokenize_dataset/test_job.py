@@ -301,10 +301,8 @@ def test_a_folder_that_changes_while_it_is_loaded_is_refused(tmp_path: Path, tok
             tokenizer_folder(opened.path, seed=1)
         return loaded
 
-    with (
-        mock.patch("vqclip.tokenize_dataset.job.load_whole", load),
-        pytest.raises(CheckpointError, match="changed while it was loaded"),
-    ):
+    refused = pytest.raises(CheckpointError, match="changed while it was loaded")
+    with mock.patch("vqclip.tokenize_dataset.job.load_whole", load), refused:
         run(tokenizer, tmp_path / "in", tmp_path / "out")
 
 

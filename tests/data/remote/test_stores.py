@@ -128,10 +128,8 @@ def azure(handler: BaseHTTPRequestHandler, blobs: dict[str, bytes]) -> None:
 def blobs(server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     pytest.importorskip("adlfs", reason="pip install 'vqclip[az]'")
     key = base64.b64encode(b"s3cr3t-s3cr3t").decode()
-    monkeypatch.setenv(
-        "AZURE_STORAGE_CONNECTION_STRING",
-        f"DefaultEndpointsProtocol=http;AccountName=account;AccountKey={key};BlobEndpoint={server.url}/account;",
-    )
+    account = f"AccountName=account;AccountKey={key};BlobEndpoint={server.url}/account;"
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"DefaultEndpointsProtocol=http;{account}")
     blobs = {"a/1.tar": BODY, "a/0.tar": BODY[::-1], "a/x.txt": b"x"}
 
     class Every(dict):

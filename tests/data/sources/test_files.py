@@ -309,10 +309,7 @@ def test_a_file_that_comes_later_is_found_at_the_next_start(folder: Path) -> Non
         (json.dumps([["iVBORw0KGgo" + "A" * 61, "x"]]), "an image in base64, which Parquet may have"),
         ('{"a": 3, "b": [1]}', "its keys: 'a', 'b'; expected a list of objects"),
         ('{"images": [{"id": 1}], "annotations": [{"image_id": 1, "bbox": []}]}', "annotations have no caption and"),
-        (
-            json.dumps({**ONE, "annotations": [{"image_id": 1, "caption": 5}]}),
-            "row 1: a.jpg: 'caption' contains a int",
-        ),
+        (json.dumps({**ONE, "annotations": [{"image_id": 1, "caption": 5}]}), "row 1: a.jpg: 'caption' contains a int"),
     ],
 )
 def test_wrong_json(folder: Path, content: str, message: str) -> None:

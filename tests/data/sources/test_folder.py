@@ -88,9 +88,7 @@ def test_links_that_multiply(tmp_path):
 def test_what_is_left_out_is_counted(tmp_path):
     assert images_of(image_folder(tmp_path)).notes == ()
     (tmp_path / "__MACOSX").mkdir()
-    make_files(
-        tmp_path, "green/a.psd dark_red/b.SVG green/.DS_Store green/0.jpg green/more/still/c.jpg d.png README.md"
-    )
+    make_files(tmp_path, "green/a.psd dark_red/b.SVG green/.DS_Store green/0.jpg green/more/still/c.jpg d.png README")
     source = images_of(tmp_path)
     assert len(source) == 5
     assert source.notes == (

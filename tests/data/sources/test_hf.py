@@ -30,11 +30,8 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
 
 
 def made(images: list[bytes] = IMAGES, **columns: object) -> object:
-    features = {
-        "image": datasets.Image(),
-        "caption": datasets.Value("string"),
-        "label": datasets.ClassLabel(names=["a", "b"]),
-    }
+    features = {"image": datasets.Image(), "caption": datasets.Value("string")}
+    features["label"] = datasets.ClassLabel(names=["a", "b"])
     columns = columns or {"caption": CAPTIONS}
     chosen = datasets.Features({name: features[name] for name in ("image", *columns)})
     values = {"image": [None if image is None else {"bytes": image, "path": None} for image in images], **columns}

@@ -171,11 +171,7 @@ def test_img2dataset_needs_no_settings(tmp_path: Path) -> None:
         ({"image": IMAGES, "my.meta": [{"caption": "x"}] * 10}, {}, "no column has a usual name of captions"),
         ({"image": IMAGES, "caption": CAPTIONS}, {"captions": "image"}, "captions: column 'image' is binary; expected"),
         ({"image": IMAGES, "caption": CAPTIONS}, {"label": "image"}, "column 'image' is binary; expected class"),
-        (
-            {"image": IMAGES, "caption": pyarrow.nulls(10), "label": [0] * 10},
-            {},
-            "column 'caption' is null; expected text",
-        ),
+        ({"image": IMAGES, "caption": pyarrow.nulls(10), "label": [0] * 10}, {}, "'caption' is null; expected text"),
     ],
 )
 def test_columns_that_are_not_plain(tmp_path: Path, columns: dict, options: dict, message: str) -> None:
@@ -285,12 +281,12 @@ def test_a_row_for_each_caption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     ],
     ids=[
         "dictionary",
-        "large lists",
+        "lists",
         "views",
         "nested",
         "spelled",
-        "null spelled",
-        "spelled inside",
+        "null",
+        "inside",
         "languages",
         "structure",
         "structures",

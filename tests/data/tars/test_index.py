@@ -1,8 +1,8 @@
 """The index of tars: what is written is read; what was damaged or crafted is refused."""
 
 import pickle
-import tarfile
 from pathlib import Path
+from tarfile import GNU_FORMAT, PAX_FORMAT, USTAR_FORMAT
 
 import numpy as np
 import pytest
@@ -18,12 +18,12 @@ from vqclip.errors import DataError, StorageError
 COUNTS = (0, 3, 9, 1, 0, 2, 5, 0)
 
 
-def tiny(folder: Path, counts: tuple[int, ...] = COUNTS, kind: int = tarfile.USTAR_FORMAT) -> list[Path]:
+def tiny(folder: Path, counts: tuple[int, ...] = COUNTS, kind: int = USTAR_FORMAT) -> list[Path]:
     shards, first = [], 0
     for number, count in enumerate(counts):
         members: dict[str, bytes] = {}
         for sample in range(first, first + count):
-            key = f"d/{sample:09d}" if kind == tarfile.USTAR_FORMAT else f"{'long/' * 40}{sample:09d}"
+            key = f"d/{sample:09d}" if kind == USTAR_FORMAT else f"{'long/' * 40}{sample:09d}"
             members |= {f"{key}.jpg": bytes([sample]) * (700 * sample), f"{key}.seg.png": b"s", f"{key}.pyd": b"x"}
             members |= {f"{key}.txt": b"%d" % sample}
         shards.append(write_tar(folder / f"{number}.tar", members, kind))
@@ -35,10 +35,10 @@ def read(index: TarIndex, chunk: int, shards: list[Path]) -> bytes:
     return b"".join(shards[n].read_bytes()[first:end] for n, first, end in index.ranges(chunk))
 
 
-@pytest.mark.parametrize(
-    ("chunk", "kind"),
-    [(1, tarfile.USTAR_FORMAT), (4, tarfile.GNU_FORMAT), (7, tarfile.PAX_FORMAT), (128, tarfile.USTAR_FORMAT)],
-)
+KINDS = [(1, USTAR_FORMAT), (4, GNU_FORMAT), (7, PAX_FORMAT), (128, USTAR_FORMAT)]
+
+
+@pytest.mark.parametrize(("chunk", "kind"), KINDS)
 def test_chunks_partition_the_shards_and_hold_their_samples(tmp_path: Path, chunk: int, kind: int) -> None:
     shards = tiny(tmp_path, kind=kind)
     index = make_index(shards, tmp_path / "index", chunk)

@@ -37,9 +37,7 @@ def shards(tmp_path: Path) -> list[Path]:
     return paths
 
 
-def open_reader(
-    shards: Sequence[Shard], folder: Path, local: Sequence[Path] | None = None, chunk: int = 4
-) -> TarReader:
+def open_reader(shards: Sequence[Shard], folder: Path, local: Sequence[Path] = (), chunk: int = 4) -> TarReader:
     """A reader that reads in chunks, as of data at URLs or too large for an index of members."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(make, "MOST_WITH_MEMBERS", 0)

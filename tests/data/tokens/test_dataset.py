@@ -10,19 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from vqclip.data.tokens import shards
 from vqclip.data.tokens.dataset import TokenDataset, collate_tokens
-from vqclip.data.tokens.shards import (
-    VERSIONS,
-    IdLayout,
-    Manifest,
-    Settings,
-    TokenizerInfo,
-    TokenRecord,
-    TokenShard,
-    id_type,
-    strip_padding,
-    write_shard,
-)
+from vqclip.data.tokens.shards import IdLayout, TokenRecord, TokenShard, id_type, strip_padding, write_shard
 from vqclip.data.work_folder import ManifestItem
 from vqclip.errors import DataError, ShapeError
 from vqclip.io.atomic import digest_file
@@ -32,9 +22,9 @@ IMAGE = IdLayout(num_tokens=4, codebook_sizes=(1000, 7), padded=False)
 TEXT = IdLayout(num_tokens=6, codebook_sizes=(2**20,), padded=True)
 
 
-def settings() -> Settings:
-    return Settings(
-        tokenizer=TokenizerInfo(image="1" * 64, text="2" * 64, weights="a" * 64, config="b" * 64, id_layout=1),
+def settings() -> shards.Settings:
+    return shards.Settings(
+        tokenizer=shards.TokenizerInfo(image="1" * 64, text="2" * 64, weights="a" * 64, config="b" * 64, id_layout=1),
         image=IMAGE,
         text=TEXT,
         context_length=6,
@@ -76,8 +66,8 @@ def token_folder(folder: Path, counts: tuple[int, ...] = (5, 0, 300, 2)) -> Path
         found = digest_file(path)
         facts.append(ManifestItem(name=path.name, size=found.size, sha256=found.sha256, samples=count, bad={}))
         first += count
-    manifest = Manifest(settings=chosen, samples=first, bad={}, shards=tuple(facts))
-    (folder / "manifest.json").write_bytes(add_checksum({**VERSIONS, **manifest.model_dump(mode="json")}))
+    manifest = shards.Manifest(settings=chosen, samples=first, bad={}, shards=tuple(facts))
+    (folder / "manifest.json").write_bytes(add_checksum({**shards.VERSIONS, **manifest.model_dump(mode="json")}))
     return folder
 
 
