@@ -15,7 +15,6 @@ import argparse
 import csv
 import gzip
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -30,12 +29,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image
 
 import vqclip
-from tests.data.making import write_tar
+from tests.data.making import encode, write_tar
 from tests.data.serving import FaultyServer
-from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, LFQ, PRODUCT, tiny_model
+from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, LFQ, PRODUCT, SIMVQ, tiny_model
 from tests.ranks import RankPool
 from tests.training import before_steps, metrics, run_tree
 from vqclip.scenes.splits import train_samples
@@ -54,6 +52,7 @@ Other kernels round resized pixels otherwise, so that losses in fp64 differ by s
 
 SIGMOID = {"model__temperature": {"init": 10.0, "bias": -10.0}, "loss": {"kind": "sigmoid"}}
 ENTROPY = {"entropy_temperature": 0.1, "loss_weights": {"token_entropy": 0.1, "codebook_entropy_gap": 0.1}}
+FP32 = {"train__precision": "fp32"}
 WINDOWED = {"data__order": {"kind": "windowed", "chunk": 4, "window": 3}}
 AUGMENTED = {"data__transform": {"scale": [0.4, 1.0], "flip": 0.5, "rotation": 20.0, "brightness": 0.2}}
 
@@ -92,6 +91,7 @@ def golden_runs(data: Path, url: str) -> dict[str, Golden]:
     pixels["image"]["pixels"] = {"decoder": decoder, "losses": [{"kind": "l1"}, {"kind": "l2", "weight": 0.5}]}
     frozen = tiny_model(FSQ, FSQ).model_dump(mode="json")
     frozen["image"]["tower"]["train"] = frozen["text"]["tower"]["train"] = "none"
+    cached = {"data__views": 2, "data__feature_cache": {}}
 
     return {
         "fsq": Golden(FSQ, [tars], AUGMENTED),
@@ -100,24 +100,18 @@ def golden_runs(data: Path, url: str) -> dict[str, Golden]:
         "vq": Golden(BUSY_VQ, [beside], {"data__workers": 2} | AUGMENTED),
         "residual": Golden(BUSY_RESIDUAL, [listed], SIGMOID | {"train__micro_batches": 2}),
         "product": Golden(PRODUCT, [served], WINDOWED | {"data__workers": 2}),
-        "simvq": Golden(
-            {"kind": "simvq", "dim": 6, "codebook_size": 16}, [tars | {"path": f"file://{data}/tars/{names}"}], WINDOWED
-        ),
+        "simvq": Golden(SIMVQ, [tars | {"path": f"file://{data}/tars/{names}"}], WINDOWED),
         "weights": Golden(
             FSQ,
             [tars | {"weight": 0.5}, table | {"weight": 1.7}, rows, classes | {"weight": 0.3}],
-            {"train__ema": {"decay": 0.9}, "train__precision": "fp32"},
+            {"train__ema": {"decay": 0.9}} | FP32,
         ),
         "windows": Golden(BUSY_VQ, [packed | {"weight": 1.5}, listed, served], WINDOWED | {"train__ema": {}}),
-        "pixels": Golden(FSQ, [beside], {"model": pixels, "train__precision": "fp32"}),
-        "features": Golden(
-            BUSY_VQ, [tars, table], {"model": frozen, "data__views": 2, "data__feature_cache": {}} | AUGMENTED
-        ),
+        "pixels": Golden(FSQ, [beside], {"model": pixels} | FP32),
+        "features": Golden(BUSY_VQ, [tars, table], cached | {"model": frozen} | AUGMENTED),
         "bf16": Golden(LFQ | ENTROPY, [packed, rows], {"train__precision": "bf16"}),
         "ddp": Golden(BUSY_RESIDUAL, [served, table], WINDOWED | {"data__workers": 2, "train__batch_size": 9}, ranks=2),
-        "fsdp": Golden(
-            BUSY_VQ, [rows], {"train__parallel": "fsdp", "train__precision": "fp32", "train__ema": {}}, ranks=2
-        ),
+        "fsdp": Golden(BUSY_VQ, [rows], {"train__parallel": "fsdp", "train__ema": {}} | FP32, ranks=2),
     }
 
 
@@ -133,7 +127,7 @@ def write_data(folder: Path) -> None:
     import pyarrow.parquet as pq
 
     drawn = list(train_samples(0, SAMPLES, 32))
-    images = [_png(sample.pixels) for sample in drawn]
+    images = [encode(sample.pixels, "PNG") for sample in drawn]
     captions = [(sample.caption or "", f"image {number}") for number, sample in enumerate(drawn)]
     lines = ["\n".join(pair) for pair in captions]
 
@@ -171,12 +165,6 @@ def write_data(folder: Path) -> None:
     (folder / "classes" / "train" / "nshards.txt").write_text("1\n")
     (folder / "classes" / "classnames.txt").write_text("star\ncircle\nsquare\n")
     (folder / "classes" / "zeroshot_classification_templates.txt").write_text("a {c}\n")
-
-
-def _png(pixels: Any) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 # ---- running

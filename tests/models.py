@@ -23,6 +23,7 @@ WIDE_LFQ = {"kind": "lfq", "bits": 32, "loss_weights": {"codebook_entropy_gap": 
 IDENTITY = {"kind": "identity", "dim": 6}
 PRODUCT = {"kind": "product", "layer": FSQ, "codebooks": 2}
 VQ = {"kind": "vq", "dim": 6, "codebook_size": 16}
+SIMVQ = {"kind": "simvq", "dim": 6, "codebook_size": 16}
 BUSY_VQ = {"kind": "vq", "dim": 6, "codebook_size": 16, "decay": 0.8, "dead_below": 0.5}
 """Whose codes come and go all the time."""
 BUSY_RESIDUAL = {"kind": "residual", "layer": BUSY_VQ, "depth": 3, "dropout": True}

@@ -13,14 +13,8 @@ import pytest
 def small_ray() -> Iterator[None]:
     ray = pytest.importorskip("ray")
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal", "OMP_NUM_THREADS": "1"}
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100 << 20,
-        log_to_driver=False,
-        logging_level=logging.CRITICAL,
-    )
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.CRITICAL}
+    ray.init(address="local", num_cpus=2, object_store_memory=100 << 20, **quiet)
     yield
     ray.shutdown()
 

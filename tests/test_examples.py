@@ -53,13 +53,7 @@ QUICK = ("search_lancedb",)
 """Examples of a few seconds."""
 
 
-def introduction(docstring):
-    """What a program says at its start: what it does, and how long it takes."""
-    return docstring.partition("\n\n    ")[0]
-
-
 def load(name):
-    """An example as a module."""
     spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -75,7 +69,8 @@ def example(capsys):
         module = load(name) if isinstance(name, str) else None
         (module.main if module else name)([str(each) for each in arguments])
         said = capsys.readouterr()
-        assert module is None or name in QUICK or said.err.startswith(introduction(module.__doc__))
+        # At its start a program says what it does, and how long it takes.
+        assert module is None or name in QUICK or said.err.startswith(module.__doc__.partition("\n\n    ")[0])
         return said.out.splitlines()
 
     return run

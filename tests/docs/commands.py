@@ -100,7 +100,8 @@ def _check_make(arguments: list[str]) -> None:
 
 def _check_pip(arguments: list[str]) -> None:
     """Of what is installed from here or from an index by our name, the extras are ours."""
-    ours = set(re.findall(r"^([a-z0-9-]+) = \[", _section("project.optional-dependencies"), re.MULTILINE))
+    section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+    ours = set(re.findall(r"^([a-z0-9-]+) = \[", section, re.MULTILINE))
     assert arguments[0] == "install", f"pip {arguments[0]}: expected pip install"
     for argument in arguments[1:]:
         if argument.startswith("-"):
@@ -110,10 +111,6 @@ def _check_pip(arguments: list[str]) -> None:
         except InvalidRequirement:  # a file, such as a wheel
             continue
         assert asked <= ours or not argument.startswith((".", "vqclip")), f"{argument}: expected extras of {ours}"
-
-
-def _section(name: str) -> str:
-    return (ROOT / "pyproject.toml").read_text().split(f"[{name}]")[1].split("\n[")[0]
 
 
 def _check_torchrun(arguments: list[str], run: bool) -> None:

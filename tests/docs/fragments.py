@@ -14,7 +14,6 @@ from vqclip.train.tasks.kinds import load_task_config
 def check_fragment(source: str, place: Path) -> None:
     """Read a fragment as part of ``configs/base.yaml``, or of ``configs/pixels.yaml`` if it has keys of that task.
 
-
     Its sections replace those of the same name; where that leaves one incomplete, as with a quantizer alone, its keys
     are put into the section that stands there.
 

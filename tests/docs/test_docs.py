@@ -89,13 +89,10 @@ def run_page(text: str, page: str, place: Path) -> None:
                 raise AssertionError(f"{page}:{block.line}: {type(error).__name__}: {error}\n{block.source}") from error
 
 
-SLOW = ("docs/export.md",)
-"""Pages whose blocks take long; the others show that blocks run."""
+SLOW = {"docs/export.md": pytest.mark.slow}
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=pytest.mark.slow if name_of(p) in SLOW else ()) for p in WITH_CODE], ids=name_of
-)
+@pytest.mark.parametrize("page", [pytest.param(p, marks=SLOW.get(name_of(p), ())) for p in WITH_CODE], ids=name_of)
 def test_blocks_run(page, place):
     run_page(page.read_text(encoding="utf-8"), name_of(page), place)
 

@@ -1,6 +1,5 @@
 """Small made data and models for the tests of evaluation."""
 
-import io
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,10 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor, nn
 
-from tests.data.making import write_tar
+from tests.data.making import encode, write_tar
 from tests.models import FSQ, IDENTITY, LFQ, tiny_model
 from vqclip.model import CLIP
 from vqclip.quantizers import Prefix, Stats
@@ -91,9 +89,7 @@ def png(colour: tuple[int, int, int] | int, seed: int | None = None) -> bytes:
     pixels = np.broadcast_to(np.array(colour), (SIZE, SIZE, 3)).astype(np.int64)
     if seed is not None:
         pixels = pixels + np.random.default_rng(seed).integers(-60, 60, pixels.shape)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encode(pixels.clip(0, 255).astype(np.uint8), "PNG")
 
 
 def colour_of(label: int) -> tuple[int, int, int]:

@@ -4,15 +4,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tests.evaluation.made import (
-    PlainModel,
-    caption_tar,
-    class_shards,
-    image_folder,
-    number_shards,
-    png,
-    tiny_clip,
-)
+from tests.evaluation.made import PlainModel, caption_tar, class_shards, image_folder, number_shards, png, tiny_clip
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, FolderConfig
 from vqclip.errors import DataError
 from vqclip.evaluation import RetrievalConfig, ZeroShotConfig, evaluate

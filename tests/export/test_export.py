@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from tests.commands import command
-from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, RESIDUAL_FSQ, VQ, tiny_model
+from tests.models import FSQ, IDENTITY, LFQ, PRODUCT, RESIDUAL, RESIDUAL_FSQ, SIMVQ, VQ, tiny_model
 from tests.open_clip_models import TRUNK, both_towers, save_open_clip
 from vqclip.config import to_yaml
 from vqclip.errors import BackendError, CheckpointError, ConfigError, DataError, NonFiniteError, ShapeError
@@ -38,7 +38,7 @@ FAMILIES = {
     "lfq": LFQ,
     "bsq": {"kind": "bsq", "bits": 6},
     "vq": VQ,
-    "simvq": {"kind": "simvq", "dim": 6, "codebook_size": 16},
+    "simvq": SIMVQ,
     "product": PRODUCT,
     "product-vq": {"kind": "product", "layer": VQ, "codebooks": 2},
     "residual-vq": RESIDUAL,
@@ -48,7 +48,6 @@ FAMILIES = {
     "lfq-2^60": {"kind": "lfq", "bits": 60, "loss_weights": {"codebook_entropy_gap": 0}},
 }
 CAPTIONS = ["a red star", "two small blue circles on a grey background, and more than fits", "x", ""]
-WORDS = ["one", "of", "the", "many", "#7"]
 
 
 def built(quantizer) -> CLIP:
@@ -61,7 +60,8 @@ def batches(model, modality, sizes=(1, 3, 8)):
     generator = torch.Generator().manual_seed(1)
     if modality == "image":
         return [torch.randint(0, 256, (b, 3, 16, 16), dtype=torch.uint8, generator=generator) for b in sizes]
-    return [model.text.preprocess([(CAPTIONS + WORDS)[n % 9] for n in range(b, 2 * b)]) for b in sizes]
+    words = [*CAPTIONS, "one", "of", "the", "many", "#7"]
+    return [model.text.preprocess([words[n % 9] for n in range(b, 2 * b)]) for b in sizes]
 
 
 def test_a_program_is_stored_and_loaded_and_leaves_the_tokenizer_as_it_was():
@@ -121,17 +121,12 @@ def test_onnx_of_a_text_transformer_with_options(causal, tmp_path, onnx_packages
     check(model.text, export_onnx(model.text, tmp_path / "onnx"), batches(model, "text"))
 
 
-def with_detail():
+@pytest.mark.slow
+def test_images_of_detail_ids_from_programs_and_onnx(tmp_path, onnx_packages):
     image = built(FSQ).image
     detail = DetailConfig(quantizer={"kind": "fsq", "levels": [4, 3]}, stages=2, channels=8, max_channels=8)
     config = PixelsConfig(decoder=ConvolutionalPixelsConfig(channels=8), image_size=16, detail=detail)
     attach(image, config.build(3, 4).eval())
-    return image
-
-
-@pytest.mark.slow
-def test_images_of_detail_ids_from_programs_and_onnx(tmp_path, onnx_packages):
-    image = with_detail()
     images = torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)
     ids = image.encode_pixels(images)
     run = export_program(image, "decode_pixels").module()

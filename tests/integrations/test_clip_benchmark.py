@@ -11,7 +11,7 @@ from PIL import Image
 from webdataset import autodecode
 
 from tests.data.hostile import marking_pickle
-from tests.data.making import write_tar
+from tests.data.making import encode, write_tar
 from tests.evaluation.made import caption_tar, colour_of, name_classes, noisy, png
 from vqclip.cli.main import main
 from vqclip.evaluation import MODES
@@ -36,10 +36,9 @@ def classes(tmp_path_factory):
 
 
 def transparent(image):
-    opened, buffer = Image.open(io.BytesIO(image)), io.BytesIO()
+    opened = Image.open(io.BytesIO(image))
     opened.putalpha(Image.linear_gradient("L").resize(opened.size))
-    opened.save(buffer, "PNG")
-    return buffer.getvalue()
+    return encode(opened, "PNG")
 
 
 def theirs(model, data, out, *options):

@@ -12,8 +12,6 @@ CONFIGS = {
     "transformer": TransformerPixelsConfig(width=16, heads=2, depth=1, channels=4),
     "convolutional": ConvolutionalPixelsConfig(channels=4, max_channels=8, channels_per_group=2),
 }
-BATCH_TOLERANCE = 1e-5
-"""Largest difference of an image between two batches, in float32."""
 
 
 @pytest.fixture(params=CONFIGS)
@@ -50,7 +48,7 @@ def test_an_image_depends_on_its_batch_by_rounding_alone(config):
         whole = decoder(vectors)
         for size in (1, 7):
             parts = torch.cat([decoder(part) for part in vectors.split(size)])
-            torch.testing.assert_close(parts, whole, rtol=0, atol=BATCH_TOLERANCE)
+            torch.testing.assert_close(parts, whole, rtol=0, atol=1e-5)
 
 
 def test_tokens_at_other_places_give_another_image(config):

@@ -14,7 +14,7 @@ from tests.ranks import RankPool
 from vqclip import dist
 from vqclip.dist._torch_versions import ALL_GATHER, REDUCE_SCATTER
 from vqclip.errors import ShapeError
-from vqclip.quantizers import LFQ, VQ, Order, Quantizer, QuantizerConfig, Stats, sync
+from vqclip.quantizers import LFQ, VQ, Order, QuantizerConfig, Stats, sync
 
 
 def global_batch(dim: int, samples: int = 16) -> tuple[Tensor, Tensor]:
@@ -39,12 +39,6 @@ def collectives() -> Iterator[list[str]]:
     finally:
         for name, original in originals.items():
             setattr(c10d, name, original)
-
-
-def built(config: QuantizerConfig) -> Quantizer:
-    """With the same codes on every rank."""
-    torch.manual_seed(0)
-    return config.build()
 
 
 def forwards_alone(names: Sequence[str]) -> dict[str, list[bool]]:
@@ -80,7 +74,8 @@ def test_rank_zero_alone_never_waits(ranks: RankPool) -> None:
 def synced_together() -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], list[str]]:
     stats = []
     for config in CONFIGS.values():
-        quantizer = built(config)
+        torch.manual_seed(0)
+        quantizer = config.build()  # with the same codes on every rank
         x, mask = global_batch(quantizer.dim)
         stats.append(quantizer(x[dist.rank() :: 2], mask[dist.rank() :: 2]).stats)
     order = Order(torch.arange(dist.rank(), 16, 2), 16)

@@ -30,8 +30,6 @@ FAMILIES: dict[str, QuantizerConfig] = {
         *("residual of fsq with dropout", "residual of vq with dropout", "product of vq"),
     )
 }
-STEPS = 8
-
 Forward = Callable[[Tensor], dict[str, Any]]
 State = dict[str, Tensor]
 
@@ -60,7 +58,7 @@ def train(
     forward: Forward,
     after_backward: Callable[[], None] = lambda: None,
     split: Sequence[int] = (16,),
-    steps: Sequence[int] = range(STEPS),
+    steps: Sequence[int] = range(8),
 ) -> State:
     """Train in the plain loop of docs/quantizers.md, on this rank's part of batches of 16 samples."""
     quantizer = model.quantizer

@@ -16,8 +16,6 @@ from vqclip.pixels import attach
 from vqclip.tokenizer.decoder import TokenizerDecoder
 from vqclip.tokenizer.saving import write_weights
 
-BOTH_KINDS = pytest.mark.parametrize("folders", CONFIGS, indirect=True)
-
 
 @pytest.fixture
 def folders(request, tmp_path):
@@ -34,18 +32,15 @@ def images():
     return torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-@BOTH_KINDS
+@pytest.mark.parametrize("folders", CONFIGS, indirect=True)
 def test_every_way_to_load_a_folder_gives_the_decoder(folders):
     model, _, folder = folders
     ids = model.image.encode(images())
     expected = model.image.decode_pixels(ids)
     assert expected.shape == (3, 3, 16, 16)
     assert expected.dtype == torch.float32
-    for loaded in (
-        vqclip.load_tokenizer(folder, "image"),
-        vqclip.load_tokenizer(folder, "image", encode=False),
-        CLIP.from_pretrained(folder).image,
-    ):
+    readers = [vqclip.load_tokenizer(folder, "image", encode=encode) for encode in (True, False)]
+    for loaded in (*readers, CLIP.from_pretrained(folder).image):
         assert not loaded.pixels.training
         assert loaded.decode_pixels(ids.int()).equal(expected)
     assert vqclip.load_tokenizer(folder, "text").pixels is None

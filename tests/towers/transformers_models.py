@@ -15,6 +15,7 @@ TEXT = SIZES | {"vocab_size": 90, "max_position_embeddings": 32}
 VISION = SIZES | {"image_size": 32, "patch_size": 8}
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 90}
 MODERN = TEXT | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 2, "sep_token_id": 3}
+SWIN = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 1]}
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["small", "red", "star", "two", "blue", "circles", "[", "]"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -40,11 +41,7 @@ IMAGES: dict[str, Made] = {
     "clip": ("CLIPVisionModel", "CLIPVisionConfig", VISION),
     "siglip": ("SiglipVisionModel", "SiglipVisionConfig", VISION),
     "convnext": ("ConvNextModel", "ConvNextConfig", {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}),
-    "swin": (
-        "SwinModel",
-        "SwinConfig",
-        {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 1], "window_size": 2, "image_size": 32, "patch_size": 4},
-    ),
+    "swin": ("SwinModel", "SwinConfig", SWIN | {"window_size": 2, "image_size": 32, "patch_size": 4}),
 }
 
 

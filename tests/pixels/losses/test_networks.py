@@ -21,13 +21,9 @@ from vqclip.towers.image import TimmTowerConfig
 HEADS = PATCH | {"discriminator": {"kind": "features", "network": TOKENIZER, "width": 8}}
 
 
-def network_of(changes, layers=None):
-    return build_network(TimmTowerConfig.model_validate(TIMM | changes), layers)
-
-
 def test_features_are_those_of_the_towers_blocks():
-    network, pixels = network_of({}, [0, -1]), torch.rand(2, 3, 24, 24)
-    model = TimmTowerConfig.model_validate(TIMM).build().eval().backbone.model
+    config, pixels = TimmTowerConfig.model_validate(TIMM), torch.rand(2, 3, 24, 24)
+    network, model = build_network(config, [0, -1]), config.build().eval().backbone.model
     normal = (pixels - network.tower.normalize.mean) / network.tower.normalize.std
     expected = model.get_intermediate_layers(normal, n=[0, 2], return_prefix_tokens=True)
     assert network.widths == [16, 16]
