@@ -196,9 +196,8 @@ FIGURES = [path for path in IMAGES if not path.name.startswith("reconstructed")]
 
 
 def test_each_image_is_small_and_has_a_light_and_a_dark_variant():
-    assert [path.name for path in IMAGES] == [
-        f"{name}-{theme}.png" for name in ("idea", "reconstructed", "result") for theme in ("dark", "light")
-    ]
+    names = [f"{name}-{theme}.png" for name in ("idea", "reconstructed", "result") for theme in ("dark", "light")]
+    assert [path.name for path in IMAGES] == names
     assert all(path.stat().st_size < 200_000 for path in IMAGES)
     for name in ("idea", "result"):
         dark = f'<source media="(prefers-color-scheme: dark)" srcset="docs/images/{name}-dark.png">'

@@ -13,9 +13,8 @@ from tests.docs.blocks import ROOT
 
 REQUIRED = ("vqclip", "vqclip.quantizers", "vqclip.losses", "vqclip.dist", "vqclip.data")
 REFERENCE = ROOT / "docs" / "reference"
-NAMED = sorted(
-    name for page in REFERENCE.glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
-)
+TEXT = "\n".join(page.read_text() for page in REFERENCE.glob("*.md"))
+NAMED = sorted(re.findall(r"^::: (\S+)$", TEXT, re.MULTILINE))
 """What the pages document: modules, or single things in them."""
 
 

@@ -42,7 +42,6 @@ def transparent(image):
 
 
 def theirs(model, data, out, *options):
-    """The metrics of clip_benchmark in each mode."""
     arguments = ["clip-benchmark", "eval", "--pretrained", str(model), "--model", *MODES, "--quiet"]
     arguments += ["--dataset", "wds/made", "--dataset_root", str(data), "--output", str(out / "{model}.json"), *options]
     assert main(arguments) == 0
@@ -50,7 +49,6 @@ def theirs(model, data, out, *options):
 
 
 def ours(out, *arguments):
-    """The figures of vqclip evaluate in each mode."""
     assert main(["evaluate", *map(str, arguments), "--json", str(out / "ours.json")]) == 0
     return json.loads((out / "ours.json").read_text())[0]["figures"]
 

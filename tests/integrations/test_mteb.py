@@ -83,7 +83,6 @@ class TextToImage(Retrieval):
 
 
 def theirs(run, mode, task):
-    """The scores of a task."""
     found = mteb.evaluate(load(run, mode=mode, device="cpu"), task, cache=None, encode_kwargs={"batch_size": BATCH})
     [scores] = found.task_results[0].scores["test"]
     return scores

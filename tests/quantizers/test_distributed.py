@@ -29,16 +29,12 @@ def global_batch(dim: int, samples: int = 16) -> tuple[Tensor, Tensor]:
 def collectives() -> Iterator[list[str]]:
     """The names of torch's collectives that are called within the block."""
     calls: list[str] = []
-    names = ("all_reduce", ALL_GATHER, "all_gather", "broadcast", REDUCE_SCATTER, "barrier")
-    names += ("batch_isend_irecv",)
-    originals = {name: getattr(c10d, name) for name in names}
-    for name, original in originals.items():
-        setattr(c10d, name, lambda *args, _n=name, _f=original, **kwargs: calls.append(_n) or _f(*args, **kwargs))
-    try:
+    names = {"all_reduce", ALL_GATHER, "all_gather", "broadcast", REDUCE_SCATTER, "barrier", "batch_isend_irecv"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            original = getattr(c10d, name)
+            patch.setattr(c10d, name, lambda *args, _n=name, _f=original, **kw: calls.append(_n) or _f(*args, **kw))
         yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(c10d, name, original)
 
 
 def forwards_alone(names: Sequence[str]) -> dict[str, list[bool]]:

@@ -91,15 +91,11 @@ def test_the_mask_keeps_the_shape():
     assert wide[:6].tolist() == [0, 0, 1, 1, 2, 2]
 
 
+PROPORTIONAL = {"pos_embed_ar_preserving": True, "pos_embed_grid_size": [4, 4]}
+
+
 @pytest.mark.parametrize(
-    "args",
-    [
-        {},
-        {"pos_embed_ar_preserving": True, "pos_embed_grid_size": [4, 4]},
-        {"pos_embed_interp_mode": "bilinear"},
-        {"class_token": True},
-    ],
-    ids=str,
+    "args", [{}, PROPORTIONAL, {"pos_embed_interp_mode": "bilinear"}, {"class_token": True}], ids=str
 )
 def test_features_equal_those_of_timm(args):
     torch.manual_seed(0)
