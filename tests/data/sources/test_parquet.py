@@ -26,6 +26,7 @@ IMAGES = [encode(pixels(number)) for number in range(10)]
 CAPTIONS = [f"caption {number}" for number in range(10)]
 NO_TEXT = pyarrow.array([None] * 10, "string")
 TWICE = pyarrow.StructArray.from_arrays([IMAGES, IMAGES], ["bytes"] * 2)
+STORED = ["coded", "lists", "views", "nested", "spelled", "null", "inside", "dicts", "dict", "rows", "talks", "nulls"]
 TALKS = [[{"from": "human", "value": "?"}, {"from": "gpt", "value": each}] for each in CAPTIONS]
 
 
@@ -279,20 +280,7 @@ def test_a_row_for_each_caption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         (pyarrow.array(TALKS), CAPTIONS),
         (pyarrow.array([[each], None, [None, " "]][n % 3] for n, each in enumerate(CAPTIONS)), CAPTIONS[::3]),
     ],
-    ids=[
-        "dictionary",
-        "lists",
-        "views",
-        "nested",
-        "spelled",
-        "null",
-        "inside",
-        "languages",
-        "structure",
-        "structures",
-        "talks",
-        "nulls",
-    ],
+    ids=STORED,
 )
 def test_captions_however_they_are_stored(tmp_path: Path, values: object, expected: list[str]) -> None:
     source = ParquetConfig(path=str(write(tmp_path / "a.parquet", {"IMG": IMAGES, " Caption": values}))).build()
