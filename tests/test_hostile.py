@@ -40,6 +40,11 @@ def hole(path: Path, start: bytes, size: int) -> Path:
     return path
 
 
+def put(path: Path, content: bytes | str) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
 def huge_caption(path: Path) -> Path:
     """A good tar whose second sample has a caption of 1 GiB of zeros, as holes."""
     start = tar_bytes(caption_members(0, 1) | {"bad.jpg": encode(pixels(0)), "bad.txt": b""}).partition(b"bad.txt")[0]
@@ -120,8 +125,8 @@ def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
     good = tiny_model().build()
     good.save_pretrained(root / "good tokenizer")
     write_tar(root / "good.tar", caption_members(0, 3))
-    (root / "good.jpg").write_bytes(encode(pixels(0)))
-    (root / "good.png").write_bytes(encode(pixels(0), "PNG"))
+    put(root / "good.jpg", encode(pixels(0)))
+    put(root / "good.png", encode(pixels(0), "PNG"))
 
     members = caption_members(0, 1) | {"0.pkl": evil, "1.pth": evil, "bad.jpg": evil, "bad.txt": b"x"}
     foreign = r"sample bad: not a JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF image: begins with b'\\x80\\x04"
@@ -136,20 +141,16 @@ def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
     ]
     assert all(path.stat().st_size <= 10_240 for _, path, _ in tars[1:4])
 
-    for name, data in {
-        "20000.png": hostile.huge_png(20_000),
-        "20000.jpg": hostile.huge_jpeg(20_000),
-        "text.png": hostile.text_bomb_png(),
-        "profile.png": hostile.profile_bomb_png(),
-        "lying.webp": hostile.lying_webp(6000),
-    }.items():
-        (root / name).write_bytes(data)
+    pixels_of, bomb = (
+        " image of 20000x20000 pixels; at most 50000000",
+        "png image cannot be decoded: Decompressed data too",
+    )
     images = [
-        ("image", root / "20000.png", "png image of 20000x20000 pixels; at most 50000000 pixels are decoded"),
-        ("image", root / "20000.jpg", "jpeg image of 20000x20000 pixels; at most 50000000 pixels are decoded"),
-        ("image", root / "text.png", "png image cannot be decoded: Decompressed data too large"),
-        ("image", root / "profile.png", "png image cannot be decoded: Decompressed data too large"),
-        ("image", root / "lying.webp", "webp image cannot be decoded: "),
+        ("image", put(root / "20000.png", hostile.huge_png(20_000)), "png" + pixels_of),
+        ("image", put(root / "20000.jpg", hostile.huge_jpeg(20_000)), "jpeg" + pixels_of),
+        ("image", put(root / "text.png", hostile.text_bomb_png()), bomb),
+        ("image", put(root / "profile.png", hostile.profile_bomb_png()), bomb),
+        ("image", put(root / "lying.webp", hostile.lying_webp(6000)), "webp image cannot be decoded: "),
     ]
     for name in ("cat", "dog"):
         (root / "pictures" / name).mkdir(parents=True)
@@ -159,21 +160,15 @@ def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
 
     laughs = ["a: &a [x, x, x, x, x, x, x, x, x]"]
     laughs += [f"{b}: &{b} [{', '.join(['*' + a] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True)]
-    texts = {
-        "laughs.yaml": "\n".join(laughs),
-        "deep.yaml": "data: " + "[" * 100_000,
-        "block.yaml": "\n".join(" " * n + "a:" for n in range(400)),
-        "long.yaml": "data:\n" + "- a\n" * 60_000,
-        "digits.yaml": "run: {seed: 0x" + "f" * 200_000 + "}",
-    }
-    for name, text in texts.items():
-        (root / name).write_text(text)
+    many, deep = "more than 20000 values; a configuration is smaller", "data: " + "[" * 100_000
+    block = "\n".join(" " * n + "a:" for n in range(400))
+    digits = "run: {seed: 0x" + "f" * 200_000 + "}"
     configs = [
-        ("config", root / "laughs.yaml", "more than 20000 values; a configuration is smaller"),
-        ("config", root / "deep.yaml", "nested too deeply; a configuration has at most 64 levels"),
-        ("config", root / "block.yaml", "more than 64 levels; a configuration is smaller"),
-        ("config", root / "long.yaml", "more than 20000 values; a configuration is smaller"),
-        ("config", root / "digits.yaml", "run.seed: cannot be read: an integer of 200002 digits; at most 100 are read"),
+        ("config", put(root / "laughs.yaml", "\n".join(laughs)), many),
+        ("config", put(root / "deep.yaml", deep), "nested too deeply; a configuration has at most 64 levels"),
+        ("config", put(root / "block.yaml", block), "more than 64 levels; a configuration is smaller"),
+        ("config", put(root / "long.yaml", "data:\n" + "- a\n" * 60_000), many),
+        ("config", put(root / "digits.yaml", digits), "run.seed: .* an integer of 200002 digits; at most 100 are read"),
         ("config", hole(root / "zeros.yaml", b"a: 1\n", GIB), "more than 1048576 bytes; a configuration has fewer"),
     ]
 

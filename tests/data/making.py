@@ -1,5 +1,3 @@
-"""Small shards for tests."""
-
 import io
 import json
 import os

@@ -53,10 +53,6 @@ def flipped(data: bytes, place: int) -> bytes:
     return data[:place] + bytes([data[place] ^ 0x10]) + data[place + 1 :]
 
 
-def foreign(kind: str) -> bytes:
-    return encode(pixels(0), kind)
-
-
 NOT_AN_IMAGE = r"not a JPEG, .* PPM or AVIF image: begins with b'{}.*' \(\d+ bytes\); convert it to one of these"
 CUT = r"\.json cannot be read: "
 TOO_LARGE = "{0} image of {1}x{1} pixels; at most 50000000 pixels are decoded"
@@ -78,7 +74,7 @@ CASES = {
         rb'{"caption": "a \ud800"}', "not UTF-8", r".* lone surrogate at character 2: 'a \\ud800'"
     ),
     "empty image": image(b"", "image format", "not a JPEG, .* PPM or AVIF image: is empty"),
-    "EPS": image(foreign("EPS"), "image format", NOT_AN_IMAGE.format("%!PS")),
+    "EPS": image(encode(pixels(0), "EPS"), "image format", NOT_AN_IMAGE.format("%!PS")),
     "truncated JPEG": image(JPEG[:300], "damaged image", "(image ends inside its header|jpeg image cannot be dec.*)"),
     "truncated PNG": image(PNG[: len(PNG) // 2], "damaged image", "png image cannot be decoded: .*", "png"),
     "flipped bit": image(flipped(PNG, 600), "damaged image", "png image .* wrong checksum of its chunk b'IDAT'", "png"),

@@ -34,12 +34,6 @@ KINDS = {
 """Kind → part of its description."""
 
 
-def damaged_png(number: int) -> bytes:
-    data = bytearray(encode(pixels(number), "PNG"))
-    data[60] ^= 1
-    return bytes(data)
-
-
 def plant(folder: Path) -> dict[str, set[str]]:
     """Three tars of 100 samples with a fault of each kind in each; return the samples that a report must name."""
     planted: dict[str, set[str]] = {kind: set() for kind in KINDS}
@@ -47,26 +41,21 @@ def plant(folder: Path) -> dict[str, set[str]]:
         members = caption_members(100 * shard, 100)
         keys = [f"{100 * shard + 3 + 7 * number:09d}" for number in range(len(KINDS))]
         for number, (kind, key) in enumerate(zip(KINDS, keys, strict=True)):
-            image, seed = f"{key}.jpg", 1000 * (shard + 1) + number
-            if kind == "image format":
-                members[image] = b"<svg/>%d" % seed
-            elif kind == "truncated image":
-                kind_of_file = ("JPEG", "PNG", "WEBP")[shard]
-                members[image] = encode(pixels(seed), kind_of_file)[:-9]
-            elif kind == "damaged image":
-                members[image] = damaged_png(seed)
-            elif kind == "image size":
-                members[image] = huge_png(20_000 + shard)
-            elif kind == "missing member":
-                del members[image]
-            elif kind == "no caption":
-                members[f"{key}.txt"] = b" \n"
-            elif kind == "not UTF-8":
-                members[f"{key}.txt"] = "café".encode("latin-1")
-            elif kind == "same image file":
-                members[image] = members[f"{100 * shard:09d}.jpg"]
-            else:
-                members[f"{key}.txt"] = b"caption %d of many more words than the text tower reads in one go" % seed
+            seed = 1000 * (shard + 1) + number
+            png = encode(pixels(seed), "PNG")
+            images = {
+                "image format": b"<svg/>%d" % seed,
+                "truncated image": encode(pixels(seed), ("JPEG", "PNG", "WEBP")[shard])[:-9],
+                "damaged image": png[:60] + bytes([png[60] ^ 1]) + png[61:],
+                "image size": huge_png(20_000 + shard),
+                "same image file": members[f"{100 * shard:09d}.jpg"],
+            }
+            texts = {"no caption": b" \n", "not UTF-8": "café".encode("latin-1")}
+            texts["cut caption"] = b"caption %d of many more words than the text tower reads in one go" % seed
+            members[f"{key}.jpg"] = images.get(kind, members[f"{key}.jpg"])
+            members[f"{key}.txt"] = texts.get(kind, members[f"{key}.txt"])
+            if kind == "missing member":
+                del members[f"{key}.jpg"]
             planted[kind].add(f"{folder}/{shard:05d}.tar: sample {key}")
         write_tar(folder / f"{shard:05d}.tar", members)
     return planted

@@ -107,16 +107,13 @@ def test_the_folder_is_not_read_for_each_chunk(tmp_path: Path, monkeypatch: pyte
     assert len(list(folder.path.iterdir())) >= 94
 
 
-def test_the_number_of_files_is_bounded(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FILES", 3)
-    folder.use(*"abcdefg")
-    assert len(folder.keys) == 3
-
-
-def test_a_chunk_that_is_larger_than_the_cache_is_refused(folder: Folder) -> None:
+def test_the_number_of_files_and_their_size_are_bounded(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match=r"/a: has 20000 bytes, and the cache may take 16000 \(remote\.c"):
         folder.open("a", lambda: bytes(20_000))
     assert folder.keys == ""
+    monkeypatch.setattr(module, "_FILES", 3)
+    folder.use(*"abcdefg")
+    assert len(folder.keys) == 3
 
 
 @pytest.mark.parametrize("rest", [None, b"", b"x" * 15, bytes(24), b"9" * 30])

@@ -172,13 +172,6 @@ def training(config: SourceConfigBase, workers: int = 0) -> TrainData:
     return data.build(size=SIZE, tokenize=tokenize, batch_size=G, seed=3)
 
 
-def first_files(config: SourceConfigBase) -> list[Path]:
-    """The file or files that hold the image of sample 0."""
-    folder = Path(str(config.path))  # type: ignore[attr-defined]
-    folder = folder if folder.is_dir() else folder.parent
-    return sorted(folder.rglob("*.jpg"))[:1]
-
-
 def test_same_samples_and_batches_as_shards(export: Export, samples, shards, tmp_path: Path) -> None:
     """Also in a copy for a spawned worker; each sample has a name of its own."""
     config = export(samples, tmp_path)
@@ -233,8 +226,7 @@ def test_bad_samples_are_replaced_as_in_shards(export: Export, samples, tmp_path
 
 def test_a_file_that_changes_in_use_is_named(export_files: Export, samples, tmp_path: Path) -> None:
     config = export_files(samples, tmp_path)
-    source = config.build()
-    (image, *_) = first_files(config)
+    source, image = config.build(), min(tmp_path.rglob("*.jpg"))
     image.write_bytes(samples[1].image + b" ")
     with pytest.raises(StorageError, match="changed since it was indexed; start the run again") as error:
         source.read(0)

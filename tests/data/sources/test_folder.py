@@ -58,6 +58,15 @@ def test_templates_are_read(tmp_path):
 
 
 def test_errors_name_the_folder(tmp_path):
+    make_files(tmp_path / "both", "images/0.jpg captions/0.txt")
+    with pytest.raises(DataError, match=f"Name the folder of both: {tmp_path}/both$"):
+        parse_source(tmp_path / "both" / "images").build()
+    make_files(tmp_path / "twice", "dark_green/0.jpg dark__green/0.jpg", b"x")
+    (tmp_path / "twice" / "dark__green").rename(tmp_path / "twice" / "dark green")
+    with pytest.raises(DataError, match="the folders dark green, dark_green are all the class 'dark green'"):
+        images_of(tmp_path / "twice")
+    tmp_path = tmp_path / "empty"
+    tmp_path.mkdir()
     with pytest.raises(DataError, match=r"none: no such folder"):
         images_of(tmp_path / "none")
     with pytest.raises(DataError, match="no subfolder; .*got: nothing"):
@@ -202,20 +211,6 @@ def test_folders_as_people_have_them(tmp_path, files, overrides, expected):
     assert found == expected[: len(found)]
     for note in expected[len(found) :]:
         assert note in "\n".join(source.notes)
-
-
-def test_captions_beside_the_folder_that_is_named_are_pointed_at(tmp_path):
-    make_files(tmp_path, "images/0.jpg captions/0.txt")
-    with pytest.raises(DataError, match=f"Name the folder of both: {tmp_path}$"):
-        parse_source(tmp_path / "images").build()
-
-
-def test_two_folders_of_one_name_are_refused(tmp_path):
-    image_folder(tmp_path)
-    (tmp_path / "dark_red").rename(tmp_path / "dark green")
-    (tmp_path / "green").rename(tmp_path / "dark_green")
-    with pytest.raises(DataError, match="the folders dark green, dark_green are all the class 'dark green'"):
-        images_of(tmp_path)
 
 
 def test_folders_may_lie_deep(tmp_path):

@@ -1,5 +1,3 @@
-"""Rows of Parquet files as samples."""
-
 import base64
 import contextlib
 import json

@@ -1,5 +1,3 @@
-"""Data sets of torchvision as samples."""
-
 import os
 import pickle
 import re
@@ -11,7 +9,7 @@ import torch
 import torchvision
 from PIL import Image
 
-from tests.data.making import encode, pixels
+from tests.data.making import encode, make_files, pixels
 from vqclip.data import RawSample, decode_image
 from vqclip.data.sources import torchvision as module
 from vqclip.data.sources.torchvision import TorchvisionConfig
@@ -41,17 +39,10 @@ def test_fake_data() -> None:
     assert source.fingerprint != TorchvisionConfig(**other).build().fingerprint
 
 
-def image_folder(folder: Path) -> Path:
-    for number in range(6):
-        path = folder / ("cat", "dog")[number % 2] / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encode(pixels(number)))
-    return folder
-
-
 def test_files_keep_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that links lead to, of a relative root."""
-    image_folder(tmp_path / "away")
+    for number in range(6):
+        make_files(tmp_path / "away", f"{('cat', 'dog')[number % 2]}/{number}.jpg", encode(pixels(number)))
     (tmp_path / "root").mkdir()
     for name in ("cat", "dog"):
         (tmp_path / "root" / name).symlink_to(tmp_path / "away" / name)
@@ -84,14 +75,9 @@ def test_files_outside_of_the_root_count(tmp_path: Path) -> None:
     )
 
 
-def cifar(folder: Path) -> Path:
-    (folder / "cifar-10-batches-py").mkdir()
-    (folder / "cifar-10-batches-py" / "data_batch_1").write_bytes(pickle.dumps({"data": 1}))
-    return folder
-
-
 def test_pickles_are_read_only_if_allowed(tmp_path: Path) -> None:
-    options = {"name": "CIFAR10", "root": cifar(tmp_path)}
+    make_files(tmp_path, "cifar-10-batches-py/data_batch_1", pickle.dumps({"data": 1}))
+    options = {"name": "CIFAR10", "root": tmp_path}
     assert "pickles: false; the files of CIFAR10 are Python pickles, which can run code" in refusal(**options)
     assert "missing or damaged" in refusal(**options, pickles=True)  # their sums are compared first
 

@@ -73,7 +73,7 @@ def test_damaged_shards_are_named_and_the_others_are_read(tmp_path: Path, scanne
         make_index(shards[:2], tmp_path / "1")
 
 
-def test_what_cannot_be_indexed(tmp_path: Path) -> None:
+def test_what_cannot_be_indexed(tmp_path: Path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for shard, message in (
         (tmp_path / "none.tar", "none.tar: shard cannot be opened: No such file"),
         (tmp_path, "is compressed|Is a directory"),
@@ -86,6 +86,9 @@ def test_what_cannot_be_indexed(tmp_path: Path) -> None:
         make_index(shards, tmp_path / "file" / "index", parts=Parts(tmp_path / "parts"))
     with pytest.raises(DataError, match=r"index of .* cannot be written \((File exists|Not a directory)\).*set VQCLIP"):
         make_index(shards, tmp_path / "index", parts=Parts(tmp_path / "file" / "parts"))
+    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "file"))
+    with pytest.raises(StorageError, match="cannot be written .*set VQCLIP_CACHE to a folder with room"):
+        find_index(remote(f"{server.url}/a/0.tar"))
 
 
 def test_a_shard_that_is_written_to_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,13 +232,6 @@ def test_damaged_and_crafted_indexes_at_a_url(tmp_path, server, caplog, monkeypa
     cached_index(there).unlink(missing_ok=True)
     with pytest.raises(DataError, match=f"{server.url}{name}: has {len(good)} bytes; at most 2400 are read"):
         find_index(there)
-
-
-def test_a_cache_that_cannot_be_written(tmp_path: Path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "file"))
-    with pytest.raises(StorageError, match="cannot be written .*set VQCLIP_CACHE to a folder with room"):
-        find_index(remote(f"{server.url}/a/0.tar"))
 
 
 def test_names_of_many_urls_take_few_calls() -> None:

@@ -170,9 +170,10 @@ def test_sizes_in_pax_and_binary_notation(tmp_path: Path) -> None:
     info = tarfile.TarInfo("1.jpg")
     info.pax_headers = {"size": "5"}
     assert open_tars(hostile.tar_with(tmp_path / "a.tar", [(info, b"hello")])).read(0, "image") == b"hello"
-    binary = with_size_field(tmp_path / "b.tar", b"\x80" + (5).to_bytes(11, "big"))
-    assert open_tars(binary).read(0, "image") == b"hello"
-    for size in (b"-0000001000\0", b"\xff" * 12):  # the first would go back and read for ever
+    for name, size in (("b.tar", b"\x80" + (5).to_bytes(11, "big")), ("c.tar", b" 0000000005\0")):
+        assert open_tars(with_size_field(tmp_path / name, size)).read(0, "image") == b"hello"
+    # The first would go back and read for ever; Python reads the last ones as numbers, and tar does not.
+    for size in (b"-0000001000\0", b"\xff" * 12, b"+0000000005\0", b"0o000000005\0", b"0_000000005\0"):
         assert "no valid size" in refusal(with_size_field(tmp_path / "c.tar", size))
 
 
@@ -203,11 +204,6 @@ def outcome(data: bytes, block: int) -> tuple[list[Member], str]:
     return members, ""
 
 
-def cases(first: int, count: int) -> list[bytes]:
-    known = shards.seeds()
-    return [*known, *(shards.case(random.Random(number), known) for number in range(first, first + count))]
-
-
 def check(data: bytes) -> str:
     members, message = outcome(data, len(data) or 1)
     if not message:
@@ -217,16 +213,9 @@ def check(data: bytes) -> str:
 
 
 def test_blocks_of_any_size() -> None:
-    messages = [check(data) for data in cases(0, 60)]
+    known = shards.seeds()
+    messages = [check(data) for data in (*known, *(shards.case(random.Random(number), known) for number in range(60)))]
     assert 10 < sum(map(bool, messages)) < len(messages) - 10
-
-
-@pytest.mark.parametrize("size", [b"-0000000777", b"+0000000777", b"0o000000100", b"0_000000100", b" 0000000100"])
-def test_sizes_that_python_reads_and_tar_does_not(tmp_path: Path, size: bytes) -> None:
-    data = bytearray(write_tar(tmp_path / "a.tar", {f"{n}.jpg": bytes(100) for n in range(4)}).read_bytes())
-    data[1024 + 124 : 1024 + 135] = size
-    message = check(bytes(hostile.with_checksum(data, 1024)))
-    assert ("has no valid size" in message) == (not size.startswith(b" "))
 
 
 def test_headers_take_few_calls(tmp_path: Path) -> None:
