@@ -71,16 +71,10 @@ def test_state_comes_back_exactly(tmp_path):
     assert load_file(loaded.model_folder / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ({"a": {"b": [1, float("nan")]}}, r"state\.json: cannot be stored: Out of range float values"),
-        ({"a": torch.zeros(1)}, r"state\.json: cannot be stored: Object of type Tensor"),
-    ],
-)
-def test_state_that_json_lacks_is_refused(tmp_path, state, message):
-    with pytest.raises(CheckpointError, match=message):
-        save(tmp_path, 1, state=state)
+@pytest.mark.parametrize(("value", "told"), [([1, float("nan")], "Out of range"), (torch.zeros(1), "Object of ty")])
+def test_state_that_json_lacks_is_refused(tmp_path, value, told):
+    with pytest.raises(CheckpointError, match=rf"state\.json: cannot be stored: {told}"):
+        save(tmp_path, 1, state={"a": {"b": value}})
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -86,16 +86,13 @@ def test_ctrl_c_is_told_in_a_line(call: str, work: str, capsys: pytest.CaptureFi
     assert said.count("\n") == 1
 
 
-def test_errors_of_the_system_are_a_line_without_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_the_system_are_a_line_without_numbers(tmp_path: Path, refused: Callable[[int], str]) -> None:
     tokenizer_folder(tmp_path / "tokenizer")
     (tmp_path / "file").touch()
-    command = ["export", str(tmp_path / "tokenizer"), "--modality", "image", "--out", str(tmp_path / "file" / "onnx")]
-    assert main(command) == 2
-    assert capsys.readouterr().err.endswith("onnx: Not a directory\n")
-    data = shards(tmp_path / "in", (2,))
-    out = str(tmp_path / "file" / "tokens")
-    assert main(["tokenize", "--tokenizer", str(tmp_path / "tokenizer"), "--data", str(data), "--out", out]) == 2
-    assert f"--out: {out}: cannot be made (Not a directory); expected a new folder" in capsys.readouterr().err
+    given = [str(tmp_path / "tokenizer"), "--out", out := str(tmp_path / "file" / "new")]
+    assert refused(main(["export", "--modality", "image", *given])).endswith("new: Not a directory\n")
+    told = refused(main(["tokenize", "--data", str(shards(tmp_path / "in", (2,))), "--tokenizer", *given]))
+    assert f"--out: {out}: cannot be made (Not a directory); expected a new folder" in told
 
 
 def run_with(out: int, error: int, *arguments: str | Path) -> int:

@@ -159,9 +159,8 @@ def folders(tmp_path):
 
 
 def write(folders, *options: str, out: str = "out") -> int:
-    return main(
-        [str(folders / "tokenizer"), "--images", str(folders / "images"), "--out", str(folders / out), *options]
-    )
+    images, output = ["--images", str(folders / "images")], ["--out", str(folders / out)]
+    return main([str(folders / "tokenizer"), *images, *output, *options])
 
 
 def files_in(folder):

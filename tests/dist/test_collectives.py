@@ -16,7 +16,6 @@ from vqclip.dist._torch_versions import TORCH_VERSION
 from vqclip.errors import DistributedError, ShapeError
 
 SIZES = {2: [(3, 3), (5, 2), (4, 0), (0, 3)], 4: [(2, 2, 2, 2), (3, 1, 4, 2), (2, 0, 3, 1)]}
-OPS = ["all_gather", "replicated_sum"]
 
 
 def share(x, sizes, rank):
@@ -38,16 +37,15 @@ def replicated_sum_loss(x, sizes):
     return loss_of(dist.replicated_sum(x.square().sum(0)))
 
 
-LOSSES = dict(zip(OPS, [gather_loss, replicated_sum_loss], strict=True))
+LOSSES = {"all_gather": gather_loss, "replicated_sum": replicated_sum_loss}
+OPS = list(LOSSES)
 
 
 def run_op(op, x, sizes, backend=None, tell_sizes=False):
     """Loss, and gradient of this rank's rows."""
-    loss_fn = (
-        LOSSES[op]
-        if backend is None
-        else torch.compile(LOSSES[op], backend=backend, fullgraph=TORCH_VERSION >= (2, 12))
-    )
+    loss_fn, whole = LOSSES[op], tell_sizes and TORCH_VERSION >= (2, 12)
+    if backend is not None:
+        loss_fn = torch.compile(loss_fn, backend=backend, fullgraph=whole)
     mine = share(x, sizes, dist.rank()).clone().requires_grad_()
     loss = loss_fn(mine, list(sizes) if tell_sizes else None)
     loss.backward()
@@ -77,26 +75,12 @@ def test_value_and_gradient_equal_one_process(ranks, world_size):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_without_a_graph_break(ranks, backend):
-    sizes = (4, 1)
-    x = rows(sizes)
-    found = ranks(2, for_each, run_op, [(op, x, sizes, backend, True) for op in OPS], timeout=560.0)
-    for op, results in zip(OPS, zip(*found, strict=True), strict=True):
-        check_against_one_process(op, x, sizes, results)
-
-
-def compiled_gather_of_unknown_sizes(x, sizes):
-    mine = share(x, sizes, dist.rank()).clone().requires_grad_()
-    loss = torch.compile(gather_loss, backend="aot_eager")(mine, None)
-    loss.backward()
-    return loss.item(), mine.grad
-
-
-def test_compiled_gather_asks_for_sizes_it_was_not_told(ranks):
-    sizes = (1, 3)
-    x = rows(sizes)
-    results = ranks(2, compiled_gather_of_unknown_sizes, x, sizes)
-    check_against_one_process("all_gather", x, sizes, results)
+def test_compiled_without_a_graph_break_where_sizes_are_told(ranks, backend):
+    cases = [(op, rows((4, 1)), (4, 1), backend, True) for op in OPS]
+    cases += [("all_gather", rows((1, 3)), (1, 3), backend, False)]
+    found = ranks(2, for_each, run_op, cases, timeout=560.0)
+    for case, results in zip(cases, zip(*found, strict=True), strict=True):
+        check_against_one_process(*case[:3], results)
 
 
 def both_gathers(x, sizes):
@@ -110,10 +94,8 @@ def both_gathers(x, sizes):
     for uses_torch in (True, False):
         calls.append(0)
         mine = share(x, sizes, dist.rank()).clone().requires_grad_()
-        with (
-            mock.patch.object(torch.distributed.nn.functional, "all_gather", counted),
-            mock.patch.object(_collectives, "HAS_NN_ALL_GATHER", uses_torch),
-        ):
+        watched = mock.patch.object(torch.distributed.nn.functional, "all_gather", counted)
+        with watched, mock.patch.object(_collectives, "HAS_NN_ALL_GATHER", uses_torch):
             gathered = dist.all_gather(mine)
             dist.all_gather(mine.detach())  # without gradients there is nothing to keep
         # Each rank its own loss: the sum over ranks must be seen in backward.

@@ -1,7 +1,7 @@
 """Flags, seeds and JSON between ranks; their machines; their background threads."""
 
 import itertools
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -82,9 +82,10 @@ def test_nodes_are_those_of_torchrun_or_machines(ranks) -> None:
 
 def work_beside_the_training(failing):
     """Return what the background thread met, while the main one sums other tensors."""
-    group, found = dist.BackgroundGroup(60.0), []
+    group = dist.BackgroundGroup(60.0)
 
     def background():
+        found = []
         for number in range(20):
             try:
                 with group.raise_on_all_ranks("counting"):
@@ -92,13 +93,13 @@ def work_beside_the_training(failing):
                         raise OSError("no space")
             except (OSError, CheckpointError) as error:
                 found.append((number, str(error)))
+        return found
 
-    thread = threading.Thread(target=background)
-    thread.start()
-    sums = [float(dist.reduce_(torch.tensor(float(number)))) for number in range(20)]
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(background)
+        sums = [float(dist.reduce_(torch.tensor(float(number)))) for number in range(20)]
     group.close()
-    return found, sums
+    return found.result(), sums
 
 
 def test_a_failure_is_raised_on_all_ranks_beside_other_collectives(ranks):

@@ -3,8 +3,8 @@
 import os
 import signal
 import socket
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -182,39 +182,32 @@ def test_a_device_is_one_that_can_be_used():
             dist.choose_device(name, "run.device")
 
 
-def meet(store, delays, timeout_s=20.0):
-    """What each rank finds under "address" once it has written its own rank there, if it is rank 0."""
-    found = [None] * len(delays)
+def meet(store, delays, life):
+    """What each rank finds under "address" where rank 0 writes the number of its life."""
 
     def rank(number):
         time.sleep(delays[number])
-        own = private_store(store, number, len(delays), timeout_s)
+        own = private_store(store, number, len(delays), 20.0)
         if number == 0:
             time.sleep(0.2)  # the others are there before
-            own.set("address", f"life {life}")
-        found[number] = own.get("address").decode()
+            own.set("address", life)
+        return own.get("address").decode()
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(delays))]
-    life = meet.life = getattr(meet, "life", 0) + 1
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found, f"life {life}"
+    with ThreadPoolExecutor(len(delays)) as pool:
+        return list(pool.map(rank, range(len(delays)), timeout=30))
 
 
 @pytest.mark.parametrize("delays", [(0, 0, 0), (0.3, 0, 0.1), (0, 0.3, 0)], ids=str)
 def test_each_life_finds_its_own_and_not_what_the_last_one_left(delays):
     store = c10d.HashStore()
     store.set_timeout(timedelta(seconds=20))
-    for _ in range(3):
-        found, expected = meet(store, delays)
-        assert found == [expected] * 3
+    for life in "abc":
+        assert meet(store, delays, life) == [life] * 3
 
 
 def test_who_waits_for_a_rank_0_that_never_comes_is_told():
     store = c10d.HashStore()
     store.set_timeout(timedelta(seconds=20))
-    meet(store, (0, 0))
+    meet(store, (0, 0), "a")
     with pytest.raises(c10d.DistError, match="not all ranks arrived within 0.3 s"):
         private_store(store, 1, 2, 0.3)

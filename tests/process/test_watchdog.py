@@ -6,11 +6,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from vqclip import dist
 from vqclip.errors import DistributedError, StopRequested
+from vqclip.evaluation.encode import RankPartition
+from vqclip.process import progress
 from vqclip.process.signals import STOP_SIGNALS, StopSignals
 from vqclip.process.watchdog import STATUS, Watchdog
 
@@ -147,10 +150,6 @@ def test_the_last_collectives_are_remembered(ranks):
 
 
 def stops_on_one_rank(where):
-    from vqclip.errors import StopRequested
-    from vqclip.evaluation.encode import RankPartition
-    from vqclip.process import progress
-
     def leave():
         if dist.rank() == 1:
             raise StopRequested
@@ -216,22 +215,18 @@ def test_handlers_come_back_after_an_error_and_a_context_can_be_used_again():
 
 
 def test_another_thread_catches_nothing_and_can_be_asked():
-    handlers, reasons = [], []
-
-    def open_it() -> None:
+    def open_it():
         with StopSignals() as stop:
-            handlers.extend(signal.getsignal(number) for number in STOP_SIGNALS)
+            handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
             stop.request("pruned")
             stop.request("too late")
             with pytest.raises(StopRequested):
                 stop.raise_if_requested()
-            reasons.append(stop.reason)
+            return handlers, stop.reason
 
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
-    thread = threading.Thread(target=open_it)
-    thread.start()
-    thread.join()
-    assert (handlers, reasons) == (before, ["pruned"])
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(open_it).result() == (before, "pruned")
 
 
 def test_workers_ignore_the_signals_of_their_group():

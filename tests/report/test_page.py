@@ -98,10 +98,8 @@ def test_what_is_not_the_folder_of_a_run(tmp_path, capsys, refused):
 def test_a_comparison(tmp_path, refused):
     first = make_run(tmp_path / "first")
     second = make_run(tmp_path / "second", lambda step: {"grad_norm": 0.0})
-    text = (
-        (second / "config.yaml").read_text().replace("name: made", "name: dead").replace("warmup_steps: 5", "lr: 1.0")
-    )
-    (second / "config.yaml").write_text(text)
+    config = second / "config.yaml"
+    config.write_text(config.read_text().replace("name: made", "name: dead").replace("warmup_steps: 5", "lr: 1.0"))
     assert "--out: missing" in refused(main([str(first), str(second)]))
     output = tmp_path / "both.html"
     assert main([str(first), str(second), "--out", str(output)]) == 0
@@ -174,9 +172,8 @@ def made(name, *prefixes, rates=(0.9,)):
 @pytest.fixture
 def points():
     deep = made("colours", (1, 2, 8.0, 0.5), (2, 1, 8.0, 0.25), (2, 2, 16.0, 0.0), rates=(0.75,))
-    return measure({
-        "deep": deep, "<b>": made("colours", (1, 1, 4.0, 0.0), rates=(0.4, 0.6)), "continuous": made("colours")
-    })  # fmt: skip
+    flat = made("colours", (1, 1, 4.0, 0.0), rates=(0.4, 0.6))
+    return measure({"deep": deep, "<b>": flat, "continuous": made("colours")})
 
 
 def test_table_by_hand(points):
@@ -231,9 +228,8 @@ def test_the_command_compares_runs_seeds_and_prefixes(runs, tmp_path, capsys):
     out = capsys.readouterr().out
     found = json.loads(Path(files[0]).read_text())
     assert found["models"] == {"few": models[:2], "plain": models[2:]}
-    assert [row["ids"] for row in found["points"] if row["figure"] == "i2t_r1"] == [
-        "1 of 2 stages", "all ids", "no codes"
-    ]  # fmt: skip
+    ids = [row["ids"] for row in found["points"] if row["figure"] == "i2t_r1"]
+    assert ids == ["1 of 2 stages", "all ids", "no codes"]
     assert re.search("few +1 of 2 stages", out)
     whole = {row["figure"]: row for row in found["points"] if row["ids"] == "all ids"}
     alone = []
@@ -264,10 +260,7 @@ def test_other_settings_are_another_group(runs, tmp_path, capsys):
         (["few-seed-0", "few-seed-0"], "more than once"),
         (["few-seed-0", "--plot", "a.html"], "--plot: got it for all ids of one model"),
         (["few-seed-0", "plain", "--codes", "ids"], "--codes: got it with several models"),
-        (
-            ["few-seed-0", "--prefixes", "full", "--plot", "a.svg"],
-            "plot: got 'a.svg' (str); expected a file whose name ends in .html",
-        ),
+        (["few-seed-0", "--prefixes", "full", "--plot", "a.svg"], "plot: got 'a.svg' (str); expected a file whose"),
         (["few-seed-0", "nowhere"], "nowhere"),
     ],
 )

@@ -42,8 +42,7 @@ def test_lines_of_a_log_say_the_same_in_more_words(monkeypatch, caplog):
         bar.advance()
         bar.show(figures)
     (line,) = caplog.messages
-    start = "step 6/10, loss 12.346, 12346 img/s, 27% waiting, codes 20% (text 1), "
-    assert line.startswith(start)
+    assert line.startswith("step 6/10, loss 12.346, 12346 img/s, 27% waiting, codes 20% (text 1), ")
     assert line.endswith(" left")
 
 
@@ -95,11 +94,5 @@ def test_long_lines_are_broken_between_words_below_their_text(monkeypatch: pytes
     monkeypatch.setattr(console, "columns", lambda: 40)
     path = "/a/path/" + "x" * 60
     text = fit_lines(f"  speed       701 images/s on 2 processes, 1 %\nshort\n{path} is long, and {path}")
-    assert text.splitlines() == [
-        "  speed       701 images/s on 2",
-        "              processes, 1 %",
-        "short",
-        path,
-        "  is long, and",
-        f"  {path}",
-    ]
+    speed = ["  speed       701 images/s on 2", "              processes, 1 %"]
+    assert text.splitlines() == [*speed, "short", path, "  is long, and", f"  {path}"]

@@ -90,9 +90,8 @@ def test_reading_names_the_broken_line(tmp_path):
 
 def test_lines_of_a_step_are_merged_and_numbers_that_are_not_finite_are_floats(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    write_lines(
-        path, [{"step": 1, "a": 1, "text": "x", "flag": True}, {"step": 1, "b": "NaN"}, {"step": 1, "eval/n": 1.0}]
-    )
+    rows = {"a": 1, "text": "x", "flag": True}, {"b": "NaN"}, {"eval/n": 1.0}
+    write_lines(path, [{"step": 1} | row for row in rows])
     found = read_curves(path)
     assert list(found.steps[1]) == ["a", "b"]
     assert math.isnan(found.steps[1]["b"])
@@ -102,9 +101,8 @@ def test_lines_of_a_step_are_merged_and_numbers_that_are_not_finite_are_floats(t
 def test_damaged_lines_are_counted_and_a_line_in_the_making_is_not(tmp_path):
     path = tmp_path / "metrics.jsonl"
     good = json.dumps({"step": 1, "a": 1}).encode()
-    path.write_bytes(
-        good + b"\n\xff\xfe{\n[1]\n" + b'{"step": -3}\n{"step": 2, "a": 1' + b"0" * 400 + b"}\n" + good[:5]
-    )
+    damaged, infinite = b'\xff\xfe{\n[1]\n{"step": -3}\n', b'{"step": 2, "a": 1' + b"0" * 400 + b"}\n"
+    path.write_bytes(good + b"\n" + damaged + infinite + good[:5])
     found = read_curves(path)
     assert (found.damaged, found.get("a")) == (3, ([1, 2], [1.0, math.inf]))
 

@@ -5,12 +5,13 @@ import time
 
 import pytest
 
+from tests.models import change
 from tests.training import retrieval, run_tree
 from vqclip import dist
 from vqclip.evaluation import read_evaluation, stored_files
 from vqclip.process.watchdog import Watchdog
 from vqclip.tokenizer.folder import WEIGHTS_FILE
-from vqclip.train import Callback, TrainConfig, run
+from vqclip.train import Callback
 from vqclip.train import run as train
 from vqclip.train.callbacks import builtin
 from vqclip.train.speed import SpeedMeter
@@ -47,16 +48,10 @@ class Recorder(Callback):
 
 
 def test_a_callback_of_a_user_comes_after_reports_and_checkpoints(tmp_path, shards):
-    tree = run_tree(
-        tmp_path,
-        shards,
-        train__steps=5,
-        train__checkpoint_every=2,
-        train__save_in_background=False,
-        train__keep_checkpoints=9,
-    )
+    every = {"train__checkpoint_every": 2, "train__save_in_background": False, "train__keep_checkpoints": 9}
+    tree = run_tree(tmp_path, shards, train__steps=5, **every)
     recorder = Recorder()
-    assert train(TrainConfig.model_validate(tree), callbacks=[recorder]).step == 5
+    assert train(tree, callbacks=[recorder]).step == 5
     steps = [(hook, number) for step in range(5) for hook, number in (("step", step), ("done", step + 1))]
     assert recorder.hooks == [("start", 0), *steps, ("end", 5)]
     assert recorder.seen == [[1], [2, "2"], [3, "2"], [4, "2", "4"], [5, "2", "4", "5"]]
@@ -81,7 +76,7 @@ class FailsOnRankOne(Callback):
 def train_with_a_failing_callback(tree):
     begun, recorder = time.monotonic(), Recorder()
     try:
-        train(TrainConfig.model_validate(tree), callbacks=[FailsOnRankOne(), recorder])
+        train(tree, callbacks=[FailsOnRankOne(), recorder])
     except Exception as error:
         return type(error).__name__, str(error), recorder.hooks[-1], time.monotonic() - begun
     raise AssertionError("no error")
@@ -120,7 +115,7 @@ class ReadReport(Callback):
 
 def test_every_evaluation_writes_its_report(tree, tmp_path):
     seen = ReadReport()
-    result = run(tree, [seen])
+    result = train(tree, [seen])
     assert seen.found == [[], [2], [2], [2]]
     assert seen.pages == [False, True, True, True]
     (path,) = stored_files(tmp_path / "tiny")
@@ -137,19 +132,16 @@ def test_every_evaluation_writes_its_report(tree, tmp_path):
 
 def test_what_watches_a_run_changes_no_bit(tree, tmp_path, monkeypatch):
     """A report, a tracker, a callback, and the count of FLOPs."""
-    weights = []
-    cases = (("with", {}, ["tensorboard"], [ReadReport()]), ("without", None, [], []))
-    for name, report_, trackers, callbacks in cases:
-        if name == "without":
-            monkeypatch.setattr(SpeedMeter, "count", lambda self, step, batch: setattr(self, "_flops", 1.0))
-        run({**tree, "run": tree["run"] | {"name": name, "trackers": trackers}, "report": report_}, callbacks)
-        weights.append((tmp_path / name / "tokenizer" / WEIGHTS_FILE).read_bytes())
-    assert weights[0] == weights[1]
+    train(change(tree, {"run__name": "with", "run__trackers": ["tensorboard"], "report": {}}), [ReadReport()])
+    monkeypatch.setattr(SpeedMeter, "count", lambda self, step, batch: setattr(self, "_flops", 1.0))
+    train(change(tree, {"run__name": "without", "run__trackers": [], "report": None}))
+    one, other = (tmp_path / name / "tokenizer" / WEIGHTS_FILE for name in ("with", "without"))
+    assert one.read_bytes() == other.read_bytes()
     assert (tmp_path / "with" / "tensorboard").is_dir()
 
 
 def test_null_writes_no_page_and_no_details(tree, tmp_path):
-    result = run({**tree, "report": None})
+    result = train({**tree, "report": None})
     (path,) = stored_files(tmp_path / "tiny")
     assert read_evaluation(path).result == result.results[0]
     assert result.results[0].details is None
@@ -162,6 +154,6 @@ def test_a_page_that_cannot_be_made_ends_no_run(tree, tmp_path, caplog, monkeypa
 
     monkeypatch.setattr(builtin, "write_report", fail)
     with caplog.at_level(logging.WARNING):
-        assert run(tree).finished
+        assert train(tree).finished
     (first, *_) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("report.html: ")]
     assert first.endswith("after step 2; the run continues without it: ZeroDivisionError: by design")

@@ -73,11 +73,8 @@ def captioned(number, model):
 
 
 def every_kind(folders):
-    return [
-        term("embeddings", folders["wide"], weight=0.5),
-        term("image_features", folders["wide"], weight=2.0),
-        term("text_features", folders["same"]),
-    ]
+    images = term("embeddings", folders["wide"], weight=0.5), term("image_features", folders["wide"], weight=2.0)
+    return [*images, term("text_features", folders["same"])]
 
 
 def test_equals_a_plain_reference(folders):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import vqclip
-from tests.models import BUSY_VQ, FSQ, VQ
+from tests.models import BUSY_VQ, FSQ, VQ, change
 from tests.training import all_equal, averages, metrics, retrieval, run, run_tree, weights
 from vqclip.cli.main import main
 from vqclip.errors import CheckpointError, ConfigError
@@ -89,9 +89,7 @@ def test_evaluation_and_export_use_the_averages(tmp_path, shards):
     exported = load_file(tmp_path / "tiny" / "tokenizer" / "model.safetensors")
     assert all_equal(exported, current | averaged)
 
-    plain = tree | {"run": tree["run"] | {"folder": str(tmp_path / "plain")}}
-    plain["train"] = {name: value for name, value in tree["train"].items() if name != "ema"}
-    run(plain)
+    run(change(tree, {"run__folder": str(tmp_path / "plain"), "train__ema": None}))
     assert all_equal(weights(tmp_path / "plain", STEPS), current)
     figures, alone = metrics(tmp_path)[-1], metrics(tmp_path / "plain")[-1]
     for name in (name for name in alone if name.startswith("eval/")):
@@ -100,8 +98,7 @@ def test_evaluation_and_export_use_the_averages(tmp_path, shards):
 
 
 def test_commands_take_the_averages_or_the_current_weights(tmp_path, shards, capsys, monkeypatch):
-    tree = tree_with_ema(tmp_path, shards, train__precision="fp32", evaluation=retrieval(shards))
-    run(tree)
+    run(tree_with_ema(tmp_path, shards, train__precision="fp32", evaluation=retrieval(shards)))
     folder = tmp_path / "tiny"
     current, averaged = weights(tmp_path, STEPS), weights(tmp_path, STEPS) | averages(tmp_path, STEPS)
     for options, expected in (((), averaged), (("--weights", "current"), current)):
@@ -127,9 +124,9 @@ def test_commands_take_the_averages_or_the_current_weights(tmp_path, shards, cap
 
 
 def test_the_best_step_is_exported_with_its_own_averages(tmp_path, shards):
-    changes = {"checkpoint_every": 2, "evaluate_every": 2, "keep_best": "eval/pairs/codes_only/i2t_r1"}
-    tree = tree_with_ema(tmp_path, shards, evaluation=retrieval(shards))
-    tree["train"] |= changes | {"export": "best"}
+    changes = {"train__checkpoint_every": 2, "train__evaluate_every": 2, "train__export": "best"}
+    changes |= {"train__keep_best": "eval/pairs/codes_only/i2t_r1", "evaluation": retrieval(shards)}
+    tree = tree_with_ema(tmp_path, shards, **changes)
     evaluated = []
 
     def scored(model, tasks, **options):
@@ -160,19 +157,15 @@ def test_learned_codebooks_are_averaged_and_others_used_as_they_are(tmp_path, sh
 
 
 def test_what_is_no_average_is_refused(tmp_path, shards):
-    tree = tree_with_ema(tmp_path, shards, train__precision="fp32")
-    run(tree)
+    run(tree_with_ema(tmp_path, shards, train__precision="fp32"))
     model = CLIP.from_pretrained(tmp_path / "tiny" / "checkpoints" / f"step-{STEPS:08d}" / "model")
     ema = Ema(EmaConfig(), dict(model.named_parameters()))
     good = averages(tmp_path, STEPS)
     ema.load(good)
     bad = good["image.project_out.0.bias"]
-    for name, tensor in (
-        ("image.unknown", bad),
-        ("image.project_out.0.bias", bad[:-1]),
-        ("image.project_out.0.bias", bad.double()),
-        ("image.project_out.0.bias", bad * math.nan),
-    ):
+    known = "image.project_out.0.bias"
+    wrong = ("image.unknown", bad), (known, bad[:-1]), (known, bad.double()), (known, bad * math.nan)
+    for name, tensor in wrong:
         with pytest.raises(CheckpointError, match=rf"averages of weights: {name}: expected finite"):
             require_averages(dict(model.named_parameters()), good | {name: tensor})
 
@@ -194,11 +187,8 @@ def test_a_run_may_gain_or_lose_its_average_if_it_says_so(tmp_path, shards):
 def test_adapters_are_averaged_and_merged(tmp_path, shards, capsys):
     """Frozen weights have no average; commands give the tokenizer that the run has exported."""
     pytest.importorskip("peft")
-    tree = tree_with_ema(tmp_path, shards, train__precision="fp32")
-    tree["model"]["image"]["tower"]["train"] = {"lora": {"rank": 2}}
-    tree["model"]["text"]["tower"]["train"] = "none"
-    tree["optim"]["layer_decay"] = 0.5
-    run(tree)
+    changes = {"model__image__tower__train": {"lora": {"rank": 2}}, "model__text__tower__train": "none"}
+    run(tree_with_ema(tmp_path, shards, train__precision="fp32", optim__layer_decay=0.5, **changes))
     averaged, current = averages(tmp_path, STEPS), weights(tmp_path, STEPS)
     adapted = {name for name in averaged if "lora_" in name}
     assert adapted

@@ -87,13 +87,9 @@ def resume_guards(guards):
     guards.load_state_dict(guards.state_dict(), tensors)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*CASES.values(), *[pytest.param(each, marks=pytest.mark.slow) for each in SLOW.values()]],
-    ids=[*CASES, *SLOW],
-)
+@pytest.mark.parametrize("case", [*CASES, *[pytest.param(case, marks=pytest.mark.slow) for case in SLOW]])
 def test_steps_run_on_a_gpu(case):
-    image, text, changes = case
+    image, text, changes = (CASES | SLOW)[case]
     config = make_config(image, text, **changes)
     expected = train(config, torch.device("cpu"))
     with fake_cuda() as gpu:

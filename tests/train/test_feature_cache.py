@@ -342,10 +342,8 @@ def test_a_rank_that_sees_no_shards_says_so(ranks, tmp_path, shards):
 def run_on_own_folder(tree, folder):
     rank = os.environ["RANK"]
     tree["data"]["feature_cache"] = {"folder": str(folder / rank)}
-    with (
-        mock.patch.object(feature_cache, "_find_missing", lambda folder, shards: list(shards)),
-        mock.patch.object(feature_cache, "VISIBLE_S", 0.0),
-    ):
+    missing = mock.patch.object(feature_cache, "_find_missing", lambda folder, shards: list(shards))
+    with missing, mock.patch.object(feature_cache, "VISIBLE_S", 0.0):
         run(tree)
 
 
@@ -392,10 +390,8 @@ def test_shards_that_vanish_in_use_stop_the_run(tmp_path, shards, features):
             path.unlink()
         self.samples.features = readers
 
-    with (
-        mock.patch("vqclip.data.loader.TrainData.use_features", deleting),
-        pytest.raises(DataError, match="was changed or deleted; start the run again"),
-    ):
+    told = "was changed or deleted; start the run again"
+    with mock.patch("vqclip.data.loader.TrainData.use_features", deleting), pytest.raises(DataError, match=told):
         run(tree)
 
 

@@ -14,15 +14,12 @@ STEPS = 12
 
 def fine_tuning(folder, shards, quantizer=BUSY_VQ, **changes):
     """A run that saves in the ramp of the bottleneck, after 5 steps, and before its text tower trains, in step 6."""
-    tree = run_tree(folder, shards, quantizer, train__steps=STEPS, train__checkpoint_every=5, **changes)
-    tree["optim"] |= {
-        "layer_decay": {"image": 0.7, "text": 0.8},
-        "overrides": [{"pattern": "*.pool.*", "lr_ratio": 2.0}, {"pattern": "image.tower.*", "weight_decay": 0.01}],
-    }
-    tree["train"] |= {"keep_checkpoints": 9, "ema": {"decay": 0.9}, "bottleneck": {"open_steps": 2, "close_steps": 6}}
-    tree["model"]["image"]["tower"]["train"] = {"lora": {"rank": 2, "alpha": 8}}
-    tree["model"]["text"]["tower"]["train"] = {"from_step": 6}
-    return tree
+    overrides = [{"pattern": "*.pool.*", "lr_ratio": 2.0}, {"pattern": "image.tower.*", "weight_decay": 0.01}]
+    changes |= {"optim__layer_decay": {"image": 0.7, "text": 0.8}, "optim__overrides": overrides}
+    changes |= {"train__steps": STEPS, "train__checkpoint_every": 5, "train__keep_checkpoints": 9}
+    changes |= {"train__ema": {"decay": 0.9}, "train__bottleneck": {"open_steps": 2, "close_steps": 6}}
+    changes |= {"model__image__tower__train": {"lora": {"rank": 2, "alpha": 8}}}
+    return run_tree(folder, shards, quantizer, model__text__tower__train={"from_step": 6}, **changes)
 
 
 def test_one_and_three_processes_train_the_same_model(ranks, tmp_path, shards):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import vqclip
-from tests.models import BUSY_RESIDUAL, FSQ, reseal, tiny_model
+from tests.models import BUSY_RESIDUAL, FSQ, change, reseal, tiny_model
 from tests.train.test_grad_cache import batch_number
 from tests.training import all_equal, contrastive_step, run, run_tree, run_until, weights
 from vqclip.checkpoint import OPTIMIZER_FILE, load
@@ -177,9 +177,7 @@ def test_the_whole_run_of_a_network_with_batch_norm(tmp_path, shards):
     """Trained in its last block, exported, loaded, and its statistics are those of the beginning."""
     tower = {"kind": "timm", "name": "resnet10t", "image_size": 32, "train": {"last": 1}}
     changes = {"train__steps": 2, "optim__warmup_steps": 0, "model__image__tower": tower}
-    config = tree(tmp_path, shards, **changes)
-    config["model"]["image"]["tower"] = tower
-    run(config)
+    run(tree(tmp_path, shards, **changes))
     stored = load_file(tmp_path / "tiny" / "frozen" / "model.safetensors")
     assert any("layer4.0.bn1.running_mean" in name for name in stored)
     assert any("layer4.0.conv1.weight" in name for name in weights(tmp_path, 2))
@@ -193,21 +191,20 @@ def test_the_whole_run_of_a_network_with_batch_norm(tmp_path, shards):
 
 def test_other_weights_are_refused_on_resume(copy, shards):
     """As when the file that a tower starts from was replaced; here, another seed of the weights."""
-    _, config = copy
-    config["train"]["steps"] += 1
+    config = change(copy[1], {"train__steps": STEPS + 1, "run__resume_allow": ["train.steps"]})
     with mock.patch("vqclip.train.main.derive_seed", return_value=1), pytest.raises(OtherRunError) as error:
-        run(config | {"run": config["run"] | {"resume_allow": ["train.steps"]}})
+        run(config)
     message = str(error.value)
     assert "frozen/model.safetensors: the run began with other weights" in message
     assert "model.image.tower, model.text.tower gives now" in message
     assert "Restore the file or package" in message
 
 
-def rewritten(folder, change):
+def rewritten(folder, forge):
     """Forge the frozen file with matching digests everywhere in it."""
     path = folder / "tiny" / "frozen" / "model.safetensors"
     state = load_file(path)
-    change(state)
+    forge(state)
     save_file(state, path)
     digest = digest_file(path).model_dump()
     for each in (folder / "tiny" / "checkpoints").iterdir():

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.ranks import for_each
 from tests.training import run_tree
 from vqclip import dist
 from vqclip.errors import ConfigError, DataError
@@ -27,32 +28,26 @@ def compare(folder: str, case: str) -> str:
     if rank == 1 and case == "checkpoint":
         (Path(folder) / case / "1" / "tiny" / "checkpoints" / "step-00000007").mkdir(parents=True)
     versions = (lambda: "torch 1.0") if rank == 1 and case == "versions" else job_checks._versions
+    machine = mock.patch.object(socket, "gethostname", return_value=f"node{rank}")
     try:
-        with (
-            mock.patch.object(socket, "gethostname", return_value=f"node{rank}"),
-            mock.patch.object(job_checks, "_versions", versions),
-        ):
+        with machine, mock.patch.object(job_checks, "_versions", versions):
             compare_machines(TrainConfig.model_validate(tree))
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def compare_all(folder: str, cases: list[str]) -> dict[str, str]:
-    return {case: compare(folder, case) for case in cases}
-
-
 def test_machines_that_differ_are_told_apart(tmp_path, ranks):
-    cases = ["folders", "settings", "checkpoint", "versions"]
-    main, other = ranks(2, compare_all, str(tmp_path), cases)
+    cases = [(str(tmp_path), case) for case in ("folders", "settings", "checkpoint", "versions")]
+    main, other = ranks(2, for_each, compare, cases)
     assert main == other
-    assert main["folders"] == ""
-    assert "optim.lr: 0.001 on rank 0, 0.5 on rank 1 on node1" in main["settings"]
-    assert "run.folder" not in main["settings"]
-    told = main["checkpoint"]
-    assert "rank 1 on node1 has a checkpoint of step 7 in" in told
-    assert "rank 0 on node0, which reads and writes" in told
-    assert "on rank 0, 'torch 1.0' on rank 1 on node1" in main["versions"]
+    folders, settings, checkpoint, versions = main
+    assert folders == ""
+    assert "optim.lr: 0.001 on rank 0, 0.5 on rank 1 on node1" in settings
+    assert "run.folder" not in settings
+    assert "rank 1 on node1 has a checkpoint of step 7 in" in checkpoint
+    assert "rank 0 on node0, which reads and writes" in checkpoint
+    assert "on rank 0, 'torch 1.0' on rank 1 on node1" in versions
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path, monkeypatch):
@@ -88,12 +83,12 @@ def tree_with_recipe(folder, shards, **train):
 def test_changes_of_a_configuration_leave_the_rest_to_the_recipe(tmp_path, shards):
     """A configuration as an object holds all defaults; what follows from the data is still what was not set."""
     config = load_task_config(tree_with_recipe(tmp_path, shards, steps=5))
-    result = train(config, overrides=["optim.weight_decay=0.2"])
-    assert result.config.train.batch_size == head_settings(30)["train.batch_size"]
-    assert result.config.optim.weight_decay == 0.2
+    found = train(config, overrides=["optim.weight_decay=0.2"]).config
+    assert found.train.batch_size == head_settings(30)["train.batch_size"]
+    assert found.optim.weight_decay == 0.2
 
 
-def test_what_is_not_set_follows_from_the_samples(tmp_path, shards):
+def test_what_is_not_set_follows_from_the_samples_on_all_ranks(tmp_path, shards, ranks):
     tree = tree_with_recipe(tmp_path, shards, steps=5)
     for _ in range(2):  # the second run finds the first one's checkpoint and accepts it
         config = train(tree).config
@@ -104,9 +99,5 @@ def test_what_is_not_set_follows_from_the_samples(tmp_path, shards):
     file = tmp_path / "tiny" / "config.yaml"
     assert load_task_config(file) == config
     assert config.recipe is None, "the file has all settings; other data do not change them"
-
-
-def test_all_ranks_have_the_same_settings(tmp_path, shards, ranks):
-    one, other = ranks(2, train, tree_with_recipe(tmp_path, shards, steps=5), init=False)
-    assert one.config.train == other.config.train
-    assert one.config.train.batch_size == head_settings(30)["train.batch_size"]
+    for each in ranks(2, train, tree_with_recipe(tmp_path / "two", shards, steps=5), init=False):
+        assert each.config.train == config.train

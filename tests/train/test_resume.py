@@ -157,9 +157,9 @@ def differences_after_a_resume(tree):
 def test_a_resumed_run_equals_the_one_that_saved_in_every_attribute(tmp_path, shards, ranks, parallel):
     """Nothing that later steps depend on lives outside of the checkpoint, on any rank; with a tower that ships."""
     changes = {"train__parallel": parallel, "guards": {"spikes": {"window": 10}}}
-    tree = busy_tree(tmp_path, shards, train__steps=9, **changes)
     shipped = load_config(TrainConfig, CONFIGS / "captions.yaml").model.image.tower
-    tree["model"]["image"]["tower"] = shipped.model_dump(mode="json")
+    changes |= {"train__steps": 9, "model__image__tower": shipped.model_dump(mode="json")}
+    tree = busy_tree(tmp_path, shards, **changes)
     assert ranks(2, differences_after_a_resume, tree, init=False) == [[], []]
 
 
@@ -222,15 +222,11 @@ def test_one_rank_reads_a_checkpoint_for_all(tmp_path, shards, ranks):
     assert all_equal(one, other)
 
 
-def with_drop_path(folder, shards):
-    tree = run_tree(folder, shards, train__steps=4)
-    tree["model"]["image"]["tower"]["args"]["drop_path_rate"] = 0.5
-    return tree
-
-
 def test_other_processes_are_refused_where_towers_draw_by_rank(tmp_path, shards, ranks):
     """Stochastic depth is another for every rank: on two ranks it would be another trajectory."""
-    random, fixed = with_drop_path(tmp_path / "random", shards), run_tree(tmp_path / "fixed", shards, train__steps=4)
+    drop_path = {"model__image__tower__args__drop_path_rate": 0.5}
+    random = run_tree(tmp_path / "random", shards, train__steps=4, **drop_path)
+    fixed = run_tree(tmp_path / "fixed", shards, train__steps=4)
     for tree in (random, fixed, random, fixed):
         assert ranks(1, error_of, tree, init=False) == [None]
     message = "processes (dropout is drawn by rank): 1 in the checkpoint, 2 now"
@@ -279,9 +275,9 @@ def kept(tmp_path):
     return [int(path.name.removeprefix("step-")) for path in sorted((tmp_path / "tiny" / "checkpoints").iterdir())]
 
 
-def test_some_checkpoints_are_kept_for_good(tmp_path, shards, monkeypatch):
-    tree = run_tree(tmp_path, shards, train__steps=9, train__checkpoint_every=1, train__keep_checkpoints=2)
-    train(tree | {"train": tree["train"] | {"keep_every": 3}})
+def test_some_checkpoints_are_kept_for_good(tmp_path, shards):
+    changes = {"train__checkpoint_every": 1, "train__keep_checkpoints": 2, "train__keep_every": 3}
+    train(run_tree(tmp_path, shards, train__steps=9, **changes))
     assert kept(tmp_path) == [3, 6, 8, 9]
 
 
@@ -316,8 +312,7 @@ FIGURE = "eval/pairs/codes_only/i2t_r1"
 def best_tree(folder, shards, **changes):
     """A run that evaluates and saves after every step, and keeps the best."""
     every = {"train__keep_best": FIGURE, "train__evaluate_every": 1, "train__checkpoint_every": 1}
-    tasks = retrieval(shards)
-    return run_tree(folder, shards, **({"evaluation": tasks} | every | changes))
+    return run_tree(folder, shards, **({"evaluation": retrieval(shards)} | every | changes))
 
 
 def test_the_best_step_is_exported_and_measured(tmp_path, shards, monkeypatch, caplog, refused):
@@ -419,10 +414,8 @@ def test_a_best_that_cannot_be_is_refused_at_the_start(tmp_path, changes, messag
 def test_a_folder_with_anything_to_resume_from_is_refused_on_request(tmp_path, shards):
     """A save that was killed while it replaced a checkpoint leaves one that `auto` resumes from."""
     (tmp_path / "tiny" / "checkpoints" / ".replaced-step-00000004").mkdir(parents=True)
-    tree = run_tree(tmp_path, shards)
-    tree["run"]["resume"] = "never"
     with pytest.raises(ConfigError, match="run.resume: got 'never', but .*checkpoints contains checkpoints"):
-        train(tree)
+        train(run_tree(tmp_path, shards, run__resume="never"))
 
 
 @pytest.mark.parametrize(
@@ -453,8 +446,7 @@ def test_what_leaves_the_trajectory_alone_may_change(finished):
         "data__workers": 1, "data__prefetch": 1, "train__report_every": 7, "train__checkpoint_every": 3,
         "train__activation_checkpointing": True, "run__timeout_s": 50.0,
     }  # fmt: skip
-    tree = run_tree(*finished, **({"train__steps": 4} | changes))
-    assert train(tree).finished
+    assert train(run_tree(*finished, train__steps=4, **changes)).finished
 
 
 def test_other_data_are_refused(finished, tmp_path):

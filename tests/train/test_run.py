@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -123,9 +124,7 @@ class Fail(Callback):
 
 def test_nothing_is_left_behind(tmp_path, shards, monkeypatch):
     monkeypatch.setattr("vqclip.train.main.keep_freed_memory", lambda: pytest.fail("it cannot be reset"))
-    train(
-        run_tree(tmp_path / "warm", shards, train__steps=1, optim__warmup_steps=0)
-    )  # imports of torch and tensorboard
+    train(run_tree(tmp_path / "warm", shards, train__steps=1, optim__warmup_steps=0))  # imports of tensorboard
     torch.manual_seed(123)
     before = state()
     train(run_tree(tmp_path / "finished", shards, train__steps=2, optim__warmup_steps=0))
@@ -165,20 +164,8 @@ def test_a_second_run_at_once_is_refused(tmp_path, shards):
 
 
 def in_a_thread(function, *args):
-    found = []
-
-    def work():
-        try:
-            found.append(function(*args))
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
 
 
 @pytest.mark.parametrize(
@@ -255,16 +242,9 @@ def losses(folder):
 
 def test_a_sweep_runs_in_one_process_and_in_any_thread(tmp_path, shards):
     """The second run has the bits of the first; a thread has no signal handlers, and needs none."""
-    summaries = {}
-
-    def run(name):
-        changes = {"train__steps": 4, "data__workers": 1, "evaluation": retrieval(shards)}
-        tree = run_tree(tmp_path / name, shards, **changes)
-        summaries[name] = train(tree)
-
-    run("first")
-    run("second")
-    in_a_thread(run, "thread")
-    assert {name: each.step for name, each in summaries.items()} == {"first": 4, "second": 4, "thread": 4}
-    assert all(each.results[0].figures == summaries["first"].results[0].figures for each in summaries.values())
+    changes = {"train__steps": 4, "data__workers": 1, "evaluation": retrieval(shards)}
+    first, second, third = (run_tree(tmp_path / name, shards, **changes) for name in ("first", "second", "thread"))
+    results = train(first), train(second), in_a_thread(train, third)
+    assert [each.step for each in results] == [4, 4, 4]
+    assert all(each.results[0].figures == results[0].results[0].figures for each in results)
     assert losses(tmp_path / "first") == losses(tmp_path / "second") == losses(tmp_path / "thread")

@@ -88,10 +88,8 @@ def stated_exchanges(parallel):
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_waits_for_nothing_and_a_report_reads_the_device_once(tmp_path, shards, ranks, world_size):
     common = {"train__steps": LATER + 4, "train__precision": "fp32", "train__report_every": LATER + 2}
-    trees = [
-        (run_tree(tmp_path / name, shards, quantizer, **common | changes),)
-        for name, (quantizer, changes) in CASES.items()
-    ]
+    cases = CASES.items()
+    trees = [(run_tree(tmp_path / name, shards, quantizer, **common | more),) for name, (quantizer, more) in cases]
     for found in ranks(world_size, for_each, count_waits, trees, init=False):
         for name, (reads, reads_of_report, calls, calls_of_report) in zip(CASES, found, strict=True):
             assert reads == {}
