@@ -263,16 +263,9 @@ def test_misses_are_those_with_the_worst_rank_and_of_classes_the_most_confident(
     assert choose_examples(ranks, DetailsConfig(), "image to class") == ([3, 0], [1, 2, 4])
 
 
-# Stored evaluations.
-
-
-@pytest.fixture
-def result(tmp_path):
+def test_the_newest_evaluation_is_read_again_with_its_step_and_others_go(tmp_path):
     task = number_captions(tmp_path / "data", [["no 0"], ["no 1", "number 3"], ["number 0"], ["no 3"]])
-    return evaluate(PlainModel(4), [task], details=SMALL)[0]
-
-
-def test_the_newest_evaluation_is_read_again_with_its_step_and_others_go(tmp_path, result):
+    (result,) = evaluate(PlainModel(4), [task], details=SMALL)
     other = dataclasses.replace(result, name="../../etc/<script>", details=None)
     paths = write_evaluations(tmp_path / "run", 30, [result, other])
     assert paths == stored_files(tmp_path / "run")

@@ -81,17 +81,11 @@ def evaluate_spoilt(folder, fraction):
         return type(error).__name__, str(error)
 
 
-@pytest.fixture
-def spoilt(folder):
-    """One of 22 labelled images and three of nine captioned ones cannot be decoded."""
+def test_unusable_images_are_left_out_named_and_counted(ranks, folder, caplog):
+    """All but one of rank 1's captioned images are bad; what no rank has too much of, all have together."""
     caption_shards(folder / "captions", CAPTIONS, damaged=(0, 1, 4))
     class_shards(folder / "classes", damaged=[3])
-    return folder
-
-
-def test_unusable_images_are_left_out_named_and_counted(ranks, spoilt, caplog):
-    """All but one of rank 1's captioned images are bad; what no rank has too much of, all have together."""
-    ((labelled, pairs), failed), *others = ranks(3, for_each, evaluate_spoilt, [(spoilt, 0.34), (spoilt, 0.23)])
+    ((labelled, pairs), failed), *others = ranks(3, for_each, evaluate_spoilt, [(folder, 0.34), (folder, 0.23)])
     assert all(other == [[labelled, pairs], failed] for other in others)
     name, message = failed  # two of nine are allowed
     assert name == "DataError"
@@ -101,7 +95,7 @@ def test_unusable_images_are_left_out_named_and_counted(ranks, spoilt, caplog):
     assert labelled["notes"] == ["1 of 22 images cannot be used and are left out"]
     assert pairs["notes"] == ["3 of 9 images cannot be used and are left out"]
     assert pairs["captions"] == sum(len(lines) for i, lines in enumerate(CAPTIONS) if i not in (0, 1, 4))
-    alone = evaluate_spoilt(spoilt, 0.34)
+    alone = evaluate_spoilt(folder, 0.34)
     for result, expected in zip((labelled, pairs), alone, strict=True):
         for mode in MODES:
             assert result["figures"][mode] == pytest.approx(expected["figures"][mode])
@@ -136,18 +130,13 @@ def test_prepare_finds_what_evaluate_would_and_names_must_differ(folder):
         prepare(tasks(folder))
 
 
-def test_codes_are_kept_where_asked(folder):
+def test_batch_sizes_and_workers_change_nothing_and_codes_are_kept_where_asked(folder):
     model = tiny_clip()
-    evaluate(model, tasks(folder), codes_folder=folder / "codes" / "here")
+    one = evaluate(model, tasks(folder, batch_size=1), codes_folder=folder / "codes" / "here")
     names = sorted(path.name for path in (folder / "codes" / "here").iterdir())
     assert names == [f"{task}-{modality}-0.safetensors" for task in (0, 1) for modality in ("image", "text")]
     ids = load_ids(folder / "codes" / "here" / "1-text-0.safetensors", model.text.codebook_sizes)
     assert ids.shape == (sum(map(len, CAPTIONS)), 12, 1)
-
-
-def test_batch_sizes_and_workers_change_nothing(folder):
-    model = tiny_clip()
-    one = evaluate(model, tasks(folder, batch_size=1))
     other = evaluate(model, [task.model_copy(update={"workers": 2}) for task in tasks(folder, batch_size=100)])
     for a, b in zip(one, other, strict=True):
         assert a.figures["codes_only"] == pytest.approx(b.figures["codes_only"])

@@ -101,18 +101,6 @@ def test_in_float64_the_rounding_of_float32_decides_no_id(tower):
     assert fingerprint(wide) == fingerprint(tokenizer)
 
 
-def test_padding_has_id_minus_one_and_vector_zero():
-    model = built().eval()
-    tokens = model.text.preprocess(CAPTIONS)
-    ids = model.text.encode(CAPTIONS)
-    assert torch.equal(ids[..., 0] >= 0, tokens != 0)
-    assert torch.equal(model.text.encode(tokens), ids)
-    vectors = model.text.decode(ids)
-    assert vectors.shape == (3, 12, 16)
-    assert (vectors[tokens == 0] == 0).all()
-    assert (vectors[tokens != 0] != 0).any(-1).all()
-
-
 @pytest.mark.parametrize("modality", ["image", "text"])
 def test_a_token_is_absent_when_all_of_its_ids_are(modality):
     """-1 beside other ids is a code that was left out, as in the dropped stages of a residual quantizer."""

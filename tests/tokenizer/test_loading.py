@@ -144,17 +144,12 @@ def test_it_finds_the_words_for_an_image_and_decodes_it():
     assert min(decoded.getpixel((1, 1))) > 220
 
 
-def test_it_is_small_and_has_a_card():
+def test_it_is_small_and_has_a_card_and_a_folder_of_its_name_has_precedence(tmp_path, monkeypatch):
     for name in PACKAGED:
         files = [path for path in find_folder(name).iterdir() if path.is_file()]
         assert sum(path.stat().st_size for path in files) <= 4e6
         card = (find_folder(name) / "README.md").read_text()
-        assert "license: apache-2.0" in card
-        assert "Google LLC" in card
-        assert "Unicode, Inc." in card
-
-
-def test_a_folder_of_the_name_has_precedence(tmp_path, monkeypatch):
+        assert all(part in card for part in ("license: apache-2.0", "Google LLC", "Unicode, Inc."))
     CLIP.from_pretrained("emoji").save_pretrained(tmp_path / "emoji")
     monkeypatch.chdir(tmp_path)
     assert find_folder("emoji").absolute() == tmp_path / "emoji"
