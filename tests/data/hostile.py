@@ -1,5 +1,3 @@
-"""Files that nobody should have to read."""
-
 import gzip
 import io
 import os

@@ -37,7 +37,6 @@ def open_data(folder: Path, seed: int = 0, batch_size: int = G, **options) -> Tr
 
 
 def global_batch(parts: list[Batch]) -> tuple[torch.Tensor, ...]:
-    """The global batch that ranks' parts make."""
     assert len({(part.step, part.epoch) for part in parts}) == 1
     total = sum(len(part) for part in parts)
     result = []

@@ -129,12 +129,10 @@ def truncated(handler: BaseHTTPRequestHandler, body: bytes) -> None:
 
 
 def too_long(handler: BaseHTTPRequestHandler, body: bytes) -> None:
-    """Announces more than there is."""
     answer(handler, body, length=len(body) + 1)
 
 
 def unannounced(handler: BaseHTTPRequestHandler, body: bytes) -> None:
-    """Says no length."""
     answer(handler, body, length=-1)
 
 
@@ -159,7 +157,6 @@ def _hang_up(handler: BaseHTTPRequestHandler) -> None:
 
 
 def silent(server: FaultyServer) -> Fault:
-    """Says nothing at all."""
     return lambda handler, body: server.stopped.wait(60) and None
 
 
@@ -177,8 +174,6 @@ def dribbling(server: FaultyServer, every_s: float = 0.02) -> Fault:
 
 
 def late(server: FaultyServer, seconds: float) -> Fault:
-    """All of it, after a while."""
-
     def fault(handler: BaseHTTPRequestHandler, body: bytes) -> None:
         server.stopped.wait(seconds)
         answer(handler, body)

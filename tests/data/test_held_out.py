@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.making import caption_shards, encode, pixels
+from tests.data.making import caption_shards, encode, make_files, pixels
 from tests.training import run_tree
 from vqclip.data import DataConfig, open_source, parse_source
 from vqclip.data.held_out import PartOfSource
@@ -22,9 +22,7 @@ def places(source: PartOfSource) -> list[str]:
 
 def class_folders(folder: Path, count: int) -> Path:
     for number in range(count):
-        image = folder / WORDS[number % 2] / f"{number}.jpg"
-        image.parent.mkdir(parents=True, exist_ok=True)
-        image.write_bytes(encode(pixels(number)))
+        make_files(folder, f"{WORDS[number % 2]}/{number}.jpg", encode(pixels(number)))
     return folder
 
 

@@ -12,7 +12,7 @@ from tests.data.making import caption_members, caption_shards, encode, pixels, w
 from vqclip.config import load_config
 from vqclip.data import CaptionShardsConfig, DataConfig, SourceConfig, batch_maker
 from vqclip.data.decode import decode_image
-from vqclip.errors import ConfigError, DataError
+from vqclip.errors import DataError
 
 WINDOWED = {"kind": "windowed", "chunk": 3, "window": 2}
 
@@ -185,17 +185,9 @@ def test_a_sample_passes_seven_calls_to_its_bytes(tmp_path: Path, monkeypatch: p
     assert paths == {("fill", "make", "_make", "read", "read", "read", "pread")}
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ({"kind": "torchvision", "name": "MNIST", "root": "{}"}, ".root: got "),
-        ({"kind": "folder", "path": "{}/none"}, ": {}/none: no such folder"),
-    ],
-)
-def test_errors_name_the_key_path(tmp_path: Path, source: dict, message: str) -> None:
-    filled = {key: value.replace("{}", str(tmp_path)) for key, value in source.items()}
+def test_errors_name_the_key_path(tmp_path: Path) -> None:
     shards = {"kind": "shards", "path": str(caption_shards(tmp_path / "shards", (3,)))}
-    config = load_config(DataConfig, {"sources": [shards, filled], "workers": 0})
-    with pytest.raises((ConfigError, DataError)) as error:
+    source = {"kind": "torchvision", "name": "MNIST", "root": str(tmp_path)}
+    config = load_config(DataConfig, {"sources": [shards, source], "workers": 0})
+    with pytest.raises(DataError, match=r"^data\.sources\[1\]\.root: got "):
         config.build(8, tokenize, 2, 0)
-    assert str(error.value).startswith("data.sources[1]" + message.replace("{}", str(tmp_path)))

@@ -102,32 +102,7 @@ def test_other_errors_pass_unchanged() -> None:
         raise RuntimeError("of the step")
 
 
-FAILED_READER = """
-import multiprocessing, sys
-from vqclip.data.workers import ordered_map
-
-if __name__ == "__main__":
-    multiprocessing.set_start_method(sys.argv[1], force=True)
-    results = ordered_map(str, range(1000), workers=2)  # a name that lives as long as the process
-    print(next(results), flush=True)
-    raise RuntimeError("of the one who reads")
-"""
-
-STUCK_WORKER = """
-import multiprocessing, sys, time
-from vqclip.data.workers import ordered_map
-
-def answer(number):
-    time.sleep(1000 * number)
-    return number
-
-if __name__ == "__main__":
-    multiprocessing.set_start_method(sys.argv[1], force=True)
-    for number in ordered_map(answer, range(1000), workers=1, timeout_s=2.0 if sys.argv[1] == "fork" else 20.0):
-        print(number, flush=True)
-"""
-
-KILLED_READER = """
+READER = """
 import multiprocessing, os, signal, sys, time
 from vqclip.data.workers import ordered_map
 
@@ -136,30 +111,33 @@ def answer(number):
     return number
 
 if __name__ == "__main__":
-    multiprocessing.set_start_method(sys.argv[1], force=True)
-    results = ordered_map(answer, range(1000), workers=1)
+    method, end = sys.argv[1:]
+    multiprocessing.set_start_method(method, force=True)
+    function, workers = (str, 2) if end == "failed reader" else (answer, 1)
+    results = ordered_map(function, range(1000), workers, timeout_s=2.0 if method == "fork" else 20.0)
     print(*(next(results) for _ in range(4)), flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    if end == "killed reader":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if end == "failed reader":
+        raise RuntimeError("of the one who reads")  # the name of the results lives as long as the process
+    list(results)
 """
+ENDS = {
+    "killed reader": (-signal.SIGKILL, ""),
+    "failed reader": (1, "RuntimeError: of the one who reads"),
+    "stuck worker": (1, "is the storage stuck? (data.timeout_s)"),
+}
 
 
-@pytest.mark.parametrize(
-    ("script", "status", "output", "last_line"),
-    [
-        (KILLED_READER, -signal.SIGKILL, "0 1 2 3\n", ""),
-        (FAILED_READER, 1, "0\n", "RuntimeError: of the one who reads"),
-        (STUCK_WORKER, 1, "0\n", "is the storage stuck? (data.timeout_s)"),
-    ],
-    ids=["killed reader", "failed reader", "stuck worker"],
-)
+@pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("method", FORK_AND_SLOW_ONES)
-def test_workers_end_with_their_reader(tmp_path, method, script, status, output, last_line):
+def test_workers_end_with_their_reader(tmp_path, method, end):
     """Standard output ends when the last worker does, as they all hold it."""
-    (tmp_path / "script.py").write_text(script)
-    command = [sys.executable, tmp_path / "script.py", method]
+    (tmp_path / "script.py").write_text(READER)
+    command = [sys.executable, tmp_path / "script.py", method, end]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    assert (done.returncode, done.stdout) == (status, output), done.stderr
-    assert done.stderr.strip().endswith(last_line)
+    assert (done.returncode, done.stdout) == (ENDS[end][0], "0 1 2 3\n"), done.stderr
+    assert done.stderr.strip().endswith(ENDS[end][1])
 
 
 # ---- workers that are forked, forked from a server, or spawned

@@ -73,14 +73,11 @@ def test_what_is_damaged_is_made_again(tmp_path, damage):
     assert record.bad[0].sample_id == 7
     assert record.facts == {"more": [1]}
     file, path = folder.file(1), tmp_path / "records" / "00001.json"
-    changes = {"short": (file, b"ab"), "flipped": (file, b"abd"), "record": (path, path.read_bytes()[:-9])}
-    changes["decayed"], before = changes["flipped"], path.stat().st_mtime_ns
-    if damage in changes:
-        changes[damage][0].write_bytes(changes[damage][1])
-        os.utime(file, ns=(before, before + (damage == "flipped")))
-    elif damage == "moved":
-        path.write_bytes((tmp_path / "records" / "00002.json").read_bytes())
-    else:
+    before, other = path.stat().st_mtime_ns, path.with_name("00002.json").read_bytes()
+    changes = {"record": path.read_bytes()[:-9], "moved": other, "short": b"ab"}
+    (path if damage in ("record", "moved") else file).write_bytes(changes.get(damage, b"abd"))
+    os.utime(file, ns=(before, before + (damage == "flipped")))
+    if damage == "missing":
         file.unlink()
     assert (folder.record(1) is None) == (damage != "decayed")  # only reading the file finds it
     assert folder.record(1, verify=True) is None

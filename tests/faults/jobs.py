@@ -127,7 +127,6 @@ class Job:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started."""
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:

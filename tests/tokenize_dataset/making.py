@@ -1,5 +1,3 @@
-"""Small tokenizers and data for tests of `vqclip tokenize`."""
-
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path

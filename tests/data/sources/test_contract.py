@@ -13,17 +13,16 @@ import pytest
 import torch
 
 from tests.data.loading import SIZE, G, global_batch, same, tokenize
-from tests.data.making import caption_shards, write_parquet, write_tar
+from tests.data.making import caption_shards, make_files, write_parquet, write_tar
 from vqclip.data import Batch, CaptionShardsConfig, DataConfig, RawSample, SourceConfigBase, TrainData, parse_source
 from vqclip.errors import StorageError
 
 
 def export_images(samples: list[RawSample], folder: Path) -> list[str]:
     """Write the images; return their relative paths."""
-    (folder / "images").mkdir(parents=True)
     names = [f"images/{number:05d}.jpg" for number in range(len(samples))]
     for name, sample in zip(names, samples, strict=True):
-        (folder / name).write_bytes(sample.image)
+        make_files(folder, name, sample.image)
     return names
 
 

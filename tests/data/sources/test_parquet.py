@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from tests.data import serving
-from tests.data.making import caption_shards, encode, pixels, write_parquet
+from tests.data.making import caption_shards, encode, make_files, pixels, write_parquet
 from tests.data.serving import FaultyServer
 from vqclip.data import RawSample, parse_source
 from vqclip.data.sources import parquet
@@ -403,10 +403,9 @@ def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_paths_of_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "images").mkdir()
-    for number, image in enumerate(IMAGES):
-        (tmp_path / "images" / f"{number}.jpg").write_bytes(image)
     names = [f"images/{number}.jpg" for number in range(10)]
+    for name, image in zip(names, IMAGES, strict=True):
+        make_files(tmp_path, name, image)
     path = write(tmp_path / "a.parquet", {"filepath": names, "title": [None, *CAPTIONS[1:]], "width": [1] * 10})
     source = parse_source(path).build()
     with monkeypatch.context() as patch:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.loading import SIZE, G, tokenize
-from tests.data.making import encode, pixels
+from tests.data.making import encode, make_files, pixels
 from vqclip.config import Config, load_config, to_yaml
 from vqclip.data import DataConfig, parse_source
 from vqclip.errors import ConfigError
@@ -49,12 +49,10 @@ class Numbers(list):
 
 
 def install(folder: Path, points: str) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / "numbers_source.py").write_text(MODULE)
-    info = folder / "numbers_source-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: numbers-source\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[vqclip.sources]\n{points}\n")
+    info = "numbers_source-1.0.dist-info"
+    make_files(folder, "numbers_source.py", MODULE.encode())
+    make_files(folder, f"{info}/METADATA", b"Metadata-Version: 2.1\nName: numbers-source\nVersion: 1.0\n")
+    make_files(folder, f"{info}/entry_points.txt", f"[vqclip.sources]\n{points}\n".encode())
 
 
 @pytest.fixture

@@ -51,7 +51,6 @@ def records(first: int, count: int) -> list[TokenRecord]:
 
 
 def write(path: Path, samples: list[TokenRecord], text: IdLayout | None = TEXT) -> Path:
-    """A token shard."""
     with path.open("wb") as file:
         write_shard(file, samples, IMAGE, text)
     return path
