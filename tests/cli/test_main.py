@@ -113,7 +113,6 @@ def closed_pipe() -> Iterator[int]:
 
 @pytest.fixture
 def full() -> Iterator[int]:
-    """A device that is full."""
     device = os.open("/dev/full", os.O_WRONLY)
     yield device
     os.close(device)

@@ -232,7 +232,6 @@ def test_a_stopped_job_goes_on_and_leaves_no_half_files(folders, monkeypatch, ca
 
 
 def _write_on_rank(folder):
-    """Return the number of images that this rank encodes."""
     encode, counts = ImageTokenizer.encode_pixels, []
     with mock.patch.object(ImageTokenizer, "encode_pixels", lambda self, x: counts.append(len(x)) or encode(self, x)):
         assert write(folder, "--device", "cpu", out="shared") == 0

@@ -50,7 +50,6 @@ def folder(tmp_path_factory):
 
 
 def start(folder, *arguments):
-    """Start the demo; return the process and its address."""
     path = f"{folder}:{Path(__file__).parents[2] / 'src'}"
     hostile = {"GRADIO_SHARE": "True", "GRADIO_ALLOWED_PATHS": "/", "GRADIO_SERVER_NAME": "0.0.0.0"}
     environment = os.environ | {"PYTHONPATH": path, "HTTP_PROXY": "http://203.0.113.1:1"} | hostile

@@ -42,7 +42,6 @@ OPS = list(LOSSES)
 
 
 def run_op(op, x, sizes, backend=None, tell_sizes=False):
-    """Loss, and gradient of this rank's rows."""
     loss_fn, whole = LOSSES[op], tell_sizes and TORCH_VERSION >= (2, 12)
     if backend is not None:
         loss_fn = torch.compile(loss_fn, backend=backend, fullgraph=whole)

@@ -22,8 +22,6 @@ COMPILED_AGAIN = pytest.mark.skipif(not GUARDS_PROCESS_GROUP, reason="torch befo
 
 
 class Gathering(nn.Module):
-    """A module that meets the other ranks."""
-
     def forward(self, x):
         return dist.all_gather(x, [1] * dist.world_size()) + dist.replicated_sum(x)
 

@@ -65,7 +65,6 @@ def make_run(folder: Path, change: Callable[[int], dict[str, Any]] = lambda step
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Write JSON Lines."""
     path.write_text("".join(json.dumps(each) + "\n" for each in lines))
 
 

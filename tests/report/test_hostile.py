@@ -28,7 +28,6 @@ Image.new("RGB", (4, 4)).save(PNG, "PNG")
 
 
 def details() -> Details:
-    """Details with hostile texts in every place."""
     asked = Item(image=PNG.getvalue(), name=EVIL, text=EVIL, note=EVIL)
     found = (asked.model_copy(update={"right": True}), Item(text=EVIL, note=EVIL, right=False))
     card = Card(title=EVIL, note=EVIL, items=(asked, *found, Item(image=b"<svg onload=x0x()>", text=EVIL)))
@@ -50,7 +49,6 @@ PATH = re.compile(rf"M{_PAIR}(L{_PAIR})*Z?|M{_PAIR}[HV]-?\d+\.\d")
 
 
 def store(folder: Path, found: Details, name: str = EVIL, step: int = 400) -> None:
-    """Store an evaluation as training does."""
     rates = {mode: {"i2t_r1": 0.5, EVIL: 0.25} for mode in ("continuous", "quantized", "codes_only")}
     ends = {"codes_only": {"i2t_r1": (0.4, 0.6), EVIL: (0.2, 0.3)}}
     result = Result(name, "retrieval", rates, {"i2t_r1": 0.1}, 9, None, 9, {}, [EVIL], found, intervals=ends)
@@ -91,7 +89,6 @@ def require_harmless(text: str) -> Page:
 
 
 def hostile_run(folder: Path) -> Path:
-    """A run with hostile texts in every file."""
     make_run(folder, lambda step: {f"loss__{EVIL}": 1, f"image__{EVIL}__usage": 0.5, f"image__{EVIL}__perplexity": 2})
     quoted = json.dumps(EVIL)
     tree = CONFIG.replace("name: made", f"name: {quoted}").replace("split: train", f"split: {quoted}, path: {quoted}")

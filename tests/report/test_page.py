@@ -49,17 +49,14 @@ def test_the_page_of_a_run_is_reproducible_and_fetches_nothing(tmp_path, folder)
     assert write_report(folder, tmp_path / "again.html").read_text() == text
 
 
-@pytest.mark.parametrize("name", ["about.json", "config.yaml", "metrics.jsonl"])
-def test_a_missing_part_is_left_out_and_named(folder, name):
-    (folder / name).unlink()
-    assert f"{name}: no such file" in Page(write_report(folder).read_text()).text
-
-
 @pytest.mark.parametrize("name", ["about.json", "config.yaml", "metrics.jsonl", "events.jsonl", "best.json"])
-def test_damaged_files(folder, name):
+def test_damaged_files_and_missing_ones_which_are_named(folder, name):
     for content in (b"", b"\xff\xfe\x00", b"[]", b"{", b'{"a": ' * 5000, b"null", b'"text"'):
         (folder / name).write_bytes(content)
         assert "made" in write_report(folder).read_text() or name == "config.yaml"
+    (folder / name).unlink()
+    text = Page(write_report(folder).read_text()).text
+    assert (f"{name}: no such file" in text) == (name in ("about.json", "config.yaml", "metrics.jsonl"))
 
 
 def test_a_finished_and_a_stopped_run(tmp_path):

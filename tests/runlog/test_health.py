@@ -22,7 +22,6 @@ CHANCE = math.log(128)
 
 
 def judge(collapse, divergence, chance=CHANCE, **others):
-    """The health of a run with these settings."""
     settings = {"collapse": collapse, "divergence": divergence, "loss": "loss", "chance": chance, "codes": {}} | others
     return Health(HealthSettings(**settings))
 

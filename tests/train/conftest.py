@@ -15,6 +15,5 @@ def interruptible():
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Cache folder of this test in this process; ranks get it as an argument."""
+    """Cache folder of this test in this process and in the ranks that it starts."""
     monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
-    return str(tmp_path / "cache")

@@ -42,7 +42,6 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    """A file of weights for the tiny image tower."""
     torch.manual_seed(9)
     tower = tiny_model().image.tower.build()
     path = tmp_path_factory.mktemp("weights") / "tower.pt"

@@ -139,7 +139,6 @@ SHORT = {"train__steps": 1, "optim__warmup_steps": 0}
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory, shards):
-    """The features that a short run has stored."""
     folder = tmp_path_factory.mktemp("stored")
     run(tree_of(folder, shards, cache_of(folder), **SHORT), str(folder / "cache"))
     return folder / "features"

@@ -60,7 +60,6 @@ def frozen(tmp_path_factory, shards):
 
 @pytest.fixture
 def copy(frozen, tmp_path, shards):
-    """Folder and configuration of a copy of that run."""
     shutil.copytree(frozen / "tiny", tmp_path / "tiny")
     return tmp_path, tree(tmp_path, shards, "none", LORA, train__steps=STEPS)
 
@@ -298,7 +297,6 @@ BOTH = ("image", "text")
 
 
 def frozen_step(modalities=BOTH, quantizer=FSQ, drop_path=0.0, reduce=None, **compute):
-    """A model with frozen towers, and its step."""
     torch.manual_seed(0)
     changes = {"image__tower__args__drop_path_rate": drop_path}
     for name in modalities:
@@ -316,7 +314,6 @@ def with_features(batch: Batch, model, modalities) -> Batch:
 
 
 def train(modalities, cached, **changes):
-    """State of the model after three steps, and all losses."""
     model, step = frozen_step(modalities, **changes)
     losses = []
     for number in range(3):

@@ -67,7 +67,6 @@ def batch_number(number, model, sizes=(G,)):
 
 
 def steps(quantizer, sizes=(G,), micro_batches=1, count=3, **changes):
-    """Gradients of the last step, the model's state after it, and the losses."""
     model, step = model_and_step(quantizer, micro_batches=micro_batches, **changes)
     for number in range(count):
         result = step(batch_number(number, model, sizes), number)

@@ -73,7 +73,6 @@ def test_settings_can_be_used(samples):
 
 
 def tree_with_recipe(folder, shards, **train):
-    """A run whose batch size, steps and dropout are not set."""
     tree = run_tree(folder, shards) | {"recipe": "heads"}
     tree["model"]["image"]["project_in"] = {"kind": "mlp", "input_dropout": 0.25}
     tree["train"] = {"report_every": 1, **train}

@@ -120,7 +120,6 @@ def test_names_of_any_bytes(tmp_path, monkeypatch, capsys):
 
 
 def test_mistakes_are_lines_and_status_2(tmp_path, shards, refused):
-    """Unknown keys first, then values."""
     tree = run_tree(tmp_path, shards)
     tree["optim"]["learning_rate"] = 1e-3
     tree["train"]["steps"] = "many"
@@ -329,7 +328,6 @@ def test_activation_checkpointing_changes_nothing(tmp_path, shards):
 
 
 def overflowing(steps):
-    """TrainStep.__call__ with a gradient that overflows in these steps."""
     step = TrainStep.__call__
 
     def call(self, batch, number):

@@ -77,14 +77,6 @@ def test_groups_of_real_towers_cover_every_parameter_once(make):
     assert all(name in decayed for name, _ in model.named_parameters() if "mlp" in name and name.endswith("weight"))
 
 
-def test_a_module_can_have_its_own_rate():
-    model = Model()
-    model.judge = nn.Linear(2, 2)
-    model.judge.lr_ratio = 0.5
-    for group in OptimConfig(lr=1.0).build(model).param_groups:
-        assert all(name.startswith("judge.") == (group["lr_ratio"] == 0.5) for name in group["param_names"])
-
-
 def test_shared_parameters_come_once_and_modules_can_exempt_theirs():
     class Special(nn.Linear):
         def no_weight_decay(self) -> set[str]:
@@ -97,7 +89,7 @@ def test_shared_parameters_come_once_and_modules_can_exempt_theirs():
     assert names(groups, 0.0) == {"0.weight", "0.bias", "1.bias"}
 
 
-def test_learning_rate_ratios():
+def test_learning_rate_ratios_of_towers_and_of_a_module_that_has_its_own():
     optimizer = OptimConfig(lr=0.5, image_lr_ratio=0.1).build(Model())
     found = {(group["lr_ratio"], group["weight_decay"], group["lr"]) for group in optimizer.param_groups}
     assert found == {(0.1, 0.1, 0.05), (0.1, 0.0, 0.05), (1.0, 0.1, 0.5), (1.0, 0.0, 0.5)}
@@ -105,6 +97,11 @@ def test_learning_rate_ratios():
     for group in optimizer.param_groups:
         assert group["lr"] == group["lr_ratio"]
         assert all(name.startswith("image.") == (group["lr_ratio"] == 0.1) for name in group["param_names"])
+    model = Model()
+    model.judge = nn.Linear(2, 2)
+    model.judge.lr_ratio = 0.5
+    for group in OptimConfig(lr=1.0).build(model).param_groups:
+        assert all(name.startswith("judge.") == (group["lr_ratio"] == 0.5) for name in group["param_names"])
     with pytest.raises(ConfigError, match=r"optim\.text_lr_ratio: got 2\.0, but no parameter's name begins .*'text\.'"):
         OptimConfig(text_lr_ratio=2.0).build(nn.Linear(2, 2))
 
@@ -347,7 +344,6 @@ def test_muon_is_for_matrices_in_blocks():
 
 
 def matrices(optimizer_of, dtype):
-    """Matrices and a convolution after steps of an optimizer."""
     draw = torch.Generator().manual_seed(1)
     shapes = ((6, 9), (12, 4), (5, 3, 2, 2))
     weights = [nn.Parameter(torch.randn(shape, dtype=dtype, generator=draw)) for shape in shapes]

@@ -59,7 +59,6 @@ def saved(folder, step=STEPS):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, shards, tokenizer):
-    """A run that nothing interrupts, and its folder."""
     folder = tmp_path_factory.mktemp("whole")
     tree = pixel_tree(folder, shards, tokenizer, train__precision="fp32", detail=DETAIL)
     run(tree, str(folder / "cache"))

@@ -80,7 +80,6 @@ def wait_for(condition, process, limit_s=90.0):
 
 
 def assert_same_run(one, other, steps=STEPS):
-    """Bit for bit the same weights, optimizer and metrics."""
     assert all_equal(weights(one, steps), weights(other, steps))
     saved = [each / "tiny" / "checkpoints" / f"step-{steps:08d}" for each in (one, other)]
     assert all_equal(*(load_file(each / OPTIMIZER_FILE) for each in saved))
@@ -282,7 +281,6 @@ def test_some_checkpoints_are_kept_for_good(tmp_path, shards):
 
 
 def test_the_best_checkpoint_is_kept_also_over_a_resume(tmp_path, shards, monkeypatch):
-    """Rates by step: best after 2, then after 6."""
     rates, begun = [0.1, 0.6, 0.5, 0.6, 0.2, 0.7, 0.3, 0.3], []
     rate_evaluations(monkeypatch, lambda _: rates[begun[-1]])
     tree = best_tree(tmp_path, shards, train__steps=5, train__keep_checkpoints=1)
@@ -435,7 +433,6 @@ def test_what_changes_the_trajectory_is_refused(finished, key, value, difference
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, shards):
-    """Folder and shards of a finished run of four steps."""
     folder = tmp_path_factory.mktemp("finished")
     train(run_tree(folder, shards, train__steps=4))
     return folder, shards

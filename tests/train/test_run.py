@@ -96,7 +96,6 @@ def test_one_rank_stops_all(tmp_path, shards, ranks):
 
 
 def state():
-    """What a run could leave behind in its process."""
     gc.collect()  # a traceback keeps what its frames have open
     loggers = [logging.getLogger(name) for name in (None, "vqclip", "vqclip.output", "torch")]
     return {

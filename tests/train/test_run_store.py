@@ -63,8 +63,6 @@ def opened(folder: Path, done: int = 1000) -> Iterator[RunMirror]:
 
 
 def save(folder: Path, step: int, content: str = "weights") -> Path:
-    """A checkpoint with one file."""
-
     def fill(aside: Path) -> None:
         (aside / "model" / "weights").write_text(f"{content} {step}")
 
@@ -92,7 +90,6 @@ def keep_none(step):
 
 
 def upload(folder, *numbers, keep_last=9):
-    """A job that saves some steps."""
     with opened(folder) as mirror:
         for number in numbers:
             (folder / "config.yaml").write_text("one: run\n")

@@ -82,7 +82,6 @@ def test_checkpoints_of_shards_resume_anywhere(ranks, tmp_path, shards, optimize
 
 
 def run_until(settings, stop):
-    """Train until ``stop`` steps are done."""
     train(load_task_config(settings), [StopAfter(stop)])
 
 

@@ -58,7 +58,6 @@ def live(folder, disks, start, moment):
         if next(clock) == moment:
             raise Killed
 
-    feed = None
     try:
         log = JsonLines(folder / "metrics.jsonl", start_step=start)
         feed = Feed({str(keeps): Memory(disk, keeps) for keeps, disk in disks.items()}, facts(folder), log.path, start)
