@@ -30,51 +30,45 @@ def few(step):
     return {"text__1__usage": 0.04, "text__1__perplexity": 2.0}
 
 
-CASES = {
-    "collapsed": (collapse, "bad", "Collapsed since step 120: image codebooks", "1 of 6 codebooks (3): 1 of 64 codes"),
-    "unused": (few, "warn", "Hardly used: 1 of 6 text codebooks", "text/1"),
-    "not finite": (
-        lambda step: {"loss__total": "NaN"} if step == 400 else {},
-        "bad",
-        "Diverged at step 400: the loss or the gradient is not finite",
-        "loss/total",
-    ),
-    "rising": (
-        lambda step: {"loss__contrastive": 0.5 + step / 100 if step > 200 else 2.7 - step / 100},
-        "bad",
-        "Diverged since step 260: the loss is too high",
-        "It is 4.100 now; it was 1.100 at step 200",
-    ),
-    "bad samples": (
-        lambda step: {"data__replaced": 4 * step, "data__replaced__damaged_image": 4 * step},
-        "bad",
-        "20 % of the samples were bad",
-        "1,600 × damaged image",
-    ),
-    "overfitted": (
-        lambda step: {"loss__contrastive": 0.01} | ({"eval__pairs__quantized__i2t_r1": 0.3} if step % 100 == 0 else {}),
-        "warn",
-        "Overfitted since step 100",
-        "The loss on training batches is 0.01, and R@1 of held-out data has not risen since then (30.0%).",
-    ),
-    "waiting": (lambda step: {"data_wait": 0.6}, "good", "Healthy", "60 % of the time"),
+def overfit(step):
+    return {"loss__contrastive": 0.01} | ({"eval__pairs__quantized__i2t_r1": 0.3} if step % 100 == 0 else {})
+
+
+CHANGES = {
+    "collapsed": collapse,
+    "unused": few,
+    "not finite": lambda step: {"loss__total": "NaN"} if step == 400 else {},
+    "rising": lambda step: {"loss__contrastive": 0.5 + step / 100 if step > 200 else 2.7 - step / 100},
+    "bad samples": lambda step: {"data__replaced": 4 * step, "data__replaced__damaged_image": 4 * step},
+    "overfitted": overfit,
+    "waiting": lambda step: {"data_wait": 0.6},
+}
+RISING = "Diverged since step 260: the loss is too high"
+VERDICTS = {
+    "collapsed": ("bad", "Collapsed since step 120: image codebooks", "1 of 6 codebooks (3): 1 of 64 codes"),
+    "unused": ("warn", "Hardly used: 1 of 6 text codebooks", "text/1"),
+    "not finite": ("bad", "Diverged at step 400: the loss or the gradient is not finite", "loss/total"),
+    "rising": ("bad", RISING, "It is 4.100 now; it was 1.100 at step 200"),
+    "bad samples": ("bad", "20 % of the samples were bad", "1,600 × damaged image"),
+    "overfitted": ("warn", "Overfitted since step 100", "R@1 of held-out data has not risen since then (30.0%)."),
+    "waiting": ("good", "Healthy", "60 % of the time"),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CHANGES)
 def test_ill_runs(tmp_path, case):
-    change, level, headline, text = CASES[case]
-    found = verdict_on(make_run(tmp_path / "run", change))
+    level, headline, text = VERDICTS[case]
+    found = verdict_on(make_run(tmp_path / "run", CHANGES[case]))
     assert (found.level, found.headline) == (level, headline)
     assert any(text in finding.text for finding in found.findings)
 
 
 @pytest.mark.parametrize("name", ["collapse", "divergence"])
 def test_what_the_run_does_not_look_for_the_page_does_not_find(tmp_path, name):
-    change = {"collapse": lambda step: collapse(step) | few(step), "divergence": CASES["rising"][0]}[name]
+    change = {"collapse": lambda step: collapse(step) | few(step), "divergence": CHANGES["rising"]}[name]
     folder = make_run(tmp_path / "run", change)
     first = "Collapsed since step 120: image codebooks – and 1 more"
-    assert verdict_on(folder).headline == (first if name == "collapse" else CASES["rising"][2])
+    assert verdict_on(folder).headline == (first if name == "collapse" else RISING)
     (folder / "about.json").write_text(json.dumps(ABOUT | {"health": HEALTH | {name: None}}))
     found = verdict_on(folder)
     assert found.headline == "Healthy"

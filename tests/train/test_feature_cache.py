@@ -13,8 +13,10 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.commands import command
 from tests.data.making import caption_members, write_tar
 from tests.models import BUSY_RESIDUAL
+from tests.on_ray import small_ray
 from tests.ranks import RankError
 from tests.train.test_resume import start, wait_for
 from tests.training import all_equal, identity_of, run, run_tree, timeless, weights
@@ -402,3 +404,70 @@ def find_and_count():
 
 def test_each_rank_verifies_a_part_of_the_shards(ranks):
     assert ranks(2, find_and_count) == [([0, 3, 6], [0, 2, 4, 6]), ([0, 3, 6], [1, 3, 5, 7])]
+
+
+# ---- Caches that are filled before the run starts.
+
+
+main = command("data")
+ray = pytest.fixture(scope="module")(small_ray)
+
+
+@pytest.fixture
+def given(tmp_path, shards):
+    """Arguments of the command, for a run that trains with the cache too."""
+    tree = tree_of(tmp_path, shards, cache_of(tmp_path), data__workers=0, run__device="cpu", train__steps=6)
+    (tmp_path / "config.yaml").write_text(json.dumps(tree))
+    return ["features", "--config", str(tmp_path / "config.yaml")], tree
+
+
+def bytes_of(folder):
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def train_without_computing(tree):
+    with mock.patch.object(feature_cache.FeatureJob, "run", side_effect=AssertionError("features are missing")):
+        run(tree)
+
+
+def test_a_run_finds_the_features(tmp_path, given):
+    arguments, tree = given
+    assert main(arguments) == 0
+    assert not (tmp_path / "tiny").exists()  # no run was made
+    train_without_computing(tree)
+
+
+def test_a_run_without_a_cache_is_refused(given, refused):
+    arguments, _ = given
+    assert "data.feature_cache: got null; expected a cache" in refused(main([*arguments, "data.feature_cache=null"]))
+    assert "expected --engine ray" in refused(main([*arguments, "--ray-actors", "2"]))
+
+
+@pytest.mark.slow
+def test_ray_computes_the_same_bytes(tmp_path, given, ray, capfd):
+    arguments, tree = given
+    arguments += ["--engine", "ray", "--ray-actors", "2"]
+    assert main(arguments) == 0
+    assert "shards: 10 written, 0 already finished" in capfd.readouterr().out
+    train_without_computing(tree)
+    made = bytes_of(tmp_path / "features")
+    (tmp_path / "features").rename(tmp_path / "elsewhere")
+    assert main(arguments[:3]) == 0
+    assert bytes_of(tmp_path / "features") == made
+    victim = next((tmp_path / "features").glob("*/records/00003.json"))
+    victim.unlink()
+    assert main(arguments) == 0
+    shown = capfd.readouterr()
+    assert "shards: 1 written, 9 already finished" in shown.out
+    assert "Traceback" not in shown.err
+    assert bytes_of(tmp_path / "features") == made
+
+
+@pytest.mark.slow
+def test_mistakes_of_workers_end_in_one_line(tmp_path, given, ray, capfd):
+    arguments = given[0] + ["--engine", "ray", "--ray-actors", "2"]
+    assert main([*arguments, "data.sources[0].path=/nowhere/0.tar"]) == 1
+    shown = capfd.readouterr().err
+    assert "/nowhere/0.tar" in shown
+    assert "Traceback" not in shown

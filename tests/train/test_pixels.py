@@ -195,14 +195,11 @@ def test_ranks_with_other_tokenizers_are_refused(tmp_path, shards, tokenizer, ra
 REFUSED = {
     "a key of the other task": ({"model": {}}, "model: unknown key; expected one of run, data"),
     "an unknown task": ({"task": "video"}, "task: got 'video'; expected one of contrastive, pixels"),
-    "no tokenizer": (
-        {"tokenizer": "a/b/c"},
-        "tokenizer: a/b/c: no such folder; expected .*; a run with .* exports",
-    ),
+    "no tokenizer": ({"tokenizer": "a/b/c"}, "tokenizer: a/b/c: no such folder; expected .*; a run with .* exports"),
     "texts alone": ({"tokenizer": "TEXT"}, "tokenizer: .*: contains text tokenizer; expected one of modality 'image'$"),
     "no grid": (
         {"tokenizer": "QUERIES"},
-        "tokenizer: .*: pixels: got 3 tokens for images of 16 x 16 .*; expected a sq",
+        "tokenizer: .*: pixels: got 3 tokens for images of 16 x 16 .*; expected a square",
     ),
     "no losses": ({"losses": []}, "losses: got no term"),
     "a cache without views": ({"data__feature_cache": {}}, "data.views: got null"),
