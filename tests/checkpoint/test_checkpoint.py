@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -222,10 +223,7 @@ def test_a_newer_format_is_refused(tmp_path, monkeypatch):
 def test_failed_write_leaves_the_last_good_one(tmp_path, monkeypatch, call, number):
     save(tmp_path, 1)
 
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(call, full)
+    monkeypatch.setattr(call, mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(CheckpointError, match="No space left on device"):
         save(tmp_path, number, keep_last=1, seed=5)
     monkeypatch.undo()

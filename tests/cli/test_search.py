@@ -79,9 +79,7 @@ def test_no_picture_is_read_because_an_index_says_so(tmp_path, shown, refused):
     assert not (tmp_path / "other.html").exists()
 
 
-def test_places_beyond_the_pictures_are_refused_and_a_tokenizer_that_has_moved_is_asked_for(
-    tmp_path, shown, query, refused
-):
+def test_places_beyond_the_pictures_are_refused_and_a_moved_tokenizer_is_asked_for(tmp_path, shown, query, refused):
     index = CodeIndex.load(tmp_path / "index")
     replace(index, places=torch.arange(12) + 10**9).save(tmp_path / "index")
     assert "expected less than 12, the images of" in refused(query())

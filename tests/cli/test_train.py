@@ -145,16 +145,10 @@ def test_configurations_come_with_the_package(capsys: pytest.CaptureFixture[str]
     assert tree["run"]["trackers"] == [{"kind": "tensorboard"}]
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        ("photos/", "photos"),
-        ("photos/train.csv", "photos"),
-        ("/datasets/my photos/{00000..00009}.tar", "my-photos"),
-        ("s3://bucket/shards", "bucket"),
-        ("train", "train"),
-        ("./", "mine"),
-    ],
-)
-def test_names_of_runs(path: str, name: str) -> None:
-    assert _name_of(path) == name
+NAMES = {"photos/": "photos", "photos/train.csv": "photos", "train": "train", "./": "mine"}
+NAMES |= {"/datasets/my photos/{00000..00009}.tar": "my-photos", "s3://bucket/shards": "bucket"}
+
+
+@pytest.mark.parametrize("path", NAMES)
+def test_names_of_runs(path: str) -> None:
+    assert _name_of(path) == NAMES[path]

@@ -8,6 +8,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -144,10 +145,7 @@ def test_a_start_of_several_ranks_and_a_callback_that_copies_the_folder_keep_the
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog):
-    def refuse(*args):
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(37, "No locks available")))
     with RunLock(tmp_path) as lock:
         lock.acquire()
     assert "No locks available" in caplog.text

@@ -129,14 +129,11 @@ def test_quality_of_images_is_not_in_percent(folder):
     assert "PSNR (dB) 21" not in found.text  # no row among the rates
 
 
-def test_pages_of_a_search_escape_all_text():
+def test_pages_of_a_search_escape_all_text_and_spell_out_names_that_are_no_utf_8(tmp_path):
     evil = "\"><script>alert('x')</script>"
     text = search_page(evil, [Hit(evil, 0.5), Hit(evil, 0.4, torch.zeros(3, 9, 9, dtype=torch.uint8))], evil)
     assert "<script" not in text
     assert text.count(str(escape(evil))) == 8
-
-
-def test_names_that_are_no_utf_8_are_spelt_out(tmp_path):
     name = os.fsdecode(b"caf\xe9\x1b[2J\n")
     text = search_page(name, [Hit(name, 0.5)], name)
     assert text.count(r"caf\udce9\x1b[2J\n") == 5

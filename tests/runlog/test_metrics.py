@@ -5,6 +5,7 @@ import os
 import time
 from contextlib import closing
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -27,11 +28,7 @@ def test_every_line_is_valid_json_and_on_the_disk_at_once(tmp_path):
         log.write(1, {**values, "note": "π\n", "ok": True, "nothing": None})
         text = log.path.read_bytes()
     (written,) = text.splitlines()
-
-    def refuse(name: str) -> None:
-        raise AssertionError(name)
-
-    entry = json.loads(written, parse_constant=refuse)
+    entry = json.loads(written, parse_constant=pytest.fail)
     assert entry["loss"] == 0.5
     assert (entry["nan"], entry["up"], entry["down"]) == ("NaN", "Infinity", "-Infinity")
     assert (entry["note"], entry["ok"], entry["nothing"]) == ("π\n", True, None)
@@ -175,13 +172,10 @@ class NoData:
 
 
 def test_all_files_are_closed_whatever_happens_to_one(tmp_path, monkeypatch):
-    def full(file):
-        raise OSError(28, "No space left on device")
-
     records = Records(tmp_path, 0, NoData(), {}, Health(NOTHING), None)
     for file in (records.metrics, *records._files):
         file.write(1, {"a": 1})
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match=r"No space left on device: '.*jsonl'"):
         records.__exit__(None, None, None)
     held = {str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink() and each.exists()}

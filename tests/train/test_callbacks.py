@@ -2,6 +2,7 @@
 
 import logging
 import time
+from unittest import mock
 
 import pytest
 
@@ -22,8 +23,7 @@ class Recorder(Callback):
     """Records the hooks, and what a run has written by then."""
 
     def __init__(self):
-        self.hooks = []
-        self.seen = []
+        self.hooks, self.seen = [], []
 
     def on_train_start(self, training):
         self.hooks.append(("start", training.done))
@@ -149,10 +149,7 @@ def test_null_writes_no_page_and_no_details(tree, tmp_path):
 
 
 def test_a_page_that_cannot_be_made_ends_no_run(tree, tmp_path, caplog, monkeypatch):
-    def fail(run):
-        raise ZeroDivisionError("by design")
-
-    monkeypatch.setattr(builtin, "write_report", fail)
+    monkeypatch.setattr(builtin, "write_report", mock.Mock(side_effect=ZeroDivisionError("by design")))
     with caplog.at_level(logging.WARNING):
         assert train(tree).finished
     (first, *_) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("report.html: ")]

@@ -374,9 +374,7 @@ def test_two_jobs_compute_one_after_the_other(tmp_path, shards, features, caplog
 
 
 def test_storage_that_fails_is_not_stored_as_bad_samples(tmp_path, shards):
-    def failing(*args):
-        raise StorageError("no answer", "unreadable shard")
-
+    failing = mock.Mock(side_effect=StorageError("no answer", "unreadable shard"))
     tree = tree_of(tmp_path, shards, cache_of(tmp_path), **SHORT)
     with mock.patch("vqclip.data.samples.read_decoded", failing), pytest.raises(DataError, match="no answer"):
         run(tree)

@@ -42,9 +42,7 @@ BIASED = {"temperature": {"init": 10.0, "bias": -10.0}}
 LOSSES = {"contrastive": (ContrastiveConfig, {}), "sigmoid": (SigmoidConfig, BIASED)}
 
 
-def model_and_step(
-    quantizer, loss="contrastive", precision="fp64", micro_batches=1, drop_path=0.0, impl="tiled", **others
-):
+def model_and_step(quantizer, loss="contrastive", precision="fp64", micro_batches=1, drop_path=0, impl="tiled", **more):
     torch.manual_seed(0)
     config, changes = LOSSES[loss]
     project_in = {"kind": "mlp", "hidden": 32, "dropout": 0.2}
@@ -53,7 +51,7 @@ def model_and_step(
     model = tiny_model(quantizer, quantizer, **changes).build()
     model = model.to(torch.float64 if precision == "fp64" else torch.float32)
     loss = config(impl=impl).build()
-    return model, contrastive_step(model, loss, precision=precision, micro_batches=micro_batches, **others)
+    return model, contrastive_step(model, loss, precision=precision, micro_batches=micro_batches, **more)
 
 
 def batch_number(number, model, sizes=(G,)):
@@ -211,12 +209,8 @@ def test_parts_of_the_model_may_be_frozen(frozen):
     assert_alike(results[1:], results[:1], 1e-10)
 
 
-QUICK = {
-    ("contrastive", "ring", (5, 3, 4), 2),
-    ("contrastive", "gather", (7, 5), 4),
-    ("sigmoid", "tiled", (7, 5), 4),
-    ("sigmoid", "gather", (5, 3, 4), 2),
-}
+QUICK = {("contrastive", "ring", (5, 3, 4), 2), ("contrastive", "gather", (7, 5), 4)}
+QUICK |= {("sigmoid", "tiled", (7, 5), 4), ("sigmoid", "gather", (5, 3, 4), 2)}
 SIZES = [(6, 6), (7, 5), (12, 0), (5, 3, 4), (7, 0, 5), (3, 3, 3, 3), (5, 1, 4, 2)]
 
 

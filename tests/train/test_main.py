@@ -441,10 +441,8 @@ def test_only_one_process_of_a_machine_tells_what_all_of_them_read(tmp_path, mon
 
 
 def test_every_rank_tells_what_went_wrong_on_it(tmp_path, shards, monkeypatch, capsys):
-    def fail(config, **options):
-        raise ConfigError("run.device: got 'cuda', but torch sees no GPU")
-
-    monkeypatch.setattr("vqclip.train.run", fail)
+    error = ConfigError("run.device: got 'cuda', but torch sees no GPU")
+    monkeypatch.setattr("vqclip.train.run", mock.Mock(side_effect=error))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert main(["--config", str(write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards)))]) == 2
@@ -463,10 +461,8 @@ def test_a_run_folder_that_cannot_be_made_is_told_at_once(tmp_path, shards, caps
 
 @pytest.mark.parametrize("failing", ["vqclip.train.main.write_text", "vqclip.runlog.metrics.JsonLines.write"])
 def test_a_full_disk_is_one_line_and_status_1(tmp_path, shards, capsys, monkeypatch, failing):
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device", "some file")
-
-    monkeypatch.setattr(failing, full)
+    error = OSError(errno.ENOSPC, "No space left on device", "some file")
+    monkeypatch.setattr(failing, mock.Mock(side_effect=error))
     assert main(["--config", str(write_config(tmp_path / "run.yaml", run_tree(tmp_path, shards)))]) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "No space left on device" in line]
     assert line == "vqclip train: some file: No space left on device"

@@ -124,11 +124,8 @@ class TwoTowers(nn.Module):
 
 def settings_of(optimizer):
     """Name of a parameter -> factor on the learning rate, and weight decay."""
-    return {
-        name: (round(group["lr_ratio"], 6), group["weight_decay"])
-        for group in optimizer.param_groups
-        for name in group["param_names"]
-    }
+    groups = optimizer.param_groups
+    return {name: (round(each["lr_ratio"], 6), each["weight_decay"]) for each in groups for name in each["param_names"]}
 
 
 def test_layer_decay_is_that_of_timm_and_beit():
