@@ -84,19 +84,14 @@ def test_compiled_without_a_graph_break_where_sizes_are_told(ranks, backend):
 
 def both_gathers(x, sizes):
     """Values and gradients through torch's function and through our own, and how often torch's was called for each."""
-    theirs, found, calls = torch.distributed.nn.functional.all_gather, [], []
-
-    def counted(*args, **options):
-        calls[-1] += 1
-        return theirs(*args, **options)
-
+    functional, found, calls = torch.distributed.nn.functional, [], []
     for uses_torch in (True, False):
-        calls.append(0)
         mine = share(x, sizes, dist.rank()).clone().requires_grad_()
-        watched = mock.patch.object(torch.distributed.nn.functional, "all_gather", counted)
-        with watched, mock.patch.object(_collectives, "HAS_NN_ALL_GATHER", uses_torch):
+        counted = mock.patch.object(functional, "all_gather", wraps=functional.all_gather)
+        with counted as theirs, mock.patch.object(_collectives, "HAS_NN_ALL_GATHER", uses_torch):
             gathered = dist.all_gather(mine)
             dist.all_gather(mine.detach())  # without gradients there is nothing to keep
+        calls.append(theirs.call_count)
         # Each rank its own loss: the sum over ranks must be seen in backward.
         ((1 + dist.rank()) * loss_of(gathered)).backward()
         found.append((gathered.detach(), mine.grad))

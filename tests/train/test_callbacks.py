@@ -148,7 +148,7 @@ def test_null_writes_no_page_and_no_details(tree, tmp_path):
     assert not (tmp_path / "tiny" / "report.html").exists()
 
 
-def test_a_page_that_cannot_be_made_ends_no_run(tree, tmp_path, caplog, monkeypatch):
+def test_a_page_that_cannot_be_made_ends_no_run(tree, caplog, monkeypatch):
     monkeypatch.setattr(builtin, "write_report", mock.Mock(side_effect=ZeroDivisionError("by design")))
     with caplog.at_level(logging.WARNING):
         assert train(tree).finished

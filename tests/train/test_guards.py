@@ -197,7 +197,8 @@ def checkpoint(folder, done):
 
 
 def require_same_bits(folder, other):
-    for done in sorted(int(path.name[5:]) for path in (folder / "tiny" / "checkpoints").glob("step-*")):
+    assert len(saved := sorted(int(path.name[5:]) for path in (folder / "tiny" / "checkpoints").glob("step-*"))) > 1
+    for done in saved:
         one, two = checkpoint(folder, done), checkpoint(other, done)
         assert one.keys() == two.keys()
         assert [name for name in one if not torch.equal(one[name], two[name])] == [], done

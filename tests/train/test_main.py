@@ -195,7 +195,7 @@ def test_a_bad_sample_is_named_replaced_and_counted_over_all_ranks(tmp_path, cap
     assert [bad["sample_id"] for bad in found] == [29, 29]
 
 
-def test_captions_that_are_cut_are_told_once_and_counted_exactly(tmp_path, ranks, shards, monkeypatch, caplog, capsys):
+def test_captions_that_are_cut_are_told_once_and_counted_exactly(tmp_path, ranks, shards, caplog, capsys):
     """Of "caption 0" to "caption 29" those of two digits have five tokens."""
     changes = {"train__steps": 10, "train__report_every": 4, "model__text__tower__context_length": 4}
     changes |= {"evaluation": retrieval(shards)}

@@ -88,7 +88,7 @@ def test_checkpoints_hold_the_decoder_alone(whole):
     assert described.keys() == {"tokenizer", "pixels"}
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, whole, shards, tokenizer):
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, whole):
     folder, tree = whole
     tree = tree | {"run": tree["run"] | {"folder": str(tmp_path)}}
     run_until(3, tree)
@@ -230,7 +230,7 @@ def test_mistakes_are_named(name, tmp_path, shards, tokenizer):
         train(tree)
 
 
-def test_a_checkpoint_is_exported(whole, tmp_path, capsys):
+def test_a_checkpoint_is_exported(whole, tmp_path):
     folder, _ = whole
     assert main(["export-tokenizer", str(folder / "tiny"), "--step", "4", "--out", str(tmp_path / "out")]) == 0
     assert load_tokenizer(tmp_path / "out", "image").pixels is not None

@@ -233,7 +233,7 @@ def test_other_processes_are_refused_where_towers_draw_by_rank(tmp_path, shards,
     assert ranks(2, error_of, fixed, init=False) == [None, None]
 
 
-def test_what_may_differ_is_named_one_by_one(tmp_path, shards, caplog, monkeypatch):
+def test_what_may_differ_is_named_one_by_one(tmp_path, shards, caplog):
     tree = run_tree(tmp_path, shards, train__steps=4)
     train(tree)
     tree["train"] |= {"steps": 6, "batch_size": 10}
