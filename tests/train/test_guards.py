@@ -197,7 +197,8 @@ def checkpoint(folder, done):
 
 
 def require_same_bits(folder, other):
-    assert len(saved := sorted(int(path.name[5:]) for path in (folder / "tiny" / "checkpoints").glob("step-*"))) > 1
+    saved = sorted(int(path.name[5:]) for path in (folder / "tiny" / "checkpoints").glob("step-*"))
+    assert len(saved) > 1
     for done in saved:
         one, two = checkpoint(folder, done), checkpoint(other, done)
         assert one.keys() == two.keys()
