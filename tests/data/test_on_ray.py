@@ -4,22 +4,16 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from tests.on_ray import small_ray
-from vqclip.data.on_ray import RayCluster, RayOptions, connect_to_ray
+from vqclip.data.on_ray import RayOptions, connect_to_ray
 from vqclip.errors import ConfigError, VqclipError
 
 ray = pytest.fixture(scope="module")(small_ray)
-
-
-@pytest.fixture
-def cluster(ray: None) -> Iterator[RayCluster]:
-    with connect_to_ray(RayOptions(actors=2), 1, "cpu") as found:
-        yield found
 
 
 class DeadlyJob:
@@ -35,8 +29,9 @@ class DeadlyJob:
 
 
 @pytest.mark.slow
-def test_an_item_that_always_kills_its_worker_ends_the_job(cluster: RayCluster) -> None:
-    with pytest.raises(VqclipError, match="shard 3: the worker that made it died 4 times"):
+def test_an_item_that_always_kills_its_worker_ends_the_job(ray: None) -> None:
+    died = pytest.raises(VqclipError, match="shard 3: the worker that made it died 4 times")
+    with connect_to_ray(RayOptions(actors=2), 1, "cpu") as cluster, died:
         list(cluster.map(DeadlyJob().open, range(40), "shard"))
 
 

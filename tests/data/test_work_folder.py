@@ -43,7 +43,6 @@ def test_processes_share_items_and_take_over_those_of_a_killed_one(tmp_path):
         process.join(60)
     folder = open_folder(tmp_path)
     records = folder.records()
-    assert records is not None
     assert [record.samples for record in records] == [*range(6)]
     makers = [folder.file(item).read_text().split()[-1] for item in range(6)]
     assert makers[2] != str(dying.pid)
@@ -69,7 +68,6 @@ def test_what_is_damaged_is_made_again(tmp_path, damage):
         bad = [{"sample_id": 7, "kind": "no image", "reason": "why"}]
         folder.add_record(item, write_file(folder.file(item), b"abc"), 1, bad, more=[1])
     record = folder.record(1, verify=True)
-    assert record is not None
     assert record.bad[0].sample_id == 7
     assert record.facts == {"more": [1]}
     file, path = folder.file(1), tmp_path / "records" / "00001.json"

@@ -10,7 +10,16 @@ from PIL import Image
 
 from tests.commands import command
 from tests.data.hostile import huge_png
-from tests.data.making import caption_members, caption_shards, class_folder, encode, pixels, write_parquet, write_tar
+from tests.data.making import (
+    caption_members,
+    caption_shards,
+    class_folder,
+    encode,
+    make_files,
+    pixels,
+    write_parquet,
+    write_tar,
+)
 from tests.training import run_tree
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig
 from vqclip.data_tools.check import CheckOptions, check_source, format_report
@@ -186,23 +195,11 @@ def test_mistakes_of_a_user(tmp_path, capsys, refused):
     assert "caption" in refused(main(["check", shard, "caption=txt"]))
 
 
-AUGMENTED = {"scale": [0.5, 0.9], "flip": 0.5, "rotation": 20, "brightness": 0.3}
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
-    tree = run_tree(tmp_path / "runs", caption_shards(tmp_path / "shards", (10, 13)))
-    tree["data"]["transform"] = AUGMENTED
-    tree["run"]["seed"] = 5
-    tree["train"]["batch_size"] = 8
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(tree))
-    return path
-
-
 @pytest.mark.parametrize("epoch", [0, 2])
-def test_images_and_captions_equal_those_of_the_training_loader(config: Path, epoch: int) -> None:
-    inputs = ModelInputs.load(config)
+def test_images_and_captions_equal_those_of_the_training_loader(tmp_path: Path, epoch: int) -> None:
+    tree = run_tree(tmp_path, caption_shards(tmp_path / "shards", (10, 13)), run__seed=5, train__batch_size=8)
+    tree["data"]["transform"] = {"scale": [0.5, 0.9], "flip": 0.5, "rotation": 20, "brightness": 0.3}
+    inputs = ModelInputs.load(make_files(tmp_path, "config.json", json.dumps(tree).encode()) / "config.json")
     data = inputs.config.data.build(inputs.size, inputs.vocabulary.with_lengths, 8, inputs.config.run.seed)
     batches = [*data.batches(0, 3 * len(data) // 8 + 1)]
     images = torch.cat([batch.images for batch in batches])[epoch * len(data) :][:12]

@@ -14,7 +14,6 @@ import pytest
 from tests.commands import command
 from tests.data.making import class_folder
 from tests.data.remote.test_s3 import bucket, put  # noqa: F401
-from tests.data.serving import serving
 from tests.data.tars.test_index import tiny
 from vqclip.data.remote.files import RemoteShard
 from vqclip.data.remote.retry import RemoteConfig
@@ -25,12 +24,6 @@ from vqclip.data_tools import index as job
 from vqclip.errors import StorageError
 
 main = command("data")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
@@ -68,21 +61,19 @@ def test_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert find_index(shards).path == cached_index(shards)
 
 
-def test_web_servers_cannot_be_written_to(tmp_path, capsys, monkeypatch):
+def test_web_servers_cannot_be_written_to(tmp_path, capsys, server):
     shards = tiny(tmp_path / "a")
-    monkeypatch.setenv("no_proxy", "*")
-    with serving() as server:
-        url = server.add(tmp_path / "a", "/d")
-        source = f"{url}/{{0..7}}.tar?key=secret"
-        text = run(capsys, source)
-        assert "secret" not in text
-        assert f"for other machines copy it to {url}/{index_name(shards)}\n" in text
-        there = find_shards([source], RemoteConfig())
-        assert find_index(there).path == cached_index(there)
-        assert index_name(there) == index_name(shards)
-        assert "no shard had to be read" in run(capsys, source)
-        server.files.pop("/d/3.tar")
-        assert "not found (404)" in run(capsys, source, status=1)
+    url = server.add(tmp_path / "a", "/d")
+    source = f"{url}/{{0..7}}.tar?key=secret"
+    text = run(capsys, source)
+    assert "secret" not in text
+    assert f"for other machines copy it to {url}/{index_name(shards)}\n" in text
+    there = find_shards([source], RemoteConfig())
+    assert find_index(there).path == cached_index(there)
+    assert index_name(there) == index_name(shards)
+    assert "no shard had to be read" in run(capsys, source)
+    server.files.pop("/d/3.tar")
+    assert "not found (404)" in run(capsys, source, status=1)
 
 
 def test_a_bucket_without_permission_to_write(tmp_path, monkeypatch, caplog):

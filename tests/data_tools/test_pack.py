@@ -61,7 +61,6 @@ def assert_same_samples(first: Source, second: Source) -> None:
 
 def test_every_caption_and_every_byte_come_back(tmp_path: Path) -> None:
     done = write(Made(), tmp_path / "out")
-    assert done.manifest is not None
     assert (done.made, done.samples, done.manifest.samples) == (3, COUNT, COUNT)
     assert done.note == f"read them with {{kind: shards, path: {tmp_path / 'out'}, captions: json}}"
     packed = CaptionShardsConfig(path=str(tmp_path / "out"), captions="json").build()
@@ -155,8 +154,7 @@ def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("labelled", [False, True])
-def test_rows_are_packed_without_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labelled: bool) -> None:
-    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "cache"))
+def test_rows_are_packed_without_the_cache(tmp_path: Path, cache: Path, labelled: bool) -> None:
     images = [*(encode(pixels(index)) for index in range(6)), b"no image"]
     texts = {"label": ["cat", "dog", "dog", "cat", "cat", "cat", "cat"]} if labelled else {"caption": list("abcdefg")}
     write_parquet(tmp_path / "a.parquet", {"image": images, **texts}, group=1000)
@@ -164,9 +162,8 @@ def test_rows_are_packed_without_the_cache(tmp_path: Path, monkeypatch: pytest.M
         write(parse_source(tmp_path / "a.parquet"), tmp_path / "none", bad_fraction=0.0)
     assert not list((tmp_path / "none").rglob("manifest.json"))
     done = write(parse_source(tmp_path / "a.parquet"), tmp_path / "out", bad_fraction=0.2)
-    assert done.manifest is not None
     assert (done.manifest.samples, done.manifest.bad) == (6, {"image format": 1})
-    assert not (tmp_path / "cache" / "packed").exists()
+    assert not (cache / "packed").exists()
     rows = parse_source(tmp_path / "a.parquet").build()
     packed = parse_source(tmp_path / "out").build()
     assert [packed.read(index) for index in range(6)] == [rows.read(index) for index in range(6)]

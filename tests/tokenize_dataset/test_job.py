@@ -40,7 +40,6 @@ def test_every_sample_once_with_the_ids_that_encode_gives(tmp_path: Path, worker
     tokenizer = tokenizer_folder(tmp_path / "tokenizer", text=LFQ_LARGE)
     source = CaptionShardsConfig(path=str(shards(tmp_path / "in")))
     done = run(tokenizer, source, tmp_path / "out", workers=workers)
-    assert done.manifest is not None
     assert (done.made, done.samples, done.manifest.samples) == (len(COUNTS), sum(COUNTS), sum(COUNTS))
 
     data, read = TokenDataset(tmp_path / "out"), source.build()
@@ -111,7 +110,6 @@ def test_float64_gives_the_same_ids_in_every_batch_size(tmp_path: Path) -> None:
 def test_half_precision_is_what_autocast_gives(tmp_path: Path, tokenizer: str) -> None:
     source = CaptionShardsConfig(path=str(shards(tmp_path / "in", (BATCH,))))
     done = run(tokenizer, source, tmp_path / "out", precision="bf16")
-    assert done.manifest is not None
     assert done.manifest.settings["precision"] == "bf16"
     image, raw = load_tokenizer(tokenizer, "image"), [source.build().read(index) for index in range(BATCH)]
     with torch.autocast("cpu", torch.bfloat16):
@@ -162,8 +160,7 @@ def tokenize_here(tokenizer: str, source: str, out: str, cache: str) -> int:
 
 def test_two_processes_and_a_killed_one_write_the_same(tmp_path: Path, tokenizer: str, ranks, cache: Path) -> None:
     shards(tmp_path / "in", damaged=(5,))
-    changes = {"tolerance": 0.1}
-    run(tokenizer, tmp_path / "in", tmp_path / "one", **changes)
+    run(tokenizer, tmp_path / "in", tmp_path / "one", tolerance=0.1)
     expected = hashes(tmp_path / "one")
     assert len(expected) == 2 * len(COUNTS) + 3
 
@@ -182,7 +179,7 @@ def test_two_processes_and_a_killed_one_write_the_same(tmp_path: Path, tokenizer
                 time.sleep(600)
 
         module.write_shard = stuck
-        run(tokenizer, tmp_path / "in", killed, **changes)
+        run(tokenizer, tmp_path / "in", killed, tolerance=0.1)
         os._exit(1)
     end = time.monotonic() + 60
     while not (tmp_path / "stuck").exists():
@@ -194,13 +191,12 @@ def test_two_processes_and_a_killed_one_write_the_same(tmp_path: Path, tokenizer
     assert list(killed.glob(".tmp-*"))
     with pytest.raises(DataError, match=r"not finished \(1 shards are\); run the same"):
         TokenDataset(killed)
-    done = run(tokenizer, tmp_path / "in", killed, **changes)
+    done = run(tokenizer, tmp_path / "in", killed, tolerance=0.1)
     assert (done.made, done.found) == (len(COUNTS) - 1, 1)
     assert hashes(killed) == expected
 
-    changes.pop("tolerance")
     shards(tmp_path / "in")  # without a bad sample, as the ranks take the default tolerance
-    run(tokenizer, tmp_path / "in", tmp_path / "again", **changes)
+    run(tokenizer, tmp_path / "in", tmp_path / "again")
     arguments = [tokenizer, *(str(tmp_path / name) for name in ("in", "two")), str(cache)]
     assert sum(ranks(2, tokenize_here, *arguments, init=False)) == len(COUNTS)
     assert hashes(tmp_path / "two") == hashes(tmp_path / "again")
@@ -231,7 +227,6 @@ def test_bad_samples_are_left_out_counted_and_named(tmp_path: Path, tokenizer: s
         run(tokenizer, tmp_path / "in", out, tolerance=0.002)
     assert not (out / "manifest.json").exists()
     manifest = run(tokenizer, tmp_path / "in", out, tolerance=0.1).manifest
-    assert manifest is not None
     assert (manifest.samples, manifest.bad) == (sum(COUNTS) - 3, {"damaged image": 3})
     assert [shard.bad for shard in manifest.shards] == [{"damaged image": 1}, {"damaged image": 2}, {}, {}]
     lines = [json.loads(line) for line in (out / "bad_samples.jsonl").read_text().splitlines()]
@@ -245,7 +240,6 @@ def test_shards_without_usable_samples_become_empty_ones(tmp_path: Path, tokeniz
     shards(tmp_path / "in", (20, 2, 5), damaged=(20, 21))
     write_tar(tmp_path / "in" / "00003.tar", {})
     done = run(tokenizer, tmp_path / "in", tmp_path / "out", tolerance=0.1)
-    assert done.manifest is not None
     assert [shard.samples for shard in done.manifest.shards] == [20, 0, 5, 0]
     assert [item.sample_id for item in TokenDataset(tmp_path / "out")] == [*range(20), *range(22, 27)]
     assert run(tokenizer, tmp_path / "in", tmp_path / "out", tolerance=0.1).found == 4

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.data.loading import SIZE, G, global_batch, same, tokenize
+from tests.data.loading import global_batch, open_data, same
 from tests.data.making import caption_shards, make_files, write_parquet, write_tar
-from vqclip.data import Batch, CaptionShardsConfig, DataConfig, RawSample, SourceConfigBase, TrainData, parse_source
+from vqclip.data import Batch, CaptionShardsConfig, RawSample, SourceConfigBase, TrainData, parse_source
 from vqclip.errors import StorageError
 
 
@@ -161,14 +161,8 @@ def export(request: pytest.FixtureRequest) -> Export:
     return KINDS[request.param]
 
 
-@pytest.fixture(params=FILE_KINDS)
-def export_files(request: pytest.FixtureRequest) -> Export:
-    return FILE_KINDS[request.param]
-
-
-def training(config: SourceConfigBase, workers: int = 0) -> TrainData:
-    data = DataConfig(sources=(config,), workers=workers)  # type: ignore[arg-type]
-    return data.build(size=SIZE, tokenize=tokenize, batch_size=G, seed=3)
+def training(config: SourceConfigBase) -> TrainData:
+    return open_data(Path(), sources=(config,), seed=3)
 
 
 def test_same_samples_and_batches_as_shards(export: Export, samples, shards, tmp_path: Path) -> None:
@@ -223,8 +217,9 @@ def test_bad_samples_are_replaced_as_in_shards(export: Export, samples, tmp_path
         assert one.step or one.bad
 
 
-def test_a_file_that_changes_in_use_is_named(export_files: Export, samples, tmp_path: Path) -> None:
-    config = export_files(samples, tmp_path)
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_a_file_that_changes_in_use_is_named(kind: str, samples, tmp_path: Path) -> None:
+    config = FILE_KINDS[kind](samples, tmp_path)
     source, image = config.build(), min(tmp_path.rglob("*.jpg"))
     image.write_bytes(samples[1].image + b" ")
     with pytest.raises(StorageError, match="changed since it was indexed; start the run again") as error:

@@ -25,21 +25,7 @@ from vqclip.data.tars.open import cached_index, data_folder, find_index, index_n
 from vqclip.errors import DataError, StorageError
 
 
-@pytest.fixture
-def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the shards that are read."""
-    names: list[str] = []
-    scan = make.scan_shard
-
-    def count(shard, *args):
-        names.append(shard.name)
-        return scan(shard, *args)
-
-    monkeypatch.setattr(make, "scan_shard", count)
-    return names
-
-
-def test_crafted_parts(tmp_path: Path, scanned: list[str]) -> None:
+def test_crafted_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be in a bucket: places and counts that no index may have."""
     shards = tiny(tmp_path)
     maker = IndexMaker(shards, Parts(tmp_path / "parts"))
@@ -56,12 +42,13 @@ def test_crafted_parts(tmp_path: Path, scanned: list[str]) -> None:
         arrays = {name: array.copy() for name, array in arrays.items()}
         change(facts, arrays)
         save_table(path, facts, arrays, "x")
-    scanned.clear()
+    scanned, scan = list[str](), make.scan_shard
+    monkeypatch.setattr(make, "scan_shard", lambda shard, *args: scanned.append(shard.name) or scan(shard, *args))
     assert maker.write(tmp_path / "index", 4).facts == make_index(shards, tmp_path / "other", 4).facts
     assert sorted(scanned[:5]) == [shards[number].name for number in (1, 2, 3, 5, 6)]
 
 
-def test_damaged_shards_are_named_and_the_others_are_read(tmp_path: Path, scanned: list[str]) -> None:
+def test_damaged_shards_are_named_and_the_others_are_read(tmp_path: Path) -> None:
     shards = tiny(tmp_path)
     for number in (1, 2):
         os.truncate(shards[number], 5000)
@@ -192,7 +179,6 @@ def test_index_at_a_url_is_fetched_once(tmp_path, server, pauses, caplog):
     server.files[f"/a/{index.path.name}"] = index.path.read_bytes()
     server.faults[f"/a/{index.path.name}"] += [serving.status(503), serving.truncated]
     found = find_index(there)
-    assert found is not None
     assert found.path == cached_index(there)
     assert len(pauses) == 2
     assert found.facts == index.facts
