@@ -15,7 +15,7 @@ import torch
 
 from tests.data.loading import SIZE, open_data
 from tests.data.making import caption_members, caption_shards, write_tar
-from vqclip.data import CaptionShardsConfig, DataConfig, TrainData, workers
+from vqclip.data import CaptionShardsConfig, DataConfig, TrainData, batch_maker, workers
 from vqclip.data.batch import allowed_bad
 from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import ConfigError, DataError, DistributedError
@@ -95,6 +95,24 @@ def test_a_worker_that_dies_while_its_reader_computes_is_explained(folder: Path,
         except RuntimeError as error:
             raise DistributedError("any_rank failed") from error
     batches.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("batches", [1, 9])  # while the workers are started, and later
+def test_a_limit_of_open_files_is_explained_and_ends_the_workers(folder: Path, new_workers, batches, monkeypatch):
+    allocate, left = batch_maker._allocate, iter(range(batches))
+
+    def fail_at_last(*args) -> torch.Tensor:
+        if next(left, None) is None:
+            raise RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Too many open files")
+        return allocate(*args)
+
+    monkeypatch.setattr(batch_maker, "_allocate", fail_at_last)
+    with pytest.raises(DataError, match="Too many open files.*Fewer data.workers need fewer"):
+        list(spoilt_data(folder, workers=2).batches(0, 1000))
+    for worker in multiprocessing.active_children():
+        worker.join(10)
+    assert not new_workers()
 
 
 def test_other_errors_pass_unchanged() -> None:

@@ -39,6 +39,9 @@ _DEATH = re.compile("^DataLoader worker.*(exited unexpectedly|killed by signal)"
 _TIMEOUT = re.compile("^DataLoader timed out")
 """Message of torch about a result that did not come in time."""
 
+_NO_FILE = re.compile("Too many open files|unable to (open|allocate|resize) shared memory")
+"""Messages of Python and torch about a limit of this process or machine."""
+
 _running: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
 
@@ -155,8 +158,16 @@ def _end_workers() -> None:
 
 
 def _results(loader: DataLoader[Any], timeout_s: float, section: str) -> Generator[Any, None, None]:
-    with explain_worker_deaths(section):  # one may die while the others are started
-        results: Any = iter(loader)
+    others = set(multiprocessing.active_children())
+    try:
+        with explain_worker_deaths(section):  # one may die while the others are started
+            results: Any = iter(loader)
+    except BaseException as error:
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.kill()  # the iterator, which would end them, was not made
+        if _NO_FILE.search(str(error)):
+            raise DataError(_explain(error, timeout_s, section)) from error
+        raise
     start = time.monotonic()
     try:
         while True:
@@ -214,5 +225,10 @@ def _explain(error: BaseException, timeout_s: float, section: str) -> str:
         return (
             f"a data worker died ({text.splitlines()[0]}). Was it killed for memory? Fewer {section}.workers need "
             "less, and so does less prefetching; too little shared memory (/dev/shm) has the same effect"
+        )
+    if _NO_FILE.search(text):
+        return (
+            f"data workers: {text}. Fewer {section}.workers need fewer open files and less shared memory; ulimit -n "
+            "shows the limit, and docker run --shm-size sets that of shared memory"
         )
     return text
