@@ -41,18 +41,6 @@ def saved(tmp_path_factory):
     return save_open_clip(tmp_path_factory.mktemp("open_clip"), NAME)
 
 
-def test_an_open_clip_tower_has_the_weights_of_the_file(saved):
-    model, weights = saved
-    tower = OpenCLIPImageTowerConfig(model=NAME, pretrained=weights).build().eval()
-    images = torch.rand(2, 3, 32, 32)
-    expected = model.visual.forward_intermediates(tower.normalize(images), indices=1, output_fmt="NLC")
-    features = model.visual.ln_post(expected["image_intermediates"][-1])
-    assert tower(images).shape == (2, 4, 32)
-    torch.testing.assert_close(tower(images), features)
-    tower.train()(images).sum().backward()
-    assert [n for n, p in tower.named_parameters() if p.requires_grad and p.grad is None] == []
-
-
 def test_an_open_clip_tower_with_a_timm_trunk(tmp_path):
     save_open_clip(tmp_path, "vqclip-trunk", vision_cfg=TRUNK)
     tower = OpenCLIPImageTowerConfig(model="vqclip-trunk").build()
@@ -96,18 +84,6 @@ def test_the_last_blocks_of_a_resnet_train_without_their_batch_norm(resnet):
     assert all("conv" in name or "downsample.0" in name for name in trained)
     with pytest.raises(ConfigError, match=r"tower\.train: got 'all' for a model with 22 batch-normalisation layers"):
         OpenCLIPImageTowerConfig(model=resnet).build()
-
-
-def test_an_open_clip_text_tower_has_the_weights_of_the_file(saved):
-    model, weights = saved
-    config = OpenCLIPTextTowerConfig(model=NAME, pretrained=weights)
-    tower = config.build().eval()
-    tokens = config.vocabulary()(["a cat", "a much longer caption about a dog"])
-    embedded = model.token_embedding(tokens) + model.positional_embedding
-    features = model.ln_final(model.transformer(embedded, model.attn_mask))
-    torch.testing.assert_close(tower(tokens), features)
-    tower(tokens).sum().backward()
-    assert [n for n, p in tower.named_parameters() if p.grad is None] == []
 
 
 def narrow(state):
@@ -162,6 +138,7 @@ def test_one_line_initialises_both_towers_and_the_temperature_and_lists_what_was
     assert create.call_count == 1
     torch.testing.assert_close(model.image.tower.backbone.visual.conv1.weight, theirs.visual.conv1.weight)
     torch.testing.assert_close(model.text.tower.transformer.token_embedding.weight, theirs.token_embedding.weight)
+    assert OpenCLIPTextTowerConfig(model=NAME).vocabulary()(["a cat"]).shape == (1, 12)
     assert model.logit_scale.item() == 3.0
     assert model.config.temperature.init == pytest.approx(math.exp(3))
     assert model.inherited.splitlines() == [
