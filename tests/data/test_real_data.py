@@ -21,24 +21,19 @@ pytestmark = pytest.mark.skipif(not os.environ.get("VQCLIP_DATA"), reason="needs
 def test_captions_are_read_completely(name: str) -> None:
     source = CaptionShardsConfig(path=str(DATA / name)).build()
     transform = EvalTransformConfig().build(64)
-    count, first = 0, None
-    for batch in EvalSet(source, transform, workers=1):
-        assert not batch.bad
-        assert all(captions[0] for captions in batch.captions)
-        first = batch if first is None else first
-        count += len(batch)
-    assert count == CAPTIONS[name]
-
+    batches = list(EvalSet(source, transform, workers=1))
+    assert not any(batch.bad for batch in batches)
+    assert all(captions[0] for batch in batches for captions in batch.captions)
+    assert sum(map(len, batches)) == CAPTIONS[name]
     # The first samples, read by other code.
-    assert first is not None
     with tarfile.open(DATA / name / "00000.tar") as tar:
         members = {member.name: tar.extractfile(member) for member in tar if member.isfile()}
         keys = list(dict.fromkeys(member.partition(".")[0] for member in members))[:20]
         for row, key in enumerate(keys):
-            assert first.captions[row][0].encode() == members[f"{key}.txt"].read().strip()
+            assert batches[0].captions[row][0].encode() == members[f"{key}.txt"].read().strip()
             data = (members.get(f"{key}.png") or members[f"{key}.jpg"]).read()
             theirs = transform(pil_to_uint8(Image.open(io.BytesIO(data))))
-            assert (first.images[row].int() - theirs.int()).abs().max() <= 4
+            assert (batches[0].images[row].int() - theirs.int()).abs().max() <= 4
 
 
 def test_eurosat_is_read_completely() -> None:

@@ -1,4 +1,3 @@
-import hashlib
 import json
 import shutil
 import tarfile
@@ -10,6 +9,7 @@ import pytest
 
 from tests.commands import command
 from tests.data.making import caption_members, class_folder, encode, make_files, pixels, write_parquet, write_tar
+from tests.tokenize_dataset.making import hashes
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, RawSample, Source, parse_source
 from vqclip.data.work_folder import WorkResult
 from vqclip.data_tools.pack import pack
@@ -24,8 +24,7 @@ SHARD = 5
 class Made:
     """Samples with one to three captions, one of them with a line break; jpeg, png and webp."""
 
-    classnames: tuple[str, ...] = ()
-    templates: tuple[str, ...] = ()
+    classnames = templates = ()
 
     def __len__(self) -> int:
         return COUNT
@@ -40,11 +39,6 @@ class Made:
     @property
     def fingerprint(self) -> dict[str, Any]:
         return {"kind": "made", "samples": COUNT}
-
-
-def files_of(folder: Path) -> dict[str, str]:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 SETTINGS = {"split": "train", "shard_size": SHARD, "workers": 0, "bad_fraction": 0.01, "max_pixels": 10**6}
@@ -80,7 +74,7 @@ def test_the_bytes_depend_neither_on_workers_nor_on_the_time(tmp_path: Path, lab
         write(source, tmp_path / name, workers=workers)
     done = write(source, tmp_path / "two")
     assert (done.made, done.found, done.missing) == (0, 3, 0)
-    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
+    assert hashes(tmp_path / "one") == hashes(tmp_path / "two")
 
 
 def test_labels_and_prompts_come_back(tmp_path: Path) -> None:
@@ -126,7 +120,7 @@ def test_an_interrupted_job_continues_with_the_same_bytes(tmp_path: Path) -> Non
     (tmp_path / "out" / ".tmp-00002.tar-killed").write_bytes(b"half")
     done = write(Made(), tmp_path / "out")
     assert (done.made, done.found) == (1, 2)
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert hashes(tmp_path / "out") == hashes(tmp_path / "whole")
 
 
 def test_what_does_not_fit_is_refused_before_it_is_written(tmp_path: Path) -> None:

@@ -1,18 +1,14 @@
 """Figures of `vqclip plan` on data: by hand, from an index, and beside real small runs from a web server."""
 
 import json
-import os
 import re
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from tests.commands import command
 from tests.data.loading import open_data
 from tests.data.making import caption_shards, make_index
-from tests.data.serving import serving
 from tests.training import run_tree
 from vqclip.data import CaptionShardsConfig
 from vqclip.data.order import WindowedOrder
@@ -108,26 +104,22 @@ def test_wrong_arguments_are_named(arguments, words, refused):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2, 4])
-def test_a_real_run_fetches_what_the_plan_says(nodes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_run_fetches_what_the_plan_says(nodes, tmp_path, server, monkeypatch):
     """Simulated nodes, one process and cache each, for an epoch; the cache holds it all."""
-    monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path))
     kind, folder = WindowedOrder(chunk=4, window=120), caption_shards(tmp_path / "data", (118,) * 20)
     shards = sorted(folder.glob("*.tar"))
     make_index(shards, folder / index_name(shards), 4)
     data = count_source(CaptionShardsConfig(path=str(folder)))._replace(at_urls=True)
     plan = make_plan([data], kind, nodes)["windowed"]
-    with serving() as server:
-        url = f"{server.add(folder)}/{{00000..00019}}.tar"
-        for node in range(nodes):
-            os.environ["VQCLIP_CACHE"] = str(tmp_path / f"cache{node}")
-            source = CaptionShardsConfig(path=url, remote={"cache_gib": 1.0})
-            with mock.patch("vqclip.dist.nodes", return_value=tuple(range(nodes))):
-                loader = open_data(tmp_path, sources=(source,), batch_size=20, order=kind)
-            for _ in loader.batches(0, data.samples // 20, node, list(range(nodes))):
-                pass
-        sent = server.sent - nodes * next(folder.glob("*.index")).stat().st_size
-        requests = sum(".tar" in each for each in server.requests)
+    source = CaptionShardsConfig(path=f"{server.add(folder)}/{{00000..00019}}.tar", remote={"cache_gib": 1.0})
+    monkeypatch.setattr("vqclip.dist.nodes", lambda: tuple(range(nodes)))
+    for node in range(nodes):
+        monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / f"cache{node}"))
+        loader = open_data(tmp_path, sources=(source,), batch_size=20, order=kind)
+        for _ in loader.batches(0, data.samples // 20, node, list(range(nodes))):
+            pass
+    sent = server.sent - nodes * next(folder.glob("*.index")).stat().st_size
+    requests = sum(".tar" in each for each in server.requests)
     used = sum(each.stat().st_size for each in (tmp_path / "cache0").glob("chunks/*-chunk"))
     assert requests / plan["epoch_requests"] == pytest.approx(1, abs=0.05)
     assert sent / plan["epoch_bytes"] == pytest.approx(1, abs=0.05)

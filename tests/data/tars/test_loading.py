@@ -11,7 +11,6 @@ import torch
 
 from tests.data.loading import global_batches, open_data, same
 from tests.data.making import caption_shards, class_folder, make_index
-from tests.data.remote.test_s3 import bucket, put  # noqa: F401
 from tests.data.serving import FaultyServer
 from vqclip.data import CaptionShardsConfig, ClassShardsConfig, TrainData
 from vqclip.data.remote.retry import RemoteConfig
