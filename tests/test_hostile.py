@@ -141,13 +141,13 @@ def crafted(root: Path, marker: Path) -> list[tuple[str, Path, str]]:
     ]
     assert all(path.stat().st_size <= 10_240 for _, path, _ in tars[1:4])
 
-    pixels_of, bomb = (
-        " image of 20000x20000 pixels; at most 50000000",
-        "png image cannot be decoded: Decompressed data too",
+    huge, bomb = (
+        " image of 20000x20000 pixels; at most 50000000 ",
+        "png image cannot be decoded: Decompressed data too ",
     )
     images = [
-        ("image", put(root / "20000.png", hostile.huge_png(20_000)), "png" + pixels_of),
-        ("image", put(root / "20000.jpg", hostile.huge_jpeg(20_000)), "jpeg" + pixels_of),
+        ("image", put(root / "20000.png", hostile.huge_png(20_000)), "png" + huge),
+        ("image", put(root / "20000.jpg", hostile.huge_jpeg(20_000)), "jpeg" + huge),
         ("image", put(root / "text.png", hostile.text_bomb_png()), bomb),
         ("image", put(root / "profile.png", hostile.profile_bomb_png()), bomb),
         ("image", put(root / "lying.webp", hostile.lying_webp(6000)), "webp image cannot be decoded: "),

@@ -70,9 +70,7 @@ CASES = {
     "JSON that is no object": facts(b"[1]", "damaged JSON", CUT + "it contains a list; expected an object"),
     "number as caption": facts(b'{"caption": 3}', "damaged JSON", CUT + "'caption' contains a int; expected text or.*"),
     "other keys": facts(b'{"x": 0}', "no caption", r"\.json: no caption under 'caption'; its keys: 'x'; json_keys .*"),
-    "half a character": facts(
-        rb'{"caption": "a \ud800"}', "not UTF-8", r".* lone surrogate at character 2: 'a \\ud800'"
-    ),
+    "half character": facts(rb'{"caption": "a \ud800"}', "not UTF-8", r".* lone surrogate at character 2: 'a \\ud800'"),
     "empty image": image(b"", "image format", "not a JPEG, .* PPM or AVIF image: is empty"),
     "EPS": image(encode(pixels(0), "EPS"), "image format", NOT_AN_IMAGE.format("%!PS")),
     "truncated JPEG": image(JPEG[:300], "damaged image", "(image ends inside its header|jpeg image cannot be dec.*)"),

@@ -221,7 +221,8 @@ def test_whole_lives(tmp_path, parallel):
     while waiting:
         choice = random.Random(f"life {lives}")
         life, size, done = Life(folder, shards, parallel, whole), choice.randint(1, 5), []
-        for number, attempt in sorted(waiting[:size], key=lambda each: ORDER.index(drawn(each[0])[1])):
+        taken, waiting = waiting[:size], waiting[size:]
+        for number, attempt in sorted(taken, key=lambda each: ORDER.index(drawn(each[0])[1])):
             kind, moment = drawn(number)
             hit = life.kill(kind, moment, random.Random(f"{number} {attempt}"))
             if hit is None:  # too late: another try in another life
@@ -238,7 +239,6 @@ def test_whole_lives(tmp_path, parallel):
         life.finish(output)
         if not life.problems:
             life.problems += [f"{name} differs" for name in differences(expected, life)]
-        waiting = waiting[size:]
         good += 0 if life.problems else len(done)
         print(
             f"life {lives}, the last start writing to {output or 'a file'}: {'NOT ' * bool(life.problems)}the same",
