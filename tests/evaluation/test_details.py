@@ -1,6 +1,8 @@
 import dataclasses
+import gc
 import io
 import re
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -153,6 +155,25 @@ def test_an_image_that_cannot_be_read_again_has_no_thumbnail(tmp_path):
         details = details_of(PlainModel(2), number_shards(tmp_path, [0, 1], 2))
     assert [each.items[0].image for each in details.examples[0].cards] == [None, None]
     assert "patches" not in [each.layout for each in details.codes]
+
+
+def test_data_and_images_are_freed_with_the_evaluation(tmp_path, monkeypatch):
+    """At once: those of a large table would otherwise be in memory twice at the next one."""
+    opened, build = [], ClassShardsConfig.build
+
+    def record(*args, **options):
+        source = build(*args, **options)
+        opened.append(weakref.ref(source))
+        return source
+
+    monkeypatch.setattr(ClassShardsConfig, "build", record)
+    tasks = [ZeroShotConfig(data=ClassShardsConfig(path=number_shards(tmp_path, [0, 1], 2)))]
+    gc.disable()
+    try:
+        evaluate(PlainModel(2), tasks, details=SMALL)
+        assert [source() for source in opened] == [None]
+    finally:
+        gc.enable()
 
 
 def test_details_that_cannot_be_made_cost_no_figure_but_a_signal_stops_the_evaluation(tmp_path, caplog):

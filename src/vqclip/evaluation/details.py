@@ -163,16 +163,9 @@ class ImageReader:
     """
 
     def __init__(self, source: Source, transform: EvalTransform, side: int):
-        self._source, self._transform, self.side = source, transform, side
-        self.pixels = functools.cache(self._read)
+        self._source, self.side = source, side
+        self.pixels = functools.cache(functools.partial(_read_pixels, source, transform))
         """Return what the model sees of an image, ``(3, H, W)`` uint8; None if it cannot be read again."""
-
-    def _read(self, index: int) -> Tensor | None:
-        try:
-            image = read_decoded(self._source, index, MAX_PIXELS)[1]
-            return as_pixels(self._transform(image), self._transform.size)
-        except DataError:  # the evaluation has read it; a report without one thumbnail is still a report
-            return None
 
     def item(self, index: int, note: str = "", right: bool | None = None) -> Item:
         """Return an image with its name and a thumbnail."""
@@ -183,6 +176,13 @@ class ImageReader:
     def name(self, index: int) -> str:
         """Return the name of an image."""
         return clip_text(self._source.name(index))
+
+
+def _read_pixels(source: Source, transform: EvalTransform, index: int) -> Tensor | None:
+    try:
+        return as_pixels(transform(read_decoded(source, index, MAX_PIXELS)[1]), transform.size)
+    except DataError:  # the evaluation has read it; a report without one thumbnail is still a report
+        return None
 
 
 def thumbnail(pixels: Tensor, side: int) -> bytes | None:
