@@ -73,7 +73,8 @@ def test_what_is_damaged_is_made_again(tmp_path, damage):
     file, path = folder.file(1), tmp_path / "records" / "00001.json"
     before, other = path.stat().st_mtime_ns, path.with_name("00002.json").read_bytes()
     changes = {"record": path.read_bytes()[:-9], "moved": other, "short": b"ab"}
-    (path if damage in ("record", "moved") else file).write_bytes(changes.get(damage, b"abd"))
+    changed = path if damage in ("record", "moved") else file
+    changed.write_bytes(changes.get(damage, b"abd"))
     os.utime(file, ns=(before, before + (damage == "flipped")))
     if damage == "missing":
         file.unlink()

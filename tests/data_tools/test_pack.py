@@ -145,6 +145,10 @@ def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
     source.classnames = ("cat", "k" * 1001)  # which could not be read back
     with pytest.raises(DataError, match="of 1001 characters, expected one line of at most 1000"):
         write(source, tmp_path / "new")
+    members = caption_members(0, 10) | {f"{number:09d}.jpg": b"no image" for number in range(2)}
+    spoilt = parse_source(write_tar(tmp_path / "spoilt.tar", members)).build()
+    with pytest.raises(DataError, match=r"2 samples cannot be used; --bad-fraction allows 1 .*\n  .*sample 000000000"):
+        write(spoilt, tmp_path / "bad", bad_fraction=0.1)
 
 
 @pytest.mark.parametrize("labelled", [False, True])

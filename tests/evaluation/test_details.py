@@ -234,7 +234,7 @@ def test_reduced_tokens_have_no_place_and_amounts_of_0_leave_parts_out(tmp_path)
     codes = details_of(model, class_shards(tmp_path), DetailsConfig()).codes
     assert [(each.layout, len(each.cards)) for each in codes] == [("maps", 4)]
     assert "have no place in the image" in codes[0].note
-    none = details_of(model, tmp_path, DetailsConfig(hits=0, misses=0, code_maps=0, gallery_codes=0))
+    none = details_of(tiny_clip(PRODUCT), tmp_path, DetailsConfig(hits=0, misses=0, code_maps=0, gallery_codes=0))
     assert (none.codes, none.examples) == ((), ())
 
 

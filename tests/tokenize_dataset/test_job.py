@@ -131,7 +131,8 @@ def test_one_modality(tmp_path: Path, tokenizer: str, modality: str) -> None:
 
 
 def test_images_of_a_folder_need_no_captions(tmp_path: Path, tokenizer: str) -> None:
-    make_files(tmp_path / "in", "a_b.png c.PNG", encode(pixels(1), "PNG"))
+    image = encode(pixels(1), "PNG")
+    (make_files(tmp_path / "in", "c.PNG", image) / "a b.png").write_bytes(image)
     given = ["--tokenizer", tokenizer, "--data", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
     assert main(given) == 1  # the text has none
     assert main([*given, "--modality", "image"]) == 0

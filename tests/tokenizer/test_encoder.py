@@ -220,7 +220,8 @@ def test_images_come_as_pictures_or_tensors_of_bytes_or_of_0_to_1():
     assert tokenizer.encode(Image.new("RGBA", (50, 20))).shape == (1, 4, 1)
     images = torch.rand(2, 3, 16, 16)
     tokenizer.encode(images)
-    for images[1, 2, 3, 4] in (-0.01, 1.01, 255.0, torch.nan):
+    for wrong in (-0.01, 1.01, 255.0, torch.nan):
+        images[1, 2, 3, 4] = wrong
         with pytest.raises(ShapeError, match=r"images: got floating point from .*, expected 0 to 1: neither 0..255"):
             tokenizer.encode(images)
 

@@ -195,7 +195,7 @@ def test_ids_keep_the_shape_and_do_not_depend_on_the_batch_nor_on_compiling():
     vectors = image.decode(ids)
     assert (vectors[ids[..., 0] < 0] == 0).all()
     torch.testing.assert_close(image.embed(ids[2:3]), out.embedding[2:3], rtol=0, atol=1e-12)
-    compiled = torch.compile(image, backend="eager", fullgraph=True)(image.batch(pictures()))
+    compiled = torch.compile(image.train(), backend="eager", fullgraph=True)(image.batch(pictures()))
     assert torch.equal(compiled.ids, out.ids)
     ids[0, 4] = -1
     for wrong in (ids, torch.zeros(1, 13, 2, dtype=torch.int64)):

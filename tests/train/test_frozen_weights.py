@@ -219,15 +219,15 @@ def doubled(state):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("forge", "message"),
     [(nan, "frozen/model.safetensors: .* contain NaN or infinity: .*; restore a"), (doubled, "twice: logit_scale")],
 )
-def test_a_forged_file_is_refused(copy, change, message):
+def test_a_forged_file_is_refused(copy, forge, message):
     folder, config = copy
-    rewritten(folder, change)
+    rewritten(folder, forge)
     with pytest.raises(CheckpointError, match=message):
         CLIP.from_pretrained(checkpoint(folder) / "model")
-    if change is nan:
+    if forge is nan:
         task = build(config).task
         frozen = FrozenWeights(folder / "tiny" / "frozen", task.model, task.towers)
         with pytest.raises(OtherRunError, match="began with other weights"):

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from tests.models import BUSY_RESIDUAL, BUSY_VQ, FSQ, tiny_model
 from tests.ranks import for_each
 from tests.train.test_pixels import ADVERSARIAL, DECODER, DETAIL, pixel_tree
-from tests.training import StopAfter, before_steps, error_of, run_tree
+from tests.training import StopAfter, before_steps, run_tree
 from vqclip import dist
 from vqclip.data import Batch
-from vqclip.errors import NonFiniteError
+from vqclip.errors import NonFiniteError, VqclipError
 from vqclip.losses import ContrastiveLoss, SigmoidLoss, weighted_total
 from vqclip.runlog.metrics import read_metrics
 from vqclip.train import run as train
@@ -97,19 +97,20 @@ def train_disturbed(tree, kind, after):
             disturb(self, kind)
         return result
 
-    with mock.patch.object(TrainStep, "__call__", disturbed):
-        return error_of(tree)
+    with mock.patch.object(TrainStep, "__call__", disturbed), pytest.raises(VqclipError) as error:
+        train(tree)
+    return f"{error.typename}: {error.value}"
 
 
 @pytest.mark.parametrize(
     ("kind", "world_size", "after", "on_nonfinite", "message"),
     [
-        ("moment", 2, 4, "stop", r"after step 4: NaN or .* optimizer.*/exp_avg on rank 1\. .*step-00000002"),
-        ("moment", 1, 3, "skip", r"after step 4: NaN or infinity in model.*step-00000002 is the newest"),
-        ("average", 1, 4, "stop", r"after step 4: NaN or infinity in ema/logit_scale.*step-00000002"),
-        ("codebook", 1, 2, "skip", r"after step 2: .*There is no checkpoint of this run yet"),
-        ("bit", 3, 4, "stop", r"after step 4: rank 2 differs from rank 0 in model.image.pool.head.weight"),
-        ("counter", 2, 4, "stop", r"after step 4: rank 1 differs .* optimizer.*weight/step,"),
+        ("moment", 2, 4, "stop", r"NonFinite.*after step 4: NaN or .* optimizer.*/exp_avg on rank 1\. .*step-00000002"),
+        ("moment", 1, 3, "skip", r"NonFinite.*after step 4: NaN or infinity in model.*step-00000002 is the newest"),
+        ("average", 1, 4, "stop", r"NonFinite.*after step 4: NaN or infinity in ema/logit_scale.*step-00000002"),
+        ("codebook", 1, 2, "skip", r"NonFinite.*after step 2: .*There is no checkpoint of this run yet"),
+        ("bit", 3, 4, "stop", r"Distributed.*after step 4: rank 2 differs from rank 0 in model.image.pool.head.weight"),
+        ("counter", 2, 4, "stop", r"Distributed.*after step 4: rank 1 differs .* optimizer.*weight/step,"),
     ],
 )
 def test_a_disturbed_state_is_never_saved(tmp_path, shards, ranks, kind, world_size, after, on_nonfinite, message):

@@ -216,8 +216,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_mistakes_are_named(name, tmp_path, shards, tokenizer):
-    change, message = dict(REFUSED[name][0]), REFUSED[name][1]
-    place, kind = tmp_path / "made", change.pop("tokenizer", str(tokenizer))
+    changes, message = dict(REFUSED[name][0]), REFUSED[name][1]
+    place, kind = tmp_path / "made", changes.pop("tokenizer", str(tokenizer))
     if kind == "IDENTITY":
         tiny_model(IDENTITY, FSQ).build().save_pretrained(place)
     elif kind == "TEXT":
@@ -225,7 +225,7 @@ def test_mistakes_are_named(name, tmp_path, shards, tokenizer):
     elif kind == "QUERIES":
         image = tiny_model(PRODUCT, FSQ).image.model_dump() | {"reduce": {"kind": "queries", "count": 3}}
         tiny_model(PRODUCT, FSQ, image=image).build().save_pretrained(place)
-    tree = pixel_tree(tmp_path, shards, place if place.exists() else kind, **change)
+    tree = pixel_tree(tmp_path, shards, place if place.exists() else kind, **changes)
     with pytest.raises((ConfigError, CheckpointError), match=message):
         train(tree)
 

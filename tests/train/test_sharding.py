@@ -283,7 +283,8 @@ def run_at_url(settings, machines):
     own = os.environ["VQCLIP_CACHE"] + (os.environ["RANK"] if machines else "")
     stored = mock.patch.object(remote_files, "object_store", return_value=store)
     with stored, mock.patch.object(parts, "write", wraps=parts.write) as written:
-        for stop, os.environ["VQCLIP_CACHE"] in ((2, own), (4, f"{own}-new")):
+        for stop, cache in ((2, own), (4, f"{own}-new")):
+            os.environ["VQCLIP_CACHE"] = cache
             run_until(settings, stop)
     begin = "/bucket/runs/tiny/checkpoints/step-00000004/"
     found = {name.removeprefix(begin): file.getvalue() for name, file in store.store.items() if name.startswith(begin)}

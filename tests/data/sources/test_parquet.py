@@ -141,7 +141,7 @@ def test_img2dataset_needs_no_settings(tmp_path: Path) -> None:
         "caption": CAPTIONS,
         "key": [f"{number:09d}" for number in range(10)],
         "status": ["failed_to_download" if number in lost else "success" for number in range(10)],
-        **{name: ["x"] * 10 for name in ("error_message", "width", "exif", "sha256")},
+        **{"error_message": [None] * 10, "width": [24] * 10, "exif": ["x"] * 10, "sha256": ["x"] * 10},
         "jpg": [None if number in lost else IMAGES[number] for number in range(10)],
     }
     write(tmp_path / "00000.parquet", columns)
