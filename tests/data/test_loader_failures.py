@@ -29,16 +29,20 @@ def spoilt_data(folder: Path, **options) -> TrainData:
 
 
 def test_a_few_bad_samples_of_small_data_stop_nothing(tmp_path: Path) -> None:
-    """A tenth at most, in each epoch."""
-    for count in (2, 3):
-        members = caption_members(0, 20) | {f"{number:09d}.jpg": b"" for number in range(count)}
-        write_tar(tmp_path / str(count) / "0.tar", members)
-    data = spoilt_data(tmp_path / "2", max_bad_fraction=0.01)
-    list(data.batches(0, 50))
-    assert data.replaced > 2 * 24
-    with pytest.raises(DataError, match=r"\d+ bad samples among \d+: more than .* allows. Repair or remove them"):
-        list(spoilt_data(tmp_path / "3", max_bad_fraction=0.01).batches(0, 50))
-    sizes = {(0.01, 35): 3, (0.01, 303): 10, (0.01, 5000): 50, (0.2, 9): 1, (0.0, 300): 0}
+    """A tenth at most, or one, in each pass over the data; a substitute that is bad too does not count again."""
+    for size, count in ((20, 2), (20, 3), (5, 1), (5, 2)):
+        folder = tmp_path / f"{size}, {count}"
+        members = caption_members(0, size) | {f"{number:09d}.jpg": b"" for number in range(count)}
+        write_tar(folder / "0.tar", members)
+        data = spoilt_data(folder, batch_size=5, max_bad_fraction=0.01)
+        if count <= max(size // 10, 1):
+            list(data.batches(0, 100 * size // 5))
+            assert data.replaced == 100 * count
+        else:
+            message = r"\d+ bad samples among \d+: more than .* allows. Repair or remove them"
+            with pytest.raises(DataError, match=message):
+                list(data.batches(0, 100 * size // 5))
+    sizes = {(0.01, 35): 3, (0.01, 303): 10, (0.01, 5000): 50, (0.2, 9): 1, (0.0, 300): 0, (0.01, 5): 1, (0.01, 1): 0}
     assert {given: allowed_bad(*given) for given in sizes} == sizes
 
 

@@ -37,9 +37,10 @@ SMALL = 1000
 def allowed_bad(fraction: float, size: int) -> int:
     """Return the largest number of bad samples in data of ``size``, of which ``fraction`` may be bad.
 
-    In small data a few damaged files are a larger share: `SMALL` counts instead, but a tenth of the data at most.
+    In small data a few damaged files are a larger share: `SMALL` counts instead, but a tenth of the data at most, or
+    one of fewer than ten; never all.
     """
-    return max(int(fraction * size), min(int(fraction * SMALL), size // 10))
+    return max(int(fraction * size), min(int(fraction * SMALL), max(size // 10, 1), size - 1))
 
 
 def require_few_bad(reasons: Iterable[str], count: int, allowed: int, option: str) -> None:

@@ -66,8 +66,8 @@ class LoaderOptions(Config):
     """Longest wait for a worker, in seconds, at most a week; 0 waits forever."""
     max_bad_fraction: Annotated[float, Field(ge=0, lt=1), FREE] = 0.01
     """Bad samples are replaced; a larger fraction of those seen so far stops the run. Data of fewer than 1,000 samples
-    may have as many bad ones as 1,000 in each epoch, but no more than a tenth of them. It is checked over the whole
-    run and all its processes: at every report and checkpoint, and when a process alone has met more."""
+    may have as many bad ones as 1,000, but no more than a tenth of them, or one of fewer than ten. It is checked over
+    the whole run and all its processes: at every report and checkpoint, and when a process alone has met more."""
 
 
 class Slice(NamedTuple):
@@ -147,7 +147,7 @@ class BatchMaker:
             for name, each in sample.features.items():
                 task.tensors[name][row] = each
             samples.append((sample.sample_id, sample.label, sample.caption))
-            bad += replaced
+            bad += [] if replaced is None else [replaced]
         texts, lengths = self.tokenize([caption for _, _, caption in samples] or [""])
         size = len(samples)
         return Rows(task.key, places[first:end], texts[:size].numpy(), (*lengths[:size],), (*samples,), (*bad,))

@@ -274,8 +274,8 @@ class TrainData:
     def _limit(self, seen: int) -> float:
         fraction, size = self.options.max_bad_fraction, len(self)
         most = fraction * max(seen, _MIN_SEEN)
-        if size < _MIN_SEEN:  # the same come in each epoch, and again as substitutes for others
-            most = max(most, 1.25 * allowed_bad(fraction, size) * math.ceil(seen / size))
+        if size < _MIN_SEEN:  # the same come in each pass over the data
+            most = max(most, allowed_bad(fraction, size) * math.ceil(seen / size))
         return most
 
     def require_few_bad(self, replaced: int, seen: int, last: Sequence[str] | None = None) -> None:

@@ -88,27 +88,30 @@ class SampleMaker:
         self._caption_seed = derive_seed(seed, "data", "caption")
         self._substitute_seed = derive_seed(seed, "data", "substitute")
 
-    def make(self, source: int, index: int, epoch: int) -> tuple[Sample, list[BadSample]]:
-        """Return a sample, or a substitute from the same source if it is bad, and the bad samples.
+    def make(self, source: int, index: int, epoch: int) -> tuple[Sample, BadSample | None]:
+        """Return a sample and None; or, if it is bad, a substitute from the same source and the bad sample.
+
+        A substitute that is bad too is not reported: it is when its own turn comes.
 
         Raises:
             DataError: many substitutes are bad too, so that the problem must be another one.
             StorageError: the shard cannot be downloaded, or has changed since it was indexed.
         """
-        bad: list[BadSample] = []
+        bad, reason = None, ""
         wanted, size = index, len(self.sources[source])
         for attempt in range(_TRIES):
             try:
-                return self._make(source, index, epoch), bad
+                sample = self._make(source, index, epoch)
+                return sample, bad and bad._replace(substitute_id=sample.sample_id)
             except StorageError:
                 raise  # the choice of a substitute would depend on the network and the cache
             except DataError as error:
                 key = hash_integers(self._substitute_seed, epoch, self._id(source, wanted), attempt)
-                failed, index = index, (index + 1 + int(key % np.uint64(max(size - 1, 1)))) % size  # any other
-                bad.append(BadSample(self._id(source, failed), str(error), error.kind, self._id(source, index)))
-        raise DataError(
-            f"{bad[0].reason}\n{_TRIES - 1} substitutes for it cannot be used either; the last: {bad[-1].reason}"
-        )
+                index = (index + 1 + int(key % np.uint64(max(size - 1, 1)))) % size  # any other
+                reason = str(error)
+                bad = bad or BadSample(self._id(source, wanted), reason, error.kind, -1)
+        assert bad is not None
+        raise DataError(f"{bad.reason}\n{_TRIES - 1} substitutes for it cannot be used either; the last: {reason}")
 
     def make_views(self, sample_id: int) -> Tensor:
         """Return all views ``(n, 3, S, S)`` uint8 of an image, decoded once.

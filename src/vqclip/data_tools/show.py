@@ -103,7 +103,7 @@ def training_tiles(data: TrainData, vocabulary: Vocabulary, count: int, epoch: i
         longest, read = max(len(each.pieces) for each in captions), captions[0].read
         title = f"{sample.sample_id}: {_place(*data.samples.locate(sample.sample_id))}, {longest} token"
         title += "s" * (longest != 1) + (f", {read} read" if longest > read else "")
-        warning = f"in place of {_place(data.samples.sources[source], index)}: {bad[0].kind}" if bad else ""
+        warning = f"in place of {_place(data.samples.sources[source], index)}: {bad.kind}" if bad else ""
         size = data.samples.transform.size
         images = tuple(as_pixels(each.image, size) for each, _ in made if each.image is not None)
         tiles.append(Tile(images, title, captions, warning))

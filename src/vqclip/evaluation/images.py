@@ -122,7 +122,8 @@ class ImagesConfig(Config):
     the others); null uses all."""
     max_bad_fraction: float = Field(0.01, ge=0, lt=1)
     """Largest share of unusable images; they are left out, named in the log and counted in the results' notes. A larger
-    share is an error. Of fewer than 1,000 images as many as of 1,000 may be unusable, but at most a tenth."""
+    share is an error. Of fewer than 1,000 images as many as of 1,000 may be unusable, but at most a tenth, or one of
+    fewer than ten."""
 
     def open(self, partition: RankPartition) -> Source:
         """Open the data on every rank; raise DataError if they cannot be used."""
