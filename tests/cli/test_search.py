@@ -5,8 +5,9 @@ import torch
 from PIL import Image
 
 from tests.commands import command
-from tests.data.making import caption_shards, class_folder
+from tests.data.making import caption_members, caption_shards, class_folder, write_tar
 from tests.search.making import built, pictures
+from vqclip.cli.export import batches
 from vqclip.data.prepare import open_images
 from vqclip.errors import DataError
 from vqclip.search import CodeIndex
@@ -23,6 +24,18 @@ def test_pictures_that_cannot_be_read_are_left_out_and_counted(tmp_path):
     index = build_index(tokenizer, source, batch_size=5, bad_fraction=0.1)
     bad = [source.place(number) for number in range(13)].index("03a.png")
     assert index.places.tolist() == [place for place in range(13) if place != bad]
+    assert [len(batch) for batch in batches(tokenizer, source, 100)] == [12]  # what `vqclip export` compares
+
+
+def test_captions_that_cannot_be_read_are_left_out_and_counted(tmp_path, caplog):
+    members = caption_members(0, 13) | {"000000003.txt": b""}
+    source, tokenizer = open_images([str(write_tar(tmp_path / "0.tar", members))], ["captions=txt"]), built().text
+    with pytest.raises(DataError, match="1 samples cannot be used(?s:.*)000000003: the caption (.*) is empty"):
+        build_index(tokenizer, source)
+    index = build_index(tokenizer, source, bad_fraction=0.1)
+    assert index.places.tolist() == [place for place in range(13) if place != 3]
+    assert "sample 3 left out" in caplog.text
+    assert [len(batch) for batch in batches(tokenizer, source, 100)] == [12]
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from vqclip.data import Source
     from vqclip.export.to_onnx import AnyTokenizer
 
+_BAD_FRACTION = 0.01
+"""Largest share of the samples to compare that may be unusable."""
 _RANDOM_INPUTS = 64
 _WORDS = ("a", "red", "small", "blue", "old", "river", "star", "house", "of", "under", "tree", "7", "?")
 
@@ -222,8 +224,9 @@ def batches(tokenizer: AnyTokenizer, source: Source | None, size: int, limit: in
     if source is None:
         yield from _random_inputs(tokenizer).split(size)
     elif isinstance(tokenizer, ImageTokenizer):
-        for batch in EvalSet(source, tokenizer.transform, size, limit=limit):
-            yield batch.images
+        for batch in EvalSet(source, tokenizer.transform, size, limit=limit, max_bad_fraction=_BAD_FRACTION):
+            if len(batch):
+                yield batch.images
     else:
         captions = _captions(source)
         kept = [captions[place * len(captions) // limit] for place in range(limit)] if limit else captions
@@ -247,6 +250,9 @@ def _random_inputs(tokenizer: AnyTokenizer) -> Tensor:
 
 def _captions(source: Source) -> list[str]:
     """Return the distinct captions of all samples; for labelled data, the prompts of all classes."""
+    from vqclip.data.in_order import read_captions
+
     if source.classnames:
         return [prompt.replace("{c}", name) for name in source.classnames for prompt in source.templates]
-    return list(dict.fromkeys(caption for index in range(len(source)) for caption in source.read(index).captions))
+    read = read_captions(source, _BAD_FRACTION)
+    return list(dict.fromkeys(caption for captions in read.values() for caption in captions))

@@ -214,7 +214,7 @@ class Build(Command):
     batch_size: BatchSize = 64
     """Images or captions at once."""
     bad_fraction: BadFraction = 0.01
-    """Largest share of unusable images; they are left out."""
+    """Largest share of unusable images or captions; they are left out."""
     device: Device = "auto"
 
     def run(self) -> None:

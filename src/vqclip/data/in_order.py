@@ -28,6 +28,8 @@ logger = logging.getLogger("vqclip.data")
 
 T = TypeVar("T")
 
+_OPTION = "max_bad_fraction of an evaluation (--bad-fraction of a command)"
+
 
 @dataclass(frozen=True)
 class SamplesRead(Generic[T]):
@@ -66,6 +68,25 @@ def read_in_order(read: Callable[[int], T], ids: Sequence[int]) -> SamplesRead[T
         except DataError as error:
             bad.append(BadSample(sample_id, str(error), error.kind, -1))
     return SamplesRead(ids, found, tuple(bad))
+
+
+def read_captions(source: Source, max_bad_fraction: float = 0.0) -> dict[int, tuple[str, ...]]:
+    """Return number → all captions of the samples of a source; bad ones are left out and logged.
+
+    Raises:
+        DataError: more are bad than `allowed_bad`; the message names some.
+        StorageError: see `read_in_order`.
+    """
+    read = read_in_order(lambda index: source.read(index).captions, range(len(source)))
+    allowed = allowed_bad(max_bad_fraction, len(source))
+    require_few_bad((sample.reason for sample in read.bad), len(read.bad), allowed, _OPTION)
+    _log_bad(read.bad)
+    return read.found
+
+
+def _log_bad(bad: Sequence[BadSample]) -> None:
+    for sample in bad:
+        logger.warning("sample %d left out: %s", sample.sample_id, sample.reason)
 
 
 class EvalSet:
@@ -126,14 +147,12 @@ class EvalSet:
         for batch in ordered_map(self._make, places, self._workers, timeout_s=self._timeout_s, section="evaluation"):
             bad += batch.bad
             self.require_few_bad([sample.reason for sample in bad])
-            for sample in batch.bad:
-                logger.warning("sample %d left out: %s", sample.sample_id, sample.reason)
+            _log_bad(batch.bad)
             yield batch
 
     def require_few_bad(self, reasons: Sequence[str]) -> None:
         """Raise DataError if more samples are bad, for these reasons, than are allowed over all ranks."""
-        option = "max_bad_fraction of an evaluation (--bad-fraction of a command)"
-        require_few_bad(reasons, len(reasons), self.allowed, option)
+        require_few_bad(reasons, len(reasons), self.allowed, _OPTION)
 
     def _make(self, places: Sequence[int]) -> EvalBatch:
         read = read_in_order(self._read, [place * len(self.source) // self.size for place in places])

@@ -19,6 +19,7 @@ from torch import Tensor
 from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS, NumTokens
 from vqclip.data import EvalSet, ShardedSource
+from vqclip.data.in_order import read_captions
 from vqclip.errors import CheckpointError, DataError, ShapeError
 from vqclip.io.atomic import FileDigest, digest_file, replace_folder, require_replaceable, verify_file
 from vqclip.io.json_files import add_checksum, read_checked
@@ -318,7 +319,7 @@ def build_index(
     ``pets/cat.png``, ``00003.tar/000031415: a red apple``.
 
     Raises:
-        DataError: more than ``bad_fraction`` of the images cannot be used.
+        DataError: more than ``bad_fraction`` of the images or captions cannot be used.
     """
     ids, items = list[Tensor](), list[tuple[int, str]]()  # number of the image, and its text
     if isinstance(tokenizer, ImageTokenizer):
@@ -330,7 +331,8 @@ def build_index(
                     texts = [source.classnames[label] for label in batch.labels.tolist()]
                 items += zip(batch.sample_ids.tolist(), texts, strict=True)
     else:
-        items = [(index, caption) for index in range(len(source)) for caption in source.read(index).captions]
+        read = read_captions(source, bad_fraction)
+        items = [(index, caption) for index, captions in read.items() for caption in captions]
         for start in range(0, len(items), batch_size):
             ids.append(tokenizer.encode([caption for _, caption in items[start : start + batch_size]]).cpu())
     if not ids:
