@@ -1,6 +1,6 @@
 """Hold out a share of the samples of a source, by a hash of their names: nothing is drawn, and nothing is stored.
 
-    a sample is held out  <=>  hash(its place in the data) < share · 2^64
+    a sample is held out  <=>  hash(its place in the data) < share · 2^64, or of few samples: it is the least of all
 
 So an image of a folder, or named by a table, stays on its side when others are added or removed, and a smaller share
 is a part of a larger one. Places in Parquet files and hub data sets contain row numbers, which may move.
@@ -9,6 +9,7 @@ is a part of a larger one. Places in Parquet files and hub data sets contain row
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from typing import Annotated, Any
 
@@ -33,24 +34,25 @@ class PartOfSource:
         held_out: True: those that are held out; False: the others.
 
     Raises:
-        DataError: no sample is left.
+        DataError: no sample is left to train on.
     """
 
     def __init__(self, source: Source, share: float, held_out: bool):
         place = getattr(source, "place", source.name)  # the row of a table is left out, so that rows may be added
 
-        def is_held_out(index: int) -> bool:
+        def number(index: int) -> int:
             name = _ROW.sub("", place(index)).encode("utf-8", "surrogatepass")
-            return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") < share * 2**64
+            return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
 
-        rows = [index for index in range(len(source)) if is_held_out(index) == held_out]
-        if not rows:
-            what = f"all of the {len(source)} samples are" if len(source) and not held_out else "no sample is"
+        numbers = np.fromiter(map(number, range(len(source))), dtype=np.uint64, count=len(source))
+        limit = max(math.ceil(share * 2**64), int(numbers.min(initial=2**64 - 1)) + 1)
+        rows = np.flatnonzero((numbers < limit) == held_out)
+        if not len(rows):
             raise DataError(
-                f"held_out: got {share:g}, with which {what} held out; expected more samples, another share, or other "
-                "data to evaluate on (vqclip train: --val)"
+                f"held_out: got {share:g}, with which all of the {len(source)} samples are held out; expected more "
+                "samples, another share, or other data to evaluate on (vqclip train: --val)"
             )
-        self._source, self._rows, self._place = source, np.array(rows, dtype=np.int64), place
+        self._source, self._rows, self._place = source, rows, place
         self.config = getattr(source, "config", None)
         side = "held out" if held_out else "others"
         # Other names of the same content would choose other samples.
