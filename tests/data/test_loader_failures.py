@@ -1,5 +1,6 @@
 """Bad samples, and workers that fail."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from tests.data.loading import SIZE, open_data
-from tests.data.making import caption_members, caption_shards, write_tar
+from tests.data.making import caption_members, caption_shards, encode, pixels, write_tar
 from vqclip.data import CaptionShardsConfig, DataConfig, TrainData, batch_maker, workers
 from vqclip.data.batch import allowed_bad
 from vqclip.data.workers import explain_worker_deaths
@@ -44,6 +45,19 @@ def test_a_few_bad_samples_of_small_data_stop_nothing(tmp_path: Path) -> None:
                 list(data.batches(0, 100 * size // 5))
     sizes = {(0.01, 35): 3, (0.01, 303): 10, (0.01, 5000): 50, (0.2, 9): 1, (0.0, 300): 0, (0.01, 5): 1, (0.01, 1): 0}
     assert {given: allowed_bad(*given) for given in sizes} == sizes
+
+
+@pytest.mark.parametrize("count", [15, 30])
+def test_as_many_bad_samples_as_allowed_stop_no_larger_data(tmp_path: Path, count: int) -> None:
+    """The share of those seen so far is by chance above that of all, nearly always at some step of an epoch."""
+    image, members = encode(pixels(0)), dict[str, bytes]()
+    for number in range(1500):
+        members |= {f"{number:09d}.jpg": image if number >= count else b"", f"{number:09d}.txt": b"a caption"}
+    write_tar(tmp_path / "0.tar", members)
+    data = spoilt_data(tmp_path, batch_size=20, max_bad_fraction=0.01)
+    with pytest.raises(DataError) if count > 15 else contextlib.nullcontext():
+        list(data.batches(0, 150))
+        assert data.replaced == 30
 
 
 def test_nothing_but_bad_samples(tmp_path: Path) -> None:

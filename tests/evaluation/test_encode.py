@@ -15,11 +15,11 @@ from vqclip.evaluation.encode import (
     RankPartition,
     code_usage,
     count_codes,
-    evaluation_mode,
     id_dtype,
     load_ids,
     save_ids,
 )
+from vqclip.nn.precision import evaluation_mode
 
 CAPTIONS = ["red", "a small green star", "two words", "", "a long caption that goes on and on beyond the end of it all"]
 

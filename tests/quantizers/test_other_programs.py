@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.quantizers.test_training import busy
 from tests.ranks import RankPool
 from vqclip import dist
 from vqclip.errors import ConfigError
+from vqclip.lm_vocabulary import CodesEmbedding, CodesHeadConfig, MaskedBitsHeadConfig
 from vqclip.quantizers import VQ, FSQConfig, Quantizer, QuantizerConfig, SimVQ, sync
 from vqclip.quantizers.base import _warn_missing_update
 
@@ -188,6 +190,48 @@ def test_averages_of_weights_and_buffers(average: Any, monkeypatch: pytest.Monke
         assert not quantizer.codebook_sizes or quantizer.decode(out.ids).equal(out.vectors)
         quantizer.train().update(quantizer(batch(9, quantizer.dim)).stats)
         assert quantizer.started
+
+
+def test_models_built_on_meta_are_whole_once_their_weights_are_loaded(tmp_path: Path) -> None:
+    """Constants in buffers that are not saved were what the memory held: the ids of FSQ were out of range."""
+    transformers = pytest.importorskip("transformers")
+
+    class Host(transformers.PreTrainedModel):  # type: ignore[misc]
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config: Any):
+            super().__init__(config)
+            self.parts = nn.ModuleDict({name.replace(" ", "_"): each.build() for name, each in FAMILIES.items()})
+            self.codes = CodesEmbedding((5, 7), 8)
+            heads = (
+                CodesHeadConfig(codebook_sizes=(5, 7), width=8),
+                MaskedBitsHeadConfig(codebook_sizes=(8, 4), width=8),
+            )
+            self.heads = nn.ModuleList(each.build() for each in heads)
+            self.post_init()
+
+        def results(self) -> list[Tensor]:
+            ids, hidden = torch.tensor([[[4, 6], [0, 3]]]) % torch.tensor([5, 4]), torch.ones(1, 2, 8)
+            found = [self.codes(ids), *(head.nats(hidden, ids) for head in self.heads)]
+            for training in (False, True, False):
+                for each in self.train(training).parts.values():
+                    out = each(batch(3, each.dim).float())
+                    found += [out.vectors, out.ids]
+                    if training:
+                        each.update(out.stats)
+            return [each.detach() for each in found]
+
+    torch.manual_seed(0)
+    host = Host(transformers.PretrainedConfig())
+    for _ in range(3):
+        host.results()  # codebooks start, one stage after the other
+    host.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        copy = Host(transformers.PretrainedConfig())
+    copy.to_empty(device="cpu").load_state_dict(host.state_dict())
+    loaded, expected = Host.from_pretrained(tmp_path), host.results()
+    for each in (copy, loaded):
+        torch.testing.assert_close(each.results(), expected, rtol=0, atol=0)
 
 
 def test_data_parallel_is_told_of_ddp() -> None:

@@ -105,7 +105,7 @@ def trajectory_of_one_process(config: QuantizerConfig) -> list[State]:
 
     with mock.patch("vqclip.quantizers.vq.replacements", counting):
         states = trajectory(config, (sum(SPLIT),))
-    started = [bool(states[-1][key]) for key in states[0] if key.endswith("has_started")]
+    started = [bool(states[-1][key].sum() > 0) for key in states[0] if key.endswith("sizes")]
     assert all(started)
     assert (sum(replaced) > 0) == bool(started)
     return states

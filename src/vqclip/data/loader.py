@@ -44,8 +44,6 @@ logger = logging.getLogger("vqclip.data")
 
 _MOST_NAMED = 100
 """Bad samples that a process names in its log."""
-_MIN_SEEN = SMALL
-"""Smallest number of samples that the fraction of bad ones refers to."""
 
 
 def _use_train_split(source: SourceConfigBase) -> SourceConfigBase:
@@ -273,10 +271,10 @@ class TrainData:
 
     def _limit(self, seen: int) -> float:
         fraction, size = self.options.max_bad_fraction, len(self)
-        most = fraction * max(seen, _MIN_SEEN)
-        if size < _MIN_SEEN:  # the same come in each pass over the data
-            most = max(most, allowed_bad(fraction, size) * math.ceil(seen / size))
-        return most
+        usual = fraction * max(seen, SMALL)
+        most = allowed_bad(fraction, size) * math.ceil(seen / size)  # the same come in each pass over the data
+        # In large data few of a pass are seen, and by chance more of them are bad than of the others.
+        return max(usual, most if size < SMALL else min(most, usual + 5 * math.sqrt(usual)))
 
     def require_few_bad(self, replaced: int, seen: int, last: Sequence[str] | None = None) -> None:
         """Raise if more samples were bad than `max_bad_fraction` allows; see there.

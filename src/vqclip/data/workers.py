@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from vqclip import dist
-from vqclip.errors import DataError
+from vqclip.errors import ConfigError, DataError
 from vqclip.process.signals import ignore_stop_signals
 from vqclip.process.watchdog import dump_stacks_on_request
 
@@ -89,8 +89,14 @@ def ordered_map(
             of the function and its data.
 
     Raises:
+        ConfigError: there are workers, and this is a process of `multiprocessing.Pool`, which can start none.
         DataError: the function failed, or a worker died or took too long.
     """
+    if workers and multiprocessing.current_process().daemon:
+        raise ConfigError(
+            f"{section}.workers: got {workers} in a daemonic process, such as one of multiprocessing.Pool, which can "
+            "start no other; expected 0, or a process of concurrent.futures.ProcessPoolExecutor"
+        )
     method = start_method or _default_method()
     if workers and method == "forkserver":
         multiprocessing.set_forkserver_preload(["__main__", "vqclip.data.fork_server"])

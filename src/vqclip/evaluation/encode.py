@@ -12,12 +12,12 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vqclip import dist
 from vqclip.errors import CheckpointError, NonFiniteError, ShapeError
@@ -240,18 +240,6 @@ def _mean_token(tokenizer: Tokenizer, vectors: Tensor, mask: Tensor | None) -> T
         return tokens.mean(dim=1)
     real = mask.unsqueeze(-1)
     return (tokens * real).sum(dim=1) / real.sum(dim=1).clamp(min=1)
-
-
-@contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Set evaluation mode within the block, and restore the mode of each part after it."""
-    before = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in before.items():
-            part.training = training
 
 
 def _check_finite(embeddings: dict[Mode, Tensor], tokenizer: Tokenizer) -> None:

@@ -21,14 +21,14 @@ from vqclip import dist
 from vqclip.data.workers import explain_worker_deaths
 from vqclip.errors import DistributedError, VqclipError, name_section
 from vqclip.evaluation.details import DetailsConfig
-from vqclip.evaluation.encode import MODES, Encoder, Mode, RankPartition, evaluation_mode
+from vqclip.evaluation.encode import MODES, Encoder, Mode, RankPartition
 from vqclip.evaluation.pixels import PixelQualityConfig
 from vqclip.evaluation.probes import KnnConfig, LinearProbeConfig
 from vqclip.evaluation.results import Result
 from vqclip.evaluation.retrieval import RetrievalConfig
 from vqclip.evaluation.zero_shot import ZeroShotConfig
 from vqclip.model import CLIP
-from vqclip.nn.precision import Precision
+from vqclip.nn.precision import Precision, evaluation_mode
 from vqclip.quantizers import Prefix, Quantizer
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from vqclip.config import Modality
 from vqclip.errors import ConfigError, import_extra
 from vqclip.io.atomic import FileDigest, digest_file, replace_folder, require_replaceable, write_text
 from vqclip.io.json_files import Strict, add_checksum
+from vqclip.nn.precision import evaluation_mode
 from vqclip.tokenizer import ImageTokenizer, TextTokenizer
 from vqclip.tokenizer.folder import CARD_FILE, ID_LAYOUT_VERSION
 from vqclip.tokenizer.stored import fingerprint, pixels_fingerprint
@@ -81,15 +82,10 @@ def export_program(tokenizer: AnyTokenizer, part: Part) -> ExportedProgram:
         raise ConfigError(f"part: got {part!r}, expected one of {', '.join(parts)}, the parts of this tokenizer")
     tokenizer.require_image_size("an exported graph")
     tokenizer.require_codes("export:")
-    training = tokenizer.training
-    tokenizer.eval()
-    try:
-        with torch.no_grad():
-            shapes = ({0: Dim("batch", min=1, max=2**20)},)
-            inputs = example_inputs(tokenizer, part)
-            return torch.export.export(_Method(tokenizer, part), (inputs,), dynamic_shapes=shapes, strict=False)
-    finally:
-        tokenizer.train(training)
+    with evaluation_mode(tokenizer), torch.no_grad():
+        shapes = ({0: Dim("batch", min=1, max=2**20)},)
+        inputs = example_inputs(tokenizer, part)
+        return torch.export.export(_Method(tokenizer, part), (inputs,), dynamic_shapes=shapes, strict=False)
 
 
 def example_inputs(tokenizer: AnyTokenizer, part: Part) -> Tensor:

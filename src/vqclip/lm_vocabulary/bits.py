@@ -29,6 +29,7 @@ from vqclip.config.bounds import MAX_CODEBOOKS, MAX_LAYERS, MAX_WIDTH
 from vqclip.lm_vocabulary.embedding import require_rows
 from vqclip.lm_vocabulary.head import IMPOSSIBLE, CodesHead
 from vqclip.nn.dropout import hash32
+from vqclip.nn.precision import constant
 
 
 class MaskedBitsHead(CodesHead):
@@ -41,23 +42,18 @@ class MaskedBitsHead(CodesHead):
         steps: S; may be changed after training.
     """
 
-    codebook: Tensor
-    stride: Tensor
-    base: Tensor
-
     def __init__(self, config: MaskedBitsHeadConfig):
         super().__init__(config.codebook_sizes, config.width)
         self.config = config
         bases = [config.levels or (2,) * (size.bit_length() - 1) for size in config.codebook_sizes]
-        rows = [
+        self._rows = [
             (codebook, math.prod(levels[:number]), base)
             for number in range(max(map(len, bases)))
             for codebook, levels in enumerate(bases)
             for base in levels[number : number + 1]
         ]
-        for name, column in zip(("codebook", "stride", "base"), zip(*rows, strict=True), strict=True):
-            self.register_buffer(name, torch.tensor(column), persistent=False)
-        self.digits, self.values = len(rows), max(map(max, bases))
+        """Codebook, stride and base of each digit."""
+        self.digits, self.values = len(self._rows), max(map(max, bases))
         require_rows(self.digits * self.values)
         self.steps = min(config.steps, self.digits)
         width = config.inner_width
@@ -115,7 +111,12 @@ class MaskedBitsHead(CodesHead):
         for columns in self._columns():
             nats.append(_cross_entropy(self._logits(condition, known)[..., columns, :], digits[..., columns]))
             known[..., columns] = digits[..., columns]
-        return torch.zeros(ids.shape, device=ids.device).index_add(-1, self.codebook, torch.cat(nats, dim=-1))
+        codebook, _, _ = self._places(ids.device)
+        return torch.zeros(ids.shape, device=ids.device).index_add(-1, codebook, torch.cat(nats, dim=-1))
+
+    def _places(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return codebook, stride and base of each digit, each ``(M,)`` int64."""
+        return constant(self._rows, device).unbind(dim=1)
 
     def _logits(self, condition: Tensor, digits: Tensor) -> Tensor:
         """Return the logits ``(..., M, L)`` of all digits, from those that are known: ``(..., M)``, -1 for others."""
@@ -123,17 +124,20 @@ class MaskedBitsHead(CodesHead):
         x = condition + self.digits_in(seen.flatten(-2).to(condition.dtype))
         for block in self.blocks:
             x = x + block(x)
-        possible = torch.arange(self.values, device=digits.device) < self.base[:, None]
+        _, _, base = self._places(digits.device)
+        possible = torch.arange(self.values, device=digits.device) < base[:, None]
         return self.out(x).unflatten(-1, (self.digits, self.values)).masked_fill(~possible, IMPOSSIBLE)
 
     def _to_digits(self, ids: Tensor) -> Tensor:
         """Return the digits ``(..., M)`` of ids ``(..., C)``; -1 for -1."""
-        each = ids[..., self.codebook]
-        return (each // self.stride % self.base).masked_fill(each < 0, -1)
+        codebook, stride, base = self._places(ids.device)
+        each = ids[..., codebook]
+        return (each // stride % base).masked_fill(each < 0, -1)
 
     def _to_ids(self, values: Tensor) -> Tensor:
         ids = values.new_zeros(*values.shape[:-1], len(self.codebook_sizes))
-        return ids.index_add(-1, self.codebook, values * self.stride)
+        codebook, stride, _ = self._places(ids.device)
+        return ids.index_add(-1, codebook, values * stride)
 
     def _columns(self) -> list[slice]:
         ends = [self.digits * step // self.steps for step in range(self.steps + 1)]

@@ -24,6 +24,7 @@ from vqclip.config.bounds import MAX_CODEBOOKS, MAX_LAYERS, MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
 from vqclip.lm_vocabulary.embedding import require_rows
 from vqclip.nn.inputs import require_codes
+from vqclip.nn.precision import constant
 from vqclip.seeds import derive_seed
 
 IMPOSSIBLE = -1e4
@@ -43,16 +44,12 @@ class CodesEmbedding(nn.Module):
         ShapeError: more than 2^22 codes in all.
     """
 
-    starts: Tensor
-
     def __init__(self, codebook_sizes: tuple[int, ...], width: int):
         super().__init__()
         require_rows(sum(codebook_sizes))
         self.codebook_sizes, self.width = tuple(codebook_sizes), width
         self.table = nn.Embedding(sum(codebook_sizes), width)
         nn.init.normal_(self.table.weight, std=len(codebook_sizes) ** -0.5)  # 1 of the sum
-        starts = torch.tensor(list(accumulate(codebook_sizes[:-1], initial=0)))
-        self.register_buffer("starts", starts, persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map ids ``(B, T, C)`` to ``(B, T, H)``.
@@ -65,7 +62,8 @@ class CodesEmbedding(nn.Module):
     def each(self, ids: Tensor) -> Tensor:
         """Map ids ``(B, T, C)`` to the embedding of each code ``(B, T, C, H)``."""
         ids = require_codes(ids, self.codebook_sizes, samples=True)
-        return self.table(ids.clamp(min=0) + self.starts) * (ids >= 0).unsqueeze(-1)
+        starts = constant(list(accumulate(self.codebook_sizes[:-1], initial=0)), ids.device)
+        return self.table(ids.clamp(min=0) + starts) * (ids >= 0).unsqueeze(-1)
 
 
 class CodesHead(nn.Module, ABC):
@@ -247,8 +245,6 @@ class _DepthTransformer(nn.Module):
     of code c - 1.
     """
 
-    mask: Tensor
-
     def __init__(self, config: CodesHeadConfig):
         super().__init__()
         codebooks, width = len(config.codebook_sizes), config.depth_width
@@ -259,14 +255,13 @@ class _DepthTransformer(nn.Module):
             width, config.depth_heads, 4 * width, config.dropout, "gelu", batch_first=True, norm_first=True
         )
         self.blocks = nn.TransformerEncoder(block, config.depth_layers, nn.LayerNorm(width), enable_nested_tensor=False)
-        mask = torch.full((codebooks, codebooks), float("-inf")).triu(diagonal=1)
-        self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, hidden: Tensor, ids: Tensor) -> Tensor:
         x = self.hidden_in(hidden).unflatten(-1, (ids.shape[-1], -1))
         if self.codes is not None:
             x = x + F.pad(self.codes.each(ids[..., :-1]), (0, 0, 1, 0))
-        return self.blocks(x.flatten(0, 1), mask=self.mask.to(x.dtype), is_causal=True).view(*ids.shape, -1)
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[-1], x.device, x.dtype)
+        return self.blocks(x.flatten(0, 1), mask=mask, is_causal=True).view(*ids.shape, -1)
 
 
 class CodesHeadConfig(Config):

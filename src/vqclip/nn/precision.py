@@ -1,13 +1,14 @@
-"""Floating-point precision of a run, regions of full precision in it, and the memory of its device."""
+"""Precision and mode of modules, tensors of their constants, and the memory of a device."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor, nn
 
 from vqclip.errors import ConfigError
 
@@ -43,6 +44,27 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Set evaluation mode within the block, and restore the mode of each part after it."""
+    before = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in before.items():
+            part.training = training
+
+
+def constant(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Make a tensor of the constants of a module, at each use.
+
+    As a buffer that is not saved they would be whatever the memory held in a model that is built on `meta` and then
+    loaded, as transformers, accelerate and FSDP2 do.
+    """
+    return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -338,8 +338,8 @@ class Quantizer(nn.Module, ABC):
                 module.key = derive_seed(seed, path)
 
     @property
-    def refinement(self) -> Tensor | float | None:
-        """Factor by which the codes of a next stage in `Residual` are finer: a number or ``(D,)``, >= 1.
+    def refinement(self) -> tuple[float, ...] | float | None:
+        """Factor by which the codes of a next stage in `Residual` are finer: a number or one for each channel, >= 1.
 
         None: no factor makes the codes fit the quantization error, so it cannot be a stage of `Residual`.
         """
@@ -422,7 +422,7 @@ class Quantizer(nn.Module, ABC):
             ids: ``(T, G, C)``, -1 where masked.
             keep: ``(T,)`` bool or None, True = real token.
         """
-        count = keep.sum() if keep is not None else torch.full((), len(ids), dtype=torch.int64, device=ids.device)
+        count = keep.sum() if keep is not None else torch.full((), ids.shape[0], dtype=torch.int64, device=ids.device)
         if len(self.codebook_sizes) != 1 or self.codebook_sizes[0] > MAX_COUNTED_CODES:
             return Stats({"tokens": count})
         return Stats({"tokens": count}, histograms={"codes": histogram(ids.squeeze(-1), self.codebook_sizes[0])})

@@ -13,7 +13,7 @@ from torch import Tensor
 from vqclip.config import Config
 from vqclip.config.bounds import MAX_WIDTH
 from vqclip.errors import ConfigError, ShapeError
-from vqclip.nn.precision import first_derivative_only
+from vqclip.nn.precision import constant, first_derivative_only
 from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.vectors import ids_from_digits
 
@@ -54,43 +54,41 @@ class FSQ(Quantizer):
         ConfigError: no levels, a number of levels out of range, more codes than int64 can count, or unknown layout.
     """
 
-    levels: Tensor
-
     def __init__(self, levels: Sequence[int], layout: Layout = "original"):
         if not levels:
             raise ConfigError("FSQ: levels is empty, expected one number of levels per channel, such as (8, 5, 5, 5)")
         for channel, count in enumerate(levels):
-            if not 2 <= count <= MAX_LEVELS:
-                raise ConfigError(f"FSQ: levels[{channel}] is {count}, expected 2 to {MAX_LEVELS}")
+            if not 2 <= count <= MAX_LEVELS or int(count) != count:
+                raise ConfigError(f"FSQ: levels[{channel}] is {count}, expected a whole number from 2 to {MAX_LEVELS}")
         if layout not in get_args(Layout):
             raise ConfigError(f"FSQ: layout is {layout!r}, expected one of {', '.join(get_args(Layout))}")
-        super().__init__(dim=len(levels), codebook_sizes=(math.prod(levels),))
-        # Integers, which `.bfloat16()` does not change; not saved, because they are configuration.
-        self.register_buffer("levels", torch.tensor(levels, dtype=torch.int64), persistent=False)
+        self.levels = tuple(map(int, levels))
+        """L of every channel."""
+        super().__init__(dim=len(levels), codebook_sizes=(math.prod(self.levels),))
         self.layout = layout
-        self._bases = tuple(levels)
 
     @property
-    def refinement(self) -> Tensor | None:
-        """``(D,)``: the range divided by the rounding error; None for layouts whose levels do not fit the error."""
+    def refinement(self) -> tuple[float, ...] | None:
+        """The range of each channel divided by the rounding error; None for layouts whose levels do not fit it."""
         return self.levels if self.layout == "uniform" else None
 
     def _bound(self, x: Tensor) -> Tensor:
-        return _Squash.apply(x, *(self._wide(constant, x) for constant in self._curve(x.dtype)))
+        return _Squash.apply(x, *(self._wide(each, x) for each in self._curve(x.device, x.dtype)))
 
-    def _curve(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _curve(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return width, shift, reach, offset and unit of `_Squash`, each ``(D,)``."""
-        one, zero = torch.ones_like(self.levels), torch.zeros_like(self.levels)
+        levels = constant(self.levels, device)
+        one, zero = torch.ones_like(levels), torch.zeros_like(levels)
         if self.layout == "symmetric":
             return one, zero, one, zero, one
         if self.layout == "uniform":
-            reach = self.levels / (self.levels - 1)
+            reach = levels / (levels - 1)
             return reach, zero, reach, zero, one
-        reach = (self.levels - 1).to(dtype) * (1 + MARGIN) / 2
-        offset = torch.where(self.levels % 2 == 0, 0.5, 0.0).to(dtype)
+        reach = (levels - 1).to(dtype) * (1 + MARGIN) / 2
+        offset = torch.where(levels % 2 == 0, 0.5, 0.0).to(dtype)
         # With 2 levels this shift would put the threshold at -3.8, out of reach of activations.
-        shift = torch.where(self.levels == 2, 0.0, torch.atanh(offset / reach))
-        return one, shift, reach, offset, self.levels // 2
+        shift = torch.where(levels == 2, 0.0, torch.atanh(offset / reach))
+        return one, shift, reach, offset, levels // 2
 
     def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -99,13 +97,14 @@ class FSQ(Quantizer):
                 digits = (bounded * unit).round_().add_(unit)
             else:  # an even number of levels has 0 between two of them: rounded up, as vector-quantize-pytorch does
                 digits = (bounded + 1).mul_(unit).add_(0.5).floor_()
-            digits = digits.nan_to_num_(0).clamp_(torch.zeros_like(unit), self._wide(self.levels - 1, bounded))
-            ids = ids_from_digits(digits.to(torch.int32), self._bases)
+            last = self._wide(constant(self.levels, bounded.device) - 1, bounded)
+            digits = digits.nan_to_num_(0).clamp_(torch.zeros_like(unit), last)
+            ids = ids_from_digits(digits.to(torch.int32), self.levels)
             return self._values(digits), ids.unsqueeze(-1)
 
     def _decode(self, ids: Tensor) -> Tensor:
         rest, digits = ids.squeeze(-1).clamp(min=0), []
-        for base in self._bases:
+        for base in self.levels:
             digits.append(rest % base)
             rest = rest // base
         return self._values(torch.stack(digits, dim=-1)).masked_fill(ids < 0, 0)
@@ -117,14 +116,15 @@ class FSQ(Quantizer):
 
     def _unit(self, like: Tensor) -> Tensor:
         """Return ``(G, D)``: digits per unit of the value, which is also the (half-integer) digit of the value 0."""
-        unit = self.levels // 2 if self.layout == "original" else (self.levels - 1) / 2
+        levels = constant(self.levels, like.device)
+        unit = levels // 2 if self.layout == "original" else (levels - 1) / 2
         return self._wide(unit, like)
 
     @staticmethod
-    def _wide(constant: Tensor, like: Tensor) -> Tensor:
+    def _wide(each: Tensor, like: Tensor) -> Tensor:
         """Expand ``(D,)`` to ``(G, D)``: torch broadcasts slowly over an inner dimension as small as D."""
         dtype = like.dtype if like.is_floating_point() else torch.float32
-        return constant.to(dtype).expand(like.shape[1:]).contiguous()
+        return each.to(dtype).expand(like.shape[1:]).contiguous()
 
 
 class _Squash(torch.autograd.Function):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vqclip.config import Config
 from vqclip.config.bounds import MAX_CODEBOOKS, MAX_STAGES, MAX_WIDTH
 from vqclip.errors import ConfigError
+from vqclip.nn.precision import constant
 from vqclip.quantizers.base import Quantizer
 from vqclip.quantizers.nearest import TableConfig, TableQuantizer, look_up, nearest_few
 from vqclip.quantizers.stats import Stats, random_integers, stream
@@ -88,10 +89,10 @@ class Product(Quantizer):
         return self.layer.started
 
     @property
-    def refinement(self) -> Tensor | float | None:
+    def refinement(self) -> tuple[float, ...] | float | None:
         """The layer's refinement, repeated for every part."""
         ratio = self.layer.refinement
-        return ratio.repeat(self.codebooks) if isinstance(ratio, Tensor) else ratio
+        return ratio * self.codebooks if isinstance(ratio, tuple) else ratio
 
     def spawn(self, groups: int = 1) -> Product:
         """See `Quantizer.spawn`."""
@@ -197,13 +198,10 @@ class Residual(Quantizer):
                     f"Residual: the codes of this {type(layer).__name__} cannot be refined; expected FSQ with the "
                     "layout uniform, LFQ, BSQ, SimVQ, VQ without cosine, or a Product or Residual of them"
                 )
-            if not (isinstance(ratio, Tensor) and ratio.is_meta):  # built for the shapes of its weights alone
-                largest = float(ratio.max()) if isinstance(ratio, Tensor) else ratio
-                if largest**depth > FINEST:
-                    useful = int(math.log(FINEST) / math.log(largest))
-                    raise ConfigError(
-                        f"Residual: depth is {depth}, expected at most {useful}, the precision of float32"
-                    )
+            largest = max(ratio) if isinstance(ratio, tuple) else ratio
+            if largest**depth > FINEST:
+                useful = int(math.log(FINEST) / math.log(largest))
+                raise ConfigError(f"Residual: depth is {depth}, expected at most {useful}, the precision of float32")
         check_size("Residual", layer.dim, len(layer.codebook_sizes) * depth, layer.extent.stages * depth)
         super().__init__(layer.dim, layer.codebook_sizes * depth, layer.loss_weights)
         self.layers = nn.ModuleList(layer.spawn(groups) for _ in range(1 if shared else depth))
@@ -221,9 +219,11 @@ class Residual(Quantizer):
         return tuple((number * inner + stage, codebook) for number in range(self.depth) for stage, codebook in places)
 
     @property
-    def refinement(self) -> Tensor | float | None:
+    def refinement(self) -> tuple[float, ...] | float | None:
         """The product of the stages' refinements."""
         ratio = self.stages[0].refinement
+        if isinstance(ratio, tuple):
+            return tuple(each**self.depth for each in ratio)
         return None if ratio is None else ratio**self.depth
 
     @property
@@ -326,27 +326,28 @@ class Residual(Quantizer):
     def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
         left, sums, columns = bounded.detach(), [], []
         for i, (stage, chosen) in enumerate(zip(self.stages, self._search(bounded), strict=True)):
-            part = left * self._fineness(i)
+            part = left * self._fineness(i, left.device)
             values, ids = stage._nearest(part) if chosen is None else (stage._decode(chosen), chosen)
-            sums.append(values / self._fineness(i))
+            sums.append(values / self._fineness(i, left.device))
             columns.append(ids)
             left = left - sums[-1]
         return functools.reduce(torch.add, sums), torch.cat(columns, dim=-1)
 
     def _decode(self, ids: Tensor) -> Tensor:
         parts = zip(self.stages, ids.chunk(self.depth, dim=-1), strict=True)
-        return functools.reduce(torch.add, [stage._decode(p) / self._fineness(i) for i, (stage, p) in enumerate(parts)])
+        scaled = [stage._decode(p) / self._fineness(i, p.device) for i, (stage, p) in enumerate(parts)]
+        return functools.reduce(torch.add, scaled)
 
     def _quantize(self, bounded: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor, Stats]:
         left, sums, columns, stats = bounded, [], [], {}
         masks, found = self._stage_masks(bounded, keep), self._search(bounded)
         for i, (stage, theirs, chosen) in enumerate(zip(self.stages, masks, found, strict=True)):
-            part = left * self._fineness(i)
+            part = left * self._fineness(i, left.device)
             if chosen is None:
                 values, ids, stats[str(i)] = stage._quantize(part, theirs)
             else:
                 values, ids, stats[str(i)] = stage._finish(stage._decode(chosen), chosen, part, theirs)
-            sums.append(values / self._fineness(i))
+            sums.append(values / self._fineness(i, left.device))
             columns.append(ids)
             left = left - sums[-1].detach()
         return functools.reduce(torch.add, sums), torch.cat(columns, dim=-1), Stats.nest(stats)
@@ -354,8 +355,8 @@ class Residual(Quantizer):
     def _first_stages(self, bounded: Tensor, stages: int) -> Tensor:
         inner, left, sums = self.stages[0].extent.stages, bounded, []
         for i, first in enumerate(range(0, stages, inner)):
-            values = self.stages[i]._first_stages(left * self._fineness(i), min(inner, stages - first))
-            sums.append(values / self._fineness(i))
+            values = self.stages[i]._first_stages(left * self._fineness(i, left.device), min(inner, stages - first))
+            sums.append(values / self._fineness(i, left.device))
             left = left - sums[-1].detach()
         return functools.reduce(torch.add, sums)
 
@@ -368,13 +369,15 @@ class Residual(Quantizer):
         every = torch.ones(len(bounded), dtype=torch.bool, device=bounded.device) if keep is None else keep
         return [every & (i < depth) for i in range(self.depth)]
 
-    def _fineness(self, stage: int) -> Tensor | float:
+    def _fineness(self, stage: int, device: torch.device) -> Tensor | float:
         """Return the factor by which a stage's codes are finer: a number, or ``(D,)`` in float32, which is exact."""
         if stage == 0:
             return 1.0
         ratio = self.stages[0].refinement
         assert ratio is not None
-        return (ratio.double() ** stage).float() if isinstance(ratio, Tensor) else ratio**stage
+        if isinstance(ratio, tuple):
+            return constant([each**stage for each in ratio], device, torch.float32)
+        return ratio**stage
 
 
 def _refresh_turns(module: nn.Module, keys: object = None) -> None:

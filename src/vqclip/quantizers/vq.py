@@ -135,7 +135,7 @@ class VQ(TableQuantizer):
         self.noise = GaussianNoise(variance**0.5) if learning == "diveq" else None
         self.skipped = torch.zeros((), dtype=torch.int64, device="cpu")
         self._skipped_before: Tensor | None = self.skipped
-        # The host's part of `has_started`, which forward reads without waiting for the device.
+        # It follows from `sizes`, but forward does not wait for the device.
         self._is_started = not kmeans
         self._needs_update = learning == "ema" or kmeans or dead_below > 0
         self._is_next = True
@@ -145,15 +145,6 @@ class VQ(TableQuantizer):
     def spawn(self, groups: int = 1) -> VQ:
         """See `Quantizer.spawn`."""
         return VQ(**self._settings, groups=groups)
-
-    @property
-    def has_started(self) -> Tensor:
-        """() bool: True if the codebook is initialised. Stored, but not as a buffer: programs average all buffers."""
-        return (self.sizes.sum() > 0) | self._is_started
-
-    @has_started.setter
-    def has_started(self, value: Tensor) -> None:
-        self._is_started = bool(value)  # `torch.func.functional_call` with a state dict sets its entries
 
     def codes(self) -> Tensor:
         """Return the codes ``(G, K, D)``."""
@@ -261,14 +252,6 @@ class VQ(TableQuantizer):
             before = None
         self.skipped = self.skipped.to(skipped.device) + skipped
         self._skipped_before = None if before is None else self.skipped.to("cpu", non_blocking=True, copy=True)
-
-    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}has_started"] = self.has_started
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        self._is_started = bool(state_dict.pop(f"{prefix}has_started", not self._settings["kmeans"]))
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _update_averages(self, counts: Tensor, vectors: Tensor | None) -> None:
         """Update the moving averages with ``counts`` ``(G, K)`` and ``vectors`` ``(G, K, D)``, sums over tokens."""
@@ -397,7 +380,7 @@ def vq_weights(learning: Learning, weights: Mapping[str, float] | None, sync_cod
 
 def _refresh_started(module: nn.Module, keys: object = None) -> None:
     assert isinstance(module, VQ)
-    module._is_started = bool(module.has_started)
+    module._is_started = not module._settings["kmeans"] or bool(module.sizes.sum() > 0)
     module._refresh_draws()
 
 

@@ -26,6 +26,7 @@ from vqclip.data.decode import MAX_PIXELS
 from vqclip.data.prepare import open_images
 from vqclip.data.samples import read_decoded
 from vqclip.errors import CheckpointError, ConfigError, DataError, ShapeError, StorageError, import_extra
+from vqclip.nn.precision import full_precision
 from vqclip.search.index import CodeIndex
 from vqclip.tokenizer import Tokenizer
 from vqclip.tokenizer.stored import fingerprint
@@ -84,7 +85,9 @@ class CodeSearch:
         best, start = queries.new_empty(len(queries), 0, dtype=torch.int64), 0
         for chunk in _embed_codes(self.index, self.tokenizer) if self._kept is None else self._kept:
             codes = torch.arange(start, start + len(chunk))
-            best = torch.cat((best, self._keys(queries @ chunk.T, codes)), dim=1)
+            with full_precision(queries.device):
+                scores = queries @ chunk.T
+            best = torch.cat((best, self._keys(scores, codes)), dim=1)
             best = best.topk(min(k, best.shape[1]), dim=1).values
             start += len(chunk)
         ordered = best >> 32

@@ -125,6 +125,8 @@ def _call(callbacks: Sequence[Callback], hook: str, training: Training, *args: o
     for callback in callbacks:
         try:
             getattr(callback, hook)(training, *args)
+            if not training.step.model.training:  # the hook has used it in evaluation mode
+                training.step.model.train()
         except (VqclipError, OSError, StopRequested):  # their messages are complete
             raise
         except Exception:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class RunResult:
 
 def run(
     config: TaskConfig | Mapping[str, Any] | str | Path,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Iterable[Callback] = (),
     *,
     overrides: Sequence[str] = (),
     owns_process: bool = False,
@@ -141,6 +141,7 @@ def run(
         VqclipError: for anything else that a user can correct; the message says how.
     """
     config = load_task_config(config, overrides)
+    callbacks = list(callbacks)
     for number, each in enumerate(callbacks):
         if not isinstance(each, Callback):
             raise ConfigError(f"callbacks[{number}]: got {each!r}; expected an instance of vqclip.train.Callback")
