@@ -130,7 +130,8 @@ def test_a_limit_of_open_files_is_explained_and_ends_the_workers(folder: Path, n
         list(spoilt_data(folder, workers=2).batches(0, 1000))
     for worker in multiprocessing.active_children():
         worker.join(10)
-    assert not new_workers()
+    # torch's handler of SIGCHLD may raise in the middle of `join`, which then never learns that the worker has ended.
+    assert not [worker for worker in new_workers() if Path(f"/proc/{worker}").exists()]
 
 
 def test_other_errors_pass_unchanged() -> None:

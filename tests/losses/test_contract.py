@@ -155,6 +155,8 @@ def test_wrong_arguments_are_refused(case):
         type(loss)("square")
     with pytest.raises(ConfigError, match=r"loss\.positives: got 'caption', but no keys were passed"):
         ContrastiveLoss(positives="caption")(image, text, scale)
+    with pytest.raises(ConfigError, match="positives: got 'captions', expected one of sample_id, caption"):
+        ContrastiveLoss(positives="captions")
     with pytest.raises(ConfigError, match=r"got 1\.5, expected a number from 0 to 1"):
         ContrastiveLoss(label_smoothing=1.5)
 

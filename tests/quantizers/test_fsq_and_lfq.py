@@ -87,6 +87,8 @@ def test_a_bound_keeps_channels_within_the_scale() -> None:
         (lambda: LFQ(64), "1 to 63"),
         (lambda: LFQ(4, math.nan), "temperature"),
         (lambda: LFQ(4, loss_weights={"entropy": 1.0}), "no loss is named"),
+        (lambda: LFQ(4, loss_weights={"commitment": -1.0}), "loss_weights.commitment is -1.0, expected a number of at"),
+        (lambda: FSQ((8, 5.5)), r"levels\[1\] is 5.5, expected a whole number"),
         (lambda: LFQ(4, scale=0.0), "scale is 0.0"),
         (lambda: LFQ(4, bound="clamp"), "bound is 'clamp', expected one of none, tanh"),
         (lambda: LFQ(21, loss_weights={"codebook_entropy_gap": 0.1}), "codebook_entropy_gap"),

@@ -150,7 +150,10 @@ def test_search_is_exact_whatever_is_kept(keep, repeat, monkeypatch):
     with torch.no_grad():
         embeddings = tokenizer.embed(drawn()[:111])[torch.arange(300) % 111] if repeat else tokenizer.embed(ids)
         scores, items = reference(embeddings, queries(), 10)
-    found = CodeSearch(CodeIndex.build(tokenizer, ids), tokenizer, keep).search(queries(), 10)
+    search = CodeSearch(CodeIndex.build(tokenizer, ids), tokenizer, keep)
+    found = search.search(queries(), 10)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(search.search(queries(), 10).scores, found.scores)
     torch.testing.assert_close(found.scores, scores, atol=1e-6, rtol=0)
     # Scores are equal, or further apart than rounding: so the order of the items is determined.
     steps = scores[:, :-1] - scores[:, 1:]

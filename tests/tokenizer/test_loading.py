@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import vqclip
 from tests.models import IDENTITY, tiny_model
 from vqclip import load_tokenizer
-from vqclip.errors import CheckpointError, ShapeError, VqclipError
+from vqclip.errors import CheckpointError, ConfigError, ShapeError, VqclipError
 from vqclip.model import CLIP
 from vqclip.pixels import ConvolutionalPixelsConfig, attach
 from vqclip.tokenizer.decoder import TokenizerDecoder
@@ -125,6 +125,11 @@ def test_a_reader_is_the_half_of_the_tokenizer_that_reads(saved, tmp_path):
     tiny_model(IDENTITY).build().save_pretrained(tmp_path / "without codes")
     with pytest.raises(ShapeError, match="Identity has no codebook"):
         load_tokenizer(tmp_path / "without codes", "image", encode=False).decode(torch.zeros(1, 4, 0).long())
+
+
+def test_torchs_default_device_changes_nothing(saved):
+    with torch.device("meta"), pytest.raises(ConfigError, match="default device meta.*load it outside"):
+        load_tokenizer(saved[1], "image")
 
 
 # The tokenizer that comes with the package.

@@ -29,6 +29,7 @@ class Recorder(Callback):
         self.hooks.append(("start", training.done))
 
     def on_step_start(self, training):
+        assert training.step.model.training, "whatever the hook before has done"
         self.hooks.append(("step", training.batch.step))
 
     def on_step_end(self, training):
@@ -39,6 +40,8 @@ class Recorder(Callback):
             return
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         self.seen.append([len(lines), *sorted(path.name[-1] for path in (folder / "checkpoints").glob("step-*"))])
+
+        training.step.model.eval()
 
     def on_train_end(self, training):
         self.hooks.append(("end", training.done))
@@ -51,7 +54,7 @@ def test_a_callback_of_a_user_comes_after_reports_and_checkpoints(tmp_path, shar
     every = {"train__checkpoint_every": 2, "train__save_in_background": False, "train__keep_checkpoints": 9}
     tree = run_tree(tmp_path, shards, train__steps=5, **every)
     recorder = Recorder()
-    assert train(tree, callbacks=[recorder]).step == 5
+    assert train(tree, callbacks=(each for each in [recorder])).step == 5
     steps = [(hook, number) for step in range(5) for hook, number in (("step", step), ("done", step + 1))]
     assert recorder.hooks == [("start", 0), *steps, ("end", 5)]
     assert recorder.seen == [[1], [2, "2"], [3, "2"], [4, "2", "4"], [5, "2", "4", "5"]]

@@ -43,7 +43,7 @@ class Loss(nn.Module, ABC):
         positives: how the ``keys`` of `forward` are computed; see `pair_keys`.
 
     Raises:
-        ConfigError: unknown implementation.
+        ConfigError: unknown implementation or rule for positives.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Loss(nn.Module, ABC):
     def __init__(self, impl: Implementation = "tiled", positives: Positives | None = None):
         super().__init__()
         _check_implementation(impl)
+        _check_positives(positives)
         self.impl, self.positives = impl, positives
 
     def forward(
@@ -255,6 +256,11 @@ def _check_implementation(name: str) -> None:
         raise ConfigError(f"impl: got {name!r}, expected one of {', '.join(get_args(Implementation))}")
 
 
+def _check_positives(rule: Positives | None) -> None:
+    if rule is not None and rule not in get_args(Positives):
+        raise ConfigError(f"positives: got {rule!r}, expected one of {', '.join(get_args(Positives))}, or None")
+
+
 def _to_full_precision(image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
     """Check both ``(B, E)`` features and return them in fp32 (fp64 for fp64)."""
     if image.ndim != 2 or image.shape != text.shape:
@@ -285,7 +291,11 @@ def pair_keys(positives: Positives | None, sample_ids: Tensor, tokens: Tensor) -
         sample_ids: ``(B,)`` int64.
         tokens: ``(B, N)`` int64, the texts. Their key is a 64-bit polynomial hash: two different texts have equal keys
             with a probability of about 2^-64, and are then not negatives of each other.
+
+    Raises:
+        ConfigError: unknown rule.
     """
+    _check_positives(positives)
     if positives is None:
         return None
     if positives == "sample_id":

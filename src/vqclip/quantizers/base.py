@@ -464,8 +464,11 @@ def resolve_weights(name: str, defaults: Mapping[str, float], weights: Mapping[s
     """Return the weight of every existing loss: its default if it is missing in ``weights``.
 
     Raises:
-        ConfigError: a weight for a loss that does not exist.
+        ConfigError: a weight for a loss that does not exist, or one that is negative or not finite.
     """
+    for each, weight in (weights or {}).items():
+        if not 0 <= weight < math.inf:
+            raise ConfigError(f"{name}: loss_weights.{each} is {weight}, expected a number of at least 0")
     if unknown := set(weights or {}) - set(defaults):
         raise ConfigError(f"{name}: no loss is named {sorted(unknown)}, expected some of {sorted(defaults)}")
     return {**defaults, **(weights or {})}

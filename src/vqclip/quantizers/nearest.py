@@ -228,7 +228,7 @@ class SimVQ(TableQuantizer):
         super().__init__(dim, codebook_size, groups, gradient, weights)
         self.register_buffer("codebook", torch.randn(groups, codebook_size, dim, dtype=torch.float32) * dim**-0.5)
         self.transform = nn.Parameter(torch.eye(dim, dtype=torch.float32).repeat(groups, 1, 1))
-        self.projector = CodebookProjector(dim, blocks) if blocks else None
+        self.projector = CodebookProjector(dim, blocks).float() if blocks else None
         self._settings = (dim, codebook_size, gradient, weights, blocks)
 
     def spawn(self, groups: int = 1) -> SimVQ:

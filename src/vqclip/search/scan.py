@@ -86,8 +86,7 @@ class CodeSearch:
         for chunk in _embed_codes(self.index, self.tokenizer) if self._kept is None else self._kept:
             codes = torch.arange(start, start + len(chunk))
             with full_precision(queries.device):
-                scores = queries @ chunk.T
-            best = torch.cat((best, self._keys(scores, codes)), dim=1)
+                best = torch.cat((best, self._keys(queries @ chunk.T, codes)), dim=1)
             best = best.topk(min(k, best.shape[1]), dim=1).values
             start += len(chunk)
         ordered = best >> 32
@@ -170,8 +169,9 @@ def embeddings(index: CodeIndex, tokenizer: Tokenizer) -> Tensor:
 def _embed_codes(index: CodeIndex, tokenizer: Tokenizer) -> Iterator[Tensor]:
     """Yield the embeddings of the distinct codes."""
     for codes in index.codes.split(_CHUNK) if len(index.codes) else ():
-        with torch.no_grad():
-            yield tokenizer.embed(index.packing.unpack(codes).to(tokenizer.device)).float()
+        with torch.no_grad(), full_precision(tokenizer.device):
+            embedded = tokenizer.embed(index.packing.unpack(codes).to(tokenizer.device)).float()
+        yield embedded
 
 
 def _require_queries(queries: Tensor, width: int, k: int) -> None:

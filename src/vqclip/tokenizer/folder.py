@@ -298,9 +298,18 @@ class TokenizerFolder:
     def _fill(
         self, name: str, file: StoredTensors, build: Callable[[], ModuleT], prefix: str, without: tuple[str, ...] = ()
     ) -> ModuleT:
-        """Build a module, and load its weights from an open file."""
+        """Build a module on the CPU, and load its weights from an open file.
+
+        Raises:
+            ConfigError: torch's default device is `meta`: what follows would replace some of what was loaded.
+        """
         path = self.path / name
-        with self.name_config_errors(prefix):
+        if torch.get_default_device().type == "meta":
+            raise ConfigError(
+                f"{self.path}: got torch's default device meta, as within from_pretrained of a transformers model, "
+                "which would replace some of the loaded tensors; load it outside, and set it as an attribute"
+            )
+        with self.name_config_errors(prefix), torch.device("cpu"):
             module = build()
             for part in module.modules():
                 if isinstance(part, TokenizerDecoder):
