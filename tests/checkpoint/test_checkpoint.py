@@ -152,6 +152,27 @@ def test_keep_last_removes_the_oldest(tmp_path):
     assert names(tmp_path) == ["step-00000002", "step-00000009", "step-00000010"]
 
 
+def test_what_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, caplog):
+    unlink = os.unlink
+
+    def fail(path, **options):
+        if str(path).endswith(".nfs1"):
+            raise OSError(errno.EBUSY, "busy", path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", fail)
+    for name in ("step-00000001", ".tmp-step-00000002", ".replaced-step-00000003"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".nfs1").touch()
+    save(tmp_path, 3, keep_last=4)  # which restores the replaced one, and replaces it
+    for number in (2, 3, 3, 4, 3):
+        save(tmp_path, number, keep_last=2)
+    assert [name for name in names(tmp_path) if name[0] != "."] == ["step-00000003", "step-00000004"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000004"
+    for number in (1, 3):
+        assert f"step-0000000{number}: cannot be removed: [Errno 16] busy: '.nfs1'" in caplog.text
+
+
 def test_latest(tmp_path):
     assert checkpoint.latest(tmp_path / "missing") is None
     assert checkpoint.latest(tmp_path) is None
@@ -193,7 +214,10 @@ def test_damaged_checkpoint_is_replaced_and_newer_ones_set_aside(tmp_path):
 
 def test_foreign_files_links_and_renamed_folders_are_refused(tmp_path):
     path = save(tmp_path / "run", 1)
-    (path / ".DS_Store").touch()
+    for name in ("a/.DS_Store", ".ipynb_checkpoints/state-checkpoint.json", "Thumbs.db", "model/@eaDir/x"):
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).touch()
+    (path / ".snapshot").symlink_to("/etc")
     assert checkpoint.load(path)
     (path / "model" / "extra.pt").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"files not in manifest\.json: \['model/extra\.pt'\]"):

@@ -127,6 +127,16 @@ def test_links_pipes_and_devices_are_written_through(tmp_path: Path) -> None:
         write_text(tmp_path / "full", "text")
 
 
+def test_a_link_to_a_folder_stays(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "real")
+    for text in ("old", "new", "newest"):
+        replace_folder(tmp_path / "link", writing(text))
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "disk" / "real" / "content").read_text() == text
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["real"]
+    assert [path.name for path in tmp_path.iterdir() if path.name[0] == "."] == []
+
+
 def test_what_is_being_written_is_not_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the process has opened and closed it once more, to hash it."""
     replace = os.replace

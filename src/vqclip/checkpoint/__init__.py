@@ -33,11 +33,12 @@ from vqclip.io.atomic import (
     TEMPORARY,
     FileDigest,
     digest_file,
+    remove_folder,
     replace_folder,
     restore_folder,
     verify_file,
 )
-from vqclip.io.files import sync_folder
+from vqclip.io.files import OF_SYSTEMS, sync_folder
 from vqclip.io.json_files import Strict, add_checksum, read_checked, read_plain, write_plain
 from vqclip.io.tensors import map_tensors
 
@@ -135,22 +136,17 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
         for left in list(folder.iterdir()):  # by a killed save of any step
-            for prefix in (TEMPORARY, REPLACED):
-                if left.name.startswith(prefix):
-                    restore_folder(folder / left.name.removeprefix(prefix))
+            if left.name.startswith(TEMPORARY):
+                shutil.rmtree(left, ignore_errors=True)
+            elif left.name.startswith(REPLACED):
+                restore_folder(folder / left.name.removeprefix(REPLACED))
         replace_folder(path, fill_and_describe)
     except OSError as error:
         raise CheckpointError(
             f"{path}: the checkpoint could not be written ({error}); older checkpoints are untouched"
         ) from error
     for old in find_old(checkpoints(folder), path, keep_last, keep):
-        # Renamed first: an interrupted removal must not leave half a checkpoint under its old name.
-        doomed = folder / f"{TEMPORARY}removed-{old.name}"
-        try:
-            old.rename(doomed)
-            shutil.rmtree(doomed)
-        except OSError as error:
-            _logger.error("%s: the old checkpoint could not be removed: %s", old, error)
+        remove_folder(old)
     return path
 
 
@@ -230,12 +226,15 @@ def verify(path: Path) -> Path:
 def _files(folder: Path) -> dict[str, Path]:
     """Return every file under ``folder`` but the manifest, by relative name; refuse links, sockets and the like.
 
-    Hidden files are left out: file managers and NFS write some.
+    Hidden files and folders, and those of systems, are left out: file managers and NFS write some.
     """
     found: dict[str, Path] = {}
     for path in sorted(folder.rglob("*")):
+        names = path.relative_to(folder).parts
+        if path == folder / MANIFEST or any(name[0] == "." or name in OF_SYSTEMS for name in names):
+            continue
         mode = path.lstat().st_mode
-        if stat.S_ISDIR(mode) or path == folder / MANIFEST or path.name.startswith("."):
+        if stat.S_ISDIR(mode):
             continue
         if not stat.S_ISREG(mode):
             raise CheckpointError(f"{path}: neither a plain file nor a folder; a checkpoint contains nothing else")

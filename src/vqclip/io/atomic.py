@@ -288,11 +288,12 @@ def _temporary_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -
 def replace_folder(target: Path, fill: Callable[[Path], object]) -> None:
     """Replace `target` by what `fill` writes into an empty folder beside it, and wait until it is on the disk.
 
+    A link stays, and what it points to is replaced.
     If `fill` fails, the existing folder stays. A process killed between the two renames leaves the former folder as
     `.replaced-<name>` and the new one as `.tmp-<name>`; the next call, or `restore_folder`, restores the former.
     """
     restore_folder(target)
-    temporary, former = _names_beside(target)
+    target, temporary, former = _places(target)
     temporary.mkdir(parents=True)
     try:
         with name_file_in_errors(target):
@@ -348,12 +349,28 @@ def require_replaceable(target: Path, mark: str, *others: str) -> None:
 
 def restore_folder(target: Path) -> None:
     """Clean up after a killed `replace_folder`: remove the unfinished folder, restore a missing `target`."""
-    temporary, former = _names_beside(target)
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    if former.exists():
-        shutil.rmtree(former) if target.exists() else former.rename(target)
+    target, temporary, former = _places(target)
+    if former.exists() and not target.exists():
+        former.rename(target)
+    for left in (temporary, former):
+        if left.exists():
+            remove_folder(left)
 
 
-def _names_beside(target: Path) -> tuple[Path, Path]:
-    return target.with_name(f"{TEMPORARY}{target.name}"), target.with_name(f"{REPLACED}{target.name}")
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, renamed first: an interruption leaves no half of it under its name.
+
+    Files that cannot be removed, such as another user's, are a warning; they stay in a folder named `TEMPORARY`...
+    """
+    doomed = folder.with_name(f"{TEMPORARY}removed-{folder.name}-{uuid.uuid4().hex[:12]}")
+    try:
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        logger.warning("%s: cannot be removed: %s", folder, error)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _places(target: Path) -> tuple[Path, Path, Path]:
+    target = target.resolve() if target.is_symlink() else target
+    return target, target.with_name(f"{TEMPORARY}{target.name}"), target.with_name(f"{REPLACED}{target.name}")

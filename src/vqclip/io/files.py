@@ -18,6 +18,11 @@ PICKLED = (*(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dil
 """Endings of files of weights that could run code, or that nothing here reads; they are named, and never opened."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 """Names of models on the hub: ``owner/name``."""
+OF_SYSTEMS = frozenset(
+    {"__MACOSX", "@eaDir", "@tmp", "@Recycle", "#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information"}
+    | {"lost+found", "Thumbs.db", "desktop.ini"}
+)
+"""Files and folders that systems and disks leave behind."""
 _MAX_VISITS = 1000
 """Paths through symbolic links to one folder; links to links could make their number astronomical."""
 
@@ -125,7 +130,7 @@ def walk_files(
 ) -> Iterator[str]:
     """Yield the relative paths of all files below a folder, sorted, those of a folder before those of its subfolders.
 
-    A link to a folder that contains it is skipped.
+    A link to a folder that contains it is skipped, and what systems leave behind.
 
     Args:
         folder: the folder.
@@ -149,7 +154,7 @@ def walk_files(
             if visits[identity] > _MAX_VISITS:
                 raise DataError(f"{here}: symbolic links lead to it in more than {_MAX_VISITS} ways; remove some")
             visit(here)
-            names = sorted(name for name in os.listdir(here) if hidden or name[0] != ".")
+            names = sorted({name for name in os.listdir(here) if hidden or name[0] != "."} - OF_SYSTEMS)
         except OSError as error:
             raise DataError(f"{here}: cannot be read: {error.strerror}") from None
         inside = {name for name in names if os.path.isdir(here / name)}

@@ -33,6 +33,21 @@ def test_classes_prompts_and_images(tmp_path):
         source.read(5)
 
 
+def test_folders_of_systems_are_not_entered(tmp_path, monkeypatch):
+    image_folder(tmp_path)
+    for name in ("lost+found", "@Recycle"):
+        (tmp_path / name).mkdir()
+    listdir = os.listdir
+
+    def fail(path):
+        if Path(path).name == "lost+found":
+            raise PermissionError(13, "Permission denied")
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", fail)
+    assert images_of(tmp_path).classnames == ("dark red", "green")
+
+
 def test_names_of_any_bytes(tmp_path):
     """Names are for the text tower too: Latin-1, or escapes where that gives controls (as names in cp850 do)."""
     folder, names = tmp_path / NOT_UTF8, (b"a_\xe9", b"b\x82", "naïve".encode())

@@ -39,8 +39,6 @@ _OBJECTS = (".json", "*.json")
 _TEXT_FOLDERS = ("captions", "caption", "texts", "text", "txt", "prompts")
 """Folders beside that of the images, or below it, with a file of the same name for each."""
 _NO_TABLES = (TEMPLATES, "classes.txt", "README.txt", "LICENSE.txt")
-_OF_SYSTEMS = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
-"""Folders that systems and disks leave behind."""
 _PART = re.compile(r"(.*[ _.-])?(images?|imgs?|photos?|parts?|chunks?|batch(es)?)[ _.-]?\d+")
 """Name of a part of a data set, in lower case."""
 _ALL_IMAGES = re.compile(r"(jpeg)?images?|imgs?", re.IGNORECASE)
@@ -114,7 +112,6 @@ class FolderConfig(FileSourceConfig):
         described = [name for name in METADATA if builder.read_from(folder / name).is_file()]
         visited: list[Path] = []
         paths = list(walk_files(folder, visit=lambda path: visited.append(builder.read_from(path))))
-        paths = [path for path in paths if _OF_SYSTEMS.isdisjoint(path.split("/"))]
         images = [path for path in paths if self._is_image(path)]
         mode = self.captions or ("metadata" if described else self._find_captions(folder, images, set(paths)))
         if isinstance(self.json_keys, dict) and mode != "json":
@@ -124,7 +121,7 @@ class FolderConfig(FileSourceConfig):
         if mode == "metadata":
             return self._metadata_table(folder, described or _tables_in(images, paths), builder, images)
         if mode == "classes":
-            classes = sorted(path.name for path in visited if path.parent == folder and path.name not in _OF_SYSTEMS)
+            classes = sorted(path.name for path in visited if path.parent == folder)
             return self._class_table(folder, classes, builder, paths)
         if not images:
             raise DataError(f"{folder}: no image ({', '.join(self.image_endings)}) in it or below it")
