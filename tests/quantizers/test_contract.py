@@ -363,6 +363,15 @@ class TestPrecision:
                 found.append((out.ids, vectors, losses, dict(out.stats.local()), dict(copied.state_dict())))
             torch.testing.assert_close(*found, rtol=0, atol=0)
 
+    def test_backward_within_autocast_changes_no_gradient(self, quantizer: Quantizer) -> None:
+        x, gradients = vectors_for(quantizer, 20, 5).requires_grad_(), []
+        for is_cast in (True, False):
+            out = quantizer(x)
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                total = sum(quantizer.losses(out.stats).values(), out.vectors.square().sum())
+                gradients += torch.autograd.grad(total, x)
+        torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
     def test_casting_the_module_changes_nothing(self, quantizer: Quantizer) -> None:
         x = vectors_for(quantizer, 20, 5)
         plain = quantizer(x)

@@ -68,19 +68,23 @@ def constant(values: Any, device: torch.device, dtype: torch.dtype | None = None
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the backward of a `torch.autograd.Function` to refuse second derivatives with a `ConfigError`.
+    """Decorate the backward of a `torch.autograd.Function`: in full precision, also if it is called within autocast.
 
-    torch's ``once_differentiable`` returns 0 for a constant incoming gradient, which that of a loss is.
+    Second derivatives are refused with a `ConfigError`: torch's ``once_differentiable`` returns 0 for a constant
+    incoming gradient, which that of a loss is.
     """
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return backward(ctx, *gradients)
+        if torch.is_grad_enabled():
             raise ConfigError(
                 f"{backward.__qualname__.partition('.')[0].strip('_')}: got create_graph=True, expected False: this "
                 "function has no second derivatives"
             )
-        return backward(ctx, *gradients)
+        with full_precision(gradients[0].device):
+            return backward(ctx, *gradients)
 
     return refusing
 
