@@ -17,7 +17,7 @@ model:
   image: {tower: {kind: convolutional}, quantizer: {kind: product, codebooks: 6, layer: {kind: fsq, levels: [8, 8]}}}
   text: {tower: {kind: transformer}, quantizer: {kind: product, codebooks: 6, layer: {kind: fsq, levels: [8, 8]}}}
 loss: {kind: contrastive}
-optim: {warmup_steps: 5}
+optim: {lr: 0.001, warmup_steps: 5}
 train: {steps: 400, batch_size: 16}
 """
 HEALTH: dict[str, Any] = {

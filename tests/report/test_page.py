@@ -96,14 +96,14 @@ def test_a_comparison(tmp_path, refused):
     first = make_run(tmp_path / "first")
     second = make_run(tmp_path / "second", lambda step: {"grad_norm": 0.0})
     config = second / "config.yaml"
-    config.write_text(config.read_text().replace("name: made", "name: dead").replace("warmup_steps: 5", "lr: 1.0"))
+    config.write_text(config.read_text().replace("name: made", "name: dead").replace("lr: 0.001", "lr: 1.0"))
     assert "--out: missing" in refused(main([str(first), str(second)]))
     output = tmp_path / "both.html"
     assert main([str(first), str(second), "--out", str(output)]) == 0
     found = Page(output.read_text()).text
     assert "Healthy" in found
     assert "Dead since step 20" in found
-    assert "optim.lr – 1.0" in found
+    assert "optim.lr 0.001 1.0" in found
     assert "data.sources" not in found  # equal in both
     assert "80.0" in found
     assert "at most 8" in refused(main([*[str(first)] * 9, "--out", str(output)]))

@@ -49,7 +49,7 @@ VERDICTS = {
     "unused": ("warn", "Hardly used: 1 of 6 text codebooks", "text/1"),
     "not finite": ("bad", "Diverged at step 400: the loss or the gradient is not finite", "loss/total"),
     "rising": ("bad", RISING, "It is 4.100 now; it was 1.100 at step 200"),
-    "bad samples": ("bad", "20 % of the samples were bad", "1,600 × damaged image"),
+    "bad samples": ("bad", "25 % of the samples were bad", "1,600 of 6,400 samples shown are in the place of others"),
     "overfitted": ("warn", "Overfitted since step 100", "R@1 of held-out data has not risen since then (30.0%)."),
     "waiting": ("good", "Healthy", "60 % of the time"),
 }
@@ -88,8 +88,19 @@ def test_a_learning_rate_that_never_came_down(tmp_path):
     assert verdict_on(folder).headline == "Healthy"
     (folder / "config.yaml").write_text(CONFIG)
     lines = [line(step, lr=1e-3 if step < 100 else 1e-4) for step in range(20, 201, 20)]
-    write_lines(folder / "metrics.jsonl", lines)
-    assert verdict_on(folder).headline == "Healthy"
+    for rows in (lines, lines[-2:]):
+        write_lines(folder / "metrics.jsonl", rows)
+        assert verdict_on(folder).headline == "Healthy"
+
+
+@pytest.mark.parametrize(
+    ("steps", "summary", "headline"),
+    [(400, {"ended_after": None}, "Healthy"), (200, {"ended_after": 200}, "The learning rate never came down")],
+)
+def test_the_rate_of_a_finished_run_may_be_high_unless_it_ended_early(tmp_path, steps, summary, headline):
+    folder = make_run(tmp_path / "run", steps=steps)
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert verdict_on(folder).headline == headline
 
 
 def test_detail_codebooks_are_judged(tmp_path):
@@ -118,7 +129,12 @@ def test_a_run_that_a_loss_that_is_not_finite_has_stopped(tmp_path):
     assert "the loss is NaN" in found.findings[0].text
 
 
-def test_figures_at_chance(folder):
-    rates = {mode: {"top1": 0.11} for mode in ("continuous", "quantized", "codes_only")}
-    write_evaluations(folder, 400, [Result("set", "zero_shot", rates, {"top1": 0.1}, 100, 10, 10, {})])
-    assert verdict_on(folder).headline == "No better than chance"
+@pytest.mark.parametrize(
+    ("rate", "chance", "samples", "headline"),
+    [(0.11, 0.1, 100, "No better than chance"), (1.0, 1 / 3, 3, "Healthy")],
+)
+def test_figures_at_chance(folder, rate, chance, samples, headline):
+    """None of three pairs can be told from chance."""
+    rates = {mode: {"top1": rate} for mode in ("continuous", "quantized", "codes_only")}
+    write_evaluations(folder, 400, [Result("set", "zero_shot", rates, {"top1": chance}, samples, 10, 10, {})])
+    assert verdict_on(folder).headline == headline

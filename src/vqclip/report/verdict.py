@@ -123,9 +123,9 @@ def _check_samples(run: RunFiles) -> Iterator[Finding]:
     replaced = max(latest.get("data/replaced", 0.0), len(run.bad_samples), number_at(run.summary, "replaced") or 0)
     if not math.isfinite(replaced) or replaced < 1:
         return
-    shown = run.done * run.batch_size
-    read = shown + replaced  # a substitute may be bad and be replaced, too
-    share = replaced / read if shown else math.nan
+    known = run.done * run.batch_size
+    shown = max(known, replaced)  # those of an unfinished report are not known
+    share = replaced / shown if known else math.nan
     prefix = "data/replaced/"
     kinds = {
         name.removeprefix(prefix).replace("_", " "): count
@@ -134,7 +134,7 @@ def _check_samples(run: RunFiles) -> Iterator[Finding]:
     } or Counter(str(each["kind"]) for each in run.bad_samples)
     most = sorted(kinds.items(), key=lambda each: -each[1])[:8]
     named = ", ".join(f"{count:,.0f} × {kind[:80]}" for kind, count in most)
-    text = f"{replaced:,.0f} of {read:,.0f} samples read could not be used and were replaced by others: {named}."
+    text = f"{replaced:,.0f} of {shown:,.0f} samples shown are in the place of others that could not be used: {named}."
     advice = "vqclip data check names each one with its reason; mend or remove them. Some are listed below."
     if share >= FEW_BAD:
         level: Level = "bad" if share >= MANY_BAD else "warn"
@@ -146,10 +146,11 @@ def _check_samples(run: RunFiles) -> Iterator[Finding]:
 def _check_rest(run: RunFiles) -> Iterator[Finding]:
     """Find evaluations at chance, waiting for data, steps with an unusually large loss, and captions that were cut."""
     above = [
-        max(row.rates.values()) - chance - 3 * math.sqrt(chance * (1 - chance) / max(1, result.samples))
+        max(row.rates.values()) - limit
         for result in run.results
         for row in figure_rows(result)
         if (chance := row.chance) is not None
+        and (limit := chance + 3 * math.sqrt(chance * (1 - chance) / max(1, result.samples))) < 1  # can be exceeded
     ]
     if above and max(above) <= 0:
         text = "Every figure of the newest evaluation is that of random embeddings."
@@ -160,9 +161,10 @@ def _check_rest(run: RunFiles) -> Iterator[Finding]:
         advice = "More data.workers; smaller stored images; shards on a local disk."
         yield Finding("note", "Much of the time is spent waiting for data", text, advice)
     rates = [rate for rate in run.curves.get("lr")[1] if math.isfinite(rate)]
-    falls = text_at(run.config, "optim.schedule") != "constant"
-    if falls and (run.stopped or run.is_finished) and rates and rates[-1] > max(rates) / 2:
-        text = f"It was {rates[-1]:.2g} at step {run.curves.last_step:,}, of at most {max(rates):.2g}."
+    falls, highest = text_at(run.config, "optim.schedule") != "constant", number_at(run.config, "optim.lr") or math.inf
+    ended = run.stopped or (run.is_finished and run.done < run.steps)
+    if falls and ended and rates and rates[-1] > highest / 2:
+        text = f"It was {rates[-1]:.2g} at step {run.curves.last_step:,}, of at most {highest:.2g}."
         advice = "The last steps, in which it falls, give much of the quality: resume the run to its end."
         yield Finding("warn", "The learning rate never came down", text, advice)
     if spikes := [each["step"] for each in run.events if each["event"] == "spike"]:
