@@ -8,7 +8,7 @@ import pytest
 
 from tests.ranks import start_process
 from vqclip.data.work_folder import FolderLayout, WorkFolder
-from vqclip.errors import ConfigError
+from vqclip.errors import ConfigError, DataError
 from vqclip.io.atomic import write_file
 
 LAYOUT = FolderLayout({"format": "made", "format_version": 1}, ".txt", "make", "OUT")
@@ -59,6 +59,9 @@ def test_machines_that_see_no_common_locks_take_items_in_other_orders(tmp_path):
     assert sorted(taken) == [*range(99)]
     assert taken != sorted(taken)
     assert list(folder.claim()) == [*range(99)]
+    (tmp_path / "claims" / "00000").mkdir()
+    with pytest.raises(DataError, match=r"claims/00000: cannot be locked \(Is a directory\)"):
+        list(folder.claim())
 
 
 @pytest.mark.parametrize("damage", ["short", "flipped", "decayed", "missing", "record", "moved"])

@@ -1,5 +1,6 @@
 """One job at a time in a run folder."""
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -16,8 +17,10 @@ from tests.data.making import caption_shards
 from tests.ranks import fork_server
 from tests.training import run_tree
 from vqclip import dist
+from vqclip.data.remote.cache import BoundedCache
+from vqclip.data.remote.retry import Deadline
 from vqclip.errors import ConfigError
-from vqclip.io.atomic import ProcessLock
+from vqclip.io.atomic import ProcessLock, hold_lock, remove_leftovers
 from vqclip.process.lock import LOCK_FILE, LOCK_FILES, RunLock
 from vqclip.train import Callback
 from vqclip.train import run as train
@@ -148,4 +151,32 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog)
     monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(37, "No locks available")))
     with RunLock(tmp_path) as lock:
         lock.acquire()
-    assert "No locks available" in caplog.text
+        for _ in range(2):
+            with hold_lock(tmp_path / "other"):
+                pass
+    cache = BoundedCache(tmp_path / "chunks", 10**6)
+    os.close(cache.open("a", lambda: b"a", Deadline(0)))
+    assert caplog.text.count("files in it cannot be locked (No locks available)") == 2
+    (tmp_path / ".tmp-in-use").touch()
+    remove_leftovers(tmp_path)
+    assert (tmp_path / ".tmp-in-use").exists()
+
+
+def test_files_of_another_user_are_locked_too(tmp_path, monkeypatch):
+    system_open = os.open
+
+    def refuse_writing(path, flags, *mode, **options):
+        if flags & os.O_RDWR and Path(path).exists():
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return system_open(path, flags, *mode, **options)
+
+    path = tmp_path / "lock"
+    path.write_text("process 1 on elsewhere\n")
+    monkeypatch.setattr(os, "open", refuse_writing)
+    with hold_lock(path, wait=False) as is_held:
+        assert is_held
+        assert ProcessLock(path).try_acquire() == "process 1 on elsewhere"
+    lock = ProcessLock(path)
+    assert lock.try_acquire() is None
+    lock.release()
+    assert path.read_text() == "process 1 on elsewhere\n"

@@ -49,6 +49,7 @@ from vqclip.train import TrainConfig
 from vqclip.train import run as train
 from vqclip.train.checkpointer import Checkpointer
 from vqclip.train.config import ScheduleConfig
+from vqclip.train.export import export_tokenizer
 from vqclip.train.main import require_samples
 from vqclip.train.parallel import CompiledRegions
 from vqclip.train.resume import Resumed
@@ -92,6 +93,26 @@ def test_a_run_leaves_everything_a_user_needs(tmp_path, shards, capsys):
     exported = vqclip.load_tokenizer(folder / "tokenizer", modality="text")
     assert torch.equal(exported.encode(["caption 3"]), trained.text.encode(["caption 3"]))
     assert "load_tokenizer" in (folder / "tokenizer" / "README.md").read_text()
+
+
+def test_an_export_keeps_what_others_added_and_skips_what_cannot_be_copied(tmp_path, monkeypatch, caplog):
+    task = mock.Mock(export=lambda folder: (folder / "config.json").write_text("new"))
+    for name in ("config.json", "notes/a", "unreadable"):
+        (tmp_path / "tokenizer" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "tokenizer" / name).write_text("old")
+    (tmp_path / "tokenizer" / ".#README.md").symlink_to("me@host.1")
+    copyfile = shutil.copyfile
+
+    def fail(source, target, **options):
+        if source.name == "unreadable":
+            raise PermissionError(13, "Permission denied", str(source))
+        return copyfile(source, target, **options)
+
+    monkeypatch.setattr(shutil, "copyfile", fail)
+    export_tokenizer(task, tmp_path / "tokenizer")
+    found = {path.name: path.is_symlink() or path.is_dir() or path.read_text() for path in tmp_path.rglob("*")}
+    assert found == {"tokenizer": True, "config.json": "new", "notes": True, "a": "old", ".#README.md": True}
+    assert "unreadable cannot be copied" in caplog.text
 
 
 def test_names_of_any_bytes(tmp_path, monkeypatch, capsys):

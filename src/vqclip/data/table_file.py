@@ -86,8 +86,8 @@ def save_table(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, np.nda
         write_file(path, content)
     except OSError as error:
         raise StorageError(
-            f"{path.parent}: the index of {name} cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder "
-            "with room"
+            f"{path.parent}: the index of {name} cannot be written ({error.strerror}); set VQCLIP_CACHE to another "
+            "folder"
         ) from None
 
 

@@ -258,7 +258,11 @@ class WorkFolder:
             for item in left:
                 path = self.path / _CLAIMS / f"{item:05d}"
                 lock = ProcessLock(path)
-                if lock.try_acquire() is not None:
+                try:
+                    is_busy = lock.try_acquire() is not None
+                except OSError as error:
+                    raise DataError(f"{path}: cannot be locked ({error.strerror})") from None
+                if is_busy:
                     lock.release()
                     busy.append(item)
                     continue
@@ -266,7 +270,8 @@ class WorkFolder:
                     if self.record(item) is None:  # another process may have finished it meanwhile
                         yield item
                 finally:
-                    path.unlink(missing_ok=True)
+                    with contextlib.suppress(PermissionError):  # another user's, in a folder with the sticky bit
+                        path.unlink(missing_ok=True)
                     lock.release()
             left = [item for item in busy if self.record(item) is None] if wait else []
             if left:

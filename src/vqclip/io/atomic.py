@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import fnmatch
+import functools
 import hashlib
 import io
 import logging
@@ -33,13 +34,37 @@ from vqclip.io.json_files import Strict
 logger = logging.getLogger(__name__)
 
 
-def try_lock(file: int) -> bool:
+def try_lock(file: int, wait: bool = False) -> bool:
     """Take the exclusive lock on an open file; return False if another process or file object holds it."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+def lock_if_possible(file: int, path: Path, wait: bool = False) -> bool:
+    """Lock the file open at a path as `try_lock` does; without locks it counts as locked, with one warning a folder."""
+    try:
+        return try_lock(file, wait)
+    except OSError as error:
+        _warn_of_locks(path.parent, error.strerror)
+        return True
+
+
+@functools.cache
+def _warn_of_locks(folder: Path, reason: str) -> None:
+    logger.warning("%s: files in it cannot be locked (%s): make sure that only one job uses it", folder, reason)
+
+
+def _open_lock(path: str | Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+    """Open a file to lock it; one of another user for reading alone."""
+    try:
+        return os.open(path, flags, 0o666)
+    except PermissionError:
+        if not os.path.exists(path):
+            raise
+        return os.open(path, flags & ~(os.O_RDWR | os.O_CREAT | os.O_APPEND))
 
 
 def is_at(file: int, path: Path) -> bool:
@@ -51,26 +76,23 @@ def is_at(file: int, path: Path) -> bool:
 
 
 def remove_unlocked(path: Path) -> bool:
-    """Remove a file unless a process has locked it; return whether it is gone."""
-    try:
+    """Remove a file unless a process has locked it or that cannot be known; return whether it is gone."""
+    with contextlib.suppress(OSError):
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        if unused := try_lock(file) and is_at(file, path):
-            path.unlink()
-        return unused
-    finally:
-        os.close(file)
+        try:
+            if try_lock(file) and is_at(file, path):
+                path.unlink()
+        finally:
+            os.close(file)
+    return not path.exists()
 
 
 @contextlib.contextmanager
-def hold_lock(path: Path) -> Iterator[None]:
-    """Wait for the exclusive lock on the file `path` and hold it; meant for work of milliseconds."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+def hold_lock(path: Path, wait: bool = True) -> Iterator[bool]:
+    """Wait for the exclusive lock on the file `path`, or try to take it; yield whether it is held."""
+    file = _open_lock(path)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield lock_if_possible(file, path, wait)
     finally:
         os.close(file)
 
@@ -81,7 +103,7 @@ os.register_at_fork(after_in_child=lambda: [file.close() for file in _files])
 
 
 def _open_no_link(name: str, flags: int) -> int:
-    return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+    return _open_lock(name, flags | os.O_NOFOLLOW)
 
 
 class ProcessLock:
@@ -103,7 +125,7 @@ class ProcessLock:
         """Take the lock, unless it is still held; return its holder if another process has it, else None.
 
         Raises:
-            OSError: the file cannot be opened or written to, or is a symbolic link.
+            OSError: the file cannot be opened, the disk is full, or it is a symbolic link.
         """
         if self._file is not None and not is_at(self._file.fileno(), self._path):
             if self._is_held:
@@ -115,19 +137,15 @@ class ProcessLock:
             self._file = open(self._path, "a+", encoding="utf-8", opener=_open_no_link)  # noqa: SIM115
         file = self._file
         _files.add(file)
-        try:
-            self._is_held = try_lock(file.fileno())
-        except OSError as error:
-            logger.warning("%s cannot be locked (%s): make sure that only one job uses it", self._path, error.strerror)
-            self._is_held = True
-            return None
+        self._is_held = lock_if_possible(file.fileno(), self._path)
         with name_file_in_errors(self._path):
             if not self._is_held:
                 file.seek(0)
                 return file.read(200).strip() or "its name is not in the file"
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
+            if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_RDWR:  # another user's file cannot be written to
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                file.flush()
         return None
 
     def release(self) -> None:
@@ -254,8 +272,7 @@ def remove_leftovers(folder: Path) -> None:
     It lists the folder, so it is called once for a job and not for every file.
     """
     for temporary in folder.glob(f"{TEMPORARY}*"):
-        with contextlib.suppress(OSError):  # locks do not work
-            remove_unlocked(temporary)
+        remove_unlocked(temporary)
 
 
 @contextlib.contextmanager
@@ -299,7 +316,8 @@ def replace_folder(target: Path, fill: Callable[[Path], object]) -> None:
         with name_file_in_errors(target):
             fill(temporary)
             for path in (*temporary.rglob("*"), temporary):
-                sync_folder(path) if path.is_dir() else sync(path)
+                if not path.is_symlink():
+                    sync_folder(path) if path.is_dir() else sync(path)
         if target.exists():
             target.rename(former)
         temporary.rename(target)

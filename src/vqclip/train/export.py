@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import filecmp
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +30,8 @@ from vqclip.train.tasks.kinds import load_task_config
 if TYPE_CHECKING:
     from vqclip.train.config import TaskConfig
 
+logger = logging.getLogger(__name__)
+
 _SUMMARY = "summary.json"
 MODEL_HELP = (
     "run folder (its exported tokenizer, else its newest checkpoint), checkpoint folder, exported tokenizer folder, or "
@@ -40,9 +44,17 @@ def export_tokenizer(task: Task, folder: Path) -> None:
 
     def fill(aside: Path) -> None:
         task.export(aside)
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if path.name not in FILES:
-                (shutil.copytree if path.is_dir() else shutil.copyfile)(path, aside / path.name)
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder)
+            try:
+                if path.is_dir() and not path.is_symlink():
+                    (aside / name).mkdir(exist_ok=True)
+                elif name.parts[0] not in FILES:
+                    shutil.copyfile(path, aside / name, follow_symlinks=False)
+            except OSError as error:  # such as another user's
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                logger.warning("%s cannot be copied, and is removed: %s", path, error)
         card, weights = folder / CARD_FILE, folder / WEIGHTS_FILE
         if card.is_file() and weights.is_file() and filecmp.cmp(weights, aside / WEIGHTS_FILE, shallow=False):
             shutil.copyfile(card, aside / CARD_FILE)

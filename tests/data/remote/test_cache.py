@@ -215,6 +215,27 @@ def test_a_chunk_on_its_way_counts_in_full(folder: Folder) -> None:
         os.close(in_use)
 
 
+def test_what_cannot_be_removed_from_it_is_left(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.use(*"abc")
+    for name in ("lost+found", "x.part"):
+        (folder.path / name).mkdir()
+    (folder.path / ".nfs1").touch()
+    for number, name in enumerate((".nfs1", "lost+found", *"abc")):
+        os.utime(folder.path / name, (number, number))
+    unlink = os.unlink
+
+    def fail(path: Path) -> None:
+        if os.path.basename(path) in (".nfs1", "a"):
+            raise OSError(errno.EBUSY, "busy")
+        unlink(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", fail)
+        folder.use("d", "e")
+    assert {"a", "d", "e", ".nfs1", "lost+found"} <= {path.name for path in folder.path.iterdir()}
+    assert int((folder.path / "ledger").read_text()) <= 4 * SIZE
+
+
 # ---- several processes
 
 

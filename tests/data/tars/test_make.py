@@ -74,7 +74,7 @@ def test_what_cannot_be_indexed(tmp_path: Path, server: FaultyServer, monkeypatc
     with pytest.raises(DataError, match=r"index of .* cannot be written \((File exists|Not a directory)\).*set VQCLIP"):
         make_index(shards, tmp_path / "index", parts=Parts(tmp_path / "file" / "parts"))
     monkeypatch.setenv("VQCLIP_CACHE", str(tmp_path / "file"))
-    with pytest.raises(StorageError, match="cannot be written .*set VQCLIP_CACHE to a folder with room"):
+    with pytest.raises(StorageError, match="cannot be written .*set VQCLIP_CACHE to another folder"):
         find_index(remote(f"{server.url}/a/0.tar"))
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from vqclip.data.remote.retry import Deadline
 from vqclip.errors import StorageError
-from vqclip.io.atomic import hold_lock, is_at, remove_unlocked, try_lock
+from vqclip.io.atomic import hold_lock, is_at, lock_if_possible, remove_unlocked
 
 FILLED = 0.95
 """Fraction of the limit that is left in use when files are removed."""
@@ -71,8 +71,8 @@ class BoundedCache:
                 # The folder may be removed at any time; then it is made again.
                 if not isinstance(error, FileNotFoundError) or deadline.left < 0:
                     raise StorageError(
-                        f"{self.folder}: cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder with "
-                        "room, or lower remote.cache_gib"
+                        f"{self.folder}: cannot be written ({error.strerror}); set VQCLIP_CACHE to another folder, "
+                        "or lower remote.cache_gib"
                     ) from None
             if deadline.left < 0:
                 raise StorageError(
@@ -122,7 +122,7 @@ class BoundedCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            if not (try_lock(file) and is_at(file, part)):
+            if not (lock_if_possible(file, part) and is_at(file, part)):
                 yield None
                 return
             try:
@@ -173,9 +173,11 @@ class BoundedCache:
         whole: list[tuple[int, int, str]] = []
         used = 0
         for entry in os.scandir(self.folder):
+            if entry.name == "ledger" or entry.name[0] == "." or entry.is_dir():  # such as .nfs1 or lost+found
+                continue
             with contextlib.suppress(FileNotFoundError):  # a part that became a file, or was discarded
                 status, is_part = entry.stat(follow_symlinks=False), entry.name.endswith(".part")
-                if entry.name == "ledger" or (is_part and remove_unlocked(Path(entry.path))):
+                if is_part and remove_unlocked(Path(entry.path)):
                     continue
                 counted, time_ns = self._count(status.st_size), status.st_mtime_ns
                 used += counted
@@ -185,9 +187,9 @@ class BoundedCache:
             for _, counted, path in sorted(whole):
                 if used + more <= self.room:
                     break
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                used -= counted
+                with contextlib.suppress(OSError):  # in use on NFS, or another user's
+                    Path(path).unlink(missing_ok=True)
+                    used -= counted
         return used
 
 

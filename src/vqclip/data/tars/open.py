@@ -34,7 +34,7 @@ from vqclip.data.tars.members import USUAL, MemberRules
 from vqclip.data.tars.reader import TarReader
 from vqclip.data.tars.store import copy_shard, find_copies, local_state, shard_names
 from vqclip.errors import ConfigError, DataError, StorageError, count_noun
-from vqclip.io.atomic import hold_lock, remove_leftovers, try_lock, write_file
+from vqclip.io.atomic import hold_lock, remove_leftovers, write_file
 from vqclip.io.files import cache_folder
 from vqclip.process import progress
 
@@ -100,8 +100,8 @@ class TarSet:
         if path.exists():
             return True
         shard, unchecked = self.shards[number], path.with_name(f"{path.name}.unchecked")
-        with _cache_errors(path), open(path.with_name(f"{path.name}.lock"), "a") as lock:
-            if not try_lock(lock.fileno()):
+        with _cache_errors(path), hold_lock(path.with_name(f"{path.name}.lock"), wait=False) as is_held:
+            if not is_held:
                 return False
             if path.exists():
                 return True
@@ -325,7 +325,7 @@ def _cache_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"{path}: cannot be written ({error.strerror}); set VQCLIP_CACHE to a folder with room"
+            f"{path}: cannot be written ({error.strerror}); set VQCLIP_CACHE to another folder"
         ) from None
 
 

@@ -302,7 +302,7 @@ def copy_shard(shard: Shard, path: Path, leave_out: bool) -> None:
         problem = DataError(f"{shard}: {error}", "damaged shard")
     except OSError as error:
         problem = StorageError(
-            f"{shard}: cannot be copied to {path} ({error.strerror}); set VQCLIP_CACHE to a folder with room",
+            f"{shard}: cannot be copied to {path} ({error.strerror}); set VQCLIP_CACHE to another folder",
             "gone" if isinstance(error, FileNotFoundError) else "storage",
         )
     except StorageError as error:
