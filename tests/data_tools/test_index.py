@@ -56,6 +56,11 @@ def test_beside_the_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     shards = tiny(tmp_path / "a")
+    (tmp_path / "a" / job.PARTS).mkdir()  # another user's
+    monkeypatch.setattr(job.os, "access", lambda path, _: path.name != job.PARTS)
+    assert "training finds it beside the shards" in run(capsys, tmp_path / "a")
+    assert not any((tmp_path / "a" / job.PARTS).iterdir())
+    find_index(shards).path.unlink()
     monkeypatch.setattr(job.os, "access", lambda *_: False)  # a read-only folder; root may write to any
     assert "it is in the cache, where training on this machine" in run(capsys, tmp_path / "a")
     assert find_index(shards).path == cached_index(shards)

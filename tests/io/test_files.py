@@ -5,17 +5,19 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
 from tests.models import tiny_model
-from vqclip.errors import CheckpointError
+from vqclip.errors import CheckpointError, ConfigError
 from vqclip.evaluation.encode import save_ids
 from vqclip.evaluation.results import write_json
 from vqclip.io import parts
 from vqclip.io.atomic import remove_leftovers, replace_folder, write_file, write_text
+from vqclip.io.files import cache_folder
 from vqclip.io.json_files import add_checksum, read_versioned
 from vqclip.io.parts import Part
 from vqclip.io.tensors import checksums, map_tensors, save_tensors
@@ -82,6 +84,21 @@ def test_tensors_are_as_readable_as_any_other_file(tmp_path, mask):
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) == 7
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~mask}
+
+
+def test_what_a_system_refuses_and_nobody_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("vqclip.io.files.sync", refuse)  # of a folder that cannot be listed
+    write_file(tmp_path / "a", b"")
+    monkeypatch.setattr(Path, "chmod", refuse)
+    save_tensors({}, tmp_path / "b")
+    monkeypatch.delenv("VQCLIP_CACHE", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", mock.Mock(side_effect=KeyError))
+    with pytest.raises(ConfigError, match="set VQCLIP_CACHE or HOME"):
+        cache_folder()
 
 
 def disk_full(*_: object, **__: object) -> None:

@@ -70,9 +70,10 @@ def _choose_place(tars: TarSet) -> tuple[Path, Parts, RemoteFolder | None, str]:
     """
     shards, advice = tars.shards, "training finds it beside the shards"
     folder, name, cached = data_folder(shards), index_name(shards, tars.rules), cached_index(shards, tars.rules)
-    if isinstance(folder, Path) and os.access(folder, os.W_OK):
-        return folder / name, Parts(folder / PARTS), None, advice
     kept = cached.with_suffix(".parts")
+    if isinstance(folder, Path) and os.access(folder, os.W_OK):
+        is_mine = os.access(folder / PARTS, os.W_OK) or not (folder / PARTS).exists()  # or another user's
+        return folder / name, Parts(folder / PARTS if is_mine else kept), None, advice
     if isinstance(folder, str) and protocol_of(folder) in STORES:
         options = next((each.options for each in shards if isinstance(each, RemoteShard)), RemoteConfig())
         parts = RemoteFolder(f"{folder}/{PARTS}", options)

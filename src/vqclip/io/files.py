@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from vqclip.errors import CheckpointError, DataError
+from vqclip.errors import CheckpointError, ConfigError, DataError
 
 PICKLED = (*(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill", ".npy", ".npz", ".h5"), ".msgpack")
 """Endings of files of weights that could run code, or that nothing here reads; they are named, and never opened."""
@@ -43,7 +43,10 @@ class Stamp(NamedTuple):
 
 def cache_folder() -> Path:
     """Return the folder of indexes and drawn data: environment variable VQCLIP_CACHE, else ~/.cache/vqclip."""
-    return Path(os.environ.get("VQCLIP_CACHE") or Path.home() / ".cache" / "vqclip")
+    try:
+        return Path(os.environ.get("VQCLIP_CACHE") or Path.home() / ".cache" / "vqclip")
+    except RuntimeError:
+        raise ConfigError("no folder for the cache: this user has no home folder; set VQCLIP_CACHE or HOME") from None
 
 
 def expand_home(path: str | Path) -> Path:
@@ -183,11 +186,11 @@ def sync(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the list of a folder's entries is on the disk; skipped on network file systems that cannot do it."""
+    """Wait until the list of a folder's entries is on the disk; skipped where the system cannot do it or refuses."""
     try:
         sync(folder)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):  # the last: it may not be listed
             raise
 
 

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import stat
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,8 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
             path.write_bytes(safetensors.torch.save(tensors, metadata))
     except SafetensorError as error:  # such as a full disk
         raise OSError(f"{path}: cannot be written: {error}") from error
-    path.chmod(mode)
+    with suppress(OSError):  # a file system without permissions
+        path.chmod(mode)
 
 
 @contextmanager
