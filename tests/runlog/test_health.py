@@ -130,7 +130,9 @@ def test_rows_of_a_stop_change_nothing_and_the_last_row_counts():
     plain = judged(rows)
     assert len(plain[0]) == 1
     assert judged(sorted([*rows, *stops], key=lambda row: row[0])) == plain
-    assert "the gradient is 0" in judged([*rows, (405, {"grad_norm": 0.0})])[1]["verdict"]
+    assert (
+        "the gradient is 0" in judged([*rows[:-2], *((n, {"grad_norm": 0.0}) for n in (390, 400, 405))])[1]["verdict"]
+    )
 
 
 class Watched:
@@ -233,37 +235,47 @@ def test_each_codebook_is_told_of_once():
 
 
 def test_a_sign_that_comes_and_goes_is_told_once_also_after_a_resume():
-    watched, said = Watched(FSQConfig(levels=(4, 4)).build(), steps=5), []
-    for cosine in [1.0, 0.5, 0.5, 1.0, 0.5] * 4 + [0.5] * 15 + [1.0]:
+    watched, said = Watched(FSQConfig(levels=(4, 4)).build(), steps=1), []
+    for cosine in [0.5, *[1.0] * 4, 0.5, 0.5, 1.0, 0.5] * 4 + [0.5] * 15 + [1.0] * 3:
         watched.resume()
         x = tokens(64, watched.quantizer)
         said += [watched.done for _ in watched.step(x, **{"text/embedding_cosine": cosine})]
-    assert said == [1]
+    assert said == [4]
 
 
 SIGNS = [
-    ({"grad_norm": 0.0}, 1, "the gradient is 0"),
-    ({"text/embedding_cosine": 1.0 - 1e-8}, 1, "all text embeddings of a batch are equal"),
-    ({"loss": 4.852, "chance": CHANCE}, 5, r"the loss is at chance. It is 4\.8520, that of a model that knows nothing"),
+    ({"grad_norm": 0.0}, "the gradient is 0"),
+    ({"text/embedding_cosine": 1.0 - 1e-8}, "all text embeddings of a batch are equal"),
+    ({"loss": 4.852, "chance": CHANCE}, r"the loss is at chance. It is 4\.8520, that of a model that knows nothing"),
 ]
 
 
-@pytest.mark.parametrize(("figures", "first", "text"), SIGNS)
-def test_signs_of_death_are_told_once(figures, first, text):
+@pytest.mark.parametrize(("figures", "text"), SIGNS)
+def test_signs_of_death_are_told_once(figures, text):
     watched = Watched(FSQConfig(levels=(4, 4)).build(), steps=5)
     said = [watched.step(tokens(64, watched.quantizer), **figures) for _ in range(9)]
-    assert [len(messages) for messages in said] == [int(number + 1 == first) for number in range(9)]
+    assert [len(messages) for messages in said] == [0, 0, 0, 0, 1, 0, 0, 0, 0]
     text = f"Dead since step 1: {text}"
-    assert re.match(rf"{text}.*start again with a lower optim\.lr", said[first - 1][0])
+    assert re.match(rf"{text}.*start again with a lower optim\.lr", said[4][0])
     assert re.match(text, watched.health.summary()["verdict"])
     watched.step(tokens(64, watched.quantizer))
     assert watched.health.summary()["verdict"] == "no sign of collapse"
 
 
+@pytest.mark.parametrize(("figures", "text"), SIGNS)
+def test_signs_of_death_in_rare_reports_of_a_healthy_run_are_not_told(figures, text):
+    """Two in a row may be of batches of one class; a third is not."""
+    health, said, healthy = judge(CollapseConfig(), None, CHANCE, every=20), [], {"loss": 1.0, "grad_norm": 1.0}
+    for number, is_ill in enumerate([0, 1, 0, 1, 1, 0, 1, 1, 1], start=1):
+        said += [number for _ in health.add(20 * number, healthy | (figures if is_ill else {}))]
+        assert health.summary()["verdict"].startswith("Dead since step 140: " if number == 9 else "no sign")
+    assert said == [9]
+
+
 def test_a_first_report_covers_the_steps_before_it_and_too_few_tokens_tell_nothing():
     watched = Watched(FSQConfig(levels=(4, 4)).build(), steps=5)
     watched.done = 99
-    assert "the loss is" in watched.step(tokens(64, watched.quantizer), loss=5.0)[0]
+    assert watched.step(tokens(64, watched.quantizer), loss=5.0) == []
     assert watched.health.summary()["verdict"].startswith("Dead since step 100: the loss")
     watched = Watched(LFQConfig(bits=12).build(), steps=1)
     assert [watched.step(torch.ones(3, 12)) for _ in range(3)] == [[], [], []]
@@ -319,6 +331,6 @@ def test_a_dead_run_says_so(tmp_path, shards, caplog, monkeypatch):
     assert f"  health      {written['verdict']}" in render(summary)
     warned = [record.getMessage() for record in caplog.records if "step" in record.getMessage()]
     assert [f"step {each['step']}: {each['text']}" for each in written["warnings"]] == warned
-    assert written["warnings"][0]["step"] <= 20
+    assert written["warnings"][0]["step"] == 30
     for sign in ("image embeddings of a batch are equal", "the loss is at chance. It is 2.48", "1 of 64 codes in use"):
         assert sign in written["verdict"]

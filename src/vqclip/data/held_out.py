@@ -2,8 +2,9 @@
 
     a sample is held out  <=>  hash(its place in the data) < share · 2^64, or of few samples: it is the least of all
 
-So an image of a folder, or named by a table, stays on its side when others are added or removed, and a smaller share
-is a part of a larger one. Places in Parquet files and hub data sets contain row numbers, which may move.
+So an image of a folder, or named by a table, stays on its side when others are added or removed (but a new one may
+take the place of the least of few), and a smaller share is a part of a larger one. Places in Parquet files and hub data
+sets contain row numbers, which may move.
 """
 
 from __future__ import annotations

@@ -14,12 +14,14 @@ The run warns once of each sign, when it has lasted:
 
 | kind | sign | lasts |
 |---|---|---|
-| dead | the gradient is 0; all embeddings of a batch are equal | - |
-| dead | the loss is that of a model that knows nothing | `collapse.steps` |
+| dead | the gradient is 0; all embeddings of a batch are equal | `collapse.steps`, three rows |
+| dead | the loss is that of a model that knows nothing | `collapse.steps`, three rows |
 | collapsed | the perplexity of a codebook is far below that of evenly used codes | `collapse.steps` |
 | diverged | the loss has lost much of what it had gained, or is above that of a dead model | `divergence.steps` |
 | diverged | the gradient norm is far above the usual one | - |
 | overfitted | the loss is nearly 0, and figures of held-out data have not risen in two evaluations | - |
+
+A batch of one class has the signs of a dead model: so three rows. A run of fewer is dead if all its rows are.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ RECENT = 5
 """Reports whose median counts as the present loss or gradient norm, so that a single spike is no divergence."""
 USUAL = 100
 """Reports before those, whose median is the usual gradient norm; at least a tenth of them is needed."""
+_DEAD_ROWS = 3
+"""Rows that the signs of a dead model must last before the warning."""
 _MAX_WARNINGS = 1000
 """Warnings that a summary has; older ones are in the log."""
 _LEARNT, _GOOD = 0.02, 0.9
@@ -149,8 +153,8 @@ class CollapseConfig(Config):
     """A codebook has collapsed if its perplexity is below this fraction of the codes that the same number of tokens
     would use if all codes were equally likely; also if nearly all its tokens have one code."""
     steps: int = Field(20, ge=1)
-    """Steps for which a codebook uses too few codes, or the loss is at chance, before the warning; a gradient of 0 and
-    equal embeddings are reported at once."""
+    """Steps for which a codebook uses too few codes, or, in three reports at least, the loss is at chance, the gradient
+    is 0 or all embeddings are equal, before the warning."""
 
     def has_collapsed(self, codebook: Codebook) -> bool:
         """Return whether a codebook uses too few of its codes.
@@ -218,6 +222,8 @@ class _Sign:
     advice: str
     wait: int = 0
     """Steps that it must last before the warning."""
+    rows: int = 1
+    """Rows that it must last before the warning."""
     at_once: bool = False
     """Whether the verdict has it before it has lasted."""
     codebooks: tuple[str, ...] = ()
@@ -239,13 +245,14 @@ class Health:
 
     def __init__(self, settings: HealthSettings):
         self._settings, self._collapse, self._divergence = settings, settings.collapse, settings.divergence
-        self._step = 0
+        self._step = self._rows = 0
         self.codebooks: list[Codebook] = []
         self.warnings: deque[dict[str, Any]] = deque(maxlen=_MAX_WARNINGS)
         self._signs: list[_Sign] = []
         """Signs of the last row."""
-        self._began: dict[str, tuple[int, int]] = {}
-        """Key of a sign → the row before the newest ones that all have it (0 without one), and the first of these."""
+        self._began: dict[str, tuple[int, int, int]] = {}
+        """Key of a sign → the row before the newest ones that all have it (0 without one), and the first and number of
+        these."""
         self._overfitted: Finding | None = None
         self._told: set[str] = set()
         """Keys of signs that the run has warned of."""
@@ -274,15 +281,16 @@ class Health:
         if self._divergence is not None and is_warm and not is_open:
             found += self._find_rise(self._divergence, step, loss, chance)
             found += self._find_explosion(self._divergence, figures.get("grad_norm", math.nan))
-        before, self._step, self._signs = self._step, step, found
-        self._began = {key: self._began.get(key, (before, step)) for sign in found for key in sign.keys}
-        return [
-            text for sign in found if (lasting := self._lasting(sign)) for text in self._warn(lasting, self._find(sign))
-        ]
+        new, self._step, self._signs, self._rows = (self._step, step, 0), step, found, self._rows + 1
+        began = {key: self._began.get(key, new) for sign in found for key in sign.keys}
+        self._began = {key: (before, first, rows + 1) for key, (before, first, rows) in began.items()}
+        lasting = [(sign, keys) for sign in found if (keys := self._lasting(sign, sign.rows))]
+        return [text for sign, keys in lasting for text in self._warn(keys, self._find(sign))]
 
-    def _lasting(self, sign: _Sign) -> list[str]:
-        """Return the keys of a sign of the last row that have lasted."""
-        return [key for key in sign.keys if self._step - self._began[key][0] >= sign.wait]
+    def _lasting(self, sign: _Sign, rows: int) -> list[str]:
+        """Return the keys of a sign of the last row that have lasted, in this number of rows or more."""
+        began = {key: self._began[key] for key in sign.keys}
+        return [key for key, (before, _, n) in began.items() if self._step - before >= sign.wait and n >= rows]
 
     def _find(self, sign: _Sign) -> Finding:
         since = min(self._began[key][1] for key in sign.keys)
@@ -327,7 +335,9 @@ class Health:
 
         A codebook that has collapsed in the last row counts at once: the next row may never come.
         """
-        lasting = [s for s in self._signs if self._lasting(s) or (s.at_once and self._step >= s.wait)]
+        lasting = [
+            s for s in self._signs if self._lasting(s, min(s.rows, self._rows)) or (s.at_once and self._step >= s.wait)
+        ]
         return [*map(self._find, lasting), *([] if self._overfitted is None else [self._overfitted])]
 
     def summary(self) -> dict[str, Any]:
@@ -374,14 +384,16 @@ class Health:
 def _find_dead(config: CollapseConfig, figures: Mapping[str, float], loss: float, chance: float) -> Iterator[_Sign]:
     """Find signs of a model that no longer learns."""
     if figures.get("grad_norm", math.inf) < 1e-12:
-        yield _Sign("Dead since step {}: the gradient is 0", "The model no longer learns.", _RESTART)
+        title = "Dead since step {}: the gradient is 0"
+        yield _Sign(title, "The model no longer learns.", _RESTART, config.steps, _DEAD_ROWS)
     for modality in CODED:
         if figures.get(f"{modality}/embedding_cosine", 0.0) > 1 - 1e-5:
             title = f"Dead since step {{}}: all {modality} embeddings of a batch are equal"
-            yield _Sign(title, "The model no longer learns, or all its inputs are equal.", _RESTART)
+            text = "The model no longer learns, or all its inputs are equal."
+            yield _Sign(title, text, _RESTART, config.steps, _DEAD_ROWS)
     if abs(loss - chance) <= 1e-3 * chance:
         text = f"It is {loss:.4f}, that of a model that knows nothing ({chance:.4f})."
-        yield _Sign("Dead since step {}: the loss is at chance", text, _RESTART, config.steps)
+        yield _Sign("Dead since step {}: the loss is at chance", text, _RESTART, config.steps, _DEAD_ROWS)
 
 
 def _find_collapsed(config: CollapseConfig, codebooks: Sequence[Codebook]) -> Iterator[_Sign]:
