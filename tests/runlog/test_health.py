@@ -11,6 +11,7 @@ from tests.ranks import for_each
 from tests.training import run_tree
 from vqclip import dist
 from vqclip.errors import ShapeError
+from vqclip.losses import ContrastiveLoss
 from vqclip.quantizers import FSQConfig, LFQConfig, ProductConfig, VQConfig, sync
 from vqclip.runlog.health import CollapseConfig, DivergenceConfig, Health, HealthSettings
 from vqclip.train import TrainConfig
@@ -68,11 +69,14 @@ def test_a_loss_above_chance_and_gradients_that_explode():
     assert text.startswith(start)
 
 
-def test_overfitting_is_told_once_and_ends_with_a_better_evaluation():
-    health, said = judge(None, DivergenceConfig()), []
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_overfitting_is_told_once_and_ends_with_a_better_evaluation(smoothing):
+    lowest = ContrastiveLoss(label_smoothing=smoothing).lowest(128)
+    health, said = judge(None, DivergenceConfig(), lowest=lowest), []
     rates = {2: 0.1, 4: 0.3, 6: 0.2, 8: 0.3, 10: 0.25, 12: 0.4}
     for number in range(1, 13):
-        health.add(10 * number, {"loss": CHANCE / 1.5**number if number < 6 else 0.007, "grad_norm": 1.0})
+        loss = CHANCE / 1.5**number if number < 6 else lowest + 0.007
+        health.add(10 * number, {"loss": loss, "grad_norm": 1.0})
         if number in rates:
             evaluation = {"set/quantized/i2t_r1": rates[number], "set/quantized/i2t_r10": 0.99, "set/quantized/psnr": 9}
             said += [(10 * number, text) for text in health.add_evaluation(10 * number, evaluation)]
@@ -80,8 +84,8 @@ def test_overfitting_is_told_once_and_ends_with_a_better_evaluation():
     ((step, text),) = said
     assert step == 80
     assert text.startswith(
-        "Overfitted since step 40. The loss on training batches is 0.007, and R@1 of held-out data has not risen since "
-        "then (30.0%). What may help"
+        f"Overfitted since step 40. The loss on training batches is {lowest + 0.007:.3g}, and R@1 of held-out data has "
+        "not risen since then (30.0%). What may help"
     )
     assert health.summary()["warnings"] == [{"step": 80, "text": text}]
 

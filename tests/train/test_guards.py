@@ -132,6 +132,12 @@ def test_chance_is_the_loss_of_equal_logits(loss):
     assert float(loss(same, same, scale, bias)) == pytest.approx(loss.chance(8))
 
 
+def test_the_lowest_loss_is_that_of_the_smoothed_targets():
+    loss, apart = ContrastiveLoss("gather", label_smoothing=0.2), torch.eye(8, dtype=torch.float64)
+    assert float(loss(apart, apart, torch.tensor(0.825 / 0.025).double().log())) == pytest.approx(loss.lowest(8))
+    assert ContrastiveLoss().lowest(8) == SigmoidLoss().lowest(8) == 0.0
+
+
 # ---- A step that must not be applied changes no bit, on any rank, whatever it would have changed.
 
 

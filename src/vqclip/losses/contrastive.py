@@ -117,6 +117,12 @@ class Loss(nn.Module, ABC):
     def chance(self, batch_size: int) -> float:
         """Return the lowest loss of a global batch with equal logits and without keys."""
 
+    def lowest(self, batch_size: int) -> float:
+        """Return the lowest loss of a global batch without keys: the entropy of the smoothed targets."""
+        other = self.label_smoothing / batch_size
+        shares = [1 - (batch_size - 1) * other, *[other] * (batch_size - 1)]
+        return sum(share * math.log(1 / share) for share in shares if share)
+
     @abstractmethod
     def _of_logits(self, logits: Tensor, bias: Tensor | None, left_out: Tensor | None) -> Tensor:
         """Return the loss of ``(G, G)`` logits without bias, of which some, bool, are not negatives."""

@@ -19,7 +19,7 @@ The run warns once of each sign, when it has lasted:
 | collapsed | the perplexity of a codebook is far below that of evenly used codes | `collapse.steps` |
 | diverged | the loss has lost much of what it had gained, or is above that of a dead model | `divergence.steps` |
 | diverged | the gradient norm is far above the usual one | - |
-| overfitted | the loss is nearly 0, and figures of held-out data have not risen in two evaluations | - |
+| overfitted | the loss is nearly the lowest, and figures of held-out data have not risen in two evaluations | - |
 
 A batch of one class has the signs of a dead model: so three rows. A run of fewer is dead if all its rows are.
 """
@@ -52,8 +52,8 @@ _DEAD_ROWS = 3
 _MAX_WARNINGS = 1000
 """Warnings that a summary has; older ones are in the log."""
 _LEARNT, _GOOD = 0.02, 0.9
-"""Loss, as a fraction of that of a model that knows nothing, below which the training data are learnt; mean rate of
-held-out data from which a model is not called overfitted."""
+"""Loss, as a fraction of the way from the lowest to that of a model that knows nothing, below which the training data
+are learnt; mean rate of held-out data from which a model is not called overfitted."""
 _RESTART = (
     "Such weights rarely recover: start again with a lower optim.lr (a tenth) or a longer optim.warmup_steps, or "
     "resume from an earlier checkpoint."
@@ -190,6 +190,8 @@ class HealthSettings(Strict):
     """Metric by which progress is judged: the contrastive loss, or the error of decoded images."""
     chance: float | str
     """Its value for a model that knows nothing, or the metric that has it."""
+    lowest: float = 0.0
+    """Its lowest value: with label smoothing more than 0."""
     codes: dict[str, Annotated[int, Field(ge=1, le=2**64)]]
     """K of each codebook, by modality; codebooks of others are not judged."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -261,7 +263,7 @@ class Health:
         self._lowest, self._lowest_at = math.inf, 0
         """Lowest median of the losses, and its step."""
         self._share = math.nan
-        """Median of the losses, as a fraction of that of a model that knows nothing."""
+        """Median of the losses, as a fraction of the way from the lowest to that of a model that knows nothing."""
         self._rates: dict[int, float] = {}
         """Step → mean rate of held-out data."""
 
@@ -357,7 +359,8 @@ class Health:
         if len(self._losses) < RECENT or not chance:  # 0 in batches of one sample
             return
         now = statistics.median(self._losses)
-        self._share = now / chance
+        lowest = self._settings.lowest
+        self._share = (now - lowest) / max(chance - lowest, 1e-12)
         if now < self._lowest:
             self._lowest, self._lowest_at = now, step
         gained = chance - self._lowest

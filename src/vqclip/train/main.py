@@ -301,12 +301,13 @@ def _open_records(config: TaskConfig, task: Task, data: TrainData, resumed: Resu
     prompts = [len(each.classnames) * len(each.templates) for each in data.samples.sources]
     if all(prompts) and sum(prompts) < codes.get("text", 0):
         del codes["text"]  # so few texts cannot use all codes
-    loss, chance = task.progress(config.train.batch_size)
+    loss, chance, lowest = task.progress(config.train.batch_size)
     health = HealthSettings(
         collapse=guards.collapse,
         divergence=guards.divergence,
         loss=loss,
         chance=chance,
+        lowest=lowest,
         codes=codes,
         warmup_steps=config.optim.warmup_steps,
         every=config.train.report_every,

@@ -203,8 +203,8 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def progress(self, batch_size: int) -> tuple[str, float | str]:
-        """Return the metric by which a run is judged, and its value, or the metric of it, for an untrained model."""
+    def progress(self, batch_size: int) -> tuple[str, float | str, float]:
+        """Return the metric by which a run is judged; its value, or the metric of it, untrained; its lowest value."""
 
     # Around the steps.
 

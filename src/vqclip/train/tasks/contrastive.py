@@ -207,9 +207,9 @@ class ContrastiveTask(Task):
             found[f"{modality}/embedding_cosine"] = squares / (count * (count - 1)).clamp(min=1)
         return found
 
-    def progress(self, batch_size: int) -> tuple[str, float | str]:
-        """Return the contrastive loss, and its value at chance."""
-        return f"loss/{self.loss.name}", float(self.loss.chance(batch_size))
+    def progress(self, batch_size: int) -> tuple[str, float | str, float]:
+        """Return the contrastive loss, its value at chance, and its lowest value."""
+        return f"loss/{self.loss.name}", float(self.loss.chance(batch_size)), self.loss.lowest(batch_size)
 
     @property
     def tokenizers(self) -> dict[Modality, Tokenizer]:

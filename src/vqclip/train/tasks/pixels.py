@@ -136,9 +136,9 @@ class PixelTask(Task):
             found |= {f"{name}/{key}": value for key, value in quantizer.metrics(sums[name]).items()}
         return found
 
-    def progress(self, batch_size: int) -> tuple[str, float | str]:
+    def progress(self, batch_size: int) -> tuple[str, float | str, float]:
         """Return the squared error, and that of an image of the mean colour."""
-        return "pixels/mse", "pixels/variance"
+        return "pixels/mse", "pixels/variance", 0.0
 
     @property
     def tokenizers(self) -> dict[Modality, Tokenizer]:
