@@ -266,7 +266,7 @@ def too_many_bad_ones(tree):
         return make(self, source, index, epoch)
 
     with (
-        mock.patch.object(loader, "_MIN_SEEN", 10),
+        mock.patch.object(loader, "SMALL", 10),
         mock.patch.object(SampleMaker, "_make", bad_here),
         before_steps(lambda step, batch, number: steps.append(number)),
         pytest.raises(DataError) as error,

@@ -62,7 +62,7 @@ def constant(values: Any, device: torch.device, dtype: torch.dtype | None = None
     """Make a tensor of the constants of a module, at each use.
 
     As a buffer that is not saved they would be whatever the memory held in a model that is built on `meta` and then
-    loaded, as transformers, accelerate and FSDP2 do.
+    loaded, as transformers, accelerate and FSDP2 do. The host waits for nothing: CUDA copies up to 64 KB at once.
     """
     return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
