@@ -47,17 +47,23 @@ def test_a_few_bad_samples_of_small_data_stop_nothing(tmp_path: Path) -> None:
     assert {given: allowed_bad(*given) for given in sizes} == sizes
 
 
-@pytest.mark.parametrize("count", [15, 30])
-def test_as_many_bad_samples_as_allowed_stop_no_larger_data(tmp_path: Path, count: int) -> None:
+@pytest.mark.parametrize(("sizes", "count"), [((1500,), 15), ((1500,), 30), ((500, 400), 10)])
+def test_as_many_bad_samples_as_allowed_stop_no_larger_data(tmp_path: Path, sizes: tuple[int, ...], count: int) -> None:
     """The share of those seen so far is by chance above that of all, nearly always at some step of an epoch."""
-    image, members = encode(pixels(0)), dict[str, bytes]()
-    for number in range(1500):
-        members |= {f"{number:09d}.jpg": image if number >= count else b"", f"{number:09d}.txt": b"a caption"}
-    write_tar(tmp_path / "0.tar", members)
-    data = spoilt_data(tmp_path, batch_size=20, max_bad_fraction=0.01)
-    with pytest.raises(DataError) if count > 15 else contextlib.nullcontext():
-        list(data.batches(0, 150))
-        assert data.replaced == 30
+    image, sources = encode(pixels(0)), []
+    for source, size in enumerate(sizes):
+        members = dict[str, bytes]()
+        for number in range(size):
+            is_bad = source == 0 and number < count
+            members |= {f"{number:09d}.jpg": b"" if is_bad else image, f"{number:09d}.txt": b"a caption"}
+        write_tar(tmp_path / str(source) / "0.tar", members)
+        sources.append(CaptionShardsConfig(path=str(tmp_path / str(source)), weight=1 / (1 + source)))
+    data = open_data(tmp_path, sources=tuple(sources), batch_size=20, max_bad_fraction=0.01)
+    for start in (0, 37):
+        data.seen = data.replaced = 0
+        with pytest.raises(DataError) if count > 15 else contextlib.nullcontext():
+            list(data.batches(start, start + 150))
+            assert data.replaced > count
 
 
 def test_nothing_but_bad_samples(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ class Recorder(Callback):
         self.hooks.append(("start", training.done))
 
     def on_step_start(self, training):
-        assert training.step.model.training, "whatever the hook before has done"
+        for part in (training.step.model, training.step.model.image.tower):
+            assert part.training, "whatever the hook before has done"
         self.hooks.append(("step", training.batch.step))
 
     def on_step_end(self, training):
@@ -41,7 +42,7 @@ class Recorder(Callback):
         lines = (folder / "metrics.jsonl").read_text().splitlines()
         self.seen.append([len(lines), *sorted(path.name[-1] for path in (folder / "checkpoints").glob("step-*"))])
 
-        training.step.model.eval()
+        (training.step.model if training.done % 2 else training.step.model.image).eval()
 
     def on_train_end(self, training):
         self.hooks.append(("end", training.done))

@@ -250,7 +250,7 @@ class TrainData:
                 self.last_replaced.extend(batch.bad)
                 self._unreported += [(batch.step, bad) for bad in batch.bad]
                 self._lengths.update(batch.lengths)
-                if judge:
+                if judge and self.has_too_many_bad:
                     self.require_few_bad(self.replaced, self.seen)
                 yield batch
 
@@ -266,13 +266,17 @@ class TrainData:
 
     @property
     def has_too_many_bad(self) -> bool:
-        """True if `require_few_bad` would raise for this rank's samples."""
-        return self.replaced > self._limit(self.seen)
+        """True if this rank's samples alone are more than all could have; `require_few_bad` decides for all."""
+        return self.replaced > self._limit(self.seen, of_rank=True)
 
-    def _limit(self, seen: int) -> float:
-        fraction, size = self.options.max_bad_fraction, len(self)
+    def _limit(self, seen: int, of_rank: bool = False) -> float:
+        fraction, size, order = self.options.max_bad_fraction, len(self), self.order
         usual = fraction * max(seen, SMALL)
-        most = allowed_bad(fraction, size) * math.ceil(seen / size)  # the same come in each pass over the data
+        # The same come in each pass over a source. Passes of sources with other weights, and those that a rank reads
+        # from a step on, begin and end anywhere.
+        weights = [slots / of_source for slots, of_source in zip(order.slots, order.sizes, strict=True)]
+        passes = math.ceil(seen * max(weights) / sum(order.slots)) + (of_rank or len({*weights}) > 1)
+        most = allowed_bad(fraction, size) * passes
         # In large data few of a pass are seen, and by chance more of them are bad than of the others.
         return max(usual, most if size < SMALL else min(most, usual + 5 * math.sqrt(usual)))
 

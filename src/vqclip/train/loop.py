@@ -125,8 +125,9 @@ def _call(callbacks: Sequence[Callback], hook: str, training: Training, *args: o
     for callback in callbacks:
         try:
             getattr(callback, hook)(training, *args)
-            if not training.step.model.training:  # the hook has used it in evaluation mode
-                training.step.model.train()
+            model = training.step.model
+            if not all(part.training for part in (model, *model.children())):  # the hook used it in evaluation mode
+                model.train()
         except (VqclipError, OSError, StopRequested):  # their messages are complete
             raise
         except Exception:

@@ -121,7 +121,8 @@ class Callback:
       `DistributedError`, at the latest after ``run.timeout_s``. The log names the callback.
 
     A hook that may take longer than ``run.step_timeout_s`` first calls ``training.watchdog.at(training.done, "what it
-    does", patient=True)``; it then has ``run.timeout_s``. After a hook the model is in training mode again.
+    does", patient=True)``; it then has ``run.timeout_s``. A hook that puts the model or one of its tokenizers in
+    evaluation mode need not set it back.
 
     `Training.request_stop` ends the run after the current step (the next one, with several processes), such as a trial
     of a sweep that is not worth its time. A hook that reads a tensor of ``training.result`` waits for the device.
