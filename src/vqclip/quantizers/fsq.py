@@ -92,33 +92,34 @@ class FSQ(Quantizer):
 
     def _nearest(self, bounded: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            unit = self._unit(bounded)
+            levels = constant(self.levels, bounded.device)
+            unit = self._wide(self._unit(levels), bounded)
             if self.layout == "original":
                 digits = (bounded * unit).round_().add_(unit)
             else:  # an even number of levels has 0 between two of them: rounded up, as vector-quantize-pytorch does
                 digits = (bounded + 1).mul_(unit).add_(0.5).floor_()
-            last = self._wide(constant(self.levels, bounded.device) - 1, bounded)
-            digits = digits.nan_to_num_(0).clamp_(torch.zeros_like(unit), last)
+            digits = digits.nan_to_num_(0).clamp_(torch.zeros_like(unit), self._wide(levels - 1, bounded))
             ids = ids_from_digits(digits.to(torch.int32), self.levels)
-            return self._values(digits), ids.unsqueeze(-1)
+            return self._values(digits, unit), ids.unsqueeze(-1)
 
     def _decode(self, ids: Tensor) -> Tensor:
         rest, digits = ids.squeeze(-1).clamp(min=0), []
         for base in self.levels:
             digits.append(rest % base)
             rest = rest // base
-        return self._values(torch.stack(digits, dim=-1)).masked_fill(ids < 0, 0)
+        every = torch.stack(digits, dim=-1)
+        unit = self._wide(self._unit(constant(self.levels, ids.device)), every)
+        return self._values(every, unit).masked_fill(ids < 0, 0)
 
-    def _values(self, digits: Tensor) -> Tensor:
+    @staticmethod
+    def _values(digits: Tensor, unit: Tensor) -> Tensor:
         """Return the values of ``(T, G, D)`` digits ``0, ..., L - 1`` in float32, for encoding and decoding."""
-        unit = self._unit(digits).float()
+        unit = unit.float()
         return digits.float().sub_(unit).div_(unit)
 
-    def _unit(self, like: Tensor) -> Tensor:
-        """Return ``(G, D)``: digits per unit of the value, which is also the (half-integer) digit of the value 0."""
-        levels = constant(self.levels, like.device)
-        unit = levels // 2 if self.layout == "original" else (levels - 1) / 2
-        return self._wide(unit, like)
+    def _unit(self, levels: Tensor) -> Tensor:
+        """Return ``(D,)``: digits per unit of the value, which is also the (half-integer) digit of the value 0."""
+        return levels // 2 if self.layout == "original" else (levels - 1) / 2
 
     @staticmethod
     def _wide(each: Tensor, like: Tensor) -> Tensor:
